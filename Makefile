@@ -1,0 +1,41 @@
+# A bare machine needs Python 3.11 or newer, make and a C++ compiler (inductor). `make` lists the targets.
+PYTHON ?= python3.11
+NPROC ?= 2
+
+BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
+
+.PHONY: help env demo test check clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+
+env: .venv/test.stamp  ## the environment in .venv, pinned by constraints.txt
+
+demo: env  ## train a Llama on one device and across NPROC=2 ranks, compare
+	$(BIN)/autosp demo --ranks $(NPROC)
+
+test: env  ## all tests
+	$(PYTEST)
+
+check: .venv/dev.stamp  ## lint, types, then all tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(PYTEST)
+
+clean:  ## remove the environment and every cache
+	rm -rf .venv dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/test.stamp: pyproject.toml constraints.txt | .venv/bin/python
+	$(INSTALL) '.[test]'
+	@touch $@
+
+.venv/dev.stamp: .venv/test.stamp
+	$(INSTALL) '.[dev]'
+	@touch $@

@@ -1,0 +1,279 @@
+"""The `autosp` command: demo and train run a model on one device and across ranks and compare, inspect shows the graph.
+
+Exit status: 0 done and equal; 1 the runs differ, or the model was refused; 2 the command cannot be run as given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from autosp_rules.job import Job
+    from autosp_rules.train import StepRow
+
+__all__ = ["main"]
+
+_DEMO = {
+    "vocab_size": 258,
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}
+_INNER = ("eager", "aot_eager", "inductor")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status."""
+    arguments = _parser().parse_args(argv)
+    # Only now: torch takes seconds to import, and --help and a mistyped option need none of it.
+    from autosp_rules.job import JobError
+    from autosp_rules.launch import RankError
+    from fxrewrite.errors import FxRewriteError
+
+    try:
+        return arguments.run(arguments)
+    except JobError as error:
+        return _fail(str(error), 2)
+    except FxRewriteError as error:
+        return _fail(f"{type(error).__name__}: {error}", 1)
+    except RankError as error:
+        print(error.traceback, end="", file=sys.stderr)
+        return _fail(str(error), 1)
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"autosp: error: {message}", file=sys.stderr)
+    return status
+
+
+# Arguments
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autosp", description="Exact automatic sequence parallelism for unmodified Hugging Face models."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    demo = commands.add_parser("demo", help="train a small Llama on one device and across ranks, and compare")
+    demo.add_argument("--ranks", type=int, default=os.environ.get("NPROC", "2"), help="processes (default: NPROC or 2)")
+    demo.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
+    demo.set_defaults(run=_demo)
+
+    train = commands.add_parser("train", help="the same with your own model, lengths and text")
+    _add_model(train)
+    train.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
+    train.add_argument("--inner", choices=_INNER, default="inductor", help="inner compiler (default: %(default)s)")
+    train.add_argument("--text", type=Path, help="file or folder to train on (default: Python's standard library)")
+    train.set_defaults(run=_train)
+
+    inspect = commands.add_parser("inspect", help="what would be done to your model's graph; starts no ranks")
+    _add_model(inspect)
+    form = inspect.add_mutually_exclusive_group()
+    form.add_argument("--graph", action="store_true", help="also print the rewritten graph")
+    form.add_argument("--json", action="store_true", help="print the report as JSON")
+    inspect.set_defaults(run=_inspect)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, help="model_type of transformers (llama, gpt2), or path of a config.json"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change the configuration")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens in a row (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="rows in a batch (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+
+
+def _job(arguments: argparse.Namespace, **more: Any) -> Job:
+    from autosp_rules.job import Job, parse_override
+
+    return Job(
+        model=arguments.model,
+        overrides=dict(parse_override(text) for text in arguments.set),
+        seq_len=arguments.seq_len,
+        batch=arguments.batch,
+        ranks=arguments.ranks,
+        **more,
+    )
+
+
+# Commands
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from autosp_rules.job import Job, text_files
+
+    return _run(
+        Job("llama", text_files(None), _DEMO, seq_len=512, batch=4, ranks=arguments.ranks, steps=arguments.steps)
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from autosp_rules.job import text_files
+
+    return _run(_job(arguments, files=text_files(arguments.text), steps=arguments.steps, inner=arguments.inner))
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from autosp_rules.backend import dry_run
+    from autosp_rules.job import build_config, build_model, check_sizes, is_masked, make_batch, text_files
+    from fxrewrite.graph import graph_text
+
+    job = _job(arguments, files=text_files(None))
+    config = build_config(job.model, job.overrides)
+    check_sizes(job, config)
+    with torch.device("meta"):  # shapes only: a model of any size fits
+        model = build_model(config)
+    batch = make_batch(job, 1, masked=is_masked(model))
+    gm, report = dry_run(model, {name: value.to("meta") for name, value in batch.items()}, num_ranks=job.ranks)
+    print(report.model_dump_json(indent=2) if arguments.json else report)
+    if arguments.graph:
+        print(f"\n{graph_text(gm)}")
+    return 0
+
+
+def _run(job: Job) -> int:
+    from autosp_rules.job import build_config, check_memory, check_sizes
+    from autosp_rules.launch import launch
+
+    config = build_config(job.model, job.overrides)
+    check_sizes(job, config)
+    check_memory(job, config, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    started = time.monotonic()
+    print(_describe(job, config), flush=True)
+    rows, report = launch(_train_rank, job, ranks=job.ranks)
+    print(f"\n{_verdict(rows)}\n\nWhat was done to the graph\n{report}\n\n{time.monotonic() - started:.0f} s")
+    return 0 if all(row.is_equal for row in rows) else 1
+
+
+def _train_rank(job: Job) -> tuple[list[StepRow], str]:
+    """One rank's part of the job; rank 0 shows it as it goes. The rows (none on other ranks) and the report."""
+    import torch.distributed as dist
+
+    from autosp_rules.backend import autosp
+    from autosp_rules.train import compare
+
+    backend = autosp(inner=job.inner)
+    rows: list[StepRow] = []
+    with _Progress(job.steps, shown=dist.get_rank() == 0) as progress:
+        for row in compare(job, backend, progress.doing):
+            rows.append(row)
+            progress.write(_line(row))
+    return rows, str(backend.reports[-1])
+
+
+# What is printed
+
+
+def _describe(job: Job, config: Any) -> str:
+    from autosp_rules.job import num_parameters, zero_dropout
+
+    folder = os.path.commonpath([path.parent for path in job.files])
+    lines = [
+        f"model       {config.model_type}, {num_parameters(config):,} random float32 parameters{_sizes(config)}",
+        f"text        {len(job.files)} files of {folder}, as bytes",
+        f"batch       {job.batch} rows of {job.seq_len} tokens, {job.steps} steps of AdamW",
+        f'one device  torch.compile(model, backend="{job.inner}")',
+        f'{f"{job.ranks} ranks":<12}torch.compile(model, backend=autosp(inner="{job.inner}")), gradients averaged',
+    ]
+    dropout = zero_dropout(config)
+    if dropout:
+        lines.append(f"dropout     set to 0, so that the runs can be compared: {', '.join(dropout)}")
+    header = f"{'step':>5}{'loss, one device':>20}{f'loss, {job.ranks} ranks':>20}{'gradient difference':>24}"
+    return "\n".join([*lines, "", header])
+
+
+def _sizes(config: Any) -> str:
+    names = {
+        "hidden_size": "hidden",
+        "num_hidden_layers": "layers",
+        "num_attention_heads": "heads",
+        "num_key_value_heads": "key/value heads",
+    }
+    return "".join(f", {getattr(config, name)} {word}" for name, word in names.items() if hasattr(config, name))
+
+
+def _line(row: StepRow) -> str:
+    return f"{row.step:>5}{row.loss_one_device:>20.7f}{row.loss_sharded:>20.7f}{row.gradient_difference:>24.1e}"
+
+
+def _verdict(rows: Sequence[StepRow]) -> str:
+    from autosp_rules.train import DRIFT_BOUND, GRADIENT_BOUND, LOSS_BOUND, worst
+
+    loss, drift = worst(row.loss_difference for row in rows), worst(row.drift for row in rows)
+    gradient = worst(row.gradient_difference for row in rows)
+    where = next(row for row in rows if row.gradient_difference is gradient)
+    differences = [
+        ("gradient of a parameter, at equal weights", gradient, GRADIENT_BOUND),
+        ("loss, at equal weights", loss, LOSS_BOUND),
+        ("loss of the two runs, each at its own weights", drift, DRIFT_BOUND),
+    ]
+    verdict = "EQUAL" if all(row.is_equal for row in rows) else "NOT EQUAL"
+    return "\n".join(
+        [
+            f"{verdict} over {len(rows)} steps; the largest relative differences are",
+            *(f"  {what:<48}{value:.1e}   bound {bound:.0e}" for what, value, bound in differences),
+            f"  the worst gradient is that of {where.worst_parameter}, step {where.step}",
+        ]
+    )
+
+
+class _Progress:
+    """A bar on the last line of the terminal, with what is going on and since when; without a terminal, nothing."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._total = total
+        self._done = 0
+        self._what = "starting"
+        self._since = time.monotonic()
+        self._end = threading.Event()
+        self._turn = threading.Lock()
+        self._thread = threading.Thread(target=self._tick, daemon=True) if shown and sys.stderr.isatty() else None
+
+    def __enter__(self) -> Self:
+        if self._thread:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread:
+            self._end.set()
+            self._thread.join()
+            self._show("")
+
+    def doing(self, what: str) -> None:
+        """From now on, `what` is going on."""
+        if what != self._what:
+            self._what, self._since = what, time.monotonic()
+
+    def write(self, line: str) -> None:
+        """Print a finished step's line above the bar."""
+        self._done += 1
+        with self._turn:
+            if self._thread:
+                self._show("")
+            print(line, flush=True)
+
+    def _tick(self) -> None:
+        while not self._end.wait(0.2):
+            filled = 24 * self._done // self._total
+            seconds = time.monotonic() - self._since
+            with self._turn:
+                self._show(f"[{'#' * filled:<24}] {self._done}/{self._total}  {self._what}  {seconds:.0f} s")
+
+    def _show(self, text: str) -> None:
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,130 @@
+"""What AutoSP did to one graph: rules, slices, collectives with their bytes, and what it did not do."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel
+from torch import fx
+
+from fxrewrite import Refusal, Report
+from fxrewrite.spmd import COLLECTIVES, Axis, size_hint
+
+__all__ = ["AutoSPReport", "Collective"]
+
+_ADJOINT = {"all_to_all": "all_to_all", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}
+
+
+class Collective(BaseModel):
+    """All collectives of one kind in one direction of a step."""
+
+    kind: str
+    direction: str
+    """forward or backward"""
+    count: int
+    bytes_sent: int
+    """bytes that one rank sends, with a ring where all ranks take part"""
+
+
+class AutoSPReport(BaseModel):
+    """What was done to one graph; `str(report)` is a table."""
+
+    axis: str
+    num_ranks: int
+    tokens_per_rank: int = 0
+    """tokens of the batch whose hidden states one rank holds"""
+    rewrites: dict[str, int]
+    slices: int
+    collectives: list[Collective]
+    refusals: list[str]
+    lines: list[str]
+    """what was not done, or not as well as it could be: gathered operators, random numbers, outputs left sharded"""
+    seconds: float = 0.0
+    """time of the transform, without the inner compiler"""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that one rank sends in one step, forward and backward."""
+        return sum(collective.bytes_sent for collective in self.collectives)
+
+    def __str__(self) -> str:
+        rows = [f"AutoSP over axis {self.axis} (size {self.num_ranks}), {self.tokens_per_rank} tokens per rank"]
+        rows.append(f"  transform            {self.seconds:.2f} s")
+        rows += [f"  rule  {rule:<40} {count:>6}" for rule, count in self.rewrites.items()]
+        rows.append(f"  slices {self.slices:>46}")
+        rows += [f"  {c.kind:<16} {c.direction:<9} {c.count:>6} x {c.bytes_sent:>16,} bytes sent per rank and step" for c in self.collectives]
+        rows.append(f"  refusals             {len(self.refusals)}")
+        rows += [f"    {refusal}" for refusal in self.refusals]
+        rows += [f"  note: {line}" for line in self.lines]
+        return "\n".join(rows)
+
+
+def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int, seconds: float) -> AutoSPReport:
+    """The report of a transformed graph."""
+    rewrites = {entry.rule: entry.rewrites for entry in report.rules if entry.rewrites}
+    return AutoSPReport(
+        axis=axis.name,
+        num_ranks=axis.size,
+        tokens_per_rank=tokens // axis.size,
+        rewrites=rewrites,
+        slices=sum(count for rule, count in rewrites.items() if rule in _SLICES),
+        collectives=_collectives(gm, axis),
+        refusals=_refusals(report),
+        lines=list(report.lines),
+        seconds=seconds,
+    )
+
+
+def _refusals(report: Report) -> list[str]:
+    """Each reason once, with its first place and how often it came."""
+    same: dict[tuple[str, str], list[Refusal]] = {}
+    for refusal in report.refusals:
+        same.setdefault((refusal.rule, refusal.reason), []).append(refusal)
+    return [f"{found[0]}" + (f" ({len(found)} times)" if len(found) > 1 else "") for found in same.values()]
+
+
+_SLICES = {"autosp.shard_label_ids", "autosp.shard_position_ids", "collectives.slice"}
+
+
+def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
+    kinds = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
+    found: dict[tuple[str, str], list[int]] = {}
+    grads = _requiring_grad(gm)
+    for node in gm.graph.nodes:
+        if node.target in kinds:
+            kind = kinds[node.target]
+            sent = _bytes_sent(kind, node, axis)
+            found.setdefault((kind, "forward"), []).append(sent)
+            if node in grads:
+                found.setdefault((_ADJOINT[kind], "backward"), []).append(sent)
+    return [
+        Collective(kind=kind, direction=direction, count=len(sent), bytes_sent=sum(sent))
+        for (kind, direction), sent in sorted(found.items(), key=lambda item: (item[0][1] == "backward", item[0][0]))
+    ]
+
+
+def _bytes_sent(kind: str, node: fx.Node, axis: Axis) -> int:
+    value = node.all_input_nodes[0].meta["val"]
+    held = size_hint(value.numel()) * value.element_size()
+    share = {
+        "all_to_all": (axis.size - 1) / axis.size,
+        "all_gather": axis.size - 1,
+        "reduce_scatter": (axis.size - 1) / axis.size,
+        "all_reduce": 2 * (axis.size - 1) / axis.size,
+    }
+    return round(held * share[kind])
+
+
+def _requiring_grad(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes through which a gradient flows to a parameter or input, under the grad mode of their region."""
+    grads: set[fx.Node] = set()
+    enabled = True
+    for node in gm.graph.nodes:
+        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
+            enabled = bool(node.args[0])
+        value = node.meta.get("val")
+        if node.op == "placeholder":
+            if getattr(node.meta.get("example_value", value), "requires_grad", False):
+                grads.add(node)
+        elif enabled and any(n in grads for n in node.all_input_nodes):
+            if not hasattr(value, "dtype") or value.is_floating_point() or value.is_complex():
+                grads.add(node)
+    return grads

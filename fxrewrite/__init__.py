@@ -1,0 +1,94 @@
+"""State rewrites of FX graphs as rules, know that each rule is true, run them inside any torch.compile backend."""
+
+from typing import TYPE_CHECKING
+
+from fxrewrite.lazy import lazy_package
+
+if TYPE_CHECKING:
+    from fxrewrite.errors import (
+        FixpointError,
+        FxRewriteError,
+        InvariantError,
+        MatchExpectationError,
+        Refusal,
+        RefusedError,
+        RuleDefinitionError,
+        refuse,
+    )
+    from fxrewrite.graph import Edit, graph_diff, graph_digest, graph_text, normalize
+    from fxrewrite.match import Match
+    from fxrewrite.pattern import Constraint, Literal, Maybe, Pattern, any_, cap, either, loose, maybe, op, shared, where
+    from fxrewrite.plan import Plan, RuleSet
+    from fxrewrite.report import Report
+    from fxrewrite.rule import Rule, rule
+
+__all__ = [
+    "Constraint",
+    "Edit",
+    "FixpointError",
+    "FxRewriteError",
+    "InvariantError",
+    "Literal",
+    "Match",
+    "MatchExpectationError",
+    "Maybe",
+    "Pattern",
+    "Plan",
+    "Refusal",
+    "RefusedError",
+    "Report",
+    "Rule",
+    "RuleDefinitionError",
+    "RuleSet",
+    "any_",
+    "cap",
+    "either",
+    "graph_diff",
+    "graph_digest",
+    "graph_text",
+    "loose",
+    "maybe",
+    "normalize",
+    "op",
+    "refuse",
+    "rule",
+    "shared",
+    "where",
+]
+
+lazy_package(
+    __name__,
+    {
+        "FixpointError": "fxrewrite.errors",
+        "FxRewriteError": "fxrewrite.errors",
+        "InvariantError": "fxrewrite.errors",
+        "MatchExpectationError": "fxrewrite.errors",
+        "RefusedError": "fxrewrite.errors",
+        "Refusal": "fxrewrite.errors",
+        "RuleDefinitionError": "fxrewrite.errors",
+        "refuse": "fxrewrite.errors",
+        "Edit": "fxrewrite.graph",
+        "graph_diff": "fxrewrite.graph",
+        "graph_digest": "fxrewrite.graph",
+        "graph_text": "fxrewrite.graph",
+        "normalize": "fxrewrite.graph",
+        "Match": "fxrewrite.match",
+        "Constraint": "fxrewrite.pattern",
+        "Literal": "fxrewrite.pattern",
+        "Maybe": "fxrewrite.pattern",
+        "any_": "fxrewrite.pattern",
+        "cap": "fxrewrite.pattern",
+        "either": "fxrewrite.pattern",
+        "loose": "fxrewrite.pattern",
+        "maybe": "fxrewrite.pattern",
+        "op": "fxrewrite.pattern",
+        "shared": "fxrewrite.pattern",
+        "where": "fxrewrite.pattern",
+        "Pattern": "fxrewrite.pattern",
+        "Plan": "fxrewrite.plan",
+        "RuleSet": "fxrewrite.plan",
+        "Report": "fxrewrite.report",
+        "Rule": "fxrewrite.rule",
+        "rule": "fxrewrite.rule",
+    },
+)

@@ -1,0 +1,140 @@
+"""The exception tree: every error says what, found, where and what to do, all of it in `str(exc)`.
+
+Dynamo drops exception notes and re-wraps what a backend raises, so nothing may live outside the message.
+This module imports no torch: the command line and the pytest plugin load it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+__all__ = [
+    "FixpointError",
+    "FxRewriteError",
+    "InvariantError",
+    "MatchExpectationError",
+    "RefusedError",
+    "Refusal",
+    "RuleDefinitionError",
+    "refuse",
+]
+
+
+class FxRewriteError(ValueError):
+    """Root of all errors of fxrewrite; `str(exc)` holds the whole diagnosis."""
+
+
+class RuleDefinitionError(FxRewriteError):
+    """A rule, a pattern or a rule set is wrong as written, whatever graph it would meet."""
+
+
+class MatchExpectationError(FxRewriteError):
+    """A plan promised a number of rewrites (`plan.expect`) and made fewer; carries the nearest miss."""
+
+
+class FixpointError(FxRewriteError):
+    """A fixpoint still changed the graph at its limit; names the rules that kept firing."""
+
+
+class InvariantError(FxRewriteError):
+    """The graph would no longer be valid: an argument is used before it is defined, a value is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why something was not done, as a value that can be counted, printed and snapshot.
+
+    Attributes:
+        rule: id of the rule, empty until the engine fills it in.
+        reason: one clause, for example "6 heads do not divide over axis sp (size 4)".
+        node: name of the node, without the percent sign.
+        source: "model.py:41", or empty when the graph has no source lines.
+        hint: what the reader can do about it.
+        data: the numbers and words of the reason, for programs.
+    """
+
+    rule: str
+    reason: str
+    node: str = ""
+    source: str = ""
+    hint: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+
+    def __str__(self) -> str:
+        text = f"{self.rule}: {self.reason}" if self.rule else self.reason
+        if self.node:
+            text += f" at %{self.node}"
+        if self.source:
+            text += f" ({self.source})"
+        if self.hint:
+            text += f"; {self.hint}"
+        return text
+
+
+class RefusedError(FxRewriteError):
+    """A rewrite is refused; `refusal` says why and the fields repeat it.
+
+    `located_at` is the `fx.Node` given to `refuse`, from which the engine takes the source line.
+    """
+
+    def __init__(self, refusal: Refusal, located_at: Any = None) -> None:
+        self.refusal = refusal
+        self.located_at = located_at
+        super().__init__(str(refusal))
+
+    @property
+    def rule(self) -> str:
+        return self.refusal.rule
+
+    @property
+    def reason(self) -> str:
+        return self.refusal.reason
+
+    @property
+    def node(self) -> str:
+        return self.refusal.node
+
+    @property
+    def source(self) -> str:
+        return self.refusal.source
+
+    @property
+    def hint(self) -> str:
+        return self.refusal.hint
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        return self.refusal.data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefusedError, (self.refusal,)  # nodes do not pickle, refusals do
+
+    def filled(self, *, rule: str = "", node: str = "", source: str = "") -> RefusedError:
+        """The same refusal with the fields that were empty filled in; what it already says wins.
+
+        `source` belongs to `node`: when the refusal names another node, only a source for that one may be given.
+        """
+        old = self.refusal
+        new = replace(
+            old, rule=old.rule or rule, node=old.node or node, source=old.source or source, data=dict(old.data)
+        )
+        return RefusedError(new, self.located_at)
+
+
+def refuse(reason: str, *, hint: str = "", node: Any = None, **data: Any) -> NoReturn:
+    """Refuse the rewrite at hand; to be called from guards, replacements and layout rules.
+
+    Args:
+        reason: one clause with the numbers in it.
+        hint: what the user can do.
+        node: the `fx.Node` (or its name) to blame; the engine takes the matched root when it is missing.
+        data: the numbers of the reason, kept for programs.
+
+    Raises:
+        RefusedError: always. The engine fills in rule, node and source line.
+    """
+    name = "" if node is None else str(getattr(node, "name", node))
+    located = node if hasattr(node, "meta") else None
+    raise RefusedError(Refusal(rule="", reason=reason, node=name, hint=hint, data=data), located)

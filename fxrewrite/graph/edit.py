@@ -1,0 +1,274 @@
+"""The one place that mutates FX graphs: a transaction that ends committed, or with the graph exactly as before.
+
+Undo replays a journal backwards and costs what was changed, not the size of the graph. Nodes are erased at commit only,
+so nothing that a rule holds in its hands disappears under it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fxrewrite import ops
+from fxrewrite.errors import InvariantError
+
+__all__ = ["Edit"]
+
+_COPIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
+"""Metadata that a new node takes over from the node it stands for: where it comes from, and how it is checkpointed."""
+_ABSENT: Any = object()
+_COMPUTE: Any = object()
+
+
+class Edit:
+    """One transaction on the graph of `gm`.
+
+    `with Edit(gm) as edit:` commits at the end of the block: the touched nodes are checked, erasures carried out, and
+    the module is recompiled once. Any exception, also one from the checks, undoes everything and propagates.
+
+    Attributes:
+        graph: the graph under edit.
+        erased: nodes that will be erased at commit; they have neither arguments nor users any more.
+        fake_mode: the graph's own fake tensor mode, None when its nodes carry no fake values.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.graph: fx.Graph = gm.graph
+        self.erased: set[fx.Node] = set()
+        self.fake_mode, self._value_key = _values_of(self.graph)
+        self._journal: list[tuple[Any, ...]] = []
+        body = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
+        if body is None:
+            raise InvariantError("the graph has no output node; only complete graphs can be edited")
+        self._body: fx.Node = body
+        self._attributes: dict[str, Any] = {}
+
+    def __enter__(self) -> Edit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                self._check()
+            except BaseException:
+                self._undo(0)
+                raise
+            self._commit()
+        else:
+            self._undo(0)
+
+    @property
+    def num_changes(self) -> int:
+        """Number of journal records so far; unchanged means that nothing was changed."""
+        return len(self._journal)
+
+    @contextlib.contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """A part of the transaction that is undone alone when an exception leaves the block."""
+        mark = len(self._journal)
+        try:
+            yield
+        except BaseException:
+            self._undo(mark)
+            raise
+
+    def call(
+        self,
+        target: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        before: fx.Node | None = None,
+        after: fx.Node | None = None,
+        like: fx.Node | None = None,
+        rule: str = "",
+        val: Any = _COMPUTE,
+    ) -> fx.Node:
+        """A new call node; afterwards it is in the graph with source line, rule name and `val`.
+
+        Args:
+            target: what is called; a string is a tensor method.
+            args: positional arguments, nodes and plain values.
+            kwargs: keyword arguments.
+            before: the node in front of which it is inserted; exactly one of `before` and `after`.
+            after: the node behind which it is inserted; behind a placeholder means behind the last one.
+            like: the node it stands for, whose stack trace, module stack and checkpoint tags it takes over.
+            rule: id of the rule that makes it, put in front of `like`'s in `meta["fxrewrite"]`.
+            val: its fake value. By default only this operator is run on the arguments' values, under the graph's
+                own fake mode and without adding shape guards; in a graph without values it has none.
+
+        Raises:
+            InvariantError: neither or both of `before` and `after`; an argument has no value to compute `val` from.
+        """
+        if (before is None) == (after is None):
+            raise InvariantError(f"new node {ops.key(target)}: give exactly one of before= and after=")
+        if before is None:
+            assert after is not None
+            before = self._body if after.op == "placeholder" else after.next
+        graph = self.graph
+        op = "call_method" if isinstance(target, str) else "call_function"
+        with graph.inserting_before(before):
+            node = graph.create_node(op, target, tuple(args), dict(kwargs) if kwargs else {})
+        self._journal.append(("create", node))
+        meta = node.meta
+        if like is not None:
+            source = like.meta
+            for name in _COPIED:
+                if name in source:
+                    meta[name] = source[name]
+            meta["fxrewrite"] = (rule, *source.get("fxrewrite", ())) if rule else source.get("fxrewrite", ())
+        elif rule:
+            meta["fxrewrite"] = (rule,)
+        if val is _COMPUTE:
+            if self.fake_mode is not None:
+                meta[self._value_key] = self._run(node)
+        else:
+            meta[self._value_key] = val
+        return node
+
+    def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        """Afterwards the node has these arguments; keyword arguments stay as they are when `kwargs` is None."""
+        self._journal.append(("args", node, node.args, node.kwargs))
+        node.args = tuple(args)
+        if kwargs is not None:
+            node.kwargs = dict(kwargs)
+
+    def replace_uses(self, old: fx.Node, new: fx.Node, users: Iterable[fx.Node] | None = None) -> None:
+        """Afterwards `users` (all of them when None, but never `new` itself) read `new` where they read `old`."""
+        for user in list(old.users if users is None else users):
+            if user is not new:
+                self._journal.append(("args", user, user.args, user.kwargs))
+                user.replace_input_with(old, new)
+
+    def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
+        """Afterwards `node.meta[key]` is `value`."""
+        self._journal.append(("meta", node, key, node.meta.get(key, _ABSENT)))
+        node.meta[key] = value
+
+    def erase(self, node: fx.Node) -> None:
+        """Take an unused node out of the computation; it leaves the graph at commit.
+
+        Raises:
+            InvariantError: the node still has users.
+        """
+        if node.users:
+            users = ", ".join(f"%{user.name}" for user in node.users)
+            raise InvariantError(f"%{node.name} cannot be erased: it is used by {users}; replace its uses first")
+        self._journal.append(("args", node, node.args, node.kwargs))
+        self._journal.append(("erase", node))
+        node._update_args_kwargs((), {})
+        self.erased.add(node)
+
+    def _run(self, node: fx.Node) -> Any:
+        """The node's value: only its operator is run, on fake values."""
+        mode = self.fake_mode
+        assert mode is not None
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore
+        function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+        quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+        with mode, quiet, torch.no_grad():
+            return function(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    def _input_value(self, node: fx.Node) -> Any:
+        found = ops.value(node)
+        if found is not ops.MISSING:
+            return found
+        if node.op == "get_attr":
+            return self._attribute(str(node.target))
+        raise InvariantError(
+            f"%{node.name} has no value in its metadata, so none can be computed for its new user; "
+            "propagate fake values through the graph first, or pass val="
+        )
+
+    def _attribute(self, path: str) -> Any:
+        """The fake value of a parameter, a buffer or a submodule that a `get_attr` node reads."""
+        if path not in self._attributes:
+            found: Any = self.gm
+            for atom in path.split("."):
+                found = getattr(found, atom)
+            mode = self.fake_mode
+            if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) and mode is not None:
+                found = mode.from_tensor(found, static_shapes=True)
+            self._attributes[path] = found
+        return self._attributes[path]
+
+    def _check(self) -> None:
+        """Every node that was touched reads nodes of this graph that come before it, and every new one has a value."""
+        for kind, node, *_ in self._journal:
+            if node in self.erased or kind == "meta":
+                continue
+            for used in node.all_input_nodes:
+                if used in self.erased or used.graph is not self.graph:
+                    raise InvariantError(f"%{node.name} reads %{used.name}, which is not in the graph any more")
+                if not used < node:
+                    raise InvariantError(
+                        f"%{node.name} reads %{used.name}, which is defined behind it; insert the new node later"
+                    )
+            if kind == "create" and self.fake_mode is not None and ops.value(node) is ops.MISSING:
+                raise InvariantError(f"new node %{node.name} has no value; pass val= or let it be computed")
+        for node in self.erased:
+            if node.users:
+                users = ", ".join(f"%{user.name}" for user in node.users)
+                raise InvariantError(f"%{node.name} is to be erased, but {users} came to use it")
+
+    def _commit(self) -> None:
+        for node in self.erased:
+            self.graph.erase_node(node)
+        self.erased.clear()
+        changed, self._journal = bool(self._journal), []
+        if changed:
+            self.gm.recompile()
+
+    def _undo(self, mark: int) -> None:
+        """Take back the records from `mark` on, last first."""
+        journal = self._journal
+        while len(journal) > mark:
+            kind, node, *before = journal.pop()
+            if kind == "args":
+                node._update_args_kwargs(*before)
+            elif kind == "meta":
+                key, value = before
+                if value is _ABSENT:
+                    del node.meta[key]
+                else:
+                    node.meta[key] = value
+            elif kind == "erase":
+                self.erased.discard(node)
+            else:
+                self.graph.erase_node(node)
+                _forget_name(self.graph, node)
+
+
+def _values_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
+    """The fake mode of the graph's values and the metadata key they are under.
+
+    Values come on every node or on none, so the search ends at the first call without one.
+    """
+    for node in graph.nodes:
+        found = ops.value(node)
+        if isinstance(found, FakeTensor):
+            return found.fake_mode, ops.value_key(node)
+        if found is ops.MISSING and node.op in ("call_function", "call_method", "call_module"):
+            break
+    return None, "val"
+
+
+def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
+    """Free the name of a node that never was, so that doing the same again gives the same names."""
+    names = graph._graph_namespace
+    names._obj_to_name.pop(node, None)
+    names._used_names.discard(node.name)
+    base, _, number = node.name.rpartition("_")
+    if base and number.isdigit():
+        names._base_count[base] = int(number) - 1
+    else:
+        names._base_count.pop(node.name, None)

@@ -1,0 +1,109 @@
+"""Dynamo's graph (torch IR, any spelling) to one spelling: pre-dispatch ATen, with autograd still above it.
+
+Kept: the calling convention (placeholders, their names and metadata, and the outputs), symbolic shapes, source lines
+(`stack_trace`, `nn_module_stack`, `from_node`) and gradient checkpointing, whose bodies are inlined and whose nodes
+carry the tags that AOTAutograd itself would give them. The only file that runs torch's tracer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxrewrite.errors import refuse
+from fxrewrite.graph.sizes import hoist_sizes
+
+__all__ = ["normalize"]
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+_checkpoint_ids = itertools.count(1)
+
+_NO_HIGHER_ORDER_OP = {
+    "autograd_function_apply": "it holds a custom backward that a retrace would lose; "
+    "use a model variant without a custom torch.autograd.Function",
+    "flex_attention": "its score and mask functions index the whole sequence; use attn_implementation='sdpa'",
+}
+
+
+def normalize(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm`'s computation as pre-dispatch ATen over the same inputs and outputs; `gm` is not changed.
+
+    Placeholders must carry fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; sizes that they
+    hold as symbols stay symbols of the same ShapeEnv. Raises RefusedError on a higher-order op other than a plain
+    activation checkpoint, naming it and its source line.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = [_fake_value(node) for node in placeholders]
+    with fx_traceback.preserve_node_meta():
+        normal = make_fx(_Inliner(gm).run, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
+    for node, original in zip(normal.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        # the tracer's own fake value: under torch.compile it lives in another mode than Dynamo's example value
+        node.meta = {**original.meta, "val": node.meta["val"]}
+        node._rename(original.name)
+        node.target = node.name
+    normal.meta = dict(gm.meta)
+    hoist_sizes(normal.graph)
+    normal.graph.eliminate_dead_code()
+    normal.recompile()
+    return normal
+
+
+def _fake_value(node: fx.Node) -> Any:
+    for key in ("example_value", "val"):
+        if key in node.meta:
+            return node.meta[key]
+    refuse("the input has no fake value", node=node, hint="pass a graph as Dynamo or torch.export made it")
+
+
+class _Inliner(fx.Interpreter):
+    """Runs a Dynamo graph with the bodies of plain activation checkpoints inlined and tagged."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is _CHECKPOINT:
+            body, *operands = args
+            if "_checkpoint_context_fn" in body.meta or kwargs.get("context_fn") is not None:
+                refuse(
+                    "a selective checkpoint chooses by a Python function what to save",
+                    node=self._current_node(),
+                    hint="checkpoint the layer without context_fn",
+                )
+            named = {key: value for key, value in kwargs.items() if key not in _CHECKPOINT_OPTIONS}
+            return _Inliner(_tagged(body)).run(*operands, *named.values())
+        if isinstance(target, HigherOrderOperator):
+            name = target.name()
+            refuse(
+                f"the higher-order op {name} is not supported",
+                node=self._current_node(),
+                hint=_NO_HIGHER_ORDER_OP.get(name, "rewrite the model without it"),
+            )
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        value = self._node.meta.get("example_value")
+        if target == "item" and isinstance(value, torch.SymFloat):
+            return float(value)  # a Python float that dynamic=True passes as a 0-d tensor: a constant, guarded as one
+        return super().call_method(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+    def _current_node(self) -> fx.Node:
+        return self._node
+
+
+def _tagged(body: fx.GraphModule) -> fx.GraphModule:
+    """The checkpoint's body with the tags that AOTAutograd's partitioner obeys, one region id per call."""
+    region = next(_checkpoint_ids)
+    for node in body.graph.nodes:
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta["ac_graph_id"] = region
+    return body

@@ -1,0 +1,137 @@
+"""Sizes that may be symbolic: comparing and dividing them without adding guards, and writing them as graph nodes.
+
+The only file that reads torch's symbolic-shape machinery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import guarding_hint_or_throw, statically_known_true
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+__all__ = ["Size", "SizeNodes", "divide_exactly", "hoist_sizes", "is_same_size", "product", "require_divisible", "size_hint"]
+
+Size: TypeAlias = "int | torch.SymInt"
+Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
+
+
+def is_same_size(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for every length that the graph admits; never adds a guard."""
+    return bool(a == b) if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
+
+
+def divide_exactly(a: Size, b: Size) -> Size | None:
+    """`a / b` where b divides a for every length that the graph admits, else None; never adds a guard."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    quotient = a // b
+    return quotient if statically_known_true(quotient * b == a) else None
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def size_hint(size: Size) -> int:
+    """The size of the inputs at hand, for messages and byte counts; adds no guard."""
+    return size if isinstance(size, int) else guarding_hint_or_throw(size)
+
+
+def require_divisible(size: Size, by: int) -> bool:
+    """Whether `by` divides the size of the inputs at hand; a symbolic size is guarded, so that a length
+    for which the answer differs is compiled anew instead of being run with the wrong graph."""
+    return bool(size % by == 0)
+
+
+class SizeNodes:
+    """Graph nodes that hold sizes, computed from the graph's inputs alone, shared, and placed before any other node.
+
+    Inputs keep their global shape whatever happens to the values between, so a size that is a function of the
+    inputs cannot change its meaning when a value becomes a shard.
+
+    `create(target, args, before)` makes a call_function node; the default writes to the graph at once.
+    """
+
+    def __init__(self, graph: fx.Graph, create: Create | None = None) -> None:
+        self._anchor = next(node for node in graph.nodes if node.op != "placeholder")
+        self._tracer = _SizeTracer(graph, self._anchor, create or _write(graph))
+        self._symbols: dict[sympy.Symbol, fx.Node | tuple[fx.Node, int]] = {}
+        self._nodes: dict[sympy.Expr, fx.Node] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            if isinstance(value, torch.SymInt):
+                self._symbols[value.node.expr] = node
+            elif isinstance(value, torch.Tensor):
+                for dim, size in enumerate(value.shape):
+                    if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                        self._symbols.setdefault(size.node.expr, (node, dim))
+
+    def can_express(self, size: Size) -> bool:
+        return isinstance(size, int) or size.node.expr.free_symbols <= self._symbols.keys()
+
+    def __call__(self, size: Size) -> int | fx.Node:
+        """The int itself, or the node that computes `size` before any tensor is touched."""
+        if isinstance(size, int) or size.node.expr.is_Integer:
+            return int(size)
+        expr = size.node.expr
+        if expr not in self._nodes:
+            env = {symbol: fx.Proxy(self._symbol(symbol), self._tracer) for symbol in expr.free_symbols}
+            node = sympy_interp(PythonReferenceAnalysis, env, expr).node
+            node.meta["val"] = size
+            self._nodes[expr] = node
+        return self._nodes[expr]
+
+    def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
+        found = self._symbols[symbol]
+        if isinstance(found, tuple):
+            tensor, dim = found
+            found = self._tracer.create_node("call_function", torch.ops.aten.sym_size.int, (tensor, dim), {})
+            found.meta["val"] = tensor.meta["val"].shape[dim]
+            self._symbols[symbol] = found
+        return found
+
+
+class _SizeTracer(fx.proxy.GraphAppendingTracer):
+    """Puts what Python arithmetic on proxies makes before the anchor."""
+
+    def __init__(self, graph: fx.Graph, anchor: fx.Node, create: Create) -> None:
+        super().__init__(graph)
+        self._anchor, self._create = anchor, create
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:  # pyright: ignore
+        return self._create(target, args, self._anchor)
+
+
+def _write(graph: fx.Graph) -> Create:
+    def create(target: Callable[..., Any], args: tuple[Any, ...], before: fx.Node) -> fx.Node:
+        with graph.inserting_before(before):
+            return graph.call_function(target, args)
+
+    return create
+
+
+def hoist_sizes(graph: fx.Graph) -> None:
+    """Make every integer node a function of the inputs alone (an unbacked size, read from data, stays as it is)."""
+    nodes = SizeNodes(graph)
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.SymInt) and nodes.can_express(value):
+            size = nodes(value)
+            if size is not node:
+                node.replace_all_uses_with(size) if isinstance(size, fx.Node) else _inline(node, size)
+                graph.erase_node(node)
+
+
+def _inline(node: fx.Node, value: int) -> None:
+    for user in list(node.users):
+        user.args = fx.node.map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = fx.node.map_arg(user.kwargs, lambda n: value if n is node else n)

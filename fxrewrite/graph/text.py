@@ -1,0 +1,256 @@
+"""Canonical text of a graph: equal graphs give equal text, in every process, whatever their values happen to be named.
+
+    %input_ids: i64[2, s0] = input
+    %embed_tokens.weight: f32[256, 64] = input
+    %0: f32[2, s0, 64] = aten.embedding(%embed_tokens.weight, %input_ids)  # S(1)
+    %1: f32[2, s0, 64] = _c10d_functional.all_reduce(%0, 'sum', sp)  # P(sum)
+    return (%1,)
+
+Inputs keep their names, parameters of Dynamo in short. Values are numbered in order, and so are symbolic sizes, bodies
+of higher-order ops (`@0`, printed after the graph) and process groups whose mesh axis is unknown (`group0`).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.node import _get_qualified_name
+
+from fxrewrite.graph.source import source_line
+
+__all__ = ["GraphWriter", "graph_text"]
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+_END = 2**63 - 1  # how ATen writes "to the end" in a slice
+_CONTAINER = re.compile(r"_(?:modules|parameters|buffers)_")
+_SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def graph_text(
+    gm: fx.GraphModule,
+    *,
+    layouts: bool = True,
+    source: bool = False,
+    rules: bool = False,
+    axis_names: Mapping[str, str] | None = None,
+) -> str:
+    """The graph, one value a line; beside it, as asked, `meta["layout"]`, the source line, the rules that made it.
+
+    `axis_names` maps process-group names to mesh axes where `meta["axis"]` does not name the axis.
+    """
+    writer = GraphWriter(gm, layouts=layouts, source=source, rules=rules, axis_names=axis_names)
+    return "\n".join(line for _, line in writer.lines())
+
+
+class GraphWriter:
+    """Names every value of a graph and of its bodies once, and writes nodes with those names."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        *,
+        layouts: bool = True,
+        source: bool = False,
+        rules: bool = False,
+        axis_names: Mapping[str, str] | None = None,
+    ) -> None:
+        self._layouts, self._source, self._rules = layouts, source, rules
+        self._axis_names = axis_names or {}
+        self._groups: dict[str, str] = {}
+        self._names: dict[fx.Node, str] = {}
+        self._symbols: dict[str, str] = {}
+        self._graphs = [gm]
+        self._num_values = 0
+        for graph in self._graphs:  # grows: naming a graph finds its bodies
+            self._name_values(graph)
+
+    def lines(self) -> Iterator[tuple[fx.Node | None, str]]:
+        """Each line with the node that it shows; None for the headings of bodies."""
+        for index, gm in enumerate(self._graphs):
+            if index:
+                yield None, f"@{index - 1}:"
+            for node in gm.graph.nodes:
+                if not self._is_body(gm, node):
+                    yield node, ("  " if index else "") + self.line(gm, node)
+
+    def line(self, gm: fx.GraphModule, node: fx.Node) -> str:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        kind = "" if value is None else f": {self._type(value)}"
+        text = self._call(gm, node) if node.op == "output" else f"{self._names[node]}{kind} = {self._call(gm, node)}"
+        comments = [
+            self._literal(node.meta["layout"]) if self._layouts and "layout" in node.meta else "",
+            source_line(node) if self._source else "",
+            ", ".join(node.meta.get("fxrewrite", ())) if self._rules else "",
+        ]
+        comment = "; ".join(filter(None, comments))
+        return f"{text}  # {comment}" if comment else text
+
+    def _name_values(self, gm: fx.GraphModule) -> None:
+        taken: set[str] = set()
+        for node in gm.graph.nodes:
+            if self._is_body(gm, node):
+                body = _attribute(gm, node.target)
+                if body not in self._graphs:
+                    self._graphs.append(body)
+                self._names[node] = f"@{self._graphs.index(body) - 1}"
+            elif node.op == "placeholder":
+                name = self._input_name(node)
+                self._names[node] = f"%{node.name if name in taken else name}"
+                taken.add(name)
+            elif node.op != "output":
+                self._names[node] = f"%{self._num_values}"
+                self._num_values += 1
+
+    def _input_name(self, node: fx.Node) -> str:
+        value = node.meta.get("val", node.meta.get("example_value"))
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            return self._size(value)
+        if not node.name.startswith("l_"):
+            return node.name
+        owner, *path = _CONTAINER.split(node.name.removeprefix("l_").rstrip("_"))
+        return ".".join(path) or owner
+
+    @staticmethod
+    def _is_body(gm: fx.GraphModule, node: fx.Node) -> bool:
+        return node.op == "get_attr" and isinstance(_attribute(gm, node.target), fx.GraphModule)
+
+    def _call(self, gm: fx.GraphModule, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return "input"
+        if node.op == "output":
+            return f"return {self._argument(node.args[0])}"
+        if node.op == "get_attr":
+            return f"self.{node.target}{_small_constant(_attribute(gm, node.target))}"
+        arguments = self._arguments(node)
+        if node.op == "call_method":
+            return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+        target = f"self.{node.target}" if node.op == "call_module" else _target_name(node.target)
+        return f"{target}({', '.join(arguments)})"
+
+    def _arguments(self, node: fx.Node) -> list[str]:
+        schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+        keys = [argument.name for argument in schema]
+        named = [(keys[i] if i < len(keys) else "", value) for i, value in enumerate(node.args)]
+
+        def write(key: str, value: Any) -> str:
+            return self._group(node, value) if key == "group_name" and isinstance(value, str) else self._argument(value)
+
+        positional = [write(key, value) for key, value in named]
+        return positional + [f"{key}={write(key, value)}" for key, value in sorted(node.kwargs.items())]
+
+    def _group(self, node: fx.Node, name: str) -> str:
+        if "axis" in node.meta:
+            return str(node.meta["axis"])
+        if name in self._axis_names:
+            return self._axis_names[name]
+        return self._groups.setdefault(name, f"group{len(self._groups)}")
+
+    def _argument(self, value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return self._names[value]
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._argument, cast('list[Any]', value)))}]"
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+            items = [self._argument(item) for item in cast("tuple[Any, ...]", value)]
+            return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+        if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value).items()
+            return "{" + ", ".join(f"{self._argument(k)}: {self._argument(v)}" for k, v in items) + "}"
+        if isinstance(value, slice):
+            start, stop, step = (
+                "" if part is None else self._argument(part) for part in (value.start, value.stop, value.step)
+            )
+            return f"{start}:{stop}:{step}" if step else f"{start}:{stop}"
+        return self._literal(value)
+
+    def _literal(self, value: Any) -> str:
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        if isinstance(value, torch.dtype):
+            return _dtype_name(value)
+        if isinstance(value, (torch.layout, torch.memory_format)):
+            return str(value).removeprefix("torch.")
+        if value is Ellipsis:
+            return "..."
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__name__}.{value.name}"
+        if isinstance(value, int) and value == _END:
+            return "end"
+        if isinstance(value, (str, int, float, complex)) or value is None:
+            return repr(value)
+        if callable(value):
+            return _target_name(value)
+        text = _ADDRESS.sub("", str(value))
+        return _SYMBOL.sub(lambda match: self._symbols.get(match[0], match[0]), text)
+
+    def _type(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{_dtype_name(value.dtype)}[{', '.join(map(self._size, value.shape))}]"
+        if isinstance(value, (tuple, list)):
+            return f"({', '.join(map(self._type, cast('list[Any]', value)))})"
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return self._size(value)
+        return type(value).__name__
+
+    def _size(self, size: Any) -> str:
+        """The size with its symbols numbered in order of appearance, kind by kind (s: input, u: read from data)."""
+        if not hasattr(size, "node"):
+            return str(size)
+        expr = size.node.expr
+        new = {
+            symbol: sympy.Symbol(self._symbol(symbol.name), **symbol.assumptions0)
+            for symbol in sorted(expr.free_symbols, key=lambda symbol: symbol.name)
+        }
+        return str(expr.xreplace(new))
+
+    def _symbol(self, name: str) -> str:
+        if name not in self._symbols:
+            kind = name.rstrip("0123456789")
+            self._symbols[name] = f"{kind}{sum(known.startswith(kind) for known in self._symbols)}"
+        return self._symbols[name]
+
+
+def _attribute(gm: fx.GraphModule, target: Any) -> Any:
+    value: Any = gm
+    for part in str(target).split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _small_constant(value: Any) -> str:
+    """The elements of a lifted constant such as `torch.tensor(0.5)`; nothing for parameters and large tensors."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or value.numel() > 8:
+        return ""
+    return "" if type(value) is not torch.Tensor else f" {value.tolist()}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def _target_name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    if isinstance(target, type):
+        return f"{target.__module__}.{target.__qualname__}"
+    return _get_qualified_name(target).removeprefix("_operator.").removeprefix("torch.ops.")

@@ -1,0 +1,90 @@
+"""Why a pattern did not match: the same tests, read one by one up to the first that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.graph.source import source_line
+from fxrewrite.match.finish import Failure, complete
+from fxrewrite.match.lower import Variant, lower
+from fxrewrite.match.match import Match
+from fxrewrite.match.tests import Candidate, Path, found_text, holds, test_text
+from fxrewrite.pattern.pattern import Pattern
+
+__all__ = ["Explanation", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """How far one root got, in the reading of the pattern that got furthest there."""
+
+    root: fx.Node
+    failure: Failure
+    num_tests: int
+
+    def __str__(self) -> str:
+        source = source_line(self.root)
+        where = f"%{self.root.name} ({source})" if source else f"%{self.root.name}"
+        return f"at {where}: {self.failure.passed} of {self.num_tests} tests hold, then {self.failure}"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What the matcher saw of one pattern in one graph.
+
+    Attributes:
+        num_matches: roots at which the pattern matches.
+        num_anchors: roots that have the operator of the pattern's first output.
+        misses: the others, nearest first.
+        root_keys: the operators at which it could have matched.
+    """
+
+    pattern: Pattern
+    num_matches: int
+    num_anchors: int
+    misses: tuple[Miss, ...]
+    root_keys: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.pattern}", f"{self.num_matches} of {self.num_anchors} nodes {' or '.join(self.root_keys)} match"]
+        if not self.num_anchors:
+            lines.append(f"the graph has no node {' or '.join(self.root_keys)}")
+        lines += [str(miss) for miss in self.misses[:3]]
+        if len(self.misses) > 3:
+            lines.append(f"and {len(self.misses) - 3} more")
+        return "\n".join(lines)
+
+
+def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
+    """Read the tests of the pattern at every node that has its root operator."""
+    variants = lower(pattern)
+    keys = tuple(dict.fromkeys(variant.root_key for variant in variants))
+    matches = 0
+    misses: list[Miss] = []
+    for node in nodes:
+        key = ops.key(node)
+        if key not in keys:
+            continue
+        readings = [reading for variant in variants if variant.root_key == key for reading in _readings(pattern, variant, node)]
+        if any(isinstance(result, Match) for result, _ in readings):
+            matches += 1
+        else:
+            failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
+            misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_tests))
+    misses.sort(key=lambda miss: -miss.failure.passed / miss.num_tests)
+    return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys)
+
+
+def _readings(pattern: Pattern, variant: Variant, node: fx.Node) -> Iterator[tuple[Match | Failure, int]]:
+    total = sum(map(len, variant.stages)) + 1 + len(pattern.where)
+    candidate = Candidate({Path.root(0): node})
+    for count, test in enumerate(variant.stages[0]):
+        if not holds(test, candidate):
+            yield Failure(count, test_text(test), found_text(test, candidate), node), total
+            return
+    for result in complete(pattern, variant, candidate, len(variant.stages[0])):
+        yield result, total

@@ -1,0 +1,182 @@
+"""From a pattern to its variants: one flat list of tests for each way in which alternatives and operand orders can fall.
+
+Variants share their beginnings, so the decision program that merges them (program.py) tests those once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fxrewrite import ops
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.match.tests import Path, Test
+from fxrewrite.pattern.pattern import ROOT, Pattern
+from fxrewrite.pattern.terms import Capture, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Term, freeze
+
+__all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
+
+MAX_VARIANTS = 512
+"""A pattern with more is refused: it is several rules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How a further output is found: by climbing from a value that an earlier output captured too.
+
+    Each choice is the path of such a value and the operators from its user up to the output; the matcher climbs from the
+    value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
+    """
+
+    output: int
+    choices: tuple[tuple[Path, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to read a pattern.
+
+    Attributes:
+        stages: tests by output; those of output 0 decide alone, the others follow once their output is chosen.
+        links: how the outputs 1, 2 ... are found.
+        captures: name -> path; None for a name of an alternative that is not taken.
+        inner: paths of operators below the outputs, users before what they use.
+        shared: those of them that may have users outside the match.
+    """
+
+    stages: tuple[tuple[Test, ...], ...]
+    links: tuple[Link, ...]
+    captures: dict[str, Path | None]
+    inner: tuple[Path, ...]
+    shared: frozenset[Path]
+
+    @property
+    def root_key(self) -> str:
+        """The operator of output 0: the first test of every variant."""
+        return self.stages[0][0].value
+
+
+@dataclass(slots=True)
+class _Part:
+    """Tests and captures of one reading of one term."""
+
+    tests: tuple[Test, ...] = ()
+    captures: tuple[tuple[str, Path], ...] = ()
+    operators: tuple[tuple[Path, Op], ...] = ()
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(self.tests + other.tests, self.captures + other.captures, self.operators + other.operators)
+
+
+def lower(pattern: Pattern) -> tuple[Variant, ...]:
+    """All variants of a pattern, those that take optional steps and earlier options first.
+
+    Raises:
+        RuleDefinitionError: there are more than MAX_VARIANTS, or an output has nothing in common with the others.
+    """
+    per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs)]
+    variants: dict[tuple[object, ...], Variant] = {}
+    for parts in itertools.product(*per_output):
+        variant = _variant(parts, pattern)
+        variants.setdefault((variant.stages, tuple(variant.captures.items())), variant)
+        if len(variants) > MAX_VARIANTS:
+            raise RuleDefinitionError(f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules")
+    return tuple(variants.values())
+
+
+def _read(term: Term, path: Path) -> Iterator[_Part]:
+    """The readings of a term at a path."""
+    if isinstance(term, Op):
+        yield from _read_operator(term, path)
+    elif isinstance(term, Capture):
+        test = {"node": "node", "literal": "plain", "optional": "optional", "any": ""}[term.kind]
+        yield _Part((Test(test, path),) if test else (), ((term.name, path),))
+    elif isinstance(term, LiteralValue):
+        yield _Part((Test("literal", path, freeze(term.value)),))
+    elif isinstance(term, ListOf):
+        head = _Part((Test("list", path, len(term.items)),))
+        items = [list(_read(item, path / index)) for index, item in enumerate(term.items)]
+        for parts in _product(items):
+            yield sum(parts, head)
+    elif isinstance(term, Maybe):
+        yield from _read(term.step, path)
+        yield from _read(term.base, path)
+    elif isinstance(term, Either):
+        for option in term.options:
+            yield from _read(option, path)
+    else:
+        assert isinstance(term, Ignore)
+        yield _Part()
+
+
+def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
+    names = tuple(name for name, _ in term.args)
+    is_called = (Test("operator", path, term.key), Test("arguments", path, names))
+    head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
+    orders = [names]
+    commutes = ops.is_commutative(term.key) and set(names) == {"self", "other"} and not term.loose
+    if commutes and term.args[0][1] != term.args[1][1]:
+        orders.append(names[::-1])
+    for order in orders:
+        arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
+        for parts in _product(arguments):
+            yield sum(parts, head)
+
+
+def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
+    count = 1
+    for options in choices:
+        count *= len(options)
+    if count > MAX_VARIANTS:
+        raise RuleDefinitionError(f"a pattern has more than {MAX_VARIANTS} readings; write several rules")
+    return itertools.product(*choices)
+
+
+def _variant(parts: tuple[_Part, ...], pattern: Pattern) -> Variant:
+    captures: dict[str, Path] = {}
+    drawn: dict[Op, Path] = {}
+    stages: list[tuple[Test, ...]] = []
+    links: list[Link] = []
+    for index, part in enumerate(parts):
+        if index:
+            links.append(_link(index, part, captures, pattern))
+        tests = list(part.tests)
+        for name, path in part.captures:
+            if name in captures:
+                tests.append(Test("same", path, captures[name]))
+            else:
+                captures[name] = path
+        for path, term in part.operators:
+            if not ops.may_be_random(term.key):
+                continue  # equal pure terms are one value, computed once or twice; two draws are two values
+            if term in drawn:
+                tests.append(Test("same", path, drawn[term]))
+            else:
+                drawn[term] = path
+        stages.append(tuple(tests))
+    operators = [item for part in parts for item in part.operators]
+    inner = tuple(path for path, _ in operators if path.parent is not None)
+    named = {capture.name: captures.get(capture.name) for capture in pattern.captures}
+    named[ROOT] = Path.root(0)
+    return Variant(tuple(stages), tuple(links), named, inner, frozenset(p for p, term in operators if term.shared))
+
+
+def _above(path: Path) -> Iterator[Path]:
+    while path.parent is not None:
+        path = path.parent
+        yield path
+
+
+def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
+    keys = {path: term.key for path, term in part.operators}
+    choices: list[tuple[Path, tuple[str, ...]]] = []
+    for name, path in part.captures:
+        if name in captures:
+            choices.append((captures[name], tuple(keys[p] for p in _above(path) if p in keys)))
+    if not choices:
+        raise RuleDefinitionError(
+            f"pattern {pattern}: output {index} captures nothing that an earlier output captures, so it could be anywhere; "
+            "write two rules"
+        )
+    return Link(index, tuple(choices))

@@ -1,0 +1,184 @@
+"""Running a replacement: its torch calls on proxies become new nodes of the graph, through the transaction."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.proxy import TracerBase
+
+from fxrewrite import ops
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.graph.edit import Edit
+
+__all__ = ["NodeProxy", "Replacer"]
+
+_aten = torch.ops.aten
+
+
+class NodeProxy(fx.Proxy):
+    """A node in a replacement. Shape, dtype and device are read from its fake value, they make no nodes of their own;
+    only a symbolic size that is used becomes one.
+    """
+
+    tracer: Replacer
+
+    @classmethod
+    def __torch_function__(
+        cls, orig_method: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NodeProxy:
+        """FX's own looks for the tracer by mapping over all arguments, twice; this is the hot path of rewriting."""
+        kwargs = kwargs or {}
+        replacer = next(a.tracer for a in _flat((*args, *kwargs.values())) if isinstance(a, NodeProxy))
+        return replacer.call(orig_method.__name__ if _is_method(orig_method) else orig_method, args, kwargs)
+
+    def _tensor(self) -> torch.Tensor:
+        found = ops.value(self.node)
+        if not isinstance(found, torch.Tensor):
+            raise RuleDefinitionError(
+                f"%{self.node.name} has no tensor value in its metadata, so the replacement cannot read its shape or "
+                "dtype; propagate fake values through the graph first"
+            )
+        return found
+
+    @property
+    def shape(self) -> _Shape:
+        return _Shape(self, self._tensor())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tensor().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensor().device
+
+    @property
+    def ndim(self) -> int:
+        return self._tensor().ndim
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+
+@functools.cache
+def _is_method(function: Any) -> bool:
+    return torch.overrides.is_tensor_method_or_property(function)
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+class _Shape:
+    """A shape whose symbolic sizes become nodes when they are used."""
+
+    def __init__(self, proxy: NodeProxy, tensor: torch.Tensor) -> None:
+        self._proxy = proxy
+        self._sizes = tuple(tensor.shape)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[dim] for dim in range(len(self)))
+
+    def __getitem__(self, dim: Any) -> Any:
+        if isinstance(dim, slice):
+            return tuple(self[index] for index in range(len(self))[dim])
+        size = self._sizes[dim]
+        if isinstance(size, int):
+            return size
+        return self._proxy.tracer.call(_aten.sym_size.int, (self._proxy, range(len(self))[dim]), {})
+
+
+class Replacer(TracerBase):
+    """Creates the nodes of one replacement.
+
+    Args:
+        edit: the transaction.
+        before: where the nodes go.
+        like: the node that they stand for.
+        rule: id of the rule.
+
+    Attributes:
+        created: the new nodes, in order.
+    """
+
+    def __init__(self, edit: Edit, before: fx.Node, like: fx.Node, rule: str) -> None:
+        super().__init__()
+        self.graph = edit.graph
+        self.created: list[fx.Node] = []
+        self._edit = edit
+        self._before = before
+        self._like = like
+        self._rule = rule
+        self._is_aten = isinstance(like.target, torch._ops.OpOverload)
+        self._proxies: dict[fx.Node, NodeProxy] = {}
+
+    def proxy(self, node: fx.Node) -> NodeProxy:
+        """The proxy of a node; one for each node."""
+        found = self._proxies.get(node)
+        if found is None:
+            found = self._proxies[node] = NodeProxy(node, self)
+        return found
+
+    def wrap(self, value: Any) -> Any:
+        """A captured value as the replacement sees it: nodes become proxies, also inside of lists."""
+        if isinstance(value, fx.Node):
+            return self.proxy(value)
+        return fx.node.map_arg(value, self.proxy)  # pyright: ignore[reportArgumentType]
+
+    def unwrap(self, value: Any) -> Any:
+        """The other way round, with every shape written out; everything else is left as it is."""
+        if isinstance(value, fx.Proxy):
+            return value.node
+        if isinstance(value, _Shape):
+            value = list(value)
+        if isinstance(value, (list, tuple)):
+            items = [self.unwrap(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {name: self.unwrap(item) for name, item in value.items()}
+        if isinstance(value, slice):
+            return slice(*map(self.unwrap, (value.start, value.stop, value.step)))
+        return value
+
+    def create_proxy(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        name: str | None = None,
+        type_expr: Any | None = None,
+        proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
+    ) -> NodeProxy:
+        """A new node for a call on proxies; FX calls this."""
+        del name, type_expr, proxy_factory_fn
+        if kind not in ("call_function", "call_method"):
+            raise RuleDefinitionError(f"a replacement can call functions and methods of tensors, not make a {kind} node")
+        return self.call(target, args, kwargs)
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeProxy:
+        """A new node that calls `target`; in a graph of ATen overloads, calls of torch functions become overloads."""
+        args, kwargs = self.unwrap(tuple(args)), self.unwrap(dict(kwargs))
+        is_packet = isinstance(target, torch._ops.OpOverloadPacket)
+        if is_packet or (self._is_aten and not isinstance(target, torch._ops.OpOverload)):
+            return self.proxy(ops.emit_aten(target, args, kwargs, self._create))
+        return self.proxy(self._create(target, args, kwargs))
+
+    def _create(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        node = self._edit.call(target, args, kwargs, before=self._before, like=self._like, rule=self._rule)
+        self.created.append(node)
+        return node

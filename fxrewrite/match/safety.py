@@ -1,0 +1,207 @@
+"""Whether a match may be rewritten: effects in between, aliases, random draws, and where new nodes can stand."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Set as AbstractSet
+from typing import Any
+
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.errors import refuse
+from fxrewrite.match.match import Match
+
+__all__ = ["Effects", "check_aliases", "check_draws", "check_region", "insertion_point"]
+
+
+class Effects:
+    """The nodes of a graph that write to memory or draw random numbers, in graph order.
+
+    Nearly always empty or short in a normalized graph, and then every check below is a glance at an empty list.
+    """
+
+    __slots__ = ("_erased", "draws", "writers")
+
+    def __init__(self, nodes: Iterable[fx.Node], erased: AbstractSet[fx.Node]) -> None:
+        self._erased = erased
+        self.writers: list[fx.Node] = []
+        self.draws: list[fx.Node] = []
+        inert: set[Any] = set()
+        for node in nodes:
+            if node.target not in inert:
+                if node.op == "call_function" and not ops.may_have_effects(node.target):
+                    inert.add(node.target)
+                self._note(node, list.append)
+            elif node.kwargs:
+                self._note(node, list.append)
+
+    def add(self, nodes: Iterable[fx.Node]) -> None:
+        """Take in new nodes."""
+        for node in nodes:
+            self._note(node, bisect.insort)
+
+    def _note(self, node: fx.Node, put: Any) -> None:
+        op = node.op
+        if op in ("placeholder", "output", "get_attr"):
+            return
+        if op == "call_module" or ops.may_have_effects(node.target) or (node.kwargs and "out" in node.kwargs):
+            if ops.mutates(node):
+                put(self.writers, node)
+            if ops.is_random(node):
+                put(self.draws, node)
+
+    def between(self, nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+        """Those of `nodes` (writers or draws) that stand strictly between two nodes."""
+        if nodes:
+            for index in range(bisect.bisect_right(nodes, first), bisect.bisect_left(nodes, last)):
+                if nodes[index] not in self._erased:
+                    yield nodes[index]
+
+    def after(self, nodes: list[fx.Node], first: fx.Node) -> Iterator[fx.Node]:
+        """Those of `nodes` that stand behind a node."""
+        return (node for node in nodes[bisect.bisect_right(nodes, first) :] if node not in self._erased)
+
+
+def check_region(match: Match, effects: Effects) -> None:
+    """Refuse a match across a write: what was read before the write would be read after it.
+
+    Raises:
+        RefusedError: a node between the matched ones writes, or may write, to memory that the match reads.
+    """
+    if not effects.writers:
+        return
+    first, last = min(match.nodes), max(match.nodes)
+    for writer in effects.between(effects.writers, first, last):
+        if writer not in match.nodes and _may_touch(writer, _sources(match.nodes)):
+            refuse(
+                f"%{writer.name} ({ops.key(writer)}) may write to memory of the match between %{first.name} and %{last.name}",
+                hint="functionalize the graph before rewriting it",
+                node=match.root,
+                effect=ops.key(writer),
+            )
+
+
+def check_aliases(old: fx.Node, new: fx.Node, effects: Effects) -> None:
+    """Refuse a replacement that shares memory otherwise than the original did, where something writes to it later.
+
+    Raises:
+        RefusedError: a later node writes, or may write, to memory that only one of the two shares.
+    """
+    if not effects.writers:
+        return
+    was, is_now = _shared_with(old), _shared_with(new)
+    if was == is_now:
+        return
+    for writer in effects.after(effects.writers, old):
+        if not ops.sets_mode(writer) and _may_touch(writer, was | is_now | {old, new}):
+            refuse(
+                f"%{writer.name} ({ops.key(writer)}) writes later to memory that the replacement shares differently",
+                hint="functionalize the graph before rewriting it",
+                node=old,
+                effect=ops.key(writer),
+            )
+
+
+def check_draws(match: Match, new: list[fx.Node], rng: str, effects: Effects) -> None:
+    """Refuse a replacement that draws other random numbers than the match did, unless the rule declares it.
+
+    Raises:
+        RefusedError: draws are removed, added or reordered and `rng` does not say so.
+    """
+    drawn = sorted(node for node in match.nodes if node not in match.kept and ops.is_random(node)) if effects.draws else []
+    draws = [node for node in new if ops.may_have_effects(node.target) and ops.is_random(node)]
+    was, is_now = [ops.key(node) for node in drawn], [ops.key(node) for node in draws]
+    if rng == "changes" or not (was or is_now):
+        return
+    if was == is_now:
+        moved = [d for d in effects.between(effects.draws, min(match.nodes), max(match.nodes)) if d not in match.nodes]
+        if not moved:
+            return
+        what = f"it draws random numbers before or after %{moved[0].name} where the original did otherwise"
+    elif len(is_now) < len(was):
+        if rng == "removes":
+            return
+        what = f"it removes random draws: {', '.join(was)} before, {', '.join(is_now) or 'none'} after"
+    elif len(is_now) > len(was):
+        if rng == "duplicates":
+            return
+        what = f"it adds random draws: {', '.join(was) or 'none'} before, {', '.join(is_now)} after"
+    else:
+        what = f"it draws otherwise: {', '.join(was)} before, {', '.join(is_now)} after"
+    hint = 'declare it on the rule with rng="removes", "duplicates" or "changes" if that is meant'
+    refuse(what, hint=hint, node=match.root, before=was, after=is_now)
+
+
+def insertion_point(match: Match) -> fx.Node:
+    """The node before which the new nodes go: behind all captures, before all users of the outputs.
+
+    With one output that is the output. With several it is the first output, or behind the last capture if that is later.
+
+    Raises:
+        RefusedError: some output is used before the last capture is computed: the match is not convex.
+    """
+    if len(match.outputs) == 1:
+        return match.root
+    point = min(match.outputs)
+    inputs = _nodes(match.captures.values())
+    last = max(inputs) if inputs else point
+    if not point < last:
+        return point
+    for output in match.outputs:
+        for user in output.users:
+            if user not in match.nodes and not last < user:
+                refuse(
+                    f"%{user.name} uses the output %{output.name} before the capture %{last.name} is computed",
+                    hint="the outputs cannot be computed at one place; match them with separate rules",
+                    node=match.root,
+                )
+    return last.next
+
+
+def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for value in values:
+        fx.node.map_arg(value, found.append)  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
+    """Whether a writer may write to memory of these nodes. Inputs of the graph may be views of each other."""
+    if ops.is_barrier(writer):
+        return True
+    written = _sources(ops.mutated(writer))
+    outside = ("placeholder", "get_attr")
+    return bool(written & memory) or (
+        any(node.op in outside for node in written) and any(node.op in outside for node in memory)
+    )
+
+
+def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes, what they read, and everything that any of those may be a view of."""
+    found: set[fx.Node] = set()
+    for node in nodes:
+        for start in (node, *node.all_input_nodes):
+            found |= _origins(start)
+    return found
+
+
+def _origins(node: fx.Node) -> set[fx.Node]:
+    """The node and everything that it may be a view of."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in found:
+            found.add(current)
+            if ops.is_view(current):
+                stack += current.all_input_nodes
+    return found
+
+
+def _shared_with(node: fx.Node) -> set[fx.Node]:
+    """Nodes that hold memory which this node may be a view of; empty for fresh memory."""
+    origins = _origins(node)
+    return {origin for origin in origins if origin is not node or node.op in ("placeholder", "get_attr")} - {
+        origin for origin in origins if ops.is_view(origin)
+    }

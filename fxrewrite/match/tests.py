@@ -1,0 +1,274 @@
+"""The tests that patterns lower to: (kind, path, value), read by the matcher and by the explanation alike.
+
+A path leads from an output of the pattern through argument names and list positions to a value of the graph; once the
+output nodes are chosen, every path names one value, so nothing has to be undone when an alternative fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.pattern.terms import freeze
+
+__all__ = ["Candidate", "Path", "Test", "found_text", "holds", "literal_outcomes", "test_text"]
+
+ABSENT: Any = object()
+"""What stands where a path leads nowhere; it equals nothing."""
+_DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"})
+_OTHER_RANK = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
+"""Operators whose `dim` counts dimensions of the result."""
+
+
+class Path:
+    """The way to a value: `Path.root(0)` is the first output, `path / "self"` an argument of the node at `path`.
+
+    Equal paths are one object, so that looking one up costs a pointer comparison.
+    """
+
+    __slots__ = ("parent", "step")
+    _known: dict[tuple[Path | None, str | int], Path] = {}  # noqa: RUF012
+
+    parent: Path | None
+    step: str | int
+
+    @classmethod
+    def _of(cls, parent: Path | None, step: str | int) -> Path:
+        found = cls._known.get((parent, step))
+        if found is None:
+            found = cls._known[parent, step] = cls.__new__(cls)
+            found.parent = parent
+            found.step = step
+        return found
+
+    @classmethod
+    def root(cls, output: int) -> Path:
+        """The path of an output of the pattern."""
+        return cls._of(None, output)
+
+    def __truediv__(self, step: str | int) -> Path:
+        return Path._of(self, step)
+
+    def __str__(self) -> str:
+        if self.parent is None:
+            return "root" if self.step == 0 else f"output{self.step}"
+        return f"{self.parent}[{self.step}]" if isinstance(self.step, int) else f"{self.parent}.{self.step}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """One condition on the value at a path.
+
+    Kinds: `operator` (value: key), `arguments` (value: the names that the pattern mentions; all others are at their
+    defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `plain` (no node in it), `optional` (a node
+    or None), `same` (value: path of the value that it must equal).
+    """
+
+    __test__ = False  # not a test class of pytest
+    kind: str
+    path: Path
+    value: Any = None
+
+
+class Candidate:
+    """Values by path for chosen output nodes; arguments are bound when they are first asked for."""
+
+    __slots__ = ("_bound", "_layouts", "_values")
+
+    def __init__(self, values: dict[Path, Any]) -> None:
+        self._values = values
+        self._bound: dict[Path, Any] = {}
+        self._layouts: dict[Path, ops.Layout | None] = {}
+
+    def choose(self, output: int, node: fx.Node) -> Candidate:
+        """A candidate in which a further output of the pattern is this node."""
+        return Candidate({**self._values, Path.root(output): node})
+
+    def value(self, path: Path) -> Any:
+        """The value at the path, or ABSENT."""
+        found = self._values.get(path, self)
+        if found is self:
+            assert path.parent is not None
+            container = self._bound.get(path.parent)
+            if container is None:
+                container = self.bound(path.parent)
+            try:
+                found = container[path.step]
+            except (KeyError, IndexError, TypeError):
+                found = ABSENT
+            self._values[path] = found
+        return found
+
+    def layout(self, path: Path) -> ops.Layout | None:
+        """How the node at the path spells its arguments; None where they fit no signature."""
+        try:
+            return self._layouts[path]
+        except KeyError:
+            node = self.value(path)
+            try:
+                found = ops.layout_of(node.target, node.args, node.kwargs)
+            except ops.BindingError:
+                found = None
+            self._layouts[path] = found
+            return found
+
+    def bound(self, path: Path) -> Any:
+        """The bound arguments of the node at the path; the list itself where there is a list."""
+        found = self._bound.get(path)
+        if found is None:
+            value = self.value(path)
+            if isinstance(value, fx.Node):
+                calls = value.op in ("call_function", "call_method")
+                layout = self.layout(path) if calls else None
+                found = {} if layout is None else layout.bind(value.args, value.kwargs)
+            else:
+                found = value if isinstance(value, (list, tuple)) else {}
+            self._bound[path] = found
+        return found
+
+
+def holds(test: Test, candidate: Candidate) -> bool:
+    """Whether one test is true of a candidate."""
+    kind = test.kind
+    value = candidate.value(test.path)
+    if kind == "node":
+        return isinstance(value, fx.Node)
+    if kind == "arguments":
+        return _only_mentioned(test, candidate)
+    if kind == "operator":
+        return isinstance(value, fx.Node) and ops.key(value) == test.value
+    if kind == "literal":
+        return test.value in literal_outcomes(test.path, candidate)
+    if kind == "list":
+        return isinstance(value, (list, tuple)) and len(value) == test.value
+    if kind == "plain":
+        return value is not ABSENT and not _has_node(value)
+    if kind == "optional":
+        return value is None or isinstance(value, fx.Node)
+    assert kind == "same"
+    other = candidate.value(test.value)
+    if isinstance(value, fx.Node) or isinstance(other, fx.Node):
+        return value is other
+    return _frozen(value) == _frozen(other)
+
+
+def literal_outcomes(path: Path, candidate: Candidate) -> tuple[Any, ...]:
+    """What a `literal` test may equal here: the matcher looks it up among the literals of all rules at once.
+
+    A dimension has two names, from the front and from the back, when the rank is known.
+    """
+    value = candidate.value(path)
+    if value is ABSENT or _has_node(value):
+        return ()
+    other = _other_dims(value, path, candidate) if path.step in _DIMS else None
+    return (_frozen(value),) if other is None else (_frozen(value), _frozen(other))
+
+
+def _other_dims(value: Any, path: Path, candidate: Candidate) -> Any:
+    """The same dimension, or list of dimensions, counted from the other end; None when the rank is not known."""
+    assert path.parent is not None
+    node = candidate.value(path.parent)
+    if not isinstance(node, fx.Node) or ops.key(node) in _OTHER_RANK:
+        return None
+    first = next(iter(candidate.bound(path.parent).values()))
+    if isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    tensor = ops.value(first) if isinstance(first, fx.Node) else None
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    rank = tensor.ndim
+    if type(value) is int:
+        return value - rank if value >= 0 else value + rank
+    if isinstance(value, list) and value and all(type(dim) is int for dim in value):
+        from_front = all(dim >= 0 for dim in value)
+        return [dim - rank if from_front else dim if dim >= 0 else dim + rank for dim in value]
+    return None
+
+
+_UNMENTIONED: dict[tuple[ops.Layout, tuple[str, ...]], tuple[str, ...] | None] = {}
+
+
+def _only_mentioned(test: Test, candidate: Candidate) -> bool:
+    """All arguments that the pattern names exist, and all others that the call passes are at their defaults."""
+    layout = candidate.layout(test.path)
+    if layout is None:
+        return False
+    mentioned: tuple[str, ...] = test.value
+    try:
+        others = _UNMENTIONED[layout, mentioned]
+    except KeyError:
+        others = tuple(name for name in layout.given if name not in mentioned)
+        if not set(mentioned) <= set(layout.names) or not set(others) <= layout.defaults.keys():
+            others = None
+        _UNMENTIONED[layout, mentioned] = others
+    if not others:
+        return others is not None
+    values = [(candidate.value(test.path / name), layout.defaults[name]) for name in others]
+    return all(v is default or (not _has_node(v) and _frozen(v) == _frozen(default)) for v, default in values)
+
+
+def _frozen(value: Any) -> Any:
+    """`freeze`, with unhashable values replaced by something that equals only itself."""
+    try:
+        return freeze(value)
+    except TypeError:
+        return id(value)
+
+
+def _has_node(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_node, value))
+    if isinstance(value, slice):
+        return any(map(_has_node, (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return any(map(_has_node, value.values()))
+    return isinstance(value, fx.Node)
+
+
+def test_text(test: Test) -> str:
+    """What the test expects, in words."""
+    if test.kind == "operator":
+        return f"operator {test.value} at {test.path}"
+    if test.kind == "literal":
+        return f"the literal {_thaw(test.value)!r} at {test.path}"
+    if test.kind == "arguments":
+        return f"no arguments but {', '.join(test.value)} at {test.path}"
+    if test.kind == "list":
+        return f"a list of {test.value} at {test.path}"
+    if test.kind == "same":
+        return f"the same value at {test.path} as at {test.value}"
+    words = {"node": "a value of the graph", "plain": "a Python value", "optional": "a value of the graph or None"}
+    return f"{words[test.kind]} at {test.path}"
+
+
+test_text.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]  # not a test function of pytest
+
+
+def found_text(test: Test, candidate: Candidate) -> str:
+    """What stands at the path of the test, in words."""
+    value = candidate.value(test.path)
+    if test.kind == "arguments":
+        layout = candidate.layout(test.path)
+        if layout is None:
+            return "arguments that fit no signature"
+        return ", ".join(f"{name}={candidate.value(test.path / name)!r}" for name in layout.given)
+    if isinstance(value, fx.Node):
+        return f"{ops.key(value)} (%{value.name})"
+    return "nothing" if value is ABSENT else repr(value)
+
+
+def _thaw(frozen: Any) -> Any:
+    """The literal that a frozen form stands for, as far as it is needed to print it."""
+    kind, value = frozen
+    if kind in (list, tuple):
+        return kind(_thaw(item) for item in value)
+    if kind is slice:
+        return slice(*_thaw(value))
+    return kind(value) if kind is float else value

@@ -1,0 +1,47 @@
+"""What an operator is: canonical key, argument binding, effects, commutation. The leaf that all others trust."""
+
+from fxrewrite.ops.aten import emit_aten
+from fxrewrite.ops.binding import BindingError, Layout, bind, bind_call, layout_of, overload_of
+from fxrewrite.ops.effects import (
+    declare_pure,
+    is_barrier,
+    is_commutative,
+    is_pure,
+    is_random,
+    is_view,
+    may_be_random,
+    may_have_effects,
+    mutated,
+    mutates,
+    sets_mode,
+)
+from fxrewrite.ops.keys import call_key, has_one_key, key
+from fxrewrite.ops.value import MISSING, is_scalar, value, value_key
+
+__all__ = [
+    "MISSING",
+    "BindingError",
+    "Layout",
+    "bind",
+    "bind_call",
+    "call_key",
+    "declare_pure",
+    "emit_aten",
+    "has_one_key",
+    "is_barrier",
+    "is_commutative",
+    "is_pure",
+    "is_random",
+    "is_scalar",
+    "is_view",
+    "key",
+    "layout_of",
+    "may_be_random",
+    "may_have_effects",
+    "mutated",
+    "mutates",
+    "sets_mode",
+    "overload_of",
+    "value",
+    "value_key",
+]

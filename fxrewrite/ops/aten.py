@@ -1,0 +1,117 @@
+"""The ATen overloads that a torch call becomes, as tracing would give them, so that new nodes look like their neighbours."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.ops.binding import BindingError, layout_of
+from fxrewrite.ops.keys import key
+from fxrewrite.ops.schemas import schema_of
+from fxrewrite.ops.value import MISSING, value
+
+__all__ = ["emit_aten"]
+
+_aten = torch.ops.aten
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
+_TENSOR_OVERLOADS = {getattr(_aten, name).Scalar: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")}
+"""Tracing writes `x * 2` as `mul.Tensor(x, 2)`."""
+
+Emit = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emit: Emit) -> Any:
+    """Emit a torch call as ATen overloads; what is no single operator (a Python function) is emitted as it is.
+
+    Args:
+        target: a function, overload packet, or the name of a tensor method.
+        args: nodes and plain values.
+        kwargs: the same by name.
+        emit: called with (target, args, kwargs) for every node to make, in order; its last result is returned.
+    """
+    if target is operator.getitem and isinstance(args[0], fx.Node) and _is_tensor(args[0]):
+        return _emit_index(args[0], args[1], emit) if _is_basic(args[1]) else emit(target, args, kwargs)
+    try:
+        layout = layout_of(target, args, kwargs)
+    except BindingError:
+        return emit(target, args, kwargs)
+    overload = layout.overload
+    if overload is None or not any(isinstance(a, fx.Node) and not _is_number(a) for a in _leaves((args, kwargs))):
+        return emit(target, args, kwargs)
+    bound = layout.bind(args, kwargs)
+    left = bound.get("self")
+    if key(target) in ("aten::add", "aten::mul", "aten::sub", "aten::div") and _is_number(left) and "rounding_mode" not in bound:
+        return _emit_reflected(key(target), left, bound["other"], emit)
+    overload = _TENSOR_OVERLOADS.get(overload, overload)
+    positional: list[Any] = []
+    by_keyword: dict[str, Any] = {}
+    skipped = False
+    for parameter in schema_of(overload).parameters:
+        given = bound[parameter.name]
+        if parameter.name not in layout.given and parameter.name in layout.defaults:
+            skipped = True
+        elif parameter.keyword_only or skipped:
+            by_keyword[parameter.name] = given
+        else:
+            positional.append(given)
+    return emit(overload, tuple(positional), by_keyword)
+
+
+def _emit_reflected(operator_key: str, number: Any, tensor: Any, emit: Emit) -> Any:
+    """A number on the left: `2 - x` and `2 / x`."""
+    if operator_key == "aten::sub":
+        return emit(_aten.rsub.Scalar, (tensor, number), {})
+    if operator_key == "aten::div":
+        return emit(_aten.mul.Tensor, (emit(_aten.reciprocal.default, (tensor,), {}), number), {})
+    return emit(_aten.add.Tensor if operator_key == "aten::add" else _aten.mul.Tensor, (tensor, number), {})
+
+
+def _emit_index(tensor: Any, index: Any, emit: Emit) -> Any:
+    """`x[:, 0, None, ..., 2:]` as slices, selects and unsqueezes."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    rank = value(tensor).ndim
+    taken = sum(item is not None and item is not ... for item in items)
+    if ... in items:
+        at = items.index(...)
+        items[at : at + 1] = [slice(None)] * (rank - taken)
+    dim = 0
+    for item in items:
+        if item is None:
+            tensor = emit(_aten.unsqueeze.default, (tensor, dim), {})
+            dim += 1
+        elif isinstance(item, slice):
+            if item != slice(None):
+                end = item.stop if item.stop is not None else 2**63 - 1
+                step = () if item.step in (None, 1) else (item.step,)
+                tensor = emit(_aten.slice.Tensor, (tensor, dim, item.start or 0, end, *step), {})
+            dim += 1
+        else:
+            tensor = emit(_aten.select.int, (tensor, dim, item), {})
+    return tensor
+
+
+def _is_basic(index: Any) -> bool:
+    """True for an index made of integers, slices, None and `...` that says something."""
+    items = index if isinstance(index, tuple) else (index,)
+    plain = (int, slice, type(None), type(...), torch.SymInt)
+    basic = all((isinstance(i, plain) and not isinstance(i, bool)) or (isinstance(i, fx.Node) and _is_number(i)) for i in items)
+    return basic and any(i is not ... and i != slice(None) for i in items)
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(value(item) if isinstance(item, fx.Node) else item, _NUMBERS)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    found = value(node)
+    return found is not MISSING and isinstance(found, torch.Tensor)
+
+
+def _leaves(item: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(item, found.append)
+    return found

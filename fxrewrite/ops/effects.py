@@ -1,0 +1,243 @@
+"""What an operator does besides computing its result: mutation, randomness, aliasing; and whether operands commute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.ops import keys
+from fxrewrite.ops.binding import BindingError, bind, layout_of
+from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
+
+__all__ = [
+    "declare_pure",
+    "is_barrier",
+    "is_commutative",
+    "is_pure",
+    "is_random",
+    "is_view",
+    "may_be_random",
+    "may_have_effects",
+    "mutated",
+    "mutates",
+    "sets_mode",
+]
+
+_PURE: set[Any] = set()
+_SEEDED = torch.Tag.nondeterministic_seeded
+_MAYBE_VIEW = torch.Tag.maybe_aliasing_or_mutating
+_OTHERS_RANDOM = frozenset(
+    f"torch.nn.functional.{name}"
+    for name in ("gumbel_softmax", "rrelu", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
+    + ("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward", "alpha_dropout", "dropout")
+)
+"""Python functions of torch without a schema that draw random numbers."""
+_PURE_MODULES = ("torch.nn.functional.", "torch.functional.", "operator.", "math.", "torch.Tensor.")
+_PURE_BUILTINS = frozenset({"builtins.getattr", "builtins.max", "builtins.min", "builtins.len", "builtins.tuple"}) | {
+    f"torch.{name}" for name in ("sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum")
+}
+_FUNCTIONAL_BODIES = frozenset(
+    f"higher_order::{name}"
+    for name in (
+        "associative_scan auto_functionalized auto_functionalized_v2 autograd_function_apply cond custom_function_call"
+        " flex_attention flex_attention_backward foreach_map invoke_subgraph map_impl scan tag_activation_checkpoint"
+        " while_loop wrap wrap_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled"
+    ).split()
+)
+"""Higher-order operators that write nothing of ours: Dynamo refuses to capture a body that mutates its inputs."""
+_CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
+"""Parts of the names of operators that must stay where they are but change nothing."""
+_EFFECTFUL: dict[Any, bool] = {}
+_STATIC: dict[Any, tuple[bool, bool, bool]] = {}
+"""(mutates, random, view) per overload."""
+
+
+_MODE_SWITCHES = frozenset(
+    {
+        torch._C._set_grad_enabled,
+        torch.amp.autocast_mode._enter_autocast,
+        torch.amp.autocast_mode._exit_autocast,
+        torch.autograd.grad_mode._enter_inference_mode,
+        torch.autograd.grad_mode._exit_inference_mode,
+    }
+)
+
+
+def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
+    """State that a Python callable used as a node target has no effects and returns fresh memory; returns it.
+
+    Without it such a node counts as a barrier: no rewrite may match across it.
+    """
+    _PURE.add(target)
+    _EFFECTFUL.pop(target, None)
+    return target
+
+
+def is_commutative(operator_key: str) -> bool:
+    """True when `self` and `other` of the operator may trade places (its other arguments at their defaults)."""
+    return operator_key in COMMUTATIVE
+
+
+def mutates(node: fx.Node) -> bool:
+    """True when running the node may change anything besides its own result: memory, or the state of torch."""
+    return is_barrier(node) or bool(mutated(node))
+
+
+def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The argument nodes that the node writes to; empty for a barrier, of which nothing is known."""
+    if node.op not in ("call_function", "call_method"):
+        return ()
+    if keys.key(node).startswith("operator.set") or node.target == "__setitem__":
+        return _nodes_in(node.args[0])
+    out = node.kwargs.get("out")
+    if out is not None:
+        return _nodes_in(out)
+    overload = _overload(node)
+    if overload is None:
+        inplace = isinstance(node.target, str) and node.target.endswith("_") and not node.target.endswith("__")
+        return _nodes_in(node.args[0]) if inplace else ()
+    if overload._schema.is_mutable:
+        bound = bind(node)
+        written = [a.name for a in overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        return tuple(n for name in written if name in bound for n in _nodes_in(bound[name]))
+    if keys.key(node).endswith("_") and not keys.key(node).endswith("__"):  # a wrapper called with inplace=True
+        return _nodes_in(node.args[0] if node.args else next(iter(node.kwargs.values())))
+    if _updates_statistics(node):
+        bound = bind(node)
+        return _nodes_in(bound.get("running_mean")) + _nodes_in(bound.get("running_var"))
+    return ()
+
+
+def _updates_statistics(node: fx.Node) -> bool:
+    """Batch and instance norm write their running statistics while training, which their schemas do not say."""
+    if keys.key(node) not in ("aten::batch_norm", "aten::instance_norm"):
+        return False
+    bound = bind(node)
+    return bound.get("running_mean") is not None and bool(bound.get("training", bound.get("use_input_stats")))
+
+
+def is_barrier(node: fx.Node) -> bool:
+    """True when nothing is known of the node's effects: unknown callables, changes of torch's state, submodules."""
+    if node.op == "call_module":
+        return True
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if target in _PURE:
+        return False
+    if target in fx.node._side_effectful_functions:
+        return not any(part in str(target) for part in _CHECKS) and not keys.key(node).startswith("operator.")
+    if target in OPERATORS or isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return False
+    name = keys.key(node)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return name not in _FUNCTIONAL_BODIES
+    return "::" not in name and not name.startswith(_PURE_MODULES) and name not in _PURE_BUILTINS
+
+
+def sets_mode(node: fx.Node) -> bool:
+    """True when the node switches a mode of torch (autograd, autocast) and writes to no tensor."""
+    return node.target in _MODE_SWITCHES
+
+
+def is_random(node: fx.Node) -> bool:
+    """True when the node draws from a random number generator; dropout in evaluation, or with p = 0, does not."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    overload = _overload(node)
+    if overload is None:  # nobody looked into the body of a higher-order operator
+        return keys.key(node) in _OTHERS_RANDOM or isinstance(node.target, torch._ops.HigherOrderOperator)
+    return _static(overload)[1] and not _is_idle(bind(node))
+
+
+def may_be_random(operator_key: str) -> bool:
+    """True when some call of the operator draws random numbers."""
+    if operator_key in _OTHERS_RANDOM:
+        return True
+    namespace, separator, name = operator_key.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return separator != ""  # nobody looked into the body of a higher-order operator
+    return any(_static(getattr(packet, overload))[1] for overload in packet.overloads())
+
+
+def may_have_effects(target: Any) -> bool:
+    """False when no call of the target mutates, draws or is a barrier, but for one with `out=`; cached per target."""
+    found = _EFFECTFUL.get(target)
+    if found is None:
+        found = _EFFECTFUL[target] = _may_have_effects(target)
+    return found
+
+
+def _may_have_effects(target: Any) -> bool:
+    if isinstance(target, torch._ops.OpOverload):
+        statistics = _MAYBE_VIEW in target.tags  # batch norm
+        return any(_static(target)[:2]) or statistics or target in fx.node._side_effectful_functions
+    name = keys.key(target)
+    namespace, separator, name = name.partition("::")
+    if namespace != "aten" or not separator:
+        return not (target in _PURE or keys.key(target).startswith(("operator.getitem", "builtins.getattr", "math.")))
+    if name.endswith("_") or not hasattr(torch.ops.aten, name):
+        return True
+    wrapper = keys.wrapper_of(target)
+    overloads = [getattr(getattr(torch.ops.aten, name), o) for o in getattr(torch.ops.aten, name).overloads()]
+    plain = [o for o in overloads if not any(a.is_out for a in o._schema.arguments)]
+    return bool(wrapper and wrapper.inplace) or any(_may_have_effects(overload) for overload in plain)
+
+
+def _is_idle(bound: dict[str, Any]) -> bool:
+    """True when the arguments switch the randomness off."""
+    if bound.get("train", True) is False or bound.get("training", True) is False:
+        return True
+    probability = bound.get("dropout_p", bound.get("p") if "train" in bound or "training" in bound else None)
+    return isinstance(probability, (int, float)) and probability == 0
+
+
+def is_view(node: fx.Node) -> bool:
+    """True when the result may share memory with an argument: views, `reshape`, `getitem`, dropout in evaluation."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    overload = _overload(node)
+    if overload is None:
+        return node.target not in _PURE
+    return _static(overload)[2]
+
+
+def is_pure(node: fx.Node) -> bool:
+    """True when the node may be removed, repeated or moved: no mutation, no randomness, no check that may raise."""
+    if node.op in ("placeholder", "output", "call_module") or node.target in fx.node._side_effectful_functions:
+        return False
+    return not mutates(node) and not is_random(node)
+
+
+def _overload(node: fx.Node) -> torch._ops.OpOverload | None:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target
+    if "::" not in keys.key(node):
+        return None
+    try:
+        return layout_of(node.target, node.args, node.kwargs).overload
+    except BindingError:
+        return None  # a higher-order operator, or a call that would fail when run: no schema, so nothing is known
+
+
+def _static(overload: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
+    facts = _STATIC.get(overload)
+    if facts is None:
+        schema = overload._schema
+        shares = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        facts = _STATIC[overload] = (
+            schema.is_mutable,
+            _SEEDED in overload.tags,
+            shares or _MAYBE_VIEW in overload.tags or overload.is_view,
+        )
+    return facts
+
+
+def _nodes_in(argument: Any) -> tuple[fx.Node, ...]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(argument, found.append)  # pyright: ignore[reportArgumentType]
+    return tuple(found)

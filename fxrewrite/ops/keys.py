@@ -1,0 +1,162 @@
+"""The canonical operator key: one name for every spelling of one operator."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS, Wrapper
+from fxrewrite.ops.value import is_scalar
+
+__all__ = ["key", "wrapper_of"]
+
+_aten = torch.ops.aten
+_KEYS: dict[Any, str] = {}
+_FUNCTIONS: dict[Any, str | Callable[[fx.Node], str]] = {}
+_DUNDERS = {f"__{op.__name__.rstrip('_')}__": name for op, name in OPERATORS.items()}
+_DUNDERS |= {f"__r{name}__": name for name in ("add", "mul", "and", "or", "xor")} | {
+    "__rand__": "bitwise_and",
+    "__ror__": "bitwise_or",
+    "__rxor__": "bitwise_xor",
+    "__div__": "div",
+}
+_SIGNATURES: dict[Any, tuple[str, ...]] = {}
+
+
+def _aten_key(name: str) -> str:
+    inplace = name.endswith("_") and not name.endswith("__")
+    plain = name[:-1] if inplace else name
+    plain = ALIASES.get(plain, plain)
+    return f"aten::{plain}_" if inplace else f"aten::{plain}"
+
+
+def _is_aten(name: str) -> bool:
+    return hasattr(_aten, name)
+
+
+def _method_key(name: str) -> str:
+    if name in _DUNDERS:
+        return f"aten::{_DUNDERS[name]}"
+    if name in CASTS:
+        return "aten::to"
+    return _aten_key(name) if _is_aten(name) else f"torch.Tensor.{name}"
+
+
+def _target_key(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        return _aten_key(name) if namespace == "aten" else target._schema.name
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return _aten_key(name) if namespace == "aten" else target._qualified_op_name
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"{target.namespace}::{target.name()}"
+    if target in OPERATORS:
+        return f"aten::{OPERATORS[target]}"
+    name = getattr(target, "__name__", type(target).__name__)
+    module = getattr(target, "__module__", None) or ""
+    if hasattr(target, "__objclass__") and issubclass(torch.Tensor, target.__objclass__):
+        return _method_key(name)
+    if target in WRAPPERS:
+        return _aten_key(WRAPPERS[target].name)
+    builtin = inspect.isbuiltin(target)
+    if builtin and (module == "torch" or module.startswith("torch._C")) and _is_aten(name):
+        return _aten_key(name)
+    if module == "torch.functional" and name in ("einsum", "split"):
+        return f"aten::{name}"
+    if module == "torch._tensor":
+        return _method_key(name)
+    if module == "_operator":
+        module = "operator"
+    return f"{module}.{getattr(target, '__qualname__', name)}"
+
+
+def key(node_or_target: Any) -> str:
+    """The canonical key of what a node computes, the same for all its spellings.
+
+    "aten::mul" for `torch.ops.aten.mul.Tensor`, `torch.mul`, `x.mul(y)` and `x * y` on tensors; an in-place
+    operator has its own key, "aten::mul_". Python arithmetic on numbers and symbolic sizes is "operator.mul";
+    callables that are no torch operator are "module.qualname"; nodes that call nothing give their opcode.
+
+    Args:
+        node_or_target: an `fx.Node`, or the target of one. A string is a tensor method.
+    """
+    if isinstance(node_or_target, fx.Node):
+        op = node_or_target.op
+        if op == "call_function":
+            target = node_or_target.target
+            found = _FUNCTIONS.get(target)
+            if found is None:
+                found = _FUNCTIONS[target] = _resolver(target)
+            return found if isinstance(found, str) else found(node_or_target)
+        if op == "call_method":
+            return call_key(node_or_target.target, node_or_target.args, node_or_target.kwargs)
+        return op
+    found = _KEYS.get(node_or_target)
+    if found is None:
+        is_method = isinstance(node_or_target, str)
+        found = _KEYS[node_or_target] = _method_key(node_or_target) if is_method else _target_key(node_or_target)
+    return found
+
+
+def has_one_key(target: Any) -> bool:
+    """True when all calls of a function have one key, whatever their arguments."""
+    found = _FUNCTIONS.get(target)
+    if found is None:
+        found = _FUNCTIONS[target] = _resolver(target)
+    return isinstance(found, str)
+
+
+def _resolver(target: Any) -> str | Callable[[fx.Node], str]:
+    """The key of a function, or how to tell it from the node where arguments or operands decide."""
+    found = key(target)
+    if target in OPERATORS:
+        on_numbers = f"operator.{target.__name__}"
+        return lambda node: on_numbers if is_scalar(node) else found
+    if target in WRAPPERS or found == "aten::split":
+        return lambda node: call_key(target, node.args, node.kwargs)
+    return found
+
+
+def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The key of `target(*args, **kwargs)`, where the arguments decide between two operators."""
+    found = key(target)
+    wrapper = None if isinstance(target, str) else WRAPPERS.get(target)
+    if wrapper is None:
+        return _by_argument(found, args, kwargs)
+    given = dict(zip(_parameter_names(target), args, strict=False)) | dict(kwargs)
+    if wrapper.inplace and given.get(wrapper.inplace, False):
+        return found + "_"
+    other = any(given.get(name) is not None for name in wrapper.needs_default)
+    other = other or any(test(given[name]) for name, test in wrapper.unless.items() if name in given)
+    return f"{target.__module__}.{target.__qualname__}" if other else found
+
+
+def _by_argument(found: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """`split` with a list of sizes is the operator that tracing calls `split_with_sizes`."""
+    if found == "aten::split":
+        sizes = args[1] if len(args) > 1 else next((v for k, v in kwargs.items() if k.startswith("split_size")), None)
+        if isinstance(sizes, (list, tuple)):
+            return "aten::split_with_sizes"
+    return found
+
+
+def wrapper_of(target: Any) -> Wrapper | None:
+    """The table entry of a Python function that wraps one ATen operator."""
+    return None if isinstance(target, str) else WRAPPERS.get(target)
+
+
+def _parameter_names(target: Any) -> tuple[str, ...]:
+    names = _SIGNATURES.get(target)
+    if names is None:
+        names = _SIGNATURES[target] = tuple(inspect.signature(target).parameters)
+    return names
+
+
+def is_scalar_argument(argument: Any) -> bool:
+    """True for an integer, a symbolic one, and a node known to hold one."""
+    return is_scalar(argument) if isinstance(argument, fx.Node) else isinstance(argument, (int, torch.SymInt))

@@ -1,0 +1,137 @@
+"""Which schema a call means: the overloads of an operator, and which of them the given arguments fit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.ops.value import MISSING, value
+
+__all__ = ["NO_DEFAULT", "Parameter", "Schema", "fits", "schema_of", "schemas_of"]
+
+
+class _NoDefault:
+    """Stands for "has no default", which is not the default None."""
+
+    def __repr__(self) -> str:
+        return "NO_DEFAULT"
+
+
+NO_DEFAULT: Any = _NoDefault()
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One argument of a schema; `kind` is the schema type without Optional, for example "Tensor" or "List[int]"."""
+
+    name: str
+    kind: str
+    optional: bool
+    keyword_only: bool
+    default: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The arguments of one overload, and the overload itself when torch has it."""
+
+    parameters: tuple[Parameter, ...]
+    overload: torch._ops.OpOverload | None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.parameters)
+
+
+_ENUM_DEFAULTS: Mapping[tuple[str, int], Any] = {
+    ("ScalarType", 4): torch.int64,
+    ("MemoryFormat", 0): torch.contiguous_format,
+}
+"""Schemas give defaults of enumerations as numbers; these are the only ones that occur."""
+
+
+@functools.cache
+def schema_of(overload: torch._ops.OpOverload) -> Schema:
+    """The schema of one overload."""
+    parameters: list[Parameter] = []
+    for argument in overload._schema.arguments:
+        text = str(argument.real_type)
+        optional = text.startswith("Optional[")
+        default = argument.default_value if argument.has_default_value() else NO_DEFAULT
+        kind = text[len("Optional[") : -1] if optional else text
+        default = _ENUM_DEFAULTS.get((kind, default), default) if isinstance(default, int) else default
+        parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default))
+    return Schema(tuple(parameters), overload)
+
+
+@functools.cache
+def schemas_of(packet: torch._ops.OpOverloadPacket, with_out: bool = False) -> tuple[Schema, ...]:
+    """All overloads of an operator that a graph may call, in torch's order.
+
+    TorchScript's overloads on plain numbers, lists and strings are left out where there is one on tensors.
+    """
+    overloads = [getattr(packet, name) for name in packet.overloads()]
+    schemas = [schema_of(o) for o in overloads if any(a.is_out for a in o._schema.arguments) == with_out]
+    on_tensors = [s for s in schemas if any("Tensor" in p.kind for p in s.parameters)]
+    return tuple(on_tensors or schemas)
+
+
+def fits(parameter: Parameter, given: Any) -> bool:
+    """True when a call may pass `given` for this parameter.
+
+    Nodes are judged by their fake value; nodes without one, and objects that are no plain Python values (the terms of a
+    pattern), fit everything.
+    """
+    if isinstance(given, fx.Node):
+        given = value(given)
+        if given is MISSING:
+            return True
+    if given is None:
+        return parameter.optional
+    return _fits_kind(parameter.kind, given)
+
+
+_INTS = (int, torch.SymInt)
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
+_ENUMS: Mapping[str, type] = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Generator": torch.Generator,
+    "str": str,
+}
+_PLAIN = (*_NUMBERS, bool, str, list, tuple, dict, slice, torch.Tensor, torch.SymBool, torch.device, *_ENUMS.values())
+
+
+def _fits_kind(kind: str, given: Any) -> bool:
+    if isinstance(given, fx.Node):
+        given = value(given)
+        if given is MISSING:
+            return True
+    if not isinstance(given, _PLAIN):
+        return True
+    if kind == "Tensor":
+        return isinstance(given, torch.Tensor)
+    if kind.startswith("List["):
+        inner = kind[len("List[") : -1].removeprefix("Optional[").removesuffix("]")
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            return all(item is None or _fits_kind(inner, item) for item in given)
+        return inner == "int" and isinstance(given, _INTS) and not isinstance(given, bool)
+    if kind == "bool":
+        return isinstance(given, (bool, torch.SymBool))
+    if kind == "int":
+        return isinstance(given, _INTS) and not isinstance(given, bool)
+    if kind == "float":
+        return isinstance(given, (*_INTS, float, torch.SymFloat)) and not isinstance(given, bool)
+    if kind == "number":
+        return isinstance(given, (*_NUMBERS, bool))
+    if kind == "Device":
+        return isinstance(given, (torch.device, str))
+    if kind in _ENUMS:
+        return isinstance(given, _ENUMS[kind])
+    return True

@@ -1,0 +1,219 @@
+"""What torch's schemas do not say: Python operators, aliases, and Python wrappers around one ATen operator.
+
+Every entry is held by a differential test (tests/ops/test_tables.py) that runs both spellings.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+__all__ = ["ALIASES", "CASTS", "COMMUTATIVE", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS", "Wrapper"]
+
+OPERATORS: Mapping[Callable[..., Any], str] = {
+    operator.add: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.truediv: "div",
+    operator.floordiv: "floor_divide",
+    operator.mod: "remainder",
+    operator.pow: "pow",
+    operator.matmul: "matmul",
+    operator.neg: "neg",
+    operator.pos: "positive",
+    operator.abs: "abs",
+    operator.invert: "bitwise_not",
+    operator.and_: "bitwise_and",
+    operator.or_: "bitwise_or",
+    operator.xor: "bitwise_xor",
+    operator.eq: "eq",
+    operator.ne: "ne",
+    operator.lt: "lt",
+    operator.le: "le",
+    operator.gt: "gt",
+    operator.ge: "ge",
+    operator.iadd: "add_",
+    operator.isub: "sub_",
+    operator.imul: "mul_",
+    operator.itruediv: "div_",
+    operator.iand: "bitwise_and_",
+    operator.ior: "bitwise_or_",
+    operator.ixor: "bitwise_xor_",
+}
+"""Python operators on tensors; on Python numbers and symbolic sizes they stay `operator.add` ..."""
+
+ALIASES: Mapping[str, str] = {
+    "absolute": "abs",
+    "arccos": "acos",
+    "arccosh": "acosh",
+    "arcsin": "asin",
+    "arcsinh": "asinh",
+    "arctan": "atan",
+    "arctan2": "atan2",
+    "arctanh": "atanh",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "fix": "trunc",
+    "ger": "outer",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "less": "lt",
+    "less_equal": "le",
+    "moveaxis": "movedim",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "row_stack": "vstack",
+    "special_erf": "erf",
+    "special_erfc": "erfc",
+    "special_exp2": "exp2",
+    "special_expit": "sigmoid",
+    "special_expm1": "expm1",
+    "special_gammaln": "lgamma",
+    "special_log1p": "log1p",
+    "special_log_softmax": "log_softmax",
+    "special_logsumexp": "logsumexp",
+    "special_sinc": "sinc",
+    "special_softmax": "softmax",
+    "special_xlogy": "xlogy",
+    "subtract": "sub",
+    "swapdims": "transpose",
+    "true_divide": "div",
+}
+"""ATen names with one meaning: each is mapped to the name that the Python operators and tracing produce."""
+
+CASTS: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "double": torch.float64,
+    "float": torch.float32,
+    "half": torch.float16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+}
+"""Tensor methods that are `to(dtype)`."""
+
+COMMUTATIVE = frozenset(
+    f"aten::{name}"
+    for name in (
+        "add mul maximum minimum fmax fmin eq ne logical_and logical_or logical_xor"
+        " bitwise_and bitwise_or bitwise_xor logaddexp logaddexp2 hypot gcd lcm"
+    ).split()
+)
+"""Operators whose `self` and `other` may trade places, other arguments at their defaults."""
+
+RENAMED_KEYWORDS: Mapping[str, str] = {"input": "self", "axis": "dim", "keepdims": "keepdim", "x": "self"}
+"""Keywords of the Python bindings that the schema spells otherwise."""
+
+VARARGS: Mapping[str, int] = {
+    "view": 1,
+    "reshape": 1,
+    "permute": 1,
+    "expand": 1,
+    "repeat": 1,
+    "tile": 1,
+    "flip": 1,
+    "new_zeros": 1,
+    "new_ones": 1,
+    "new_empty": 1,
+    "einsum": 1,
+    "zeros": 0,
+    "ones": 0,
+    "empty": 0,
+    "rand": 0,
+    "randn": 0,
+}
+"""Functions and methods whose list argument may be spread, with the position where it starts."""
+
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def _reduction(value: Any) -> Any:
+    return _REDUCTIONS.get(value, value) if isinstance(value, str) else value
+
+
+def _padding_index(value: Any) -> Any:
+    return -1 if value is None else value
+
+
+def _is_negative(value: Any) -> bool:
+    """Python counts a negative padding index from the end; in the schema -1 means none."""
+    return isinstance(value, int) and value < 0
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A Python function that is one ATen operator under other argument names.
+
+    Attributes:
+        name: the ATen operator.
+        arguments: schema name -> name in the Python signature, for those that differ.
+        inplace: the Python argument that turns it into the in-place operator.
+        needs_default: Python arguments without a counterpart; any other value makes it another function.
+        unless: Python argument -> test of its value that makes it another function.
+        ignored: Python arguments that mean nothing to the result.
+        convert: schema name -> function of the Python value.
+        constants: schema arguments that the wrapper does not offer.
+    """
+
+    name: str
+    arguments: Mapping[str, str] = field(default_factory=dict[str, str])
+    inplace: str = ""
+    needs_default: tuple[str, ...] = ()
+    unless: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict[str, Callable[[Any], bool]])
+    ignored: tuple[str, ...] = ()
+    convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
+    constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+_UNARY = {"self": "input"}
+_LOSS = ("size_average", "reduce")
+
+WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
+    F.softmax: Wrapper("softmax", _UNARY, ignored=("_stacklevel",)),
+    F.log_softmax: Wrapper("log_softmax", _UNARY, ignored=("_stacklevel",)),
+    F.relu: Wrapper("relu", _UNARY, inplace="inplace"),
+    F.relu6: Wrapper("relu6", _UNARY, inplace="inplace"),
+    F.silu: Wrapper("silu", _UNARY, inplace="inplace"),
+    F.mish: Wrapper("mish", _UNARY, inplace="inplace"),
+    F.selu: Wrapper("selu", _UNARY, inplace="inplace"),
+    F.hardswish: Wrapper("hardswish", _UNARY, inplace="inplace"),
+    F.hardsigmoid: Wrapper("hardsigmoid", _UNARY, inplace="inplace"),
+    F.elu: Wrapper("elu", _UNARY, inplace="inplace", constants={"scale": 1, "input_scale": 1}),
+    F.leaky_relu: Wrapper("leaky_relu", _UNARY, inplace="inplace"),
+    F.hardtanh: Wrapper("hardtanh", _UNARY, inplace="inplace"),
+    F.sigmoid: Wrapper("sigmoid", _UNARY),
+    F.tanh: Wrapper("tanh", _UNARY),
+    F.dropout: Wrapper("dropout", {"train": "training"}, inplace="inplace"),
+    F.alpha_dropout: Wrapper("alpha_dropout", {"train": "training"}, inplace="inplace"),
+    F.layer_norm: Wrapper("layer_norm", constants={"cudnn_enable": True}),
+    F.rms_norm: Wrapper("rms_norm"),
+    F.group_norm: Wrapper("group_norm", constants={"cudnn_enabled": True}),
+    F.embedding: Wrapper(
+        "embedding",
+        {"indices": "input"},
+        needs_default=("max_norm",),
+        ignored=("norm_type",),
+        unless={"padding_idx": _is_negative},
+        convert={"padding_idx": _padding_index},
+    ),
+    F.cross_entropy: Wrapper("cross_entropy_loss", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
+    F.mse_loss: Wrapper(
+        "mse_loss", _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction}
+    ),
+    F.l1_loss: Wrapper("l1_loss", _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction}),
+    F.binary_cross_entropy_with_logits: Wrapper(
+        "binary_cross_entropy_with_logits", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}
+    ),
+    F.pad: Wrapper("pad", _UNARY),
+    torch.Tensor.unflatten: Wrapper("unflatten"),
+}
+"""Python functions of torch whose whole meaning is one ATen operator; the others keep their own name as key."""

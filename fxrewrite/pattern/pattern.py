@@ -1,0 +1,127 @@
+"""A whole pattern: its outputs, its constraints, and the traced function that most patterns are written as."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.pattern.combinators import Literal
+from fxrewrite.pattern.terms import Capture, CaptureKind, Either, Maybe, Op, Term, as_term, subterms
+from fxrewrite.pattern.text import parse_term, term_text
+from fxrewrite.pattern.where import Constraint
+
+__all__ = ["ROOT", "Pattern", "parse", "trace"]
+
+ROOT = "root"
+"""The first output, as constraints and replacements call it."""
+
+_KINDS: Mapping[Any, CaptureKind] = {
+    inspect.Parameter.empty: "node",
+    Literal: "literal",
+    Maybe: "optional",
+    Any: "any",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a rule looks for.
+
+    Attributes:
+        outputs: the values that the replacement replaces; everything else in the match goes with them.
+        where: constraints on the captures.
+    """
+
+    outputs: tuple[Term, ...]
+    where: tuple[Constraint, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.outputs:
+            raise RuleDefinitionError("a pattern needs an output")
+        for output in self.outputs:
+            if not _is_anchored(output):
+                raise RuleDefinitionError(
+                    f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
+                )
+        kinds: dict[str, CaptureKind] = {}
+        if any(capture.name == ROOT for capture in self.captures):
+            raise RuleDefinitionError(f"{ROOT} is the name of the first output; call the capture something else")
+        for capture in self.captures:
+            if kinds.setdefault(capture.name, capture.kind) != capture.kind:
+                raise RuleDefinitionError(f"{capture.name} is captured as {kinds[capture.name]} and as {capture.kind}")
+        for constraint in self.where:
+            unknown = [name for name in constraint.names if name not in kinds and name != ROOT]
+            if unknown:
+                raise RuleDefinitionError(f"constraint {constraint} reads {unknown}, the pattern captures {list(kinds)}")
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """All captures, in the order in which they stand in the text form."""
+        found = (term for output in self.outputs for term in subterms(output) if isinstance(term, Capture))
+        return tuple(dict.fromkeys(found))
+
+    def __str__(self) -> str:
+        text = ", ".join(map(term_text, self.outputs))
+        return text + (f" where {' and '.join(map(str, self.where))}" if self.where else "")
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _is_anchored(term: Term) -> bool:
+    if isinstance(term, Maybe):
+        return _is_anchored(term.base)
+    if isinstance(term, Either):
+        return all(map(_is_anchored, term.options))
+    return isinstance(term, Op)
+
+
+def trace(function: Callable[..., Any], where: Iterable[Constraint] = ()) -> Pattern:
+    """The pattern that a Python function of its captures returns; a tuple means several outputs.
+
+    Parameters capture nodes, or what their annotation says: `Literal`, `Maybe` (a node or None), `Any`.
+
+    Raises:
+        RuleDefinitionError: an annotation means nothing here, a parameter is not used, or the function cannot be traced.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except NameError as error:
+        raise RuleDefinitionError(f"pattern {name}: {error}; annotations are read when the rule is defined") from error
+    captures: list[Capture] = []
+    for parameter in parameters.values():
+        kind = _KINDS.get(parameter.annotation, "node" if _is_tensor(parameter.annotation) else None)
+        if kind is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise RuleDefinitionError(
+                f"pattern {name}: parameter {parameter} must be plain, or annotated Literal, Maybe or Any"
+            )
+        captures.append(Capture(parameter.name, kind))
+    try:
+        result = function(**{capture.name: capture for capture in captures})
+    except (TypeError, AttributeError) as error:  # what torch says to a wrong call, in the words of the function
+        raise RuleDefinitionError(f"pattern {name}: {error}") from error
+    outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
+    pattern = Pattern(outputs, tuple(where))
+    unused = set(captures) - set(pattern.captures)
+    if unused:
+        raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} stand nowhere in {pattern}")
+    return pattern
+
+
+def _is_tensor(annotation: Any) -> bool:
+    return getattr(annotation, "__module__", "").startswith("torch") and getattr(annotation, "__name__", "") == "Tensor"
+
+
+def parse(text: str, where: Iterable[Constraint] = ()) -> Pattern:
+    """The pattern with one output, or several separated by commas in parentheses, that a text form means.
+
+    Raises:
+        RuleDefinitionError: the text is no pattern; names the column.
+    """
+    term = parse_term(text)
+    items = getattr(term, "items", None)
+    return Pattern(tuple(items) if isinstance(items, tuple) else (term,), tuple(where))

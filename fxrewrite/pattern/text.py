@@ -1,0 +1,175 @@
+"""The text form of patterns: `mul(x, sigmoid(x))`. Printing gives it, parsing gives the same pattern back.
+
+Operators of ATen stand by their name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node; `lit(name)`,
+`opt(name)` and `any(name)` capture the other kinds; `...` ignores; `maybe`, `either`, `shared` and `loose` are the combinators.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+import sys
+from typing import Any
+
+import torch
+
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.ops.schemas import schemas_of
+from fxrewrite.pattern.combinators import either, first_operand, loose, maybe, op, shared
+from fxrewrite.pattern.terms import Capture, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Term, as_term, call
+
+__all__ = ["parse_term", "term_text"]
+
+_KINDS = {"literal": "lit", "optional": "opt", "any": "any"}
+_PREFIXES = {short: kind for kind, short in _KINDS.items()}
+_TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def term_text(term: Term) -> str:
+    """The text form of a term; parsing it gives the term back, except for literals that are Python objects."""
+    if isinstance(term, Capture):
+        return term.name if term.kind == "node" else f"{_KINDS[term.kind]}({term.name})"
+    if isinstance(term, Ignore):
+        return "..."
+    if isinstance(term, LiteralValue):
+        return _literal_text(term.value)
+    if isinstance(term, ListOf):
+        return f"[{', '.join(map(term_text, term.items))}]"
+    if isinstance(term, Maybe):
+        base = "" if first_operand(term.step) == term.base else f", {term_text(term.base)}"
+        return f"maybe({term_text(term.step)}{base})"
+    if isinstance(term, Either):
+        return f"either({', '.join(map(term_text, term.options))})"
+    assert isinstance(term, Op)
+    if term.key == "operator.getitem" and len(term.args) == 2 and not term.shared and not term.loose:
+        (_, value), (_, index) = term.args
+        return f"{term_text(value)}[{_index_text(index)}]"
+    text = f"loose({_op_text(term)})" if term.loose else _op_text(term)
+    return f"shared({text})" if term.shared else text
+
+
+def _op_text(term: Op) -> str:
+    namespace, _, name = term.key.rpartition("::")
+    positional = _positional(term.key, tuple(name for name, _ in term.args))
+    parts = [f'"{term.key}"'] if namespace != "aten" else []
+    for index, (argument, value) in enumerate(term.args):
+        parts.append(term_text(value) if index < positional else f"{argument}={term_text(value)}")
+    return f"{name if namespace == 'aten' else 'op'}({', '.join(parts)})"
+
+
+@functools.cache
+def _positional(key: str, given: tuple[str, ...]) -> int:
+    """How many of the given arguments can stand without a name: the first ones of a schema that has them all."""
+    namespace, separator, name = key.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return 0
+    best = 0
+    for schema in schemas_of(packet):
+        if set(given) <= set(schema.names):
+            free = [p.name for p in schema.parameters if not p.keyword_only]
+            count = 0
+            while count < len(given) and count < len(free) and given[count] == free[count]:
+                count += 1
+            best = max(best, count)
+    return best
+
+
+def _index_text(index: Term) -> str:
+    """A tuple of indices stands without parentheses, since a list of indices means something else."""
+    if isinstance(index, LiteralValue) and isinstance(index.value, tuple):
+        return ", ".join(map(_literal_text, index.value)) + ("," if len(index.value) == 1 else "")
+    return term_text(index)
+
+
+def _literal_text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_literal_text, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_literal_text, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return f'float("{value}")'
+    if isinstance(value, slice):
+        return f"slice({_literal_text(value.start)}, {_literal_text(value.stop)}, {_literal_text(value.step)})"
+    if value is ...:
+        return "Ellipsis"
+    return repr(value)
+
+
+def parse_term(text: str) -> Term:
+    """The term that a text form means; nothing is evaluated but the vocabulary above.
+
+    Raises:
+        RuleDefinitionError: the text is no expression of the pattern language; names the column.
+    """
+    try:
+        return as_term(_Parser(text).read(ast.parse(text, mode="eval").body))
+    except SyntaxError as error:
+        raise RuleDefinitionError(f"pattern {text!r}, column {error.offset}: {error.msg}") from error
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def error(self, node: ast.expr, what: str) -> RuleDefinitionError:
+        return RuleDefinitionError(f"pattern {self.text!r}, column {node.col_offset + 1}: {what}")
+
+    def read(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return Capture(node.id)
+        if isinstance(node, ast.List):
+            return [self.read(item) for item in node.elts]
+        if isinstance(node, ast.Tuple):
+            return tuple(self.read(item) for item in node.elts)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            value = self.read(node.operand)
+            if isinstance(value, (int, float)):
+                return -value
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            value = getattr(torch, node.attr, None)
+            if isinstance(value, _TORCH_VALUES):
+                return value
+            raise self.error(node, f"torch.{node.attr} is no dtype, layout or memory format")
+        if isinstance(node, ast.Subscript):
+            value = self.read(node.value)
+            items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            index = tuple(... if isinstance(i, ast.Name) and i.id == "Ellipsis" else self.read(i) for i in items)
+            return call(operator.getitem, (value, index if isinstance(node.slice, ast.Tuple) else index[0]), {})
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return self.call(node, node.func.id)
+        raise self.error(node, f"{ast.unparse(node)} is not part of the pattern language")
+
+    def call(self, node: ast.Call, name: str) -> Any:
+        if name in _PREFIXES:
+            if len(node.args) != 1 or not isinstance(node.args[0], ast.Name) or node.keywords:
+                raise self.error(node, f"{name}() takes the name of one capture")
+            return Capture(node.args[0].id, _PREFIXES[name])  # pyright: ignore[reportArgumentType]
+        args = [self.read(argument) for argument in node.args]
+        kwargs = {str(keyword.arg): self.read(keyword.value) for keyword in node.keywords}
+        if name == "float" and len(args) == 1 and args[0] in ("inf", "-inf", "nan"):
+            return float(args[0])
+        if name == "slice":
+            return slice(*args)
+        try:
+            if name == "op":
+                return _named_op(*args, **kwargs)
+            if name in ("maybe", "either", "shared", "loose"):
+                return {"maybe": maybe, "either": either, "shared": shared, "loose": loose}[name](*args, **kwargs)
+            return op(name, *args, **kwargs)
+        except (RuleDefinitionError, TypeError) as error:
+            raise self.error(node, str(error)) from error
+
+
+def _named_op(key: str, *args: Any, **kwargs: Any) -> Op:
+    """`op` whose target may be a Python callable, by its dotted name, if its module is already imported."""
+    if "::" in key:
+        return op(key, *args, **kwargs)
+    module, _, name = key.rpartition(".")
+    target = getattr(sys.modules.get(module), name, None)
+    if target is None:
+        raise RuleDefinitionError(f"there is no function {key!r} in the modules imported so far")
+    return op(target, *args, **kwargs)

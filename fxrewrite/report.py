@@ -1,0 +1,103 @@
+"""What a plan did and did not do: counts per rule, refusals with their reasons, and lines for the reader."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
+
+from fxrewrite.errors import Refusal
+
+__all__ = ["Report", "RuleReport"]
+
+
+class RuleReport(BaseModel):
+    """Counts of one rule, or of one step, over a whole plan."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rule: str = Field(description="id of the rule, or name of the step")
+    anchors: int = Field(default=0, description="nodes whose operator is the root of the pattern")
+    matches: int = Field(default=0, description="places where the pattern and its constraints held")
+    rewrites: int = Field(default=0, description="changes made")
+    refusals: list[Refusal] = Field(default_factory=list[Refusal], description="matches that were left alone, and why")
+    seconds: float = Field(default=0.0, description="wall time in this rule's checks and replacements, or in the step")
+
+    @field_serializer("refusals")
+    def _refusals(self, refusals: list[Refusal]) -> list[dict[str, Any]]:
+        """Numbers and words stay as they are, other objects in `data` are written as text."""
+        plain = (str, int, float, bool, type(None))
+        return [
+            {
+                "rule": refusal.rule,
+                "reason": refusal.reason,
+                "node": refusal.node,
+                "source": refusal.source,
+                "hint": refusal.hint,
+                "data": {name: v if isinstance(v, plain) else str(v) for name, v in refusal.data.items()},
+            }
+            for refusal in refusals
+        ]
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Count a refusal; a fixpoint meets the same one in every round, and it is counted once."""
+        if not any(old == refusal for old in self.refusals if old.node == refusal.node):
+            self.refusals.append(refusal)
+
+
+class Report(BaseModel):
+    """The result of `plan.apply`: `str(report)` is a table, `model_dump_json()` the same for programs."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rules: list[RuleReport] = Field(default_factory=list[RuleReport], description="one entry per rule and step")
+    lines: list[str] = Field(default_factory=list[str], description="things worth saying: gathered operators ...")
+    seconds: float = Field(default=0.0, description="wall time of the whole plan, with matching and recompilation")
+    _index: dict[str, RuleReport] = PrivateAttr(default_factory=dict[str, RuleReport])
+
+    def model_post_init(self, context: Any, /) -> None:
+        self._index = {entry.rule: entry for entry in self.rules}
+
+    def rule(self, rule_id: str) -> RuleReport:
+        """The entry of one rule or step, made when it is asked for the first time."""
+        entry = self._index.get(rule_id)
+        if entry is None:
+            entry = self._index[rule_id] = RuleReport(rule=rule_id)
+            self.rules.append(entry)
+        return entry
+
+    def __getitem__(self, rule_id: str) -> RuleReport:
+        """The entry of one rule or step.
+
+        Raises:
+            KeyError: the plan has no rule of that name.
+        """
+        return self._index[rule_id]
+
+    @property
+    def rewrites(self) -> int:
+        """Number of changes by all rules and steps."""
+        return sum(entry.rewrites for entry in self.rules)
+
+    @property
+    def refusals(self) -> list[Refusal]:
+        """All refusals, in the order of the rules."""
+        return [refusal for entry in self.rules for refusal in entry.refusals]
+
+    def refused_because(self) -> dict[str, int]:
+        """Number of refusals by reason, most frequent first."""
+        return dict(Counter(refusal.reason for refusal in self.refusals).most_common())
+
+    def __str__(self) -> str:
+        width = max([4, *(len(entry.rule) for entry in self.rules)])
+        fired = sum(entry.rewrites > 0 for entry in self.rules)
+        rows = [f"{self.rewrites} rewrites by {fired} of {len(self.rules)} rules in {self.seconds:.3f} s"]
+        rows.append(f"{'rule':{width}}  {'anchors':>7}  {'matches':>7}  {'rewrites':>8}  {'refused':>7}  {'ms':>8}")
+        for e in self.rules:
+            rows.append(
+                f"{e.rule:{width}}  {e.anchors:7}  {e.matches:7}  {e.rewrites:8}  {len(e.refusals):7}  {e.seconds * 1e3:8.2f}"
+            )
+        rows += [f"refused  {refusal}" for refusal in self.refusals]
+        rows += self.lines
+        return "\n".join(rows)

@@ -1,0 +1,259 @@
+"""A rule: a pattern, its constraints, and the replacement, as one value with an id."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.errors import FxRewriteError, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.graph.source import source_line
+from fxrewrite.match.explain import Explanation, explain
+from fxrewrite.match.match import Match
+from fxrewrite.match.replace import Replacer
+from fxrewrite.match.safety import Effects, check_aliases, check_draws, check_region, insertion_point
+from fxrewrite.pattern.pattern import ROOT, Pattern, trace
+from fxrewrite.pattern.where import Constraint
+
+__all__ = ["Rule", "rule"]
+
+Numerics = Literal["exact", "reassociates", "approximate"]
+Rng = Literal["preserves", "removes", "duplicates", "changes"]
+Shapes = Literal["preserves", "changes"]
+Replacement = Callable[..., Any]
+
+
+class Rule:
+    """Pattern -> replacement, with what it promises.
+
+    Made by `@rule(...)` on the pattern function; `@the_rule.replacement` adds the other half.
+
+    Attributes:
+        id: `family.verb_object`, unique in a set.
+        pattern: what it looks for.
+        numerics: "exact", "reassociates" (equal in real arithmetic) or "approximate".
+        rng: what it does to random draws: "preserves", "removes", "duplicates", "changes".
+        shapes: "preserves", checked on fake values for every rewrite, or "changes".
+        optional: whether an atomic set goes on when this rule refuses; the refusal is in the report.
+        after, before: ids of rules in the same set that run earlier, or later.
+        doc: first line of the docstring of the replacement, or else of the pattern function.
+        provider: where it is defined, "rules/attention.py:12".
+    """
+
+    def __init__(
+        self,
+        id: str,  # noqa: A002
+        pattern: Pattern,
+        replacement: Replacement | None = None,
+        *,
+        numerics: Numerics = "exact",
+        rng: Rng = "preserves",
+        shapes: Shapes = "preserves",
+        optional: bool = False,
+        after: Iterable[str] = (),
+        before: Iterable[str] = (),
+        doc: str = "",
+        provider: str = "",
+    ) -> None:
+        for value, kind in ((numerics, Numerics), (rng, Rng), (shapes, Shapes)):
+            if value not in get_args(kind):
+                raise RuleDefinitionError(f"rule {id}: {value!r} is none of {', '.join(map(repr, get_args(kind)))}")
+        self.id = id
+        self.pattern = pattern
+        self.numerics = numerics
+        self.rng = rng
+        self.shapes = shapes
+        self.optional = optional
+        self.after = tuple(after)
+        self.before = tuple(before)
+        self.doc = doc
+        self.provider = provider
+        self._replacement: Replacement | None = None
+        self._names: tuple[str, ...] = ()
+        if replacement is not None:
+            self.replacement(replacement)
+
+    def replacement(self, function: Replacement) -> Replacement:
+        """Decorator: afterwards the rule rewrites its matches with this function, which is returned.
+
+        Its parameters are captures by name, and `match` if it wants the `Match`. Node captures arrive as proxies on which
+        torch functions create nodes. It returns what replaces the output, or a tuple for several outputs, and may `refuse`.
+
+        Raises:
+            RuleDefinitionError: a parameter is no capture, or the rule has a replacement already.
+        """
+        if self._replacement is not None:
+            raise RuleDefinitionError(f"rule {self.id}: it has a replacement already, at {_place(self._replacement)}")
+        captures = [capture.name for capture in self.pattern.captures]
+        names = tuple(inspect.signature(function).parameters)
+        unknown = [name for name in names if name not in captures and name not in ("match", ROOT)]
+        if unknown:
+            raise RuleDefinitionError(f"rule {self.id}: the replacement asks for {unknown}, the pattern captures {captures}")
+        self._replacement, self._names = function, names
+        self.doc = _first_line(function) or self.doc
+        self.provider = self.provider or _place(function)
+        return function
+
+    @property
+    def body(self) -> Replacement:
+        """The replacement function.
+
+        Raises:
+            RuleDefinitionError: the rule has none.
+        """
+        if self._replacement is None:
+            raise RuleDefinitionError(f"rule {self.id} has no replacement; write one with @{self.id}.replacement")
+        return self._replacement
+
+    def explain(self, gm: fx.GraphModule) -> Explanation:
+        """Why the rule does or does not match, node by node, nearest misses first."""
+        return explain(self.pattern, gm.graph.nodes)
+
+    def rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
+        """Replace one match; afterwards it is replaced completely, or, on any exception, nothing has changed.
+
+        Raises:
+            RefusedError: a safety check, or the replacement, refuses; rule, node and source line are filled in.
+            FxRewriteError: the replacement raised; the message names the rule and the node.
+        """
+        try:
+            with edit.savepoint():
+                self._rewrite(edit, match, effects)
+        except RefusedError as error:
+            raise self._located(error, match) from error
+        except FxRewriteError:
+            raise
+        except Exception as error:
+            place = f"%{match.root.name} ({source_line(match.root)})".replace(" ()", "")
+            raise FxRewriteError(
+                f"{self.id}: the replacement raised {type(error).__name__} at {place}: {error}; the graph is as before"
+            ) from error
+
+    def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
+        if effects.writers:
+            check_region(match, effects)
+        replacer = Replacer(edit, insertion_point(match), match.root, self.id)
+        match.edit, match.proxy = edit, replacer.proxy
+        match.call = lambda target, *args, **kwargs: replacer.call(target, args, kwargs)
+        given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
+        results = self._results(self.body(**given), match, replacer)
+        created = replacer.created
+        for old, new in zip(match.outputs, results, strict=True):
+            if self.shapes == "preserves":
+                _check_value(old, new)
+            if effects.writers:
+                check_aliases(old, new, effects)
+        check_draws(match, created, self.rng, effects)
+        made = set(created)
+        for old, new in zip(match.outputs, results, strict=True):
+            users = [user for user in old.users if user not in made] if made & old.users.keys() else None
+            edit.replace_uses(old, new, users)
+        for node in reversed(created):  # calls whose result the replacement did not use
+            if not node.users and node not in results and ops.is_pure(node):
+                edit.erase(node)
+        nodes = match.nodes if len(match.nodes) < 3 else sorted(match.nodes, reverse=True)
+        for node in nodes:
+            if not node.users and node not in match.kept:
+                edit.erase(node)
+        effects.add(created)
+
+    def _results(self, returned: Any, match: Match, replacer: Replacer) -> list[fx.Node]:
+        """The nodes that a replacement returned, one for each output."""
+        found = replacer.unwrap(returned)
+        several = len(match.outputs) > 1
+        results = list(found) if several and isinstance(found, (list, tuple)) else [found]
+        if len(results) != len(match.outputs) or not all(isinstance(result, fx.Node) for result in results):
+            raise RuleDefinitionError(
+                f"{self.id}: the replacement returned {found!r}; expected "
+                + (f"a tuple of {len(match.outputs)} values of the graph" if several else "one value of the graph")
+            )
+        return results
+
+    def _located(self, error: RefusedError, match: Match) -> RefusedError:
+        node = error.located_at if isinstance(error.located_at, fx.Node) else None
+        if node is None and not error.node:
+            node = match.root
+        source = source_line(node) if node is not None else ""
+        return error.filled(rule=self.id, node=node.name if node is not None else "", source=source)
+
+    def __str__(self) -> str:
+        return f"{self.id}   {self.pattern}" + (f" -> ({self.doc})" if self.doc else "")
+
+    def __repr__(self) -> str:
+        return f"<Rule {self}>"
+
+
+def rule(
+    id: str,  # noqa: A002
+    *,
+    numerics: Numerics = "exact",
+    where: Sequence[Constraint] = (),
+    rng: Rng = "preserves",
+    shapes: Shapes = "preserves",
+    optional: bool = False,
+    after: Iterable[str] = (),
+    before: Iterable[str] = (),
+) -> Callable[[Callable[..., Any]], Rule]:
+    """Decorator: the pattern function becomes a `Rule`; its `.replacement` takes the other half.
+
+    Parameters of the pattern capture nodes; annotated `Literal` a Python value, `Maybe` a node or None, `Any` anything.
+
+    Raises:
+        RuleDefinitionError: the pattern cannot be traced; see `fxrewrite.pattern.trace`.
+    """
+
+    def wrap(function: Callable[..., Any]) -> Rule:
+        pattern = trace(function, where)
+        doc, provider = _first_line(function), _place(function)
+        return Rule(
+            id,
+            pattern,
+            numerics=numerics,
+            rng=rng,
+            shapes=shapes,
+            optional=optional,
+            after=after,
+            before=before,
+            doc=doc,
+            provider=provider,
+        )
+
+    return wrap
+
+
+def _check_value(old: fx.Node, new: fx.Node) -> None:
+    """Refuse a replacement with another shape, dtype or device; values that are not known are not compared."""
+    was, is_now = ops.value(old), ops.value(new)
+    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
+        return
+    same_shape = was.ndim == is_now.ndim and all(
+        a is b or is_same_size(a, b) for a, b in zip(was.shape, is_now.shape, strict=True)
+    )
+    if same_shape and was.dtype == is_now.dtype and was.device == is_now.device:
+        return
+    refuse(
+        f"the replacement gives {_describe(is_now)}, the original {_describe(was)}",
+        hint='repair the replacement, or declare shapes="changes" on the rule',
+        node=old,
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    sizes = ", ".join(map(str, tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}] on {tensor.device}"
+
+
+def _first_line(function: Callable[..., Any]) -> str:
+    return (inspect.getdoc(function) or "").partition("\n")[0]
+
+
+def _place(function: Callable[..., Any]) -> str:
+    code = getattr(function, "__code__", None)
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

@@ -1,0 +1,55 @@
+"""What a plan over one mesh axis knows while it runs; given to `plan.apply(gm, context=...)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.sizes import Size, SizeNodes
+from fxrewrite.match import Match
+from fxrewrite.spmd.group import axis_rank
+from fxrewrite.spmd.layout import Axis, Layout, Replicated
+
+__all__ = ["SpmdContext", "size_proxy"]
+
+
+def _whole(node: fx.Node, layout: Layout) -> Layout:
+    return Replicated()
+
+
+@dataclass(slots=True)
+class SpmdContext:
+    """One run of a plan on one graph: its axis, what the user allows, and the nodes that all ranks' sizes come from."""
+
+    axis: Axis
+    strict: bool = False
+    """Refuse an operator without a layout rule instead of gathering its operands."""
+    output_layout: Callable[[fx.Node, Layout], Layout] = _whole
+    """How an output of the graph that lies as the given layout is returned."""
+    _sizes: SizeNodes | None = field(default=None, init=False)
+    _rank: fx.Node | None = field(default=None, init=False)
+
+    def size_nodes(self, edit: Edit) -> SizeNodes:
+        """Writes sizes as nodes in front of the graph, each once."""
+        if self._sizes is None:
+            self._sizes = SizeNodes(edit.graph, lambda target, args, before: edit.call(target, args, before=before, val=None))
+        return self._sizes
+
+    def rank_node(self, edit: Edit) -> fx.Node:
+        """The node that holds this rank's position on the axis."""
+        if self._rank is None:
+            first = next(node for node in edit.graph.nodes if node.op != "placeholder")
+            # its value is 0 for shape computations only: shapes are equal on all ranks, and so is the graph's text
+            self._rank = edit.call(axis_rank, (self.axis.group,), before=first, val=0)
+            edit.set_meta(self._rank, "axis", self.axis.name)
+        return self._rank
+
+
+def size_proxy(match: Match, size: Size) -> Any:
+    """A size as a replacement can use it: the int, or the proxy of the node that computes it from the graph's inputs."""
+    node = match.context.size_nodes(match.edit)(size)
+    return match.proxy(node) if isinstance(node, fx.Node) else node

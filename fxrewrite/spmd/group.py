@@ -1,0 +1,72 @@
+"""The process group of a mesh axis: this rank's place in it, and its collectives as functional operators.
+
+The only file of the toolkit that names `torch.ops._c10d_functional`. The operators carry their adjoints (all-to-all and
+all-to-all, all-gather and reduce-scatter, all-reduce and all-reduce), so autograd runs through them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.ops import declare_pure
+from fxrewrite.spmd.layout import Axis
+
+__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "global_ranks", "store_of"]
+
+_c10d = torch.ops._c10d_functional
+
+COLLECTIVES = {
+    "all_to_all": _c10d.all_to_all_single.default,
+    "all_gather": _c10d.all_gather_into_tensor.default,
+    "reduce_scatter": _c10d.reduce_scatter_tensor.default,
+    "all_reduce": _c10d.all_reduce.default,
+    "wait": _c10d.wait_tensor.default,
+}
+for _collective in COLLECTIVES.values():
+    declare_pure(_collective)  # they give new tensors; FX keeps unused ones only because waiting has a time
+
+
+def axis_rank(group: str) -> int:
+    """This rank's position in the process group of that name.
+
+    It stands in lowered graphs as a call, so that one graph serves all ranks; what compiles the graph further (AOTAutograd)
+    runs it once and bakes the number in.
+    """
+    return dist.get_rank(_resolve_process_group(group))
+
+
+declare_pure(axis_rank)
+
+
+def global_ranks(axis: Axis) -> list[int]:
+    """The ranks of the default process group that make up the axis, in the order of their positions on it."""
+    return dist.get_process_group_ranks(_resolve_process_group(axis.group))
+
+
+def store_of(axis: Axis) -> dist.Store:
+    """A key-value store that the ranks of the axis share, and no other axis."""
+    return dist.PrefixStore(f"fxrewrite/{axis.name}/{'-'.join(map(str, global_ranks(axis)))}", _get_default_store())
+
+
+def axis_of(mesh: DeviceMesh | None, name: str) -> Axis:
+    """The axis `name` of `mesh`, or of the default process group where there is no mesh.
+
+    Raises FxRewriteError where no process group is initialized or the mesh has no such axis.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise FxRewriteError(
+            f"axis {name}: the process group is not initialized; call torch.distributed.init_process_group() first "
+            "(torchrun sets the variables that it reads)"
+        )
+    if mesh is None:
+        group = dist.group.WORLD
+        assert group is not None
+        return Axis(name, dist.get_world_size(), group.group_name)
+    if name not in (mesh.mesh_dim_names or ()):
+        raise FxRewriteError(f"the mesh has no axis {name!r}; it has {mesh.mesh_dim_names}")
+    group = mesh.get_group(name)
+    return Axis(name, group.size(), group.group_name)

@@ -1,0 +1,240 @@
+"""Index notation: which index each dimension of an operator's operands and results runs over.
+
+    b... i, o i, +o? -> b... o              linear: rows of x are independent, the bias is added once
+    b h !q d, b h !k d, b h !k v -> b h !q v    attention: q and k must be whole, heads are independent
+    (b s) d -> b s d                        a view that splits a dimension
+
+An index that stands in an operand and in a result can be sharded without communication. One that stands in operands
+only is contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number of
+dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial sums
+when it is there. `(a b)` is one dimension made of two.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeAlias
+
+from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, size_hint
+from fxrewrite.spmd.layout import Layout, Replicated, Shard
+
+__all__ = ["IndexMap", "IndexPart", "Terms", "parse", "view_map"]
+
+Dim: TypeAlias = tuple[str, ...]
+"""The indices that make up one dimension, outermost first; none for a broadcast dimension."""
+Terms: TypeAlias = tuple[Dim, ...]
+"""The dimensions of one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexPart:
+    """Where the chunks sit: in `index`, below `within` runs of it."""
+
+    index: str
+    within: Size = 1
+
+
+@dataclass(frozen=True, slots=True)
+class IndexMap:
+    """The indices of one node: of each tensor operand (in schema order) and of each result."""
+
+    operands: tuple[Terms, ...]
+    results: tuple[Terms, ...]
+    sizes: Mapping[str, Size]
+    whole: frozenset[str] = frozenset()
+    """Indices that every rank must hold whole."""
+
+    def locate(self, terms: Terms, layout: Layout) -> IndexPart | None:
+        """The index of `terms` that `layout` shards, or None where it falls between indices."""
+        if not isinstance(layout, Shard):
+            return None
+        before: Size = 1
+        for index in terms[layout.dim]:
+            within = divide_exactly(layout.outer, before)
+            if within is None:
+                return None
+            size = self.sizes[index]
+            if not is_same_size(within, size) and divide_exactly(within, size) is None:
+                return IndexPart(index, within) if divide_exactly(size, within) is not None else None
+            before = before * size
+        return None
+
+    def layout(self, terms: Terms, part: IndexPart) -> Layout:
+        """How a tensor over `terms` lies when `part` is sharded; replicated where it does not have that index."""
+        for dim, indices in enumerate(terms):
+            if part.index in indices:
+                before = product(self.sizes[index] for index in indices[: indices.index(part.index)])
+                return Shard(dim, before * part.within)
+        return Replicated()
+
+    def has(self, terms: Terms, index: str) -> bool:
+        return any(index in indices for indices in terms)
+
+
+@dataclass(frozen=True, slots=True)
+class Notation:
+    """A parsed notation; `bind` fills in the sizes and the repeated dimensions of one call."""
+
+    text: str
+    operands: tuple[tuple[str, ...], ...]
+    optional: frozenset[int]
+    added: frozenset[int]
+    results: tuple[tuple[str, ...], ...]
+    whole: frozenset[str] = field(default=frozenset())
+
+    def bind(self, shapes: Sequence[Sequence[Size] | None]) -> IndexMap | None:
+        """The indices of a call whose operands have `shapes` (None: absent); None where the ranks do not fit."""
+        if len(shapes) > len(self.operands):
+            return None
+        sizes: dict[str, Size] = {}
+        spread: dict[str, int] = {}
+        operands: list[Terms] = []
+        whole = set(self.whole)
+        for position, names in enumerate(self.operands):
+            shape = shapes[position] if position < len(shapes) else None
+            if shape is None:
+                if position not in self.optional:
+                    return None
+                continue
+            terms = _bind_terms(names, shape, sizes, spread)
+            if terms is None:
+                return None
+            operands.append(terms)
+        results = tuple(
+            tuple((name,) for name in _spread(names, spread)) for names in self.results
+        )
+        present = [i for i in range(len(self.operands)) if i < len(shapes) and shapes[i] is not None]
+        if any(position in self.added for position in present):
+            kept = {index for terms in results for dim in terms for index in dim}
+            whole |= set(sizes) - kept
+        whole |= {f"{name}{i}" for name in self.whole if name in spread for i in range(spread[name])}
+        return IndexMap(tuple(operands), results, sizes, frozenset(whole))
+
+
+def _spread(names: tuple[str, ...], spread: Mapping[str, int]) -> list[str]:
+    expanded: list[str] = []
+    for name in names:
+        if name.endswith("..."):
+            expanded += [f"{name[:-3]}{i}" for i in range(spread.get(name[:-3], 0))]
+        else:
+            expanded.append(name)
+    return expanded
+
+
+def _bind_terms(
+    names: tuple[str, ...], shape: Sequence[Size], sizes: dict[str, Size], spread: dict[str, int]
+) -> Terms | None:
+    repeated = [name for name in names if name.endswith("...")]
+    missing = len(shape) - (len(names) - len(repeated))
+    if missing < 0 or (missing and not repeated):
+        return None
+    if repeated and spread.setdefault(repeated[0][:-3], missing) != missing:
+        return None
+    terms: list[Dim] = []
+    for name, size in zip(_spread(names, spread), shape, strict=True):
+        known = sizes.setdefault(name, size)
+        if is_same_size(known, size):
+            terms.append((name,))
+        elif is_same_size(size, 1):
+            terms.append(())  # broadcast
+        elif is_same_size(known, 1):
+            return None  # the first operand broadcasts: say so with a rule function
+        else:
+            terms.append((name,))
+    return tuple(terms)
+
+
+@lru_cache(maxsize=None)
+def parse(text: str) -> Notation:
+    """The notation of `text`; ValueError names the part that cannot be read."""
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise ValueError(f"index notation {text!r}: expected operands '->' results")
+    operands, optional, added, whole = [], set[int](), set[int](), set[str]()
+    for position, part in enumerate(left.split(",")):
+        part = part.strip()
+        if part.startswith("+"):
+            added.add(position)
+        if part.endswith("?"):
+            optional.add(position)
+        operands.append(_names(part.strip("+?").strip(), whole, text))
+    results = tuple(_names(part.strip(), whole, text) for part in right.split(","))
+    return Notation(text, tuple(operands), frozenset(optional), frozenset(added), results, frozenset(whole))
+
+
+def _names(part: str, whole: set[str], text: str) -> tuple[str, ...]:
+    names = []
+    for token in part.split():
+        if not re.fullmatch(r"!?[A-Za-z]+(\.\.\.)?", token):
+            raise ValueError(f"index notation {text!r}: {token!r} is not an index such as s, !s or b...")
+        name = token.removeprefix("!")
+        if token.startswith("!"):
+            whole.add(name.removesuffix("..."))
+        names.append(name)
+    return tuple(names)
+
+
+def view_map(before: Sequence[Size], after: Sequence[Size]) -> IndexMap:
+    """The indices of a view from shape `before` to shape `after`: the coarsest factors that both are made of.
+
+    A run of dimensions without common factors (6, 4 -> 4, 6) becomes one index that must be whole.
+    """
+    sizes: dict[str, Size] = {}
+    whole: set[str] = set()
+    left: list[list[str]] = [[] for _ in before]
+    right: list[list[str]] = [[] for _ in after]
+    queue_l = [(dim, size) for dim, size in enumerate(before) if not is_same_size(size, 1)]
+    queue_r = [(dim, size) for dim, size in enumerate(after) if not is_same_size(size, 1)]
+
+    def new_index(size: Size) -> str:
+        name = f"v{len(sizes)}"
+        sizes[name] = size
+        return name
+
+    while queue_l and queue_r:
+        (i, a), (j, b) = queue_l[0], queue_r[0]
+        if is_same_size(a, b):
+            index = new_index(a)
+            queue_l.pop(0), queue_r.pop(0)
+        elif (rest := divide_exactly(a, b)) is not None:
+            index = new_index(b)
+            queue_l[0] = (i, rest)
+            queue_r.pop(0)
+        elif (rest := divide_exactly(b, a)) is not None:
+            index = new_index(a)
+            queue_r[0] = (j, rest)
+            queue_l.pop(0)
+        else:
+            index = new_index(_block(queue_l, queue_r, left, right, f"v{len(sizes)}"))
+            whole.add(index)
+            continue
+        left[i].append(index)
+        right[j].append(index)
+    return IndexMap((tuple(map(tuple, left)),), (tuple(map(tuple, right)),), sizes, frozenset(whole))
+
+
+def _block(
+    queue_l: list[tuple[int, Size]],
+    queue_r: list[tuple[int, Size]],
+    left: list[list[str]],
+    right: list[list[str]],
+    index: str,
+) -> Size:
+    """Take the dimensions without a common factor off both queues; their size. One index stands for all of them."""
+    a: Size = 1
+    b: Size = 1
+    while queue_l or queue_r:
+        if queue_l and (not queue_r or size_hint(a) <= size_hint(b)):
+            dim, size = queue_l.pop(0)
+            left[dim].append(index)
+            a = a * size
+        else:
+            dim, size = queue_r.pop(0)
+            right[dim].append(index)
+            b = b * size
+        if is_same_size(a, b):
+            break
+    return a

@@ -1,0 +1,132 @@
+"""Layout rules: what an operator's indices are, as a value with an id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.graph.sizes import Size
+from fxrewrite.ops import bind, key
+from fxrewrite.spmd.notation import IndexMap, parse
+
+__all__ = ["Call", "LayoutRule", "LayoutRules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One node as a layout rule sees it: its operator, bound arguments, tensor operands and the shapes of its results."""
+
+    node: fx.Node
+    key: str
+    args: dict[str, Any]
+    operands: tuple[fx.Node, ...]
+    """The tensor arguments in schema order, lists flattened, absent ones left out."""
+
+    @staticmethod
+    def of(node: fx.Node) -> Call:
+        args = bind(node)
+        operands = [value for value in _flatten(args.values()) if _is_tensor_node(value)]
+        return Call(node, key(node), args, tuple(operands))
+
+    def shape(self, position: int = 0) -> Sequence[Size]:
+        """The global shape of an operand."""
+        return tensor_of(self.operands[position]).shape
+
+    def result_shapes(self) -> list[Sequence[Size]]:
+        value = self.node.meta["val"]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return [v.shape if isinstance(v, torch.Tensor) else () for v in values]
+
+    def optional_shapes(self) -> list[Sequence[Size] | None]:
+        """One shape for each tensor-typed argument of the schema, None where it is absent."""
+        shapes: list[Sequence[Size] | None] = []
+        for argument in self.node.target._schema.arguments:  # pyright: ignore[reportAttributeAccessIssue]
+            if "Tensor" in str(argument.type):
+                value = self.args.get(argument.name)
+                for item in value if isinstance(value, (list, tuple)) else [value]:
+                    shapes.append(tensor_of(item).shape if isinstance(item, fx.Node) else None)
+        return shapes
+
+    def dim(self, name: str, rank: int) -> int:
+        """The argument `name` as a dimension of a tensor of `rank`, counted from the front."""
+        dim = self.args[name]
+        return dim + rank if dim < 0 else dim
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that `node` holds."""
+    return node.meta["val"]
+
+
+def _is_tensor_node(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _flatten(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+IndexRule: TypeAlias = Callable[[Call], "IndexMap | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRule:
+    """Which dimensions of an operator are independent.
+
+    `index_map` is a notation (see `fxrewrite.spmd.notation`) or a function that gives the indices of a call, or None
+    where it cannot tell; then the operator counts as one without a rule.
+    """
+
+    id: str
+    ops: tuple[str, ...]
+    index_map: str | IndexRule
+    move_to: tuple[str, ...] = ()
+    """Indices over which to spread the work when an operand is sharded on one that must be whole, in this order."""
+    otherwise: Literal["gather", "refuse"] = "gather"
+    """What to do where none of `move_to` divides over the axis."""
+    shape_arg: str = ""
+    """The argument that states the result's shape, and so must become local."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.index_map, str):
+            parse(self.index_map)
+
+    def map(self, call: Call) -> IndexMap | None:
+        if callable(self.index_map):
+            return self.index_map(call)
+        return parse(self.index_map).bind(call.optional_shapes())
+
+    def text(self) -> str:
+        body = self.index_map if isinstance(self.index_map, str) else (self.index_map.__doc__ or "").split("\n")[0]
+        return f"{self.id:<28} {' '.join(self.ops)}  {body}"
+
+
+class LayoutRules:
+    """Layout rules by operator; two rules for one operator are an error that names both."""
+
+    def __init__(self, rules: Iterable[LayoutRule]) -> None:
+        self.rules = tuple(rules)
+        self._by_op: dict[str, LayoutRule] = {}
+        for rule in self.rules:
+            for op in rule.ops:
+                if op in self._by_op:
+                    raise RuleDefinitionError(f"operator {op} has two layout rules: {self._by_op[op].id} and {rule.id}")
+                self._by_op[op] = rule
+
+    def get(self, op: str) -> LayoutRule | None:
+        return self._by_op.get(op)
+
+    def __iter__(self) -> Iterator[LayoutRule]:
+        return iter(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)

@@ -1,0 +1,22 @@
+"""Snapshots of graphs, fake meshes and simulated ranks, for tests of rules. Imports neither torch nor syrupy."""
+
+from typing import TYPE_CHECKING
+
+from fxrewrite.lazy import lazy_package
+
+if TYPE_CHECKING:
+    from fxrewrite.testing.fake_mesh import fake_mesh
+    from fxrewrite.testing.ranks import RankRun, run_on_ranks
+    from fxrewrite.testing.snapshot import FxTextExtension
+
+__all__ = ["FxTextExtension", "RankRun", "fake_mesh", "run_on_ranks"]
+
+lazy_package(
+    __name__,
+    {
+        "FxTextExtension": "fxrewrite.testing.snapshot",
+        "RankRun": "fxrewrite.testing.ranks",
+        "fake_mesh": "fxrewrite.testing.fake_mesh",
+        "run_on_ranks": "fxrewrite.testing.ranks",
+    },
+)

@@ -1,0 +1,28 @@
+"""A device mesh of any size in one process, for graphs that hold collectives but never run them.
+
+Torch's fake process group is private (`torch.testing._internal`); this is the only file that knows it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["fake_mesh"]
+
+
+@contextmanager
+def fake_mesh(shape: Sequence[int], names: Sequence[str], *, rank: int = 0) -> Generator[DeviceMesh]:
+    """The mesh as `rank` sees it; its collectives return wrong numbers of the right shape. Destroyed on leaving."""
+    if dist.is_initialized():
+        raise ValueError("fake_mesh: a process group is already initialized; destroy it or use its mesh")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
+    try:
+        yield init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+    finally:
+        dist.destroy_process_group()

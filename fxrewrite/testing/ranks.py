@@ -1,0 +1,78 @@
+"""P ranks in one process: a lowered graph run forward and backward on torch's LocalTensorMode.
+
+The only file that uses `torch.distributed._local_tensor`. Collectives exchange data between the simulated ranks, so
+outputs and gradients are those that P processes would compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+from torch.utils import _pytree as pytree
+
+from fxrewrite.graph.sizes import size_hint
+from fxrewrite.spmd.group import axis_rank
+
+__all__ = ["RankRun", "run_on_ranks"]
+
+
+class RankRun:
+    """What P simulated ranks computed: `outputs[rank]` and, where asked for, `grads[rank]`, one for each input."""
+
+    def __init__(self, outputs: list[Any], grads: list[list[torch.Tensor | None]]) -> None:
+        self.outputs = outputs
+        self.grads = grads
+
+    def mean_grads(self) -> list[torch.Tensor | None]:
+        """Each input's gradient averaged over the ranks, as data parallelism averages it."""
+        return [
+            None if grads[0] is None else torch.stack([g for g in grads if g is not None]).mean(0)
+            for grads in zip(*self.grads, strict=True)
+        ]
+
+
+def run_on_ranks(gm: fx.GraphModule, inputs: Sequence[Any], num_ranks: int, *, backward: int | None = None) -> RankRun:
+    """Run `gm` on `num_ranks` simulated ranks that all get the same `inputs`.
+
+    `backward` names the position of the output (a scalar) to differentiate; gradients are of every floating-point input
+    that requires them. A process group of `num_ranks` fake ranks must be initialized (`fxrewrite.testing.fake_mesh`).
+    """
+    with LocalTensorMode(num_ranks):
+        args = [_spread(value, num_ranks) for value in inputs]
+        flat, spec = pytree.tree_flatten(_RankInterpreter(gm, num_ranks).run(*args))
+        if backward is not None and flat[backward].requires_grad:
+            flat[backward].backward()
+    outputs = [pytree.tree_unflatten([_on_rank(v, rank) for v in flat], spec) for rank in range(num_ranks)]
+    grads = [[_on_rank(getattr(a, "grad", None), rank) for a in args] for rank in range(num_ranks)]
+    return RankRun(outputs, grads)
+
+
+class _RankInterpreter(fx.Interpreter):
+    def __init__(self, gm: fx.GraphModule, num_ranks: int) -> None:
+        super().__init__(gm)
+        self._ranks = torch.SymInt(LocalIntNode({rank: rank for rank in range(num_ranks)}))
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is axis_rank:
+            return self._ranks
+        return super().call_function(target, args, kwargs)
+
+
+def _spread(value: Any, num_ranks: int) -> Any:
+    if isinstance(value, torch.SymInt):
+        return size_hint(value)  # Dynamo's symbol for a length: the length at hand
+    if not isinstance(value, torch.Tensor):
+        return value
+    whole = value.detach()
+    local = LocalTensor({rank: whole.clone() for rank in range(num_ranks)})
+    return local.requires_grad_(value.requires_grad)
+
+
+def _on_rank(value: Any, rank: int) -> Any:
+    if isinstance(value, LocalTensor):
+        return value._local_tensors[rank].detach()
+    return value

@@ -1,0 +1,71 @@
+"""Normal forms: one spelling of a view, and operators that give back their input go away.
+
+    slice(x, 2, 0, S)  ->  x        expand(x, shape of x)  ->  x        to(x, dtype of x)  ->  x        alias(x)  ->  x
+    view(x, shape)  ->  reshape(x, shape)
+
+Matches an operator to drop where the result has the shape, dtype and device of its input, for every length that the graph
+admits. A view demands strides that only the value at hand has; a reshape is that view where there is one.
+Numerics: exact; the result is the input itself, as the operators themselves promise.
+Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self or a whole view of it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Pattern, Rule, RuleSet, cap, loose, op, where
+from fxrewrite.spmd import is_same_size
+
+__all__ = ["NORMAL_FORMS"]
+
+
+@where.predicate("x", "root", text="changes_nothing")
+def _changes_nothing(x: fx.Node, root: fx.Node) -> bool:
+    before, after = x.meta["val"], root.meta["val"]
+    return (
+        before.dtype == after.dtype
+        and before.device == after.device
+        and len(before.shape) == len(after.shape)
+        and all(is_same_size(a, b) for a, b in zip(before.shape, after.shape, strict=True))
+    )
+
+
+def _drop(name: str, *more: Any) -> Rule:
+    arguments = (cap("x"), *more)
+    dropped = Rule(
+        f"normal_forms.drop_{name}",
+        Pattern((loose(op(f"aten::{name}", *arguments)),), (_changes_nothing,)),
+        optional=True,
+    )
+
+    @dropped.replacement
+    def _(x: fx.Proxy) -> fx.Proxy:
+        """x"""
+        return x
+
+    return dropped
+
+
+def _to_reshape(name: str) -> Rule:
+    respelled = Rule(f"normal_forms.{name}_to_reshape", Pattern((op(f"aten::{name}", cap("x"), cap("shape", "any")),)), optional=True)
+
+    @respelled.replacement
+    def _(x: fx.Proxy, shape: Any) -> fx.Proxy:
+        """reshape(x, shape)"""
+        return torch.ops.aten.reshape(x, shape)
+
+    return respelled
+
+
+NORMAL_FORMS = RuleSet(
+    "normal_forms",
+    _drop("slice"),
+    _drop("expand", ...),
+    _drop("to"),
+    _drop("alias"),
+    _to_reshape("view"),
+    _to_reshape("_unsafe_view"),
+)

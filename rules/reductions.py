@@ -1,0 +1,47 @@
+"""A mean over a sharded dimension is a sum by the global count.
+
+    mean(x, dims)  ->  sum(x, dims) / (number of entries of the whole x over dims)
+
+Matches a mean whose result propagation found to be a partial sum; the division keeps it one.
+Numerics: reassociates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, where
+from fxrewrite.ops import bind
+from fxrewrite.spmd import Partial, global_shape, layout_of, product, size_proxy
+
+__all__ = ["REDUCTIONS", "mean_over_shards"]
+
+aten = torch.ops.aten
+
+@where.predicate("root", text="is_partial")
+def _is_partial(root: fx.Node) -> bool:
+    return layout_of(root) == Partial()
+
+
+mean_over_shards = Rule(
+    "reductions.mean_over_shards",
+    Pattern((loose(op("aten::mean", cap("x"))),), (_is_partial,)),
+    numerics="reassociates",
+)
+
+
+@mean_over_shards.replacement
+def _(match: Match, x: fx.Proxy) -> fx.Proxy:
+    """sum(x, dims) / global count"""
+    shape, args = global_shape(match["x"]), bind(match.root)
+    dims = args.get("dim")
+    dims = list(range(len(shape))) if not dims else [dim % len(shape) for dim in dims]
+    total = aten.sum(x, dims, bool(args.get("keepdim", False)), dtype=args.get("dtype"))
+    mean = aten.div(total, size_proxy(match, product(shape[dim] for dim in dims)))
+    for made in (total, mean):
+        match.edit.set_meta(made.node, "layout", Partial())
+    return mean
+
+
+REDUCTIONS = RuleSet("mean_over_shards", mean_over_shards)

@@ -1,0 +1,72 @@
+"""One rank of a real gloo run: `python gloo_worker.py <cells as JSON> <folder for results>`, started by torchrun.
+
+A cell is {model, kind, inner, dynamic, checkpointing, lengths}. Each rank computes the single-device loss and gradients
+itself, then runs the compiled model on the whole batch, averages its gradients over the ranks and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.autosp.models import batch, build
+
+from autosp_rules import autosp, prepare_autosp_inputs
+
+
+def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
+    return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
+
+
+def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
+    torch._dynamo.reset()
+    backend = autosp(inner=cell["inner"], strict=True)
+    model = build(cell["model"], checkpointing=cell.get("checkpointing", False))
+    step = torch.compile(model, backend=backend, fullgraph=True)
+    worst = {"loss": 0.0, "grad": 0.0}
+    for length in cell.get("lengths", [16]):
+        inputs = batch(cell["model"], cell["kind"], length=length)
+        model.zero_grad()
+        expected_loss = model(**inputs).loss
+        expected_loss.backward()
+        expected = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        if cell.get("dynamic"):
+            ids, labels, positions, mask = prepare_autosp_inputs(
+                inputs["input_ids"], inputs["labels"], inputs.get("position_ids"), inputs.get("attention_mask")
+            )
+        loss = step(**inputs).loss
+        loss.backward()
+        worst["loss"] = max(worst["loss"], relative(loss.detach(), expected_loss.detach()))
+        floor = 1e-6 * max(g.abs().max().item() for g in expected)  # a key bias has no gradient but rounding
+        for p, want in zip(model.parameters(), expected, strict=True):
+            dist.all_reduce(p.grad)
+            worst["grad"] = max(worst["grad"], relative(p.grad / dist.get_world_size(), want, floor))
+    return {**worst, "graphs": len(backend.reports), "report": str(backend.reports[0])}
+
+
+def main() -> None:
+    cells, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    results = []
+    for cell in cells:
+        try:
+            results.append(run_cell(cell))
+        except Exception:
+            results.append({"error": traceback.format_exc()})
+            break  # the ranks are not at the same place any more
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

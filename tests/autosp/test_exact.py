@@ -1,0 +1,69 @@
+"""The loss and every gradient equal the single device's: all models and batches, on simulated ranks, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.autosp.models import INPUTS, MODELS, batch, build
+
+from autosp_rules import AutoSPConfig
+from autosp_rules.transform import transform
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh, run_on_ranks
+
+LOSS_TOLERANCE = 1e-6  # these models cast their logits to float32
+GRAD_TOLERANCE = 1e-9
+
+
+def _capture(model: torch.nn.Module, inputs: dict[str, Any], *, dynamic: bool) -> tuple[Any, list[Any]]:
+    """Dynamo's graph of the model, and the tensors that it would be called with."""
+    found: list[tuple[Any, list[Any]]] = []
+
+    def keep(gm: Any, example_inputs: list[Any]) -> Any:
+        found.append((gm, list(example_inputs)))
+        return gm
+
+    torch._dynamo.reset()
+    if dynamic:
+        for value in inputs.values():
+            if value.dim() > 1:
+                torch._dynamo.mark_dynamic(value, 1)
+    torch.compile(model, backend=keep, fullgraph=True)(**inputs)
+    return found[0]
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
+    """Largest difference by the largest entry of `b`, or by `floor` where that is more."""
+    return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
+
+
+@pytest.mark.parametrize("checkpointing", (False, True), ids=("keep", "checkpoint"))
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_equal_one_device(name: str, kind: str, dynamic: bool, checkpointing: bool) -> None:
+    model, inputs = build(name, checkpointing=checkpointing), batch(name, kind)
+    gm, example_inputs = _capture(model, inputs, dynamic=dynamic)
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    expected = {id(p): p.grad for p in model.parameters()}
+    for num_ranks in (2, 4):
+        with fake_mesh((num_ranks,), ("sp",)) as mesh:
+            program, report = transform(gm, AutoSPConfig(strict=True), axis_of(mesh, "sp"))
+            run = run_on_ranks(program, example_inputs, num_ranks, backward=0)
+        assert report.collectives, "nothing was sharded"
+        for outputs in run.outputs:
+            assert _relative(outputs[0], loss.detach()) <= LOSS_TOLERANCE
+        # the gradient of a key bias is zero but for rounding: it is measured against the model's largest
+        floor = 1e-6 * max(g.abs().max().item() for g in expected.values() if g is not None)
+        compared = 0
+        for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                want = expected[id(value)]
+                assert want is not None and grad is not None
+                assert _relative(grad, want, floor) <= GRAD_TOLERANCE
+                compared += 1
+        assert compared == len(list(model.parameters()))

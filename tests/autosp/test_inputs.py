@@ -1,0 +1,42 @@
+"""prepare_autosp_inputs keeps DeepSpeed's signature and errors."""
+
+import inspect
+
+import pytest
+import torch
+
+from autosp_rules import prepare_autosp_inputs
+
+IDS = torch.zeros(2, 8, dtype=torch.long)
+
+
+def test_signature_is_deepspeeds() -> None:
+    parameters = inspect.signature(prepare_autosp_inputs).parameters
+    assert list(parameters) == ["input_id", "label_id", "position_id", "attention_mask", "seq_dim"]
+    assert parameters["seq_dim"].default == 1
+
+
+def test_returns_the_four_marked_and_tagged() -> None:
+    ids, labels, positions, mask = prepare_autosp_inputs(IDS.clone(), IDS.clone(), attention_mask=IDS.clone())
+    assert positions is None
+    assert [ids.tag, labels.tag, mask.tag] == ["input_id", "label_id", "attention_mask"]
+    assert all(1 in tensor._dynamo_dynamic_indices for tensor in (ids, labels, mask))
+
+
+@pytest.mark.parametrize(("ids", "labels", "message"), [(None, IDS, "input_id"), (IDS, None, "label_id")])
+def test_missing_tensor(ids: torch.Tensor | None, labels: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{message} is required"):
+        prepare_autosp_inputs(ids, labels)
+
+
+@pytest.mark.parametrize("seq_dim", [2, -1])
+def test_dimension_out_of_range(seq_dim: int) -> None:
+    with pytest.raises(ValueError, match=f"seq_dim {seq_dim} is not a dimension of input_id"):
+        prepare_autosp_inputs(IDS, IDS, seq_dim=seq_dim)
+
+
+def test_nothing_is_marked_when_one_tensor_is_wrong() -> None:
+    ids = IDS.clone()
+    with pytest.raises(ValueError, match="attention_mask"):
+        prepare_autosp_inputs(ids, IDS, attention_mask=torch.ones(8))
+    assert not hasattr(ids, "tag")

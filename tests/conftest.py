@@ -1,0 +1,31 @@
+"""What every test starts from: one thread, one seed, nothing compiled and no process group left by another test."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests are small and run side by side
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("the test left a process group behind")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "gloo" in item.keywords:
+            item.add_marker(pytest.mark.xdist_group("gloo"))  # one test with real processes at a time
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

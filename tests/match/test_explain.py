@@ -1,0 +1,67 @@
+"""A non-match names the first test that fails, at the place that came nearest."""
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxrewrite.match import explain
+from fxrewrite.pattern import Literal, trace
+
+
+def attention(q, k, v, scale: Literal):
+    return torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
+
+
+def why(pattern, function) -> str:
+    return str(explain(trace(pattern), fx.symbolic_trace(function).graph.nodes))
+
+
+def test_nearest_miss_first() -> None:
+    def model(q, k, v):
+        return torch.softmax(q @ k.transpose(-1, -2) * 0.5, -1) @ (q @ v)
+
+    text = why(attention, model)
+    assert "0 of 3 nodes aten::matmul match" in text
+    assert "at %matmul_2: 12 of 18 tests hold" in text.splitlines()[2]
+    assert "the literal -2 at root.self.self.self.other.dim0, found -1" in text
+
+
+def test_other_operator() -> None:
+    text = why(lambda x: torch.relu(torch.neg(x)), lambda x: torch.relu(torch.exp(x)))
+    assert "expected operator aten::neg at root.self, found aten::exp (%exp)" in text
+
+
+def test_other_arguments() -> None:
+    text = why(lambda x: torch.softmax(x, -1), lambda x: F.softmax(x, -1, dtype=torch.half))
+    assert "expected no arguments but self, dim at root, found self=x, dim=-1, dtype=torch.float16" in text
+
+
+def test_outside_user() -> None:
+    def model(x):
+        s = torch.sigmoid(x)
+        return s * x, s
+
+    text = why(lambda x: x * torch.sigmoid(x), model)
+    assert "expected no user of root.self outside the match, found %output uses %sigmoid; allow it with shared()" in text
+
+
+def test_missing_output() -> None:
+    text = why(lambda x: (torch.sin(x), torch.cos(x)), lambda x: torch.sin(x))
+    assert "expected output 2, aten::cos, on the same values, found none" in text
+
+
+def test_no_anchor_at_all() -> None:
+    text = why(lambda x: torch.relu(x), lambda x: torch.exp(x))
+    assert "the graph has no node aten::relu" in text
+
+
+def test_same_value() -> None:
+    text = why(lambda x: x - torch.relu(x), lambda x, y: x - torch.relu(y))
+    assert "expected the same value at root.other.self as at root.self, found placeholder (%y)" in text
+
+
+def test_source_line_is_given() -> None:
+    gm = fx.symbolic_trace(lambda x: torch.relu(x))
+    relu = next(n for n in gm.graph.nodes if n.op == "call_function")
+    relu.meta["stack_trace"] = '  File "/home/me/model.py", line 41, in forward\n    x\n'
+    assert "at %relu (model.py:41): 2 of" in str(explain(trace(lambda x: torch.relu(torch.neg(x))), gm.graph.nodes))

@@ -1,0 +1,93 @@
+"""Arguments come out under their schema names, however they were passed."""
+
+import operator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from fxrewrite import ops
+
+aten = torch.ops.aten
+graph = fx.Graph()
+X, Y = graph.placeholder("x"), graph.placeholder("y")
+
+
+def bind(target, *args, **kwargs) -> dict:
+    make = graph.call_method if isinstance(target, str) else graph.call_function
+    return ops.bind(make(target, args, kwargs))
+
+
+@pytest.mark.parametrize(
+    "bound",
+    [
+        bind("softmax", X, -1),
+        bind(torch.softmax, X, dim=-1),
+        bind(torch.softmax, input=X, dim=-1),
+        bind(F.softmax, X, -1, _stacklevel=5),
+        bind(aten.softmax.int, X, -1),
+        bind(aten.softmax, X, -1),
+    ],
+)
+def test_one_binding_for_every_spelling(bound: dict) -> None:
+    assert bound == {"self": X, "dim": -1, "dtype": None}
+    assert list(bound) == ["self", "dim", "dtype"]
+
+
+@pytest.mark.parametrize(
+    ("bound", "expected"),
+    [
+        (bind("view", X, 2, 3), {"self": X, "size": [2, 3]}),
+        (bind("view", X, (2, 3)), {"self": X, "size": [2, 3]}),
+        (bind("view", X, -1), {"self": X, "size": [-1]}),
+        (bind("view", X, torch.int32), {"self": X, "dtype": torch.int32}),
+        (bind("permute", X, 0, 2, 1), {"self": X, "dims": [0, 2, 1]}),
+        (bind(torch.zeros, 2, 3)["size"], [2, 3]),
+        (bind(torch.einsum, "ij,jk->ik", X, Y), {"equation": "ij,jk->ik", "tensors": [X, Y], "path": None}),
+        (bind(torch.sum, X), {"self": X, "dtype": None}),
+        (bind(torch.sum, X, axis=-1, keepdims=True), {"self": X, "dim": [-1], "keepdim": True, "dtype": None}),
+        (bind(torch.max, X, 1), {"self": X, "dim": 1, "keepdim": False}),
+        (bind(torch.max, X, Y), {"self": X, "other": Y}),
+        (bind("split", X, [1, 2]), {"self": X, "split_sizes": [1, 2], "dim": 0}),
+        (bind(aten.split.sizes, X, [1, 2]), {"self": X, "split_sizes": [1, 2], "dim": 0}),
+        (bind(operator.pow, 2, X), {"self": 2, "exponent": X}),
+        (bind(torch.add, X, Y, alpha=2), {"self": X, "other": Y, "alpha": 2}),
+        (bind("float", X)["dtype"], torch.float32),
+        (bind(torch.cat, [X, Y]), {"tensors": [X, Y], "dim": 0}),
+        (bind("contiguous", X)["memory_format"], torch.contiguous_format),
+    ],
+)  # fmt: skip
+def test_overloads_spread_lists_and_renamed_keywords(bound, expected) -> None:
+    assert bound == expected
+
+
+def test_integers_for_floats_become_floats_only_where_they_mean_the_same() -> None:
+    assert type(bind(operator.truediv, X, 8)["other"]) is float
+    assert type(bind(torch.div, X, 8, rounding_mode="floor")["other"]) is int
+    assert type(bind(operator.mul, X, 8)["other"]) is int
+    assert type(bind(F.dropout, X, 0)["p"]) is float
+
+
+def test_a_python_callable_binds_by_its_signature() -> None:
+    def shift(x, amount, *, wrap=True): ...
+
+    assert bind(shift, X, amount=2) == {"x": X, "amount": 2, "wrap": True}
+    with pytest.raises(ops.BindingError, match="called without"):
+        bind(shift, X)
+
+
+def test_the_value_of_a_node_decides_between_overloads() -> None:
+    g = fx.Graph()
+    x, other = g.placeholder("x"), g.placeholder("other")
+    call = g.call_function(torch.max, (x, other))
+    other.meta["val"] = 1
+    with FakeTensorMode():
+        x.meta["val"] = torch.empty(2, 2)
+    assert ops.bind(call) == {"self": x, "dim": other, "keepdim": False}
+
+
+def test_a_call_that_fits_no_signature_says_so() -> None:
+    with pytest.raises(ops.BindingError, match="aten::relu called with 2 positional arguments"):
+        bind(aten.relu.default, X, Y)

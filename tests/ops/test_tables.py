@@ -1,0 +1,102 @@
+"""Every entry of the tables is run against the operator that it claims to be."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.ops.tables import ALIASES, CASTS, COMMUTATIVE, OPERATORS, WRAPPERS
+
+aten = torch.ops.aten
+torch.manual_seed(0)
+A, B = torch.rand(3, 4) + 0.1, torch.rand(3, 4) + 0.1
+INTS = torch.randint(1, 9, (3, 4)), torch.randint(1, 9, (3, 4))
+
+
+def run(function, args):
+    """The result, or the type of the error; arguments are copied since some functions write to them."""
+    try:
+        return function(*[a.clone() if isinstance(a, torch.Tensor) else a for a in args])
+    except (RuntimeError, TypeError, IndexError) as error:
+        return type(error)
+
+
+def same(a, b) -> bool:
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num())
+    return a == b
+
+
+ARGUMENTS = [(A,), (A, B), (A, 2), INTS, (INTS[0],), (A, A.mT), (A > 0.5, B > 0.5), (A, 0, 1), ([A, B],), (A, 1), (A[0], B[0])]
+
+
+@pytest.mark.parametrize(("function", "name"), list(OPERATORS.items()), ids=list(OPERATORS.values()))
+def test_python_operators_are_the_aten_operators(function, name: str) -> None:
+    results = [(run(function, args), run(getattr(aten, name), args)) for args in ARGUMENTS[:6]]
+    agreeing = [same(a, b) for a, b in results if not isinstance(a, type) and not isinstance(b, type)]
+    assert agreeing, name
+    assert all(agreeing), name
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_are_the_operators_they_stand_for(alias: str) -> None:
+    other = ALIASES[alias]
+    results = [(run(getattr(aten, alias), args), run(getattr(aten, other), args)) for args in ARGUMENTS]
+    compared = [same(a, b) for a, b in results if not isinstance(a, type) and not isinstance(b, type)]
+    assert compared, "no arguments to compare on"
+    assert all(compared)
+    assert argument_names(alias) <= argument_names(other)
+
+
+def argument_names(name: str) -> set[str]:
+    packet = getattr(aten, name)
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    return {a.name for s in schemas for a in s.arguments if not a.is_out and "Tensor" in str(s.arguments[0].type)}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_are_to_dtype(name: str) -> None:
+    assert getattr(A, name)().dtype == CASTS[name]
+
+
+@pytest.mark.parametrize("key", sorted(COMMUTATIVE))
+def test_commutative_operators_commute(key: str) -> None:
+    function = getattr(aten, key.removeprefix("aten::"))
+    results = [(run(function, (a, b)), run(function, (b, a))) for a, b in ((A, B), INTS, (A > 0.5, B > 0.5))]
+    assert any(not isinstance(a, type) for a, _ in results)
+    assert all(same(a, b) for a, b in results)
+
+
+CALLS = {
+    F.elu: [(A - 0.5,), (A - 0.5, 0.5)],
+    F.leaky_relu: [(A - 0.5,), (A - 0.5, 0.3)],
+    F.hardtanh: [(A,), (A, 0.2, 0.6)],
+    F.softmax: [(A, -1), (A, 0, 3, torch.float64)],
+    F.log_softmax: [(A, -1), (A, 0, 3, torch.float64)],
+    F.dropout: [(A, 0.0), (A, 0.5, False)],
+    F.alpha_dropout: [(A, 0.5), (A, 0.0, True)],
+    F.layer_norm: [(A, (4,)), (A, (4,), B[0], B[1], 1e-3)],
+    F.rms_norm: [(A, (4,)), (A, (4,), B[0], 1e-3)],
+    F.group_norm: [(A, 2), (A, 2, B[0], B[1], 1e-3)],
+    F.embedding: [(INTS[0] % 3, A), (INTS[0] % 3, A, 1)],
+    F.cross_entropy: [(A, torch.tensor([0, 1, 2])), (A, torch.tensor([0, -1, 2]), None, None, -1, None, "sum", 0.1)],
+    F.mse_loss: [(A, B), (A, B, None, None, "sum")],
+    F.l1_loss: [(A, B), (A, B, None, None, "none")],
+    F.binary_cross_entropy_with_logits: [(A, B), (A, B, B, None, None, "sum", B[0])],
+    F.pad: [(A, (1, 2)), (A, [1, 0], "constant", 3.0)],
+    torch.Tensor.unflatten: [(A, 1, (2, 2)), (A, -1, [2, -1])],
+}
+
+
+@pytest.mark.parametrize("function", WRAPPERS, ids=lambda f: f.__name__)
+def test_wrappers_are_their_operator_on_the_bound_arguments(function) -> None:
+    for args in CALLS.get(function, [(A - 0.5,)]):
+        graph = fx.Graph()
+        holders = [graph.placeholder(f"x{i}") if isinstance(a, torch.Tensor) else a for i, a in enumerate(args)]
+        call = graph.call_function(function, tuple(holders))
+        values = {h: a for h, a in zip(holders, args, strict=True) if isinstance(h, fx.Node)}
+        bound = fx.node.map_arg(ops.bind(call), lambda n, values=values: values[n])
+        assert same(function(*args), getattr(aten, WRAPPERS[function].name)(**bound)), function

@@ -1,0 +1,142 @@
+"""Imports point down, rule sets live on what fxrewrite exports, and private torch has few doors."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import networkx as nx
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LAYERS = (
+    *("lazy", "errors", "ops", "graph", "pattern", "match", "rule", "report", "plan"),
+    *("flow", "spmd", "verify", "backends", "testing", "cli"),
+)
+
+# Files that may touch private torch, and why. Whatever else needs such a thing asks one of these files for it.
+PRIVATE_TORCH = {
+    "fxrewrite/backends/": "outside compilers: Dynamo, inductor and export have no public hooks for passes",
+    "fxrewrite/graph/edit.py": "fake tensors, to propagate new nodes only",
+    "fxrewrite/graph/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",
+    "fxrewrite/graph/sizes.py": "symbolic sizes: sympy expressions to graph nodes",
+    "fxrewrite/ops/": "where operators live, to give every spelling one key",
+    "fxrewrite/spmd/group.py": "process groups by name",
+    "fxrewrite/verify/": "fake tensors and checks of torch's own behaviour",
+    "fxrewrite/testing/fake_mesh.py": "the fake process group",
+    "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
+}
+STABLE = (
+    "torch._dynamo.mark_dynamic",  # documented for users of torch.compile
+    "torch._ops",  # the classes of operators, for isinstance
+    "torch.fx.node._get_qualified_name",  # how FX itself prints a target
+    "torch.utils._pytree",  # FX's own notion of nested arguments
+    "torch.ops._",  # namespaces of operators, such as _c10d_functional
+)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+FILES = {
+    module_name(path): path
+    for package in ("fxrewrite", "rules", "autosp_rules")
+    for path in (ROOT / package).rglob("*.py")
+}
+
+
+def running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that can run, so not what stands under `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(tree):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"):
+            yield child
+            yield from running_nodes(child)
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Dotted names that the file imports, at its top or in a function: `from a import b` is `a.b`."""
+    for node in running_nodes(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def used(path: Path) -> Iterator[str]:
+    """Dotted names that the file imports or reaches by attributes, as in `torch._dynamo.reset`."""
+    names = set(imported(path))
+    names |= {
+        ast.unparse(node) for node in running_nodes(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+    }
+    yield from (name for name in names if not any(longer.startswith(f"{name}.") for longer in names))
+
+
+def exported(module: str) -> list[str]:
+    """The literal `__all__` of the module, which must have one."""
+    for node in ast.parse(FILES[module].read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{module} has no __all__")
+
+
+def owner(name: str) -> str:
+    """The module of ours that holds a dotted name: the longest prefix that is a file."""
+    while name not in FILES and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def layer(module: str) -> int:
+    package, _, rest = module.partition(".")
+    if package != "fxrewrite" or not rest:
+        return len(LAYERS) + ["fxrewrite", "rules", "autosp_rules"].index(package)
+    return LAYERS.index(rest.partition(".")[0])
+
+
+def import_graph() -> nx.DiGraph:
+    edges = [(module, owner(name)) for module, path in FILES.items() for name in imported(path)]
+    return nx.DiGraph([(module, used) for module, used in edges if used in FILES and used != module])
+
+
+def test_every_module_has_a_layer() -> None:
+    homeless = {module.split(".")[1] for module in FILES if module.startswith("fxrewrite.")} - set(LAYERS)
+    assert not homeless, f"say in LAYERS where they stand: {sorted(homeless)}"
+
+
+def test_no_import_cycle() -> None:
+    cycles = [sorted(cycle) for cycle in nx.strongly_connected_components(import_graph()) if len(cycle) > 1]
+    assert not cycles, cycles
+
+
+def test_imports_point_down() -> None:
+    wrong = [f"{a} imports {b}" for a, b in import_graph().edges if layer(b) > layer(a)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", ["rules", "autosp_rules"])
+def test_rule_sets_use_only_what_fxrewrite_exports(package: str) -> None:
+    wrong: list[str] = []
+    for module, path in FILES.items():
+        for name in imported(path) if module.split(".")[0] == package else ():
+            home, _, used_name = name.rpartition(".")
+            if name.split(".")[0] == "fxrewrite" and (home.count(".") > 1 or used_name not in exported(home or name)):
+                wrong.append(f"{module}: {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_torch_is_used_only_behind_its_doors() -> None:
+    wrong = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in FILES.values()
+        for name in used(path)
+        if name.startswith("torch.") and not name.startswith(STABLE)
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+        if not str(path.relative_to(ROOT)).startswith(tuple(PRIVATE_TORCH))
+    }
+    assert not wrong, "\n".join(sorted(wrong))
+
+
+def test_every_door_to_private_torch_is_needed() -> None:
+    paths = [str(path.relative_to(ROOT)) for path in FILES.values()]
+    unused = [door for door in PRIVATE_TORCH if not any(path.startswith(door) for path in paths)]
+    assert not unused, unused

@@ -1,0 +1,102 @@
+"""The facade is complete and free of torch, and the wheel holds what a user outside the checkout needs."""
+
+import ast
+import importlib
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run_python(program: str, *, cwd: Path) -> str:
+    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("module", ["fxrewrite", "fxrewrite.errors", "fxrewrite.testing.pytest_plugin"])
+def test_importing_does_not_import_torch(module: str, tmp_path: Path) -> None:
+    assert run_python(f"import sys, {module}; print('torch' in sys.modules)", cwd=tmp_path) == "False"
+
+
+@pytest.mark.parametrize("package", ["fxrewrite", "fxrewrite.testing"])
+def test_the_three_lists_of_a_lazy_package_agree(package: str) -> None:
+    """What type checkers see, what `import *` sees, and what is loaded on use."""
+    module = importlib.import_module(package)
+    tree = ast.parse(Path(str(module.__file__)).read_text())
+    checked = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    (homes,) = (ast.literal_eval(node) for node in ast.walk(tree) if isinstance(node, ast.Dict))
+    assert checked == homes
+    assert sorted(module.__all__) == sorted(homes)
+    for name in module.__all__:
+        assert getattr(module, name) is getattr(importlib.import_module(homes[name]), name)
+
+
+def test_a_name_wins_over_a_module_of_that_name(tmp_path: Path) -> None:
+    program = (
+        "import fxrewrite.testing.fake_mesh\n"
+        "from fxrewrite.testing import fake_mesh\n"
+        "from fxrewrite.testing.fake_mesh import fake_mesh as original\n"
+        "print(fake_mesh is original)"
+    )
+    assert run_python(program, cwd=tmp_path) == "True"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'fxrewrite' has no attribute 'rewriter'"):
+        getattr(importlib.import_module("fxrewrite"), "rewriter")  # noqa: B009  # a plain access would be a type error
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+    ]
+    done = subprocess.run([*pip, str(ROOT)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_every_module_and_the_type_marker(wheel: Path) -> None:
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    files = [path for package in ("fxrewrite", "rules", "autosp_rules") for path in (ROOT / package).rglob("*.*")]
+    assert packed == {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    assert "fxrewrite/py.typed" in packed
+
+
+def test_the_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site)]
+    subprocess.run([*pip, str(wheel)], check=True)
+    program = (
+        f"import sys; sys.path.insert(0, {str(site)!r})\n"
+        "from importlib.metadata import distribution\n"
+        "entries = distribution('fxrewrite').entry_points\n"
+        "loaded = [entry.load() for entry in entries]\n"
+        f"assert all(sys.modules[entry.module].__file__.startswith({str(site)!r}) for entry in entries)\n"
+        "print(sorted(entry.group + ':' + entry.name for entry in entries))"
+    )
+    assert run_python(program, cwd=tmp_path) == str(
+        ["console_scripts:autosp", "console_scripts:fxrewrite", "pytest11:fxrewrite", "torch_dynamo_backends:autosp"]
+    )

@@ -1,0 +1,382 @@
+"""A rewrite is correct or does not happen: the wrong answers of other engines, one test each."""
+
+from itertools import count
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrewrite.errors import FxRewriteError, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.pattern import Literal, shared
+from fxrewrite.plan import RuleSet
+from fxrewrite.report import Report
+from fxrewrite.rule import Rule, rule
+
+aten = torch.ops.aten
+
+
+def traced(function, *inputs, mode: str = "fake") -> fx.GraphModule:
+    return make_fx(function, tracing_mode=mode, pre_dispatch=True)(*inputs)
+
+
+def state(gm: fx.GraphModule) -> list:
+    return [gm.code, *((n, n.name, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)]
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in gm.graph.nodes if n.op.startswith("call")]
+
+
+def apply(gm: fx.GraphModule, *rules: Rule, **options) -> Report:
+    report = RuleSet("test", *rules, **options).apply(gm)
+    gm.graph.lint()
+    return report
+
+
+def made(pattern, replacement, **options) -> Rule:
+    it = rule("test.it", **options)(pattern)
+    it.replacement(replacement)
+    return it
+
+
+def silu_rule() -> Rule:
+    return made(lambda x: x * torch.sigmoid(x), lambda x: F.silu(x))
+
+
+X = torch.rand(2, 3)
+
+
+# What other engines get wrong (shared/PEERS.md)
+
+
+def test_a_match_across_an_inplace_operation_is_refused() -> None:
+    def model(x):
+        y = x.clone()
+        s = torch.sigmoid(y)
+        y.add_(1)
+        return y * s
+
+    gm = fx.symbolic_trace(model)
+    before, expected = state(gm), gm(X)
+    report = apply(gm, silu_rule())
+    assert state(gm) == before
+    assert torch.equal(gm(X), expected)
+    (refusal,) = report["test.it"].refusals
+    assert str(refusal) == (
+        "test.it: %add_ (aten::add_) may write to memory of the match between %sigmoid and %mul at %mul; "
+        "functionalize the graph before rewriting it"
+    )
+
+
+def test_a_write_through_a_view_or_to_nothing_of_the_match() -> None:
+    def through_view(x):
+        y = x.clone()
+        s = torch.sigmoid(y)
+        y.view(-1)[0].add_(1)
+        return y * s
+
+    def elsewhere(x):
+        z = torch.exp(x)
+        s = torch.sigmoid(x)
+        z.add_(1)
+        return x * s + z
+
+    assert apply(fx.symbolic_trace(through_view), silu_rule()).rewrites == 0
+    assert apply(fx.symbolic_trace(elsewhere), silu_rule()).rewrites == 1
+
+
+def test_deleting_a_dropout_must_be_declared() -> None:
+    gm = traced(lambda x: F.dropout(x, 0.5) + 1, X)
+    before = state(gm)
+    report = apply(gm, made(lambda x: F.dropout(x, ...), lambda x: x))
+    assert report.rewrites == 0
+    assert state(gm) == before
+    assert "it removes random draws: aten::dropout before, none after" in str(report.refusals[0])
+    assert 'rng="removes"' in report.refusals[0].hint
+    assert apply(gm, made(lambda x: F.dropout(x, ...), lambda x: x, rng="removes")).rewrites == 1
+    assert targets(gm) == ["aten.add.Tensor"]
+
+
+def test_repeating_and_reordering_draws_must_be_declared() -> None:
+    def twice(x):
+        return torch.rand_like(x) + torch.rand_like(x)
+
+    again = lambda x: made(lambda x: torch.rand_like(x), twice, **x)  # noqa: E731
+    assert "adds random draws" in str(apply(traced(lambda x: torch.rand_like(x), X), again({})).refusals[0])
+    assert apply(traced(lambda x: torch.rand_like(x), X), again({"rng": "duplicates"})).rewrites == 1
+
+    def moved(x):
+        first = torch.rand_like(x)
+        second = torch.rand_like(x)
+        return torch.exp(first) + second
+
+    late = made(lambda x: torch.exp(torch.rand_like(x)), lambda x: torch.exp2(torch.rand_like(x)))
+    report = apply(traced(moved, X), late)
+    assert "draws random numbers before or after %rand_like_1" in str(report.refusals[0])
+
+
+def test_back_to_back_matches_leave_no_erased_node_behind() -> None:
+    def model(x):
+        first = torch.sigmoid(x) * x
+        second = torch.sigmoid(first) * first
+        return torch.cat([first, second, x])
+
+    gm = traced(model, X)
+    assert apply(gm, silu_rule()).rewrites == 2
+    assert targets(gm) == ["aten.silu.default", "aten.silu.default", "aten.cat.default"]
+    assert torch.allclose(gm(X), model(X))
+
+
+def test_a_replacement_of_two_outputs_is_a_valid_graph() -> None:
+    def model(x, y):
+        early = torch.cos(torch.sin(x))
+        late = torch.exp(y)
+        return early + torch.cos(x), late * torch.tan(x)
+
+    both = made(lambda x: (torch.cos(x), torch.tan(x)), lambda x: (torch.tan(x) / 2, torch.cos(x) * 2))
+    gm = traced(model, X, X)
+    assert apply(gm, both).rewrites == 1
+    x, y = torch.rand(2, 3), torch.rand(2, 3)
+    early, late = torch.cos(torch.sin(x)), torch.exp(y)
+    assert torch.allclose(gm(x, y)[0], early + torch.tan(x) / 2)
+    assert torch.allclose(gm(x, y)[1], late * torch.cos(x) * 2)
+
+
+def test_outputs_that_no_place_can_compute_are_refused() -> None:
+    def model(x, w):
+        q = F.linear(x, w)
+        return F.linear(x, torch.exp(q))
+
+    gm = traced(model, torch.rand(3, 3), torch.rand(3, 3))
+    before = state(gm)
+    merged = made(
+        lambda x, a, b: (F.linear(x, a), F.linear(x, b)),
+        lambda x, a, b: (F.linear(x, torch.cat([a, b]))[:, :3], F.linear(x, torch.cat([a, b]))[:, 3:]),
+        shapes="changes",
+    )
+    report = apply(gm, merged)
+    assert state(gm) == before
+    assert {r.reason for r in report.refusals} == {"%exp uses the output %linear before the capture %exp is computed"}
+
+
+def test_a_handler_that_raises_leaves_the_graph_as_before() -> None:
+    calls: list[int] = []
+
+    def replacement(match, x):
+        calls.append(1)
+        if len(calls) == 2:
+            torch.exp(x)
+            raise KeyError("second")
+        return F.silu(x)
+
+    gm = traced(lambda x: torch.sigmoid(x) * x + (y := torch.exp(x)) * torch.sigmoid(y), X)
+    before = state(gm)
+    with pytest.raises(FxRewriteError, match="test.it: the replacement raised KeyError at %mul: 'second'; the graph is as"):
+        apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement))
+    assert len(calls) == 2
+    assert state(gm) == before
+
+
+def test_a_pattern_literal_is_compared_and_never_a_wildcard() -> None:
+    gm = traced(lambda x: x.permute(0, 2, 1), torch.rand(2, 3, 4))
+    assert apply(gm, made(lambda x: x.permute(0, 1, 2), lambda x: x)).rewrites == 0
+
+
+def test_new_nodes_have_a_value_a_source_line_and_the_name_of_the_rule() -> None:
+    gm = traced(lambda x: torch.sigmoid(x) * x, X, mode="symbolic")
+    next(n for n in gm.graph.nodes if n.name == "mul").meta["stack_trace"] = '  File "/me/model.py", line 41, in f\n'
+    apply(gm, silu_rule())
+    new = next(n for n in gm.graph.nodes if n.op == "call_function")
+    assert new.target is aten.silu.default, "in a graph of ATen overloads, torch functions become overloads"
+    assert new.meta["val"].shape == gm.graph.find_nodes(op="placeholder")[0].meta["val"].shape
+    assert new.meta["fxrewrite"] == ("test.it",)
+    assert "model.py" in new.meta["stack_trace"]
+
+
+@pytest.mark.parametrize("spelling", ["aten", "torch", "method", "swapped"])
+def test_zero_matches_for_another_spelling_do_not_happen(spelling: str) -> None:
+    models = {
+        "aten": lambda x: aten.mul.Tensor(x, aten.sigmoid.default(x)),
+        "torch": lambda x: torch.mul(x, torch.sigmoid(x)),
+        "method": lambda x: x.mul(x.sigmoid()),
+        "swapped": lambda x: torch.sigmoid(x) * x,
+    }
+    gm = fx.symbolic_trace(models[spelling])
+    assert apply(gm, silu_rule()).rewrites == 1
+    assert torch.allclose(gm(X), F.silu(X))
+
+
+# Aliases, shapes, kept nodes
+
+
+def test_a_replacement_that_shares_memory_is_refused_where_something_writes_later() -> None:
+    no_clone = made(lambda x: x.clone(), lambda x: x)
+
+    def model(x):
+        y = torch.exp(x)
+        z = y.clone()
+        z.add_(1)
+        return y + z
+
+    gm = fx.symbolic_trace(model)
+    expected = gm(X)
+    report = apply(gm, no_clone)
+    assert "writes later to memory that the replacement shares differently" in report.refusals[0].reason
+    assert torch.equal(gm(X), expected)
+    assert apply(fx.symbolic_trace(lambda x: torch.exp(x).clone() + 1), no_clone).rewrites == 1
+
+
+def test_another_shape_or_dtype_is_refused_unless_declared() -> None:
+    gm = traced(lambda x: torch.relu(x), X)
+    wrong = lambda **options: made(lambda x: torch.relu(x), lambda x: x.sum(-1), **options)  # noqa: E731
+    report = apply(gm, wrong())
+    assert report.refusals[0].reason == "the replacement gives float32[2] on cpu, the original float32[2, 3] on cpu"
+    assert targets(gm) == ["aten.relu.default"]
+    assert apply(gm, wrong(shapes="changes")).rewrites == 1
+
+
+def test_shared_inner_nodes_stay_for_their_other_users() -> None:
+    def model(x):
+        s = torch.sigmoid(x)
+        return x * s, s
+
+    gm = traced(model, X)
+    assert apply(gm, silu_rule()).rewrites == 0
+    assert apply(gm, made(lambda x: x * shared(torch.sigmoid(x)), lambda x: F.silu(x))).rewrites == 1
+    assert targets(gm) == ["aten.sigmoid.default", "aten.silu.default"]
+
+
+def test_a_replacement_may_wrap_the_original_and_drop_what_it_does_not_use() -> None:
+    def wrapped(match, x):
+        torch.exp(x)
+        return match.call(torch.neg, match.call(torch.relu, match.root))
+
+    gm = traced(lambda x: torch.sigmoid(x) + 1, X)
+    apply(gm, made(lambda x: torch.sigmoid(x), wrapped))
+    assert targets(gm) == ["aten.sigmoid.default", "aten.relu.default", "aten.neg.default", "aten.add.Tensor"]
+    assert torch.allclose(gm(X), 1 - torch.relu(torch.sigmoid(X)))
+
+
+# Replacements
+
+
+def test_replacements_read_shapes_literals_and_context() -> None:
+    def pattern(x, scale: Literal):
+        return torch.relu(x * scale)
+
+    def replacement(match, x, scale):
+        assert match.context == "context"
+        assert match["x"].op == "placeholder"
+        assert match["scale"] == scale == 2.0
+        assert (x.dtype, x.ndim, x.size(-1), len(x.shape)) == (torch.float32, 2, 3, 2)
+        return torch.relu(x.view(x.shape[0], x.shape[1])) * scale
+
+    it = made(pattern, replacement)
+    gm = traced(lambda x: torch.relu(x * 2.0), X)
+    assert RuleSet("s", it).apply(gm, context="context").rewrites == 1
+    assert targets(gm) == ["aten.view.default", "aten.relu.default", "aten.mul.Tensor"]
+
+
+def test_a_symbolic_size_that_is_used_becomes_a_node() -> None:
+    gm = traced(lambda x: torch.relu(x), torch.rand(4, 6), mode="symbolic")
+    apply(gm, made(lambda x: torch.relu(x), lambda x: torch.relu(x.view(x.shape)).view(x.shape[0], -1)))
+    assert targets(gm).count("aten.sym_size.int") == 3
+    x = torch.rand(4, 6) - 0.5
+    assert torch.equal(gm(x), torch.relu(x))
+
+
+@pytest.mark.parametrize(
+    ("replacement", "expected"),
+    [
+        (lambda x: 2 * x, ["aten.mul.Tensor"]),
+        (lambda x: 2 - x, ["aten.rsub.Scalar"]),
+        (lambda x: 2 / x, ["aten.reciprocal.default", "aten.mul.Tensor"]),
+        (lambda x: x.transpose(0, 1).transpose(-2, -1), ["aten.transpose.int", "aten.transpose.int"]),
+        (lambda x: F.softmax(x, dim=-1), ["aten.softmax.int"]),
+        (lambda x: torch.cat([x[:1], x[1:]]), ["aten.slice.Tensor", "aten.slice.Tensor", "aten.cat.default"]),
+        (lambda x: x[None, ..., :][0], ["aten.unsqueeze.default", "aten.select.int"]),
+        (lambda x: torch.split(x, 2)[0], ["aten.split.Tensor", "<built-in function getitem>"]),
+        (lambda x: F.layer_norm(x, (3,), eps=1e-3), ["aten.layer_norm.default"]),
+        (lambda x: x.float(), ["aten.to.dtype"]),
+    ],
+    ids=count(),
+)
+def test_new_nodes_are_what_tracing_would_have_made(replacement, expected: list[str]) -> None:
+    gm = traced(lambda x: torch.relu(x), X)
+    assert apply(gm, made(lambda x: torch.relu(x), replacement)).rewrites == 1
+    assert targets(gm) == expected
+    assert torch.allclose(gm(X), replacement(X))
+    assert all("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
+    again = traced(replacement, X)
+    assert [t for t in targets(again) if "getitem" not in t] == [t for t in expected if "getitem" not in t]
+
+
+def test_refusing_fills_in_rule_node_and_source() -> None:
+    def heads(x):
+        refuse("6 heads do not divide over axis sp (size 4)", hint="use sp in {1, 2, 3, 6}", num_heads=6, size=4)
+
+    gm = traced(lambda x: torch.relu(x), X)
+    gm.graph.find_nodes(op="call_function", target=aten.relu.default)[0].meta["stack_trace"] = 'File "model.py", line 41'
+    before = state(gm)
+    report = apply(gm, made(lambda x: torch.relu(x), heads))
+    (refusal,) = report.refusals
+    assert str(refusal) == (
+        "test.it: 6 heads do not divide over axis sp (size 4) at %relu (model.py:41); use sp in {1, 2, 3, 6}"
+    )
+    assert refusal.data == {"num_heads": 6, "size": 4}
+    assert state(gm) == before
+    with pytest.raises(RefusedError, match="test.it: 6 heads") as caught:
+        apply(gm, made(lambda x: torch.relu(x), heads), atomic=True)
+    assert caught.value.data == {"num_heads": 6, "size": 4}
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: None, "returned None; expected one value of the graph"),
+        (lambda x: 3, "returned 3; expected one value of the graph"),
+        (lambda x: (x, x), "expected one value of the graph"),
+    ],
+    ids=["nothing", "number", "two"],
+)
+def test_a_replacement_returns_values_of_the_graph(returned, message: str) -> None:
+    gm = traced(lambda x: torch.relu(x), X)
+    before = state(gm)
+    with pytest.raises(RuleDefinitionError, match=message):
+        apply(gm, made(lambda x: torch.relu(x), returned))
+    assert state(gm) == before
+
+
+def test_definition_errors() -> None:
+    it = rule("test.it")(lambda x: torch.relu(x))
+    with pytest.raises(RuleDefinitionError, match=r"the replacement asks for \['q'\], the pattern captures \['x'\]"):
+        it.replacement(lambda q: q)
+    with pytest.raises(RuleDefinitionError, match="rule test.it has no replacement"):
+        RuleSet("s", it).apply(traced(lambda x: torch.relu(x), X))
+    it.replacement(lambda x: x)
+    with pytest.raises(RuleDefinitionError, match="it has a replacement already"):
+        it.replacement(lambda x: x)
+    options: dict[str, Any] = {"numerics": "roughly"}
+    with pytest.raises(RuleDefinitionError, match="'roughly' is none of 'exact', 'reassociates', 'approximate'"):
+        rule("test.it", **options)(lambda x: torch.relu(x))
+
+
+def test_a_rule_prints_on_one_line() -> None:
+    it = rule("act.fuse_silu", numerics="exact")(lambda x: x * torch.sigmoid(x))
+
+    @it.replacement
+    def _(x):
+        """x times its own sigmoid is SiLU."""
+        return F.silu(x)
+
+    assert str(it) == "act.fuse_silu   mul(x, sigmoid(x)) -> (x times its own sigmoid is SiLU.)"
+    assert "test_rule" in it.provider
+
+
+def test_errors_of_a_replacement_name_rule_and_node() -> None:
+    gm = traced(lambda x: torch.relu(x), X)
+    with pytest.raises(FxRewriteError, match="test.it: the replacement raised RuntimeError at %relu"):
+        apply(gm, made(lambda x: torch.relu(x), lambda x: torch.matmul(x, x)))
