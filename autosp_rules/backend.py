@@ -38,6 +38,9 @@ class AutoSPBackend:
                 hint="use torch.compile(..., fullgraph=True) to see the break, and remove it",
             )
         axis = _axis(self.mesh, self.config.axis)
+        if axis.size == 1:
+            self.reports.append(AutoSPReport.of_one_rank(axis))
+            return find_backend(self.config.inner)(gm, list(example_inputs))
         program, report = transform(gm, self.config, axis)
         try:
             agree(axis, graph_text(program), timeout=self.config.timeout)

@@ -116,7 +116,7 @@ def _demo(arguments: argparse.Namespace) -> int:
     from autosp_rules.job import Job, text_files
 
     return _run(
-        Job("llama", text_files(None), _DEMO, seq_len=512, batch=4, ranks=arguments.ranks, steps=arguments.steps)
+        Job("llama", text_files(None), _DEMO, seq_len=512, batch=2, ranks=arguments.ranks, steps=arguments.steps)
     )
 
 

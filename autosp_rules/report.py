@@ -40,6 +40,12 @@ class AutoSPReport(BaseModel):
     seconds: float = 0.0
     """time of the transform, without the inner compiler"""
 
+    @staticmethod
+    def of_one_rank(axis: Axis) -> AutoSPReport:
+        """The report of a graph that was left alone."""
+        line = f"axis {axis.name} has one rank: the graph went to the inner backend as it was"
+        return AutoSPReport(axis=axis.name, num_ranks=1, rewrites={}, slices=0, collectives=[], refusals=[], lines=[line])
+
     @property
     def bytes_sent(self) -> int:
         """Bytes that one rank sends in one step, forward and backward."""

@@ -15,8 +15,8 @@ __all__ = [
     "FxRewriteError",
     "InvariantError",
     "MatchExpectationError",
-    "RefusedError",
     "Refusal",
+    "RefusedError",
     "RuleDefinitionError",
     "refuse",
 ]

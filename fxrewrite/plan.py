@@ -20,7 +20,7 @@ from torch import fx
 from fxrewrite.errors import FixpointError, MatchExpectationError, RefusedError, RuleDefinitionError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line
-from fxrewrite.match.explain import Explanation
+from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.program import Program
 from fxrewrite.match.safety import Effects
 from fxrewrite.pattern.identity import NoIdentityError, identity
@@ -53,8 +53,9 @@ Member: TypeAlias = "Rule | RuleSet | Step"
 class RuleSet:
     """Members in order, as one value.
 
-    Neighbouring rules run in one sweep over the graph, from the last node to the first; at a node the earlier rule wins.
-    `after` and `before` of a rule put it into a later or earlier sweep. Nested sets and steps run where they stand.
+    Neighbouring rules run in one sweep over the graph, from the last node to the first; at a node the earlier rule
+    wins. `after` and `before` of a rule put it into a later or earlier sweep. Nested sets and steps run where they
+    stand.
 
     Args:
         name: of the set, unique among its siblings.
@@ -152,7 +153,11 @@ class _Stage:
             before = {entry.rule: entry.rewrites for entry in report.rules}
             if not self.rules._run(edit, context, report, atomic or self.rules.atomic):  # pyright: ignore[reportPrivateUsage]
                 return
-        fired = [f"{e.rule} ({e.rewrites - before.get(e.rule, 0)})" for e in report.rules if e.rewrites > before.get(e.rule, 0)]
+        fired = [
+            f"{e.rule} ({e.rewrites - before.get(e.rule, 0)})"
+            for e in report.rules
+            if e.rewrites > before.get(e.rule, 0)
+        ]
         raise FixpointError(
             f"set {self.rules.name} still changes the graph after {self.limit} rounds; in the last one fired "
             f"{', '.join(fired)}: two rules undo each other, or limit= is too small"
@@ -240,7 +245,7 @@ class Plan:
         lines = [f"{rule_id}: expected at least {at_least} rewrites, made {entry.rewrites}; the graph is as before"]
         lines += [f"refused  {refusal}" for refusal in entry.refusals]
         if any(rule.id == rule_id for rule in self.rules()):
-            lines.append(str(self._rule(rule_id).explain(edit.gm)))
+            lines.append(str(explain(self._rule(rule_id).pattern, edit.nodes())))
         return "\n".join(lines)
 
     def text(self) -> str:
@@ -258,14 +263,18 @@ class Plan:
     def digest(self) -> str | None:
         """sha256 over everything that decides what the plan does: a key for compile caches, equal in every process.
 
-        Patterns, options, code and closure values of replacements and predicates, steps, versions of fxrewrite and torch.
-        None, with a warning, when a replacement closes over an object that has no identity but its address.
+        Patterns, options, code and closure values of replacements and predicates, steps, versions of fxrewrite and
+        torch. None, with a warning, when a replacement closes over an object that has no identity but its address.
         """
         parts = [self.text(), f"fxrewrite {_version()}", f"torch {torch.__version__}"]
         try:
             for rule in self.rules():
                 options = (rule.id, rule.numerics, rule.rng, rule.shapes, rule.optional, rule.after, rule.before)
-                parts += [repr(options), identity(rule.body), *(identity(constraint) for constraint in rule.pattern.where)]
+                parts += [
+                    repr(options),
+                    identity(rule.body),
+                    *(identity(constraint) for constraint in rule.pattern.where),
+                ]
         except NoIdentityError as error:
             warnings.warn(f"this plan cannot be cached: {error}", stacklevel=2)
             return None
@@ -274,7 +283,7 @@ class Plan:
 
 def _sweep(program: Program[Rule], edit: Edit, context: Any, report: Report, atomic: bool) -> int:
     """One pass over the nodes that are there now, users before what they use, so that the largest match comes first."""
-    nodes = list(edit.graph.nodes)
+    nodes = edit.nodes()
     effects = Effects(nodes, edit.erased)
     anchors: Counter[str] = Counter()
     changes = 0

@@ -95,9 +95,8 @@ class Report(BaseModel):
         rows = [f"{self.rewrites} rewrites by {fired} of {len(self.rules)} rules in {self.seconds:.3f} s"]
         rows.append(f"{'rule':{width}}  {'anchors':>7}  {'matches':>7}  {'rewrites':>8}  {'refused':>7}  {'ms':>8}")
         for e in self.rules:
-            rows.append(
-                f"{e.rule:{width}}  {e.anchors:7}  {e.matches:7}  {e.rewrites:8}  {len(e.refusals):7}  {e.seconds * 1e3:8.2f}"
-            )
+            counts = f"{e.anchors:7}  {e.matches:7}  {e.rewrites:8}  {len(e.refusals):7}"
+            rows.append(f"{e.rule:{width}}  {counts}  {e.seconds * 1e3:8.2f}")
         rows += [f"refused  {refusal}" for refusal in self.refusals]
         rows += self.lines
         return "\n".join(rows)

@@ -82,8 +82,9 @@ class Rule:
     def replacement(self, function: Replacement) -> Replacement:
         """Decorator: afterwards the rule rewrites its matches with this function, which is returned.
 
-        Its parameters are captures by name, and `match` if it wants the `Match`. Node captures arrive as proxies on which
-        torch functions create nodes. It returns what replaces the output, or a tuple for several outputs, and may `refuse`.
+        Its parameters are captures by name, and `match` if it wants the `Match`. Node captures arrive as proxies on
+        which torch functions create nodes. It returns what replaces the output, or a tuple for several outputs, and
+        may `refuse`.
 
         Raises:
             RuleDefinitionError: a parameter is no capture, or the rule has a replacement already.
@@ -94,7 +95,9 @@ class Rule:
         names = tuple(inspect.signature(function).parameters)
         unknown = [name for name in names if name not in captures and name not in ("match", ROOT)]
         if unknown:
-            raise RuleDefinitionError(f"rule {self.id}: the replacement asks for {unknown}, the pattern captures {captures}")
+            raise RuleDefinitionError(
+                f"rule {self.id}: the replacement asks for {unknown}, the pattern captures {captures}"
+            )
         self._replacement, self._names = function, names
         self.doc = _first_line(function) or self.doc
         self.provider = self.provider or _place(function)
@@ -148,7 +151,7 @@ class Rule:
             if self.shapes == "preserves":
                 _check_value(old, new)
             if effects.writers:
-                check_aliases(old, new, effects)
+                check_aliases(match, old, new, created, effects)
         check_draws(match, created, self.rng, effects)
         made = set(created)
         for old, new in zip(match.outputs, results, strict=True):

@@ -105,7 +105,9 @@ class _Lowering:
             "reduce_scatter": ("sum", self.num_ranks),
             "all_reduce": ("sum",),
         }
-        return COLLECTIVES["wait"](COLLECTIVES[kind](x, *arguments[kind], self.axis.group))
+        sent = COLLECTIVES[kind](x, *arguments[kind], self.axis.group)
+        self.match.edit.set_meta(sent.node, "axis", self.axis.name)
+        return COLLECTIVES["wait"](sent)
 
 
 def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:

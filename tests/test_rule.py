@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -102,20 +102,22 @@ def test_deleting_a_dropout_must_be_declared() -> None:
 
 def test_repeating_and_reordering_draws_must_be_declared() -> None:
     def twice(x):
-        return torch.rand_like(x) + torch.rand_like(x)
+        return torch.bernoulli(x) + torch.bernoulli(x)
 
-    again = lambda x: made(lambda x: torch.rand_like(x), twice, **x)  # noqa: E731
-    assert "adds random draws" in str(apply(traced(lambda x: torch.rand_like(x), X), again({})).refusals[0])
-    assert apply(traced(lambda x: torch.rand_like(x), X), again({"rng": "duplicates"})).rewrites == 1
+    def again(**options):
+        return made(lambda x: torch.bernoulli(x), twice, **options)
+
+    assert "adds random draws" in str(apply(traced(torch.bernoulli, X), again()).refusals[0])
+    assert apply(traced(torch.bernoulli, X), again(rng="duplicates")).rewrites == 1
 
     def moved(x):
-        first = torch.rand_like(x)
-        second = torch.rand_like(x)
+        first = torch.bernoulli(x)
+        second = torch.bernoulli(x)
         return torch.exp(first) + second
 
-    late = made(lambda x: torch.exp(torch.rand_like(x)), lambda x: torch.exp2(torch.rand_like(x)))
+    late = made(lambda x: torch.exp(torch.bernoulli(x)), lambda x: torch.exp2(torch.bernoulli(x)))
     report = apply(traced(moved, X), late)
-    assert "draws random numbers before or after %rand_like_1" in str(report.refusals[0])
+    assert "draws random numbers before or after %bernoulli_1" in str(report.refusals[0])
 
 
 def test_back_to_back_matches_leave_no_erased_node_behind() -> None:
@@ -137,7 +139,7 @@ def test_a_replacement_of_two_outputs_is_a_valid_graph() -> None:
         return early + torch.cos(x), late * torch.tan(x)
 
     both = made(lambda x: (torch.cos(x), torch.tan(x)), lambda x: (torch.tan(x) / 2, torch.cos(x) * 2))
-    gm = traced(model, X, X)
+    gm = traced(model, X, torch.rand(2, 3))
     assert apply(gm, both).rewrites == 1
     x, y = torch.rand(2, 3), torch.rand(2, 3)
     early, late = torch.cos(torch.sin(x)), torch.exp(y)
@@ -159,7 +161,7 @@ def test_outputs_that_no_place_can_compute_are_refused() -> None:
     )
     report = apply(gm, merged)
     assert state(gm) == before
-    assert {r.reason for r in report.refusals} == {"%exp uses the output %linear before the capture %exp is computed"}
+    assert "%exp uses the output %linear before the capture %exp is computed" in report.refused_because()
 
 
 def test_a_handler_that_raises_leaves_the_graph_as_before() -> None:
@@ -174,7 +176,9 @@ def test_a_handler_that_raises_leaves_the_graph_as_before() -> None:
 
     gm = traced(lambda x: torch.sigmoid(x) * x + (y := torch.exp(x)) * torch.sigmoid(y), X)
     before = state(gm)
-    with pytest.raises(FxRewriteError, match="test.it: the replacement raised KeyError at %mul: 'second'; the graph is as"):
+    with pytest.raises(
+        FxRewriteError, match=r"test.it: the replacement raised KeyError at %mul: 'second'; the graph is as"
+    ):
         apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement))
     assert len(calls) == 2
     assert state(gm) == before
@@ -319,7 +323,9 @@ def test_refusing_fills_in_rule_node_and_source() -> None:
         refuse("6 heads do not divide over axis sp (size 4)", hint="use sp in {1, 2, 3, 6}", num_heads=6, size=4)
 
     gm = traced(lambda x: torch.relu(x), X)
-    gm.graph.find_nodes(op="call_function", target=aten.relu.default)[0].meta["stack_trace"] = 'File "model.py", line 41'
+    gm.graph.find_nodes(op="call_function", target=aten.relu.default)[0].meta["stack_trace"] = (
+        'File "model.py", line 41'
+    )
     before = state(gm)
     report = apply(gm, made(lambda x: torch.relu(x), heads))
     (refusal,) = report.refusals
@@ -328,7 +334,7 @@ def test_refusing_fills_in_rule_node_and_source() -> None:
     )
     assert refusal.data == {"num_heads": 6, "size": 4}
     assert state(gm) == before
-    with pytest.raises(RefusedError, match="test.it: 6 heads") as caught:
+    with pytest.raises(RefusedError, match=r"test.it: 6 heads") as caught:
         apply(gm, made(lambda x: torch.relu(x), heads), atomic=True)
     assert caught.value.data == {"num_heads": 6, "size": 4}
 
@@ -354,7 +360,7 @@ def test_definition_errors() -> None:
     it = rule("test.it")(lambda x: torch.relu(x))
     with pytest.raises(RuleDefinitionError, match=r"the replacement asks for \['q'\], the pattern captures \['x'\]"):
         it.replacement(lambda q: q)
-    with pytest.raises(RuleDefinitionError, match="rule test.it has no replacement"):
+    with pytest.raises(RuleDefinitionError, match=r"rule test.it has no replacement"):
         RuleSet("s", it).apply(traced(lambda x: torch.relu(x), X))
     it.replacement(lambda x: x)
     with pytest.raises(RuleDefinitionError, match="it has a replacement already"):
@@ -378,5 +384,5 @@ def test_a_rule_prints_on_one_line() -> None:
 
 def test_errors_of_a_replacement_name_rule_and_node() -> None:
     gm = traced(lambda x: torch.relu(x), X)
-    with pytest.raises(FxRewriteError, match="test.it: the replacement raised RuntimeError at %relu"):
+    with pytest.raises(FxRewriteError, match=r"test.it: the replacement raised RuntimeError at %relu"):
         apply(gm, made(lambda x: torch.relu(x), lambda x: torch.matmul(x, x)))

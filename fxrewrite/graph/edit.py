@@ -7,13 +7,14 @@ so nothing that a rule holds in its hands disappears under it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
@@ -49,8 +50,10 @@ class Edit:
             raise InvariantError("the graph has no output node; only complete graphs can be edited")
         self._body: fx.Node = body
         self._attributes: dict[str, Any] = {}
+        self._names: dict[Any, str] = {}
+        self._runs: dict[Any, tuple[Any, Any, Any]] = {}
 
-    def __enter__(self) -> Edit:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -71,8 +74,13 @@ class Edit:
         """Number of journal records so far; unchanged means that nothing was changed."""
         return len(self._journal)
 
+    def nodes(self) -> list[fx.Node]:
+        """The nodes of the graph as it is now, in order, without those that only wait to be erased."""
+        erased = self.erased
+        return [node for node in self.graph.nodes if node not in erased] if erased else list(self.graph.nodes)
+
     @contextlib.contextmanager
-    def savepoint(self) -> Iterator[None]:
+    def savepoint(self) -> Generator[None]:
         """A part of the transaction that is undone alone when an exception leaves the block."""
         mark = len(self._journal)
         try:
@@ -116,8 +124,12 @@ class Edit:
             before = self._body if after.op == "placeholder" else after.next
         graph = self.graph
         op = "call_method" if isinstance(target, str) else "call_function"
+        name = self._names.get(target)
+        if name is None:
+            name = self._names[target] = graph._target_to_str(target)
         with graph.inserting_before(before):
-            node = graph.create_node(op, target, tuple(args), dict(kwargs) if kwargs else {})
+            node = graph.create_node(op, target, name=name)
+        node._update_args_kwargs(tuple(args), dict(kwargs) if kwargs else {})  # create_node walks them with pytree
         self._journal.append(("create", node))
         meta = node.meta
         if like is not None:
@@ -172,11 +184,17 @@ class Edit:
         """The node's value: only its operator is run, on fake values."""
         mode = self.fake_mode
         assert mode is not None
-        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore[reportArgumentType]
+        same = (node.target, _identity(args), _identity(kwargs))
+        if same in self._runs:
+            return self._runs[same][0]
         function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
         quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
         with mode, quiet, torch.no_grad():
-            return function(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+            result = function(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
+            self._runs[same] = (result, args, kwargs)  # holds the arguments: the key has their addresses
+        return result
 
     def _input_value(self, node: fx.Node) -> Any:
         found = ops.value(node)
@@ -203,11 +221,13 @@ class Edit:
 
     def _check(self) -> None:
         """Every node that was touched reads nodes of this graph that come before it, and every new one has a value."""
-        for kind, node, *_ in self._journal:
-            if node in self.erased or kind == "meta":
+        erased = self.erased
+        for record in self._journal:
+            kind, node = record[0], record[1]
+            if node in erased or kind == "meta":
                 continue
             for used in node.all_input_nodes:
-                if used in self.erased or used.graph is not self.graph:
+                if used in erased or used.graph is not self.graph:
                     raise InvariantError(f"%{node.name} reads %{used.name}, which is not in the graph any more")
                 if not used < node:
                     raise InvariantError(
@@ -272,3 +292,14 @@ def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
         names._base_count[base] = int(number) - 1
     else:
         names._base_count.pop(node.name, None)
+
+
+def _identity(value: Any) -> Any:
+    """A key that is equal for the same values, tensors and symbols by address: layers that repeat are run once."""
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, tuple(map(_identity, value))
+    if isinstance(value, dict):
+        return tuple((name, _identity(item)) for name, item in value.items())
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return type(value).__name__, value
+    return id(value)

@@ -30,6 +30,8 @@ def divide_exactly(a: Size, b: Size) -> Size | None:
     """`a / b` where b divides a for every length that the graph admits, else None; never adds a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
+    if isinstance(b, int) and b == 1:
+        return a
     quotient = a // b
     return quotient if statically_known_true(quotient * b == a) else None
 
@@ -69,7 +71,7 @@ class SizeNodes:
         for node in graph.find_nodes(op="placeholder"):
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt):
-                self._symbols[value.node.expr] = node
+                self._symbols.setdefault(value.node.expr, node)  # two symbols may have turned out to be one length
             elif isinstance(value, torch.Tensor):
                 for dim, size in enumerate(value.shape):
                     if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):

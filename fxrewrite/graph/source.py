@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
+from pathlib import Path, PurePath
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 __all__ = ["source_line"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_TORCH = str(Path(torch.__file__).parent)
 
 
 def source_line(node: fx.Node) -> str:
@@ -24,5 +24,5 @@ def source_line(node: fx.Node) -> str:
         return ""
     for path, line in reversed(_FRAME.findall(trace)):
         if not path.startswith((_TORCH, "<")):
-            return f"{os.path.basename(path)}:{line}"
+            return f"{PurePath(path).name}:{line}"
     return ""

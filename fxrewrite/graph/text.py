@@ -13,8 +13,10 @@ of higher-order ops (`@0`, printed after the graph) and process groups whose mes
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections.abc import Iterator, Mapping
+from types import FunctionType
 from typing import Any, cast
 
 import sympy
@@ -148,8 +150,10 @@ class GraphWriter:
         return f"{target}({', '.join(arguments)})"
 
     def _arguments(self, node: fx.Node) -> list[str]:
-        schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
-        keys = [argument.name for argument in schema]
+        if isinstance(node.target, torch._ops.OpOverload):
+            keys = [argument.name for argument in node.target._schema.arguments]
+        else:
+            keys = list(inspect.signature(node.target).parameters) if isinstance(node.target, FunctionType) else []
         named = [(keys[i] if i < len(keys) else "", value) for i, value in enumerate(node.args)]
 
         def write(key: str, value: Any) -> str:

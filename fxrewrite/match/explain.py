@@ -50,7 +50,10 @@ class Explanation:
     root_keys: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.pattern}", f"{self.num_matches} of {self.num_anchors} nodes {' or '.join(self.root_keys)} match"]
+        lines = [
+            f"{self.pattern}",
+            f"{self.num_matches} of {self.num_anchors} nodes {' or '.join(self.root_keys)} match",
+        ]
         if not self.num_anchors:
             lines.append(f"the graph has no node {' or '.join(self.root_keys)}")
         lines += [str(miss) for miss in self.misses[:3]]
@@ -69,7 +72,9 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
         key = ops.key(node)
         if key not in keys:
             continue
-        readings = [reading for variant in variants if variant.root_key == key for reading in _readings(pattern, variant, node)]
+        readings = [
+            reading for variant in variants if variant.root_key == key for reading in _readings(pattern, variant, node)
+        ]
         if any(isinstance(result, Match) for result, _ in readings):
             matches += 1
         else:

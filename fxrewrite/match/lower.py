@@ -1,4 +1,4 @@
-"""From a pattern to its variants: one flat list of tests for each way in which alternatives and operand orders can fall.
+"""From a pattern to its variants: one flat list of tests for each way in which alternatives can fall.
 
 Variants share their beginnings, so the decision program that merges them (program.py) tests those once.
 """
@@ -25,8 +25,8 @@ MAX_VARIANTS = 512
 class Link:
     """How a further output is found: by climbing from a value that an earlier output captured too.
 
-    Each choice is the path of such a value and the operators from its user up to the output; the matcher climbs from the
-    value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
+    Each choice is the path of such a value and the operators from its user up to the output; the matcher climbs from
+    the value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
     """
 
     output: int
@@ -176,7 +176,7 @@ def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) 
             choices.append((captures[name], tuple(keys[p] for p in _above(path) if p in keys)))
     if not choices:
         raise RuleDefinitionError(
-            f"pattern {pattern}: output {index} captures nothing that an earlier output captures, so it could be anywhere; "
-            "write two rules"
+            f"pattern {pattern}: output {index} captures nothing that an earlier output captures, so it could be "
+            "anywhere; write two rules"
         )
     return Link(index, tuple(choices))

@@ -25,7 +25,8 @@ class Match:
         kept: inner nodes that stay because they have users outside the match.
         captures: name -> node or Python value; None for a name of an alternative that was not taken.
         context: what was given to `plan.apply(gm, context=...)`.
-        call: in a replacement, `match.call(target, *args, **kwargs)` makes a node that calls any callable, and gives its proxy.
+        call: in a replacement, `match.call(target, *args, **kwargs)` makes a node that calls any callable,
+            and gives its proxy.
         proxy: in a replacement, the proxy of any node of the graph.
         edit: in a replacement, the transaction that it is part of.
     """

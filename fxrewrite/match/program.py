@@ -1,13 +1,13 @@
 """One decision program for all rules of a set: a tree of tests per root operator, so that shared tests run once.
 
 Where rules differ in an operator or a literal at one place, the tree looks the value up instead of trying the rules in
-turn: the time to look at a node does not grow with the number of rules.
+turn: the time to look at a node does not grow with the number of rules. Trees are compiled to closures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import fx
 
@@ -21,54 +21,79 @@ from fxrewrite.pattern.pattern import Pattern
 __all__ = ["Program"]
 
 Owner = TypeVar("Owner")
-_ROOT = Path.root(0)
-
-
-class _Branch:
-    """The tests of one kind at one path, and where to go on for each value."""
-
-    __slots__ = ("kind", "path", "targets")
-
-    def __init__(self, kind: str, path: Path) -> None:
-        self.kind = kind
-        self.path = path
-        self.targets: dict[Any, tuple[Test, _Tree]] = {}
+Leaf: TypeAlias = tuple[int, int]
+Run: TypeAlias = Callable[[Candidate, list[Leaf]], None]
 
 
 class _Tree:
+    """Tests that share a beginning: (kind, path) -> value -> what comes after."""
+
     __slots__ = ("branches", "leaves")
 
     def __init__(self) -> None:
-        self.branches: dict[tuple[str, Path], _Branch] = {}
-        self.leaves: list[tuple[int, int]] = []
+        self.branches: dict[tuple[str, Path], dict[Any, tuple[Test, _Tree]]] = {}
+        self.leaves: list[Leaf] = []
 
-    def insert(self, tests: Sequence[Test], leaf: tuple[int, int]) -> None:
+    def insert(self, tests: Sequence[Test], leaf: Leaf) -> None:
         tree = self
         for test in tests:
-            branch = tree.branches.setdefault((test.kind, test.path), _Branch(test.kind, test.path))
-            tree = branch.targets.setdefault(test.value, (test, _Tree()))[1]
+            targets = tree.branches.setdefault((test.kind, test.path), {})
+            tree = targets.setdefault(test.value, (test, _Tree()))[1]
         tree.leaves.append(leaf)
 
-    def reached(self, candidate: Candidate, found: list[tuple[int, int]]) -> None:
-        """Collect the leaves all of whose tests hold."""
-        found += self.leaves
-        for branch in self.branches.values():
-            targets = branch.targets
-            if branch.kind == "operator":
-                value = candidate.value(branch.path)
-                if isinstance(value, fx.Node):
-                    target = targets.get(ops.key(value))
-                    if target is not None:
-                        target[1].reached(candidate, found)
-            elif branch.kind == "literal":
-                for outcome in literal_outcomes(branch.path, candidate):
-                    target = targets.get(outcome)
-                    if target is not None:
-                        target[1].reached(candidate, found)
-            else:
-                for test, tree in targets.values():
-                    if holds(test, candidate):
-                        tree.reached(candidate, found)
+    def compiled(self) -> Run:
+        """A function that collects the leaves all of whose tests hold."""
+        leaves = self.leaves
+        runs = [
+            _branch(kind, path, [(test, tree.compiled()) for test, tree in targets.values()])
+            for (kind, path), targets in self.branches.items()
+        ]
+        if not leaves and len(runs) == 1:
+            return runs[0]
+
+        def run(candidate: Candidate, found: list[Leaf]) -> None:
+            found += leaves
+            for then in runs:
+                then(candidate, found)
+
+        return run
+
+
+def _branch(kind: str, path: Path, targets: list[tuple[Test, Run]]) -> Run:
+    """All tests of one kind at one path."""
+    table = {test.value: then for test, then in targets}
+    if kind == "operator":
+
+        def run(candidate: Candidate, found: list[Leaf]) -> None:
+            value = candidate.value(path)
+            if isinstance(value, fx.Node):
+                then = table.get(ops.key(value))
+                if then is not None:
+                    then(candidate, found)
+
+    elif kind == "literal":
+
+        def run(candidate: Candidate, found: list[Leaf]) -> None:
+            for outcome in literal_outcomes(path, candidate):
+                then = table.get(outcome)
+                if then is not None:
+                    then(candidate, found)
+
+    elif kind == "node":
+        then = targets[0][1]
+
+        def run(candidate: Candidate, found: list[Leaf]) -> None:
+            if isinstance(candidate.value(path), fx.Node):
+                then(candidate, found)
+
+    else:
+
+        def run(candidate: Candidate, found: list[Leaf]) -> None:
+            for test, then in targets:
+                if holds(test, candidate):
+                    then(candidate, found)
+
+    return run
 
 
 class Program(Generic[Owner]):
@@ -80,44 +105,44 @@ class Program(Generic[Owner]):
 
     def __init__(self, owners: Iterable[tuple[Owner, Pattern]]) -> None:
         self._owners: list[tuple[Owner, Pattern, tuple[Variant, ...]]] = []
-        self._trees: dict[str, _Tree] = {}
         self.root_keys: list[tuple[Owner, frozenset[str]]] = []
+        trees: dict[str, _Tree] = {}
         for owner, pattern in owners:
             variants = lower(pattern)
             rank = len(self._owners)
             self._owners.append((owner, pattern, variants))
             self.root_keys.append((owner, frozenset(v.root_key for v in variants)))
             for index, variant in enumerate(variants):
-                tree = self._trees.setdefault(variant.root_key, _Tree())
+                tree = trees.setdefault(variant.root_key, _Tree())
                 tree.insert(variant.stages[0][1:], (rank, index))  # the operator of the root chose the tree
+        self._runs = {key: tree.compiled() for key, tree in trees.items()}
 
     def roots(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
         """The nodes at which some pattern can have its first output, with their operators."""
-        trees = self._trees
-        plain: dict[Any, bool] = {}  # by target: whether its one key is a root key; missing where arguments decide
+        runs = self._runs
+        hopeless: set[Any] = set()  # targets none of whose calls can be a root
         for node in nodes:
-            if node.op == "call_function":
-                known = plain.get(node.target)
-                if known is False:
-                    continue
-                key = ops.key(node)
-                if known is None and ops.has_one_key(node.target):
-                    plain[node.target] = key in trees
-            else:
-                key = ops.key(node)
-            if key in trees:
+            if node.target in hopeless:
+                continue
+            key = ops.key(node)
+            if key in runs:
                 yield node, key
+            elif node.op == "call_function" and runs.keys().isdisjoint(ops.possible_keys(node.target)):
+                hopeless.add(node.target)
 
     def find(self, node: fx.Node, key: str) -> Iterator[tuple[Owner, Match]]:
         """The matches whose first output is this node with this operator, by priority of their owners."""
-        tree = self._trees.get(key)
-        if tree is None:
+        run = self._runs.get(key)
+        if run is None:
             return
         candidate = Candidate({_ROOT: node})
-        leaves: list[tuple[int, int]] = []
-        tree.reached(candidate, leaves)
+        leaves: list[Leaf] = []
+        run(candidate, leaves)
         for rank, index in sorted(leaves):
             owner, pattern, variants = self._owners[rank]
             for result in complete(pattern, variants[index], candidate):
                 if isinstance(result, Match):
                     yield owner, result
+
+
+_ROOT = Path.root(0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.fx.proxy import TracerBase
 
 from fxrewrite import ops
@@ -28,10 +29,10 @@ class NodeProxy(fx.Proxy):
 
     @classmethod
     def __torch_function__(
-        cls, orig_method: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, orig_method: Any, types: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
     ) -> NodeProxy:
         """FX's own looks for the tracer by mapping over all arguments, twice; this is the hot path of rewriting."""
-        kwargs = kwargs or {}
+        args, kwargs = args or (), kwargs or {}
         replacer = next(a.tracer for a in _flat((*args, *kwargs.values())) if isinstance(a, NodeProxy))
         return replacer.call(orig_method.__name__ if _is_method(orig_method) else orig_method, args, kwargs)
 
@@ -137,7 +138,7 @@ class Replacer(TracerBase):
         """A captured value as the replacement sees it: nodes become proxies, also inside of lists."""
         if isinstance(value, fx.Node):
             return self.proxy(value)
-        return fx.node.map_arg(value, self.proxy)  # pyright: ignore[reportArgumentType]
+        return map_arg(value, self.proxy)  # pyright: ignore[reportArgumentType]
 
     def unwrap(self, value: Any) -> Any:
         """The other way round, with every shape written out; everything else is left as it is."""
@@ -167,7 +168,9 @@ class Replacer(TracerBase):
         """A new node for a call on proxies; FX calls this."""
         del name, type_expr, proxy_factory_fn
         if kind not in ("call_function", "call_method"):
-            raise RuleDefinitionError(f"a replacement can call functions and methods of tensors, not make a {kind} node")
+            raise RuleDefinitionError(
+                f"a replacement can call functions and methods of tensors, not make a {kind} node"
+            )
         return self.call(target, args, kwargs)
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeProxy:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator, Set as AbstractSet
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.errors import refuse
@@ -45,11 +47,10 @@ class Effects:
         op = node.op
         if op in ("placeholder", "output", "get_attr"):
             return
-        if op == "call_module" or ops.may_have_effects(node.target) or (node.kwargs and "out" in node.kwargs):
-            if ops.mutates(node):
-                put(self.writers, node)
-            if ops.is_random(node):
-                put(self.draws, node)
+        if (op == "call_module" or ops.may_write(node.target) or "out" in node.kwargs) and ops.mutates(node):
+            put(self.writers, node)
+        if ops.may_draw(node.target) and ops.is_random(node):
+            put(self.draws, node)
 
     def between(self, nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         """Those of `nodes` (writers or draws) that stand strictly between two nodes."""
@@ -75,14 +76,15 @@ def check_region(match: Match, effects: Effects) -> None:
     for writer in effects.between(effects.writers, first, last):
         if writer not in match.nodes and _may_touch(writer, _sources(match.nodes)):
             refuse(
-                f"%{writer.name} ({ops.key(writer)}) may write to memory of the match between %{first.name} and %{last.name}",
+                f"%{writer.name} ({ops.key(writer)}) may write to memory of the match between "
+                f"%{first.name} and %{last.name}",
                 hint="functionalize the graph before rewriting it",
                 node=match.root,
                 effect=ops.key(writer),
             )
 
 
-def check_aliases(old: fx.Node, new: fx.Node, effects: Effects) -> None:
+def check_aliases(match: Match, old: fx.Node, new: fx.Node, created: list[fx.Node], effects: Effects) -> None:
     """Refuse a replacement that shares memory otherwise than the original did, where something writes to it later.
 
     Raises:
@@ -90,7 +92,8 @@ def check_aliases(old: fx.Node, new: fx.Node, effects: Effects) -> None:
     """
     if not effects.writers:
         return
-    was, is_now = _shared_with(old), _shared_with(new)
+    was = _shared_with(old, {node for node in match.nodes if node not in match.kept})
+    is_now = _shared_with(new, set(created))
     if was == is_now:
         return
     for writer in effects.after(effects.writers, old):
@@ -109,8 +112,10 @@ def check_draws(match: Match, new: list[fx.Node], rng: str, effects: Effects) ->
     Raises:
         RefusedError: draws are removed, added or reordered and `rng` does not say so.
     """
-    drawn = sorted(node for node in match.nodes if node not in match.kept and ops.is_random(node)) if effects.draws else []
-    draws = [node for node in new if ops.may_have_effects(node.target) and ops.is_random(node)]
+    drawn = (
+        sorted(node for node in match.nodes if node not in match.kept and ops.is_random(node)) if effects.draws else []
+    )
+    draws = [node for node in new if ops.may_draw(node.target) and ops.is_random(node)]
     was, is_now = [ops.key(node) for node in drawn], [ops.key(node) for node in draws]
     if rng == "changes" or not (was or is_now):
         return
@@ -136,13 +141,14 @@ def check_draws(match: Match, new: list[fx.Node], rng: str, effects: Effects) ->
 def insertion_point(match: Match) -> fx.Node:
     """The node before which the new nodes go: behind all captures, before all users of the outputs.
 
-    With one output that is the output. With several it is the first output, or behind the last capture if that is later.
+    With one output that is right behind it. With several it is the first output, or behind the last capture if that
+    is later.
 
     Raises:
         RefusedError: some output is used before the last capture is computed: the match is not convex.
     """
     if len(match.outputs) == 1:
-        return match.root
+        return match.root.next
     point = min(match.outputs)
     inputs = _nodes(match.captures.values())
     last = max(inputs) if inputs else point
@@ -162,7 +168,7 @@ def insertion_point(match: Match) -> fx.Node:
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:
     found: list[fx.Node] = []
     for value in values:
-        fx.node.map_arg(value, found.append)  # pyright: ignore[reportArgumentType]
+        map_arg(value, found.append)  # pyright: ignore[reportArgumentType]
     return found
 
 
@@ -170,7 +176,7 @@ def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
     """Whether a writer may write to memory of these nodes. Inputs of the graph may be views of each other."""
     if ops.is_barrier(writer):
         return True
-    written = _sources(ops.mutated(writer))
+    written = {origin for node in ops.mutated(writer) for origin in _origins(node)}
     outside = ("placeholder", "get_attr")
     return bool(written & memory) or (
         any(node.op in outside for node in written) and any(node.op in outside for node in memory)
@@ -199,9 +205,6 @@ def _origins(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _shared_with(node: fx.Node) -> set[fx.Node]:
-    """Nodes that hold memory which this node may be a view of; empty for fresh memory."""
-    origins = _origins(node)
-    return {origin for origin in origins if origin is not node or node.op in ("placeholder", "get_attr")} - {
-        origin for origin in origins if ops.is_view(origin)
-    }
+def _shared_with(node: fx.Node, own: AbstractSet[fx.Node]) -> set[fx.Node]:
+    """The nodes, other than `own`, whose memory this node may be a view of; empty for fresh memory."""
+    return {origin for origin in _origins(node) if origin not in own and not ops.is_view(origin)}

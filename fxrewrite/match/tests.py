@@ -67,8 +67,8 @@ class Test:
     """One condition on the value at a path.
 
     Kinds: `operator` (value: key), `arguments` (value: the names that the pattern mentions; all others are at their
-    defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `plain` (no node in it), `optional` (a node
-    or None), `same` (value: path of the value that it must equal).
+    defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `plain` (no node in it), `optional`
+    (a node or None), `same` (value: path of the value that it must equal).
     """
 
     __test__ = False  # not a test class of pytest
@@ -93,17 +93,16 @@ class Candidate:
 
     def value(self, path: Path) -> Any:
         """The value at the path, or ABSENT."""
-        found = self._values.get(path, self)
-        if found is self:
-            assert path.parent is not None
-            container = self._bound.get(path.parent)
-            if container is None:
-                container = self.bound(path.parent)
-            try:
-                found = container[path.step]
-            except (KeyError, IndexError, TypeError):
-                found = ABSENT
-            self._values[path] = found
+        try:
+            return self._values[path]
+        except KeyError:
+            pass
+        assert path.parent is not None
+        try:
+            found = self.bound(path.parent)[path.step]
+        except (KeyError, IndexError, TypeError):
+            found = ABSENT
+        self._values[path] = found
         return found
 
     def layout(self, path: Path) -> ops.Layout | None:
@@ -121,27 +120,29 @@ class Candidate:
 
     def bound(self, path: Path) -> Any:
         """The bound arguments of the node at the path; the list itself where there is a list."""
-        found = self._bound.get(path)
-        if found is None:
-            value = self.value(path)
-            if isinstance(value, fx.Node):
-                calls = value.op in ("call_function", "call_method")
-                layout = self.layout(path) if calls else None
-                found = {} if layout is None else layout.bind(value.args, value.kwargs)
-            else:
-                found = value if isinstance(value, (list, tuple)) else {}
-            self._bound[path] = found
+        try:
+            return self._bound[path]
+        except KeyError:
+            pass
+        value = self.value(path)
+        if isinstance(value, fx.Node):
+            calls = value.op in ("call_function", "call_method")
+            layout = self.layout(path) if calls else None
+            found = {} if layout is None else layout.bind(value.args, value.kwargs)
+        else:
+            found = value if isinstance(value, (list, tuple)) else {}
+        self._bound[path] = found
         return found
 
 
 def holds(test: Test, candidate: Candidate) -> bool:
     """Whether one test is true of a candidate."""
     kind = test.kind
+    if kind == "arguments":
+        return _only_mentioned(test, candidate)
     value = candidate.value(test.path)
     if kind == "node":
         return isinstance(value, fx.Node)
-    if kind == "arguments":
-        return _only_mentioned(test, candidate)
     if kind == "operator":
         return isinstance(value, fx.Node) and ops.key(value) == test.value
     if kind == "literal":

@@ -10,12 +10,14 @@ from fxrewrite.ops.effects import (
     is_random,
     is_view,
     may_be_random,
+    may_draw,
     may_have_effects,
+    may_write,
     mutated,
     mutates,
     sets_mode,
 )
-from fxrewrite.ops.keys import call_key, has_one_key, key
+from fxrewrite.ops.keys import call_key, key, possible_keys
 from fxrewrite.ops.value import MISSING, is_scalar, value, value_key
 
 __all__ = [
@@ -27,7 +29,6 @@ __all__ = [
     "call_key",
     "declare_pure",
     "emit_aten",
-    "has_one_key",
     "is_barrier",
     "is_commutative",
     "is_pure",
@@ -37,11 +38,14 @@ __all__ = [
     "key",
     "layout_of",
     "may_be_random",
+    "may_draw",
     "may_have_effects",
+    "may_write",
     "mutated",
     "mutates",
-    "sets_mode",
     "overload_of",
+    "possible_keys",
+    "sets_mode",
     "value",
     "value_key",
 ]

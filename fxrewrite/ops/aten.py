@@ -1,4 +1,4 @@
-"""The ATen overloads that a torch call becomes, as tracing would give them, so that new nodes look like their neighbours."""
+"""The ATen overloads that a torch call becomes, as tracing would give them: new nodes look like their neighbours."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from fxrewrite.ops.binding import BindingError, layout_of
 from fxrewrite.ops.keys import key
@@ -44,7 +45,11 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
         return emit(target, args, kwargs)
     bound = layout.bind(args, kwargs)
     left = bound.get("self")
-    if key(target) in ("aten::add", "aten::mul", "aten::sub", "aten::div") and _is_number(left) and "rounding_mode" not in bound:
+    if (
+        key(target) in ("aten::add", "aten::mul", "aten::sub", "aten::div")
+        and _is_number(left)
+        and "rounding_mode" not in bound
+    ):
         return _emit_reflected(key(target), left, bound["other"], emit)
     overload = _TENSOR_OVERLOADS.get(overload, overload)
     positional: list[Any] = []
@@ -98,7 +103,9 @@ def _is_basic(index: Any) -> bool:
     """True for an index made of integers, slices, None and `...` that says something."""
     items = index if isinstance(index, tuple) else (index,)
     plain = (int, slice, type(None), type(...), torch.SymInt)
-    basic = all((isinstance(i, plain) and not isinstance(i, bool)) or (isinstance(i, fx.Node) and _is_number(i)) for i in items)
+    basic = all(
+        (isinstance(i, plain) and not isinstance(i, bool)) or (isinstance(i, fx.Node) and _is_number(i)) for i in items
+    )
     return basic and any(i is not ... and i != slice(None) for i in items)
 
 
@@ -113,5 +120,5 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _leaves(item: Any) -> list[Any]:
     found: list[Any] = []
-    fx.node.map_aggregate(item, found.append)
+    map_aggregate(item, found.append)
     return found

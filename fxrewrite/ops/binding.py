@@ -143,7 +143,9 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Layout | None:
     """The one layout of all calls written this way; None where the arguments themselves decide."""
     wrapper = keys.wrapper_of(target)
-    if (wrapper is not None and (wrapper.unless or wrapper.needs_default)) or (count and _packed_from(target) is not None):
+    if (wrapper is not None and (wrapper.unless or wrapper.needs_default)) or (
+        count and _packed_from(target) is not None
+    ):
         return None
     layouts = _layouts(target, count, keywords)
     return layouts[0] if all(_same(layouts[0], other) for other in layouts[1:]) else None
@@ -153,11 +155,7 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> La
     """The first layout, in torch's order of overloads, that every argument fits."""
     if "::" not in keys.call_key(target, args, kwargs) and keys.wrapper_of(target) is not None:
         return _python_layout(target, len(args), tuple(kwargs))
-    start = _packed_from(target)
-    spread = start is not None and len(args) > start and not isinstance(args[start], (list, tuple))
-    if spread and len(args) == start + 1 and start:
-        spread = keys.is_scalar_argument(args[start])  # not so in `x.view(other.shape)` and `x.view(dtype)`
-    layouts = _layouts(target, len(args), tuple(kwargs), start if spread else None)
+    layouts = _layouts(target, len(args), tuple(kwargs), _spread_from(target, args))
     for numbers_as_tensors in (False, True):
         for layout in layouts:
             parameters = {p.name: p for p in schema_of(layout.overload).parameters} if layout.overload else {}
@@ -170,6 +168,16 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> La
             ):
                 return layout
     raise BindingError(f"{keys.key(target)} called with {args} {dict(kwargs)}: no overload of it takes these arguments")
+
+
+def _spread_from(target: Any, args: tuple[Any, ...]) -> int | None:
+    """Where a list starts that is spread over the positional arguments, as in `x.view(2, 3)`."""
+    start = _packed_from(target)
+    if start is None or len(args) <= start or isinstance(args[start], (list, tuple)):
+        return None
+    if len(args) == start + 1 and start and not keys.is_scalar_argument(args[start]):
+        return None  # `x.view(other.shape)`, `x.view(dtype)`
+    return start
 
 
 def _is_wrapped_number(parameter: Parameter, given: Any) -> bool:
@@ -194,8 +202,8 @@ def _layouts(target: Any, count: int, keywords: tuple[str, ...], rest: int | Non
         return [_wrapped_layout(target, wrapper, count, keywords)]
     if isinstance(target, str) and target in CASTS:
         target, extra = "to", {"dtype": CASTS[target]}
-        found = [_layout(s, count, keywords, rest, extra) for s in _candidates(target, keywords)]
-        return [layout for layout in found if layout is not None and layout.overload is torch.ops.aten.to.dtype]
+        cast = _layout(schema_of(torch.ops.aten.to.dtype), count, keywords, rest, extra)
+        return [] if cast is None else [cast]
     schemas = _candidates(target, keywords)
     if schemas is None:
         return [_python_layout(target, count, keywords)]
@@ -309,7 +317,9 @@ def _wrapped_layout(target: Any, wrapper: Wrapper, count: int, keywords: tuple[s
     given = tuple(
         p.name for p in schema.parameters if p.name in given_names or not _at_default(p, base[p.name], wrapper)
     )
-    missing = [p.name for p in schema.parameters if p.name not in given_names and base[p.name] is inspect.Parameter.empty]
+    missing = [
+        p.name for p in schema.parameters if p.name not in given_names and base[p.name] is inspect.Parameter.empty
+    ]
     if missing:
         raise BindingError(f"{keys.key(target)} called without {missing}")
     kinds = {p.name: p.kind for p in schema.parameters}

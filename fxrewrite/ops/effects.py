@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[reportPrivateUsage]
 
 from fxrewrite.ops import keys
 from fxrewrite.ops.binding import BindingError, bind, layout_of
@@ -20,7 +21,9 @@ __all__ = [
     "is_random",
     "is_view",
     "may_be_random",
+    "may_draw",
     "may_have_effects",
+    "may_write",
     "mutated",
     "mutates",
     "sets_mode",
@@ -31,8 +34,19 @@ _SEEDED = torch.Tag.nondeterministic_seeded
 _MAYBE_VIEW = torch.Tag.maybe_aliasing_or_mutating
 _OTHERS_RANDOM = frozenset(
     f"torch.nn.functional.{name}"
-    for name in ("gumbel_softmax", "rrelu", "dropout1d", "dropout2d", "dropout3d", "feature_alpha_dropout")
-    + ("fractional_max_pool2d", "fractional_max_pool3d", "multi_head_attention_forward", "alpha_dropout", "dropout")
+    for name in [
+        "alpha_dropout",
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "feature_alpha_dropout",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "gumbel_softmax",
+        "multi_head_attention_forward",
+        "rrelu",
+    ]
 )
 """Python functions of torch without a schema that draw random numbers."""
 _PURE_MODULES = ("torch.nn.functional.", "torch.functional.", "operator.", "math.", "torch.Tensor.")
@@ -41,16 +55,33 @@ _PURE_BUILTINS = frozenset({"builtins.getattr", "builtins.max", "builtins.min", 
 }
 _FUNCTIONAL_BODIES = frozenset(
     f"higher_order::{name}"
-    for name in (
-        "associative_scan auto_functionalized auto_functionalized_v2 autograd_function_apply cond custom_function_call"
-        " flex_attention flex_attention_backward foreach_map invoke_subgraph map_impl scan tag_activation_checkpoint"
-        " while_loop wrap wrap_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled"
-    ).split()
+    for name in [
+        "associative_scan",
+        "auto_functionalized",
+        "auto_functionalized_v2",
+        "autograd_function_apply",
+        "cond",
+        "custom_function_call",
+        "flex_attention",
+        "flex_attention_backward",
+        "foreach_map",
+        "invoke_subgraph",
+        "map_impl",
+        "scan",
+        "tag_activation_checkpoint",
+        "while_loop",
+        "wrap",
+        "wrap_activation_checkpoint",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
+    ]
 )
 """Higher-order operators that write nothing of ours: Dynamo refuses to capture a body that mutates its inputs."""
 _CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
 """Parts of the names of operators that must stay where they are but change nothing."""
-_EFFECTFUL: dict[Any, bool] = {}
+_EFFECTS: dict[Any, tuple[bool, bool]] = {}
+_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
+"""They write their running statistics while training, which their schemas do not say."""
 _STATIC: dict[Any, tuple[bool, bool, bool]] = {}
 """(mutates, random, view) per overload."""
 
@@ -72,7 +103,7 @@ def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
     Without it such a node counts as a barrier: no rewrite may match across it.
     """
     _PURE.add(target)
-    _EFFECTFUL.pop(target, None)
+    _EFFECTS.pop(target, None)
     return target
 
 
@@ -112,8 +143,8 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def _updates_statistics(node: fx.Node) -> bool:
-    """Batch and instance norm write their running statistics while training, which their schemas do not say."""
-    if keys.key(node) not in ("aten::batch_norm", "aten::instance_norm"):
+    """Batch and instance norm write their running statistics while training."""
+    if keys.key(node) not in _STATISTICS:
         return False
     bound = bind(node)
     return bound.get("running_mean") is not None and bool(bound.get("training", bound.get("use_input_stats")))
@@ -128,7 +159,7 @@ def is_barrier(node: fx.Node) -> bool:
     target = node.target
     if target in _PURE:
         return False
-    if target in fx.node._side_effectful_functions:
+    if target in _side_effectful_functions:
         return not any(part in str(target) for part in _CHECKS) and not keys.key(node).startswith("operator.")
     if target in OPERATORS or isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return False
@@ -165,27 +196,42 @@ def may_be_random(operator_key: str) -> bool:
 
 
 def may_have_effects(target: Any) -> bool:
-    """False when no call of the target mutates, draws or is a barrier, but for one with `out=`; cached per target."""
-    found = _EFFECTFUL.get(target)
+    """False when no call of the target mutates, draws or is a barrier, but for one with `out=`."""
+    return may_write(target) or may_draw(target)
+
+
+def may_write(target: Any) -> bool:
+    """False when no call of the target mutates or is a barrier, but for one with `out=`; cached per target."""
+    found = _EFFECTS.get(target)
     if found is None:
-        found = _EFFECTFUL[target] = _may_have_effects(target)
-    return found
+        found = _EFFECTS[target] = _possible_effects(target)
+    return found[0]
 
 
-def _may_have_effects(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
-        statistics = _MAYBE_VIEW in target.tags  # batch norm
-        return any(_static(target)[:2]) or statistics or target in fx.node._side_effectful_functions
+def may_draw(target: Any) -> bool:
+    """False when no call of the target draws random numbers; cached per target."""
+    found = _EFFECTS.get(target)
+    if found is None:
+        found = _EFFECTS[target] = _possible_effects(target)
+    return found[1]
+
+
+def _possible_effects(target: Any) -> tuple[bool, bool]:
+    """(may write, may draw)"""
     name = keys.key(target)
-    namespace, separator, name = name.partition("::")
-    if namespace != "aten" or not separator:
-        return not (target in _PURE or keys.key(target).startswith(("operator.getitem", "builtins.getattr", "math.")))
-    if name.endswith("_") or not hasattr(torch.ops.aten, name):
-        return True
+    if isinstance(target, torch._ops.OpOverload):
+        mutable, seeded, _ = _static(target)
+        return mutable or name in _STATISTICS or target in _side_effectful_functions, seeded
+    if not name.startswith("aten::") or not hasattr(torch.ops.aten, name.removeprefix("aten::")):
+        if target in _PURE or name in ("operator.getitem", "builtins.getattr") or name.startswith("math."):
+            return False, False
+        return not name.startswith(_PURE_MODULES) or name == "operator.setitem" or name.endswith("_"), True
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    effects = [_possible_effects(o) for o in overloads if not any(a.is_out for a in o._schema.arguments)]
     wrapper = keys.wrapper_of(target)
-    overloads = [getattr(getattr(torch.ops.aten, name), o) for o in getattr(torch.ops.aten, name).overloads()]
-    plain = [o for o in overloads if not any(a.is_out for a in o._schema.arguments)]
-    return bool(wrapper and wrapper.inplace) or any(_may_have_effects(overload) for overload in plain)
+    inplace = bool(wrapper and wrapper.inplace)
+    return inplace or any(writes for writes, _ in effects), any(draws for _, draws in effects)
 
 
 def _is_idle(bound: dict[str, Any]) -> bool:
@@ -208,7 +254,7 @@ def is_view(node: fx.Node) -> bool:
 
 def is_pure(node: fx.Node) -> bool:
     """True when the node may be removed, repeated or moved: no mutation, no randomness, no check that may raise."""
-    if node.op in ("placeholder", "output", "call_module") or node.target in fx.node._side_effectful_functions:
+    if node.op in ("placeholder", "output", "call_module") or node.target in _side_effectful_functions:
         return False
     return not mutates(node) and not is_random(node)
 
@@ -239,5 +285,5 @@ def _static(overload: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
 
 def _nodes_in(argument: Any) -> tuple[fx.Node, ...]:
     found: list[fx.Node] = []
-    fx.node.map_arg(argument, found.append)  # pyright: ignore[reportArgumentType]
+    map_arg(argument, found.append)  # pyright: ignore[reportArgumentType]
     return tuple(found)

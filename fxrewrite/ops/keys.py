@@ -17,8 +17,10 @@ __all__ = ["key", "wrapper_of"]
 _aten = torch.ops.aten
 _KEYS: dict[Any, str] = {}
 _FUNCTIONS: dict[Any, str | Callable[[fx.Node], str]] = {}
-_DUNDERS = {f"__{op.__name__.rstrip('_')}__": name for op, name in OPERATORS.items()}
-_DUNDERS |= {f"__r{name}__": name for name in ("add", "mul", "and", "or", "xor")} | {
+_DUNDERS = {
+    **{f"__{op.__name__.rstrip('_')}__": name for op, name in OPERATORS.items()},
+    "__radd__": "add",
+    "__rmul__": "mul",
     "__rand__": "bitwise_and",
     "__ror__": "bitwise_or",
     "__rxor__": "bitwise_xor",
@@ -103,19 +105,21 @@ def key(node_or_target: Any) -> str:
     return found
 
 
-def has_one_key(target: Any) -> bool:
-    """True when all calls of a function have one key, whatever their arguments."""
-    found = _FUNCTIONS.get(target)
-    if found is None:
-        found = _FUNCTIONS[target] = _resolver(target)
-    return isinstance(found, str)
+def possible_keys(target: Any) -> tuple[str, ...]:
+    """All keys that calls of a function can have; one, unless arguments or operands decide."""
+    found = key(target)
+    if target in OPERATORS:
+        return found, f"operator.{target.__name__}"
+    if target in WRAPPERS:
+        return found, f"{found}_", f"{target.__module__}.{target.__qualname__}"
+    return (found, "aten::split_with_sizes") if found == "aten::split" else (found,)
 
 
 def _resolver(target: Any) -> str | Callable[[fx.Node], str]:
     """The key of a function, or how to tell it from the node where arguments or operands decide."""
     found = key(target)
     if target in OPERATORS:
-        on_numbers = f"operator.{target.__name__}"
+        on_numbers = f"operator.{target.__name__}"  # sizes are added and multiplied too
         return lambda node: on_numbers if is_scalar(node) else found
     if target in WRAPPERS or found == "aten::split":
         return lambda node: call_key(target, node.args, node.kwargs)
@@ -133,7 +137,7 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> s
         return found + "_"
     other = any(given.get(name) is not None for name in wrapper.needs_default)
     other = other or any(test(given[name]) for name, test in wrapper.unless.items() if name in given)
-    return f"{target.__module__}.{target.__qualname__}" if other else found
+    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}" if other else found
 
 
 def _by_argument(found: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
 __all__ = ["ALIASES", "CASTS", "COMMUTATIVE", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS", "Wrapper"]
 
@@ -103,10 +103,27 @@ CASTS: Mapping[str, torch.dtype] = {
 
 COMMUTATIVE = frozenset(
     f"aten::{name}"
-    for name in (
-        "add mul maximum minimum fmax fmin eq ne logical_and logical_or logical_xor"
-        " bitwise_and bitwise_or bitwise_xor logaddexp logaddexp2 hypot gcd lcm"
-    ).split()
+    for name in [
+        "add",
+        "mul",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+        "eq",
+        "ne",
+        "logical_and",
+        "logical_or",
+        "logical_xor",
+        "bitwise_and",
+        "bitwise_or",
+        "bitwise_xor",
+        "logaddexp",
+        "logaddexp2",
+        "hypot",
+        "gcd",
+        "lcm",
+    ]
 )
 """Operators whose `self` and `other` may trade places, other arguments at their defaults."""
 
@@ -206,9 +223,7 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
         convert={"padding_idx": _padding_index},
     ),
     F.cross_entropy: Wrapper("cross_entropy_loss", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
-    F.mse_loss: Wrapper(
-        "mse_loss", _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction}
-    ),
+    F.mse_loss: Wrapper("mse_loss", _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction}),
     F.l1_loss: Wrapper("l1_loss", _UNARY, needs_default=(*_LOSS, "weight"), convert={"reduction": _reduction}),
     F.binary_cross_entropy_with_logits: Wrapper(
         "binary_cross_entropy_with_logits", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}

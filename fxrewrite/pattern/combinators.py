@@ -8,7 +8,19 @@ from typing import Any
 import torch
 
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.pattern.terms import Capture, CaptureKind, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Term, as_term, call
+from fxrewrite.pattern.terms import (
+    Capture,
+    CaptureKind,
+    Either,
+    Ignore,
+    ListOf,
+    LiteralValue,
+    Maybe,
+    Op,
+    Term,
+    as_term,
+    call,
+)
 
 __all__ = ["Literal", "any_", "cap", "either", "loose", "maybe", "op", "shared"]
 
@@ -21,9 +33,11 @@ any_ = Ignore()
 """Anything, not captured; the same as `...`."""
 
 
-def cap(name: str, kind: CaptureKind | type[Literal] | type[Maybe] = "node") -> Capture:
+def cap(name: str, kind: type[Literal | Maybe] | CaptureKind = "node") -> Capture:
     """A capture; `kind` is "node", "optional", "literal" or "any", or the annotation that means it."""
-    return Capture(name, {Literal: "literal", Maybe: "optional"}.get(kind, kind))  # pyright: ignore
+    if isinstance(kind, type):
+        return Capture(name, "literal" if kind is Literal else "optional")
+    return Capture(name, kind)
 
 
 def op(target: Any, *args: Any, **kwargs: Any) -> Op:
@@ -41,7 +55,9 @@ def op(target: Any, *args: Any, **kwargs: Any) -> Op:
         namespace, separator, name = target.rpartition("::")
         packet = getattr(getattr(torch.ops, namespace if separator else "aten"), name, None)
         if packet is None:
-            raise RuleDefinitionError(f"there is no operator {target!r}; pass the callable itself, or import its library")
+            raise RuleDefinitionError(
+                f"there is no operator {target!r}; pass the callable itself, or import its library"
+            )
         target = packet
     return call(target, args, kwargs)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import Any
@@ -26,8 +27,8 @@ _BY_NAME = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescr
 def identity(value: Any) -> str:
     """A text that is equal for equal values, in every process.
 
-    Functions give their bytecode, constants, defaults, closure and the globals that they name; functions among those are
-    followed, if they belong to the same top-level package.
+    Functions give their bytecode, constants, defaults, closure and the globals that they name; functions among those
+    are followed, if they belong to the same top-level package.
 
     Raises:
         NoIdentityError: the value, or one that it refers to, can only be told by its address.

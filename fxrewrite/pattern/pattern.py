@@ -55,7 +55,9 @@ class Pattern:
         for constraint in self.where:
             unknown = [name for name in constraint.names if name not in kinds and name != ROOT]
             if unknown:
-                raise RuleDefinitionError(f"constraint {constraint} reads {unknown}, the pattern captures {list(kinds)}")
+                raise RuleDefinitionError(
+                    f"constraint {constraint} reads {unknown}, the pattern captures {list(kinds)}"
+                )
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -85,7 +87,7 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint] = ()) -> Pat
     Parameters capture nodes, or what their annotation says: `Literal`, `Maybe` (a node or None), `Any`.
 
     Raises:
-        RuleDefinitionError: an annotation means nothing here, a parameter is not used, or the function cannot be traced.
+        RuleDefinitionError: an annotation means nothing here, a parameter is unused, or the function cannot be traced.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
@@ -94,7 +96,7 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint] = ()) -> Pat
         raise RuleDefinitionError(f"pattern {name}: {error}; annotations are read when the rule is defined") from error
     captures: list[Capture] = []
     for parameter in parameters.values():
-        kind = _KINDS.get(parameter.annotation, "node" if _is_tensor(parameter.annotation) else None)
+        kind = "node" if _is_tensor(parameter.annotation) else _KINDS.get(parameter.annotation)
         if kind is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise RuleDefinitionError(
                 f"pattern {name}: parameter {parameter} must be plain, or annotated Literal, Maybe or Any"

@@ -1,8 +1,8 @@
 """Pattern terms: frozen values that say what a part of a graph looks like.
 
-A term can be computed with like a tensor: torch functions, operators and tensor methods on terms build larger terms, so a
-traced function, the combinators and the text form all end in the same values. Structure is meaning: two equal subterms are
-one value, whether the graph computes it once or twice.
+A term can be computed with like a tensor: torch functions, operators and tensor methods on terms build larger terms,
+so a traced function, the combinators and the text form all end in the same values. Structure is meaning: two equal
+subterms are one value, whether the graph computes it once or twice.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ class Op(Term):
 class Capture(Term):
     """Whatever stands here, by name; a name that occurs twice must meet the same value twice.
 
-    `node`: a value of the graph. `optional`: one, or None. `literal`: a Python value without nodes in it. `any`: anything.
+    `node`: a value of the graph. `optional`: one, or None. `literal`: a Python value without nodes in it. `any`:
+    anything.
     """
 
     name: str

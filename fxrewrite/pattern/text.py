@@ -1,7 +1,8 @@
 """The text form of patterns: `mul(x, sigmoid(x))`. Printing gives it, parsing gives the same pattern back.
 
-Operators of ATen stand by their name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node; `lit(name)`,
-`opt(name)` and `any(name)` capture the other kinds; `...` ignores; `maybe`, `either`, `shared` and `loose` are the combinators.
+Operators of ATen stand by their name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node;
+`lit(name)`, `opt(name)` and `any(name)` capture the other kinds; `...` ignores; `maybe`, `either`, `shared` and
+`loose` are the combinators.
 """
 
 from __future__ import annotations

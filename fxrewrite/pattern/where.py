@@ -5,7 +5,6 @@ They look at fake values only and never add a guard: a size that is not known to
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol

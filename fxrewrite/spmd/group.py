@@ -30,13 +30,13 @@ for _collective in COLLECTIVES.values():
     declare_pure(_collective)  # they give new tensors; FX keeps unused ones only because waiting has a time
 
 
-def axis_rank(group: str) -> int:
+def axis_rank(group_name: str) -> int:
     """This rank's position in the process group of that name.
 
     It stands in lowered graphs as a call, so that one graph serves all ranks; what compiles the graph further (AOTAutograd)
     runs it once and bakes the number in.
     """
-    return dist.get_rank(_resolve_process_group(group))
+    return dist.get_rank(_resolve_process_group(group_name))
 
 
 declare_pure(axis_rank)

@@ -7,6 +7,8 @@ A sharded value keeps the shape that it had before as `meta["global_shape"]`; ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import fx
@@ -36,6 +38,7 @@ class LocalizeShapes:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         num_ranks = context.axis.size
+        values = _LocalValues(num_ranks)
         changed = 0
         for node in list(edit.graph.nodes):
             layouts = node.meta.get("layout")
@@ -43,12 +46,12 @@ class LocalizeShapes:
                 continue
             value = node.meta.get("val")
             if isinstance(layouts, tuple) and isinstance(value, (list, tuple)):
-                local = [_local(v, layout, num_ranks) for v, layout in zip(value, layouts, strict=True)]
+                local = [values.of(v, layout) for v, layout in zip(value, layouts, strict=True)]
                 edit.set_meta(node, "val", type(value)(local))
             elif isinstance(layouts, Shard):
                 changed += self._localize_shape_arg(edit, node, layouts, context.size_nodes(edit), num_ranks)
                 edit.set_meta(node, "global_shape", tuple(value.shape))
-                edit.set_meta(node, "val", _local(value, layouts, num_ranks))
+                edit.set_meta(node, "val", values.of(value, layouts))
         return changed
 
     def _localize_shape_arg(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:
@@ -60,19 +63,35 @@ class LocalizeShapes:
         if not 0 <= at < len(stated) or stated[at] == -1:
             return 0
         stated[at] = sizes(local_shape(node.meta["val"].shape, layout, num_ranks)[layout.dim])
-        edit.set_args(node, (), {**args, rule.shape_arg: stated})
+        position = list(args).index(rule.shape_arg)
+        if position < len(node.args):
+            edit.set_args(node, (*node.args[:position], stated, *node.args[position + 1 :]))
+        else:
+            edit.set_args(node, node.args, {**node.kwargs, rule.shape_arg: stated})
         return 1
 
     def text(self) -> str:
         return "values and stated shapes become local (S -> S/P)"
 
 
-def _local(value: torch.Tensor, layout: object, num_ranks: int) -> torch.Tensor:
-    if not isinstance(layout, Shard):
-        return value
-    quiet = value.fake_mode.shape_env.suppress_guards() if value.fake_mode.shape_env is not None else None  # pyright: ignore
-    size = local_shape(value.shape, layout, num_ranks)[layout.dim]
-    if quiet is None:
-        return value.detach().narrow(layout.dim, 0, size)
-    with quiet:
-        return value.detach().narrow(layout.dim, 0, size)
+class _LocalValues:
+    """Local fake values, one for all global ones that look alike: most values of a model do, layer by layer."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._made: dict[Any, torch.Tensor] = {}
+
+    def of(self, value: torch.Tensor, layout: object) -> torch.Tensor:
+        if not isinstance(layout, Shard):
+            return value
+        looks = (value.dtype, value.device, layout.dim, *map(_term, (layout.outer, *value.shape, *value.stride())))
+        if looks not in self._made:
+            size = local_shape(value.shape, layout, self._num_ranks)[layout.dim]
+            shape_env = value.fake_mode.shape_env  # pyright: ignore[reportAttributeAccessIssue]
+            with shape_env.suppress_guards() if shape_env is not None else nullcontext():
+                self._made[looks] = value.detach().narrow(layout.dim, 0, size)
+        return self._made[looks]
+
+
+def _term(size: Size) -> Any:
+    return size if isinstance(size, int) else size.node.expr

@@ -75,7 +75,7 @@ def test_values_of_new_nodes_add_no_guards() -> None:
 def test_an_exception_leaves_the_graph_exactly_as_before() -> None:
     gm = traced()
     before = state(gm)
-    with pytest.raises(KeyError), Edit(gm) as edit:
+    with pytest.raises(KeyError), Edit(gm) as edit:  # noqa: PT012
         silu(edit, gm)
         raise KeyError
     assert state(gm) == before
@@ -88,7 +88,7 @@ def test_a_savepoint_undoes_only_its_own_part() -> None:
     gm = traced()
     with Edit(gm) as edit:
         new = silu(edit, gm)
-        with pytest.raises(KeyError), edit.savepoint():
+        with pytest.raises(KeyError), edit.savepoint():  # noqa: PT012
             again = edit.call(aten.relu.default, (new,), after=new, rule="test")
             edit.replace_uses(new, again)
             edit.erase(named(gm, "sigmoid"))
@@ -111,7 +111,7 @@ def test_undo_costs_what_was_changed() -> None:
     touched: list[str] = []
     with Edit(gm) as edit:
         node = next(n for n in graph.nodes if n.name == "relu_1000")
-        with pytest.raises(KeyError), edit.savepoint():
+        with pytest.raises(KeyError), edit.savepoint():  # noqa: PT012
             edit.replace_uses(node, node.args[0])
             touched += [record[1].name for record in edit._journal]
             raise KeyError
@@ -136,7 +136,7 @@ def test_erasing_a_used_node_is_refused() -> None:
 def test_reading_an_erased_node_is_refused() -> None:
     gm = traced()
     before = state(gm)
-    with pytest.raises(InvariantError, match="came to use it|not in the graph any more"), Edit(gm) as edit:
+    with pytest.raises(InvariantError, match=r"came to use it|not in the graph any more"), Edit(gm) as edit:  # noqa: PT012
         old = named(gm, "mul")
         silu(edit, gm)
         edit.set_args(named(gm, "add"), (old, old))

@@ -1,7 +1,7 @@
 """A non-match names the first test that fails, at the place that came nearest."""
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from fxrewrite.match import explain
@@ -42,7 +42,9 @@ def test_outside_user() -> None:
         return s * x, s
 
     text = why(lambda x: x * torch.sigmoid(x), model)
-    assert "expected no user of root.self outside the match, found %output uses %sigmoid; allow it with shared()" in text
+    assert (
+        "expected no user of root.self outside the match, found %output uses %sigmoid; allow it with shared()" in text
+    )
 
 
 def test_missing_output() -> None:

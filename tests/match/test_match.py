@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
@@ -19,7 +19,9 @@ def graph_of(function) -> fx.GraphModule:
 
 def matches(pattern, function, *constraints) -> list[Match]:
     program = Program([("it", trace(pattern, constraints))])
-    return [match for node, key in program.roots(graph_of(function).graph.nodes) for _, match in program.find(node, key)]
+    return [
+        match for node, key in program.roots(graph_of(function).graph.nodes) for _, match in program.find(node, key)
+    ]
 
 
 def silu(x):

@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from fxrewrite import ops

@@ -5,7 +5,7 @@ import operator
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from fxrewrite import ops
@@ -29,18 +29,36 @@ def node(target, *args, **kwargs) -> fx.Node:
 
 
 SPELLINGS = {
-    "aten::mul": [(operator.mul, "x", "y"), (torch.mul, "x", "y"), ("mul", "x", "y"), ("__mul__", "x", "y"), (torch.multiply, "x", "y"),
-                  (aten.mul.Tensor, "x", "y"), (aten.mul, "x", "y"), (torch.Tensor.mul, "x", "y")],
+    "aten::mul": [
+        (operator.mul, "x", "y"),
+        (torch.mul, "x", "y"),
+        (torch.multiply, "x", "y"),
+        (torch.Tensor.mul, "x", "y"),
+        ("mul", "x", "y"),
+        ("__mul__", "x", "y"),
+        (aten.mul.Tensor, "x", "y"),
+        (aten.mul, "x", "y"),
+    ],
     "aten::relu": [(torch.relu, "x"), (F.relu, "x"), ("relu", "x"), (aten.relu.default, "x")],
     "aten::relu_": [(torch.relu_, "x"), ("relu_", "x"), (aten.relu_.default, "x")],
-    "aten::softmax": [(torch.softmax, "x", -1), (F.softmax, "x", -1), ("softmax", "x", -1), (aten.softmax.int, "x", -1)],
+    "aten::softmax": [
+        (torch.softmax, "x", -1),
+        (F.softmax, "x", -1),
+        ("softmax", "x", -1),
+        (aten.softmax.int, "x", -1),
+    ],
     "aten::add_": [("add_", "x", "y"), (operator.iadd, "x", "y"), (aten.add_.Tensor, "x", "y")],
     "aten::to": [("float", "x"), ("to", "x", torch.float32), (aten.to.dtype, "x", torch.float32)],
-    "aten::split_with_sizes": [("split", "x", [1, 2]), (torch.split, "x", [1, 2]), (aten.split_with_sizes.default, "x", [1, 2])],
+    "aten::split_with_sizes": [
+        ("split", "x", [1, 2]),
+        (torch.split, "x", [1, 2]),
+        (aten.split.sizes, "x", [1, 2]),
+        (aten.split_with_sizes.default, "x", [1, 2]),
+    ],
     "aten::split": [("split", "x", 2), (torch.split, "x", 2), (aten.split.Tensor, "x", 2)],
     "aten::cross_entropy_loss": [(F.cross_entropy, "x", "y"), (aten.cross_entropy_loss.default, "x", "y")],
     "aten::clamp": [(torch.clip, "x", 0, 1), ("clamp", "x", 0, 1)],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("key", SPELLINGS)

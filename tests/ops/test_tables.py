@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from fxrewrite import ops
@@ -30,7 +30,19 @@ def same(a, b) -> bool:
     return a == b
 
 
-ARGUMENTS = [(A,), (A, B), (A, 2), INTS, (INTS[0],), (A, A.mT), (A > 0.5, B > 0.5), (A, 0, 1), ([A, B],), (A, 1), (A[0], B[0])]
+ARGUMENTS = [
+    (A,),
+    (A, B),
+    (A, 2),
+    INTS,
+    (INTS[0],),
+    (A, A.mT),
+    (A > 0.5, B > 0.5),
+    (A, 0, 1),
+    ([A, B],),
+    (A, 1),
+    (A[0], B[0]),
+]
 
 
 @pytest.mark.parametrize(("function", "name"), list(OPERATORS.items()), ids=list(OPERATORS.values()))

@@ -1,13 +1,12 @@
 """Three ways to write a pattern, one value; what cannot be a pattern says why."""
 
-
 import operator
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from hypothesis import given
 from hypothesis import strategies as st
 

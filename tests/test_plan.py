@@ -1,0 +1,308 @@
+"""Order, repetition, all or none, expectations, digest: what a plan promises about its rules."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrewrite.errors import FixpointError, MatchExpectationError, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.graph.edit import Edit
+from fxrewrite.pattern import where
+from fxrewrite.plan import Plan, RuleSet, Step
+from fxrewrite.report import Report
+from fxrewrite.rule import Rule, rule
+
+aten = torch.ops.aten
+X = torch.rand(2, 3)
+
+
+def traced(function, *inputs) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*(inputs or (X,)))
+
+
+def state(gm: fx.GraphModule) -> list:
+    return [gm.code, *((n, n.name, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)]
+
+
+def names(gm: fx.GraphModule) -> list[str]:
+    return [n.target._schema.name.removeprefix("aten::") for n in gm.graph.nodes if n.op == "call_function"]
+
+
+def swap(of: str, to: str, *, id: str = "", **options) -> Rule:  # noqa: A002
+    """A rule from one unary operator to another."""
+    it = rule(id or f"swap.{of}_{to}", **options)(lambda x: getattr(torch, of)(x))
+
+    @it.replacement
+    def _(x):
+        return getattr(torch, to)(x)
+
+    return it
+
+
+class Tag:
+    """A step that counts nodes."""
+
+    def __init__(self, name: str, refuses: bool = False) -> None:
+        self.name = name
+        self.refuses = refuses
+
+    def run(self, edit: Edit, context: object, report: Report) -> int:
+        nodes = [node for node in edit.nodes() if node.target is aten.exp.default]
+        if self.refuses:
+            refuse("this step cannot", node=nodes[0] if nodes else None)
+        for node in nodes:
+            edit.set_meta(node, "tag", context)
+        report.lines.append(f"{self.name}: {len(nodes)} nodes")
+        return len(nodes)
+
+    def text(self) -> str:
+        return "tags every exp"
+
+
+def test_after_and_before_order_the_sweeps() -> None:
+    first, second = swap("relu", "exp"), swap("exp", "tanh", after=["swap.relu_exp"])
+    gm = traced(torch.relu)
+    assert RuleSet("s", second, first).apply(gm).rewrites == 2
+    assert names(gm) == ["tanh"]
+    gm = traced(torch.relu)
+    RuleSet("s", swap("exp", "tanh"), swap("relu", "exp", before=["swap.exp_tanh"])).apply(gm)
+    assert names(gm) == ["tanh"]
+
+
+def test_rules_without_order_share_a_sweep_which_does_not_see_its_own_nodes() -> None:
+    gm = traced(torch.relu)
+    RuleSet("s", swap("relu", "exp"), swap("exp", "tanh")).apply(gm)
+    assert names(gm) == ["exp"]
+
+
+def test_the_earlier_rule_wins_at_a_node() -> None:
+    gm = traced(torch.relu)
+    report = RuleSet("s", swap("relu", "exp"), swap("relu", "tanh")).apply(gm)
+    assert names(gm) == ["exp"]
+    assert [entry.rewrites for entry in report.rules] == [1, 0]
+
+
+def test_a_refused_rule_leaves_the_node_to_the_next_one() -> None:
+    no = rule("swap.never")(lambda x: torch.relu(x))
+    no.replacement(lambda x: refuse("not today"))
+    gm = traced(torch.relu)
+    report = RuleSet("s", no, swap("relu", "tanh")).apply(gm)
+    assert names(gm) == ["tanh"]
+    assert report.refused_because() == {"not today": 1}
+
+
+def test_a_cycle_in_the_order_is_printed() -> None:
+    a, b = swap("relu", "exp", after=["swap.exp_tanh"]), swap("exp", "tanh", after=["swap.relu_exp"])
+    with pytest.raises(RuleDefinitionError, match=r"set s: the order has a cycle: swap.* before swap.* before swap"):
+        RuleSet("s", a, b)
+    with pytest.raises(
+        RuleDefinitionError, match=r"the order has a cycle: swap.relu_exp before tag before swap.relu_exp"
+    ):
+        RuleSet("s", swap("relu", "exp", after=["tag"]), Tag("tag"))
+
+
+def test_two_providers_of_one_id_are_both_named() -> None:
+    with pytest.raises(
+        RuleDefinitionError, match=r"swap.x is defined twice, in .*swap.*test_plan.py:\d+.* and in .*swap"
+    ):
+        RuleSet("s", swap("relu", "exp", id="swap.x"), RuleSet("t", swap("exp", "relu", id="swap.x")))
+
+
+def test_fixpoint_runs_until_nothing_changes() -> None:
+    gm = traced(lambda x: torch.relu(torch.relu(torch.relu(x))))
+    collapse = rule("relu.collapse")(lambda x: torch.relu(torch.relu(x)))
+    collapse.replacement(lambda x: torch.relu(x))
+    report = RuleSet("s", collapse).fixpoint().apply(gm)
+    assert names(gm) == ["relu"]
+    assert report["relu.collapse"].rewrites == 2
+
+
+def test_rules_that_undo_each_other_are_named_and_everything_is_undone() -> None:
+    gm = traced(torch.relu)
+    before = state(gm)
+    with pytest.raises(
+        FixpointError, match=r"set s still changes the graph after 3 rounds; .* swap.(relu_exp|exp_relu) \(1\)"
+    ):
+        RuleSet("s", swap("relu", "exp"), swap("exp", "relu")).fixpoint(limit=3).apply(gm)
+    assert state(gm) == before
+
+
+def test_plans_run_one_after_the_other_in_one_transaction(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm = traced(torch.relu)
+    compiled: list[int] = []
+    original = fx.GraphModule.recompile
+    monkeypatch.setattr(fx.GraphModule, "recompile", lambda self: compiled.append(1) or original(self))
+    plan = (
+        RuleSet("a", swap("relu", "exp"))
+        >> RuleSet("b", swap("exp", "tanh"))
+        >> RuleSet("c", swap("tanh", "sin")).once()
+    )
+    assert isinstance(plan, Plan)
+    assert plan.apply(gm).rewrites == 3
+    assert names(gm) == ["sin"]
+    assert compiled == [1]
+
+
+def test_an_atomic_set_does_all_or_nothing() -> None:
+    seen: list[str] = []
+    picky = rule("swap.picky")(lambda x: torch.relu(x))
+
+    @picky.replacement
+    def _(match, x):
+        seen.append(match.root.name)
+        if len(seen) == 2:
+            refuse("only one")
+        return torch.exp(x)
+
+    gm = traced(lambda x: torch.relu(torch.neg(torch.relu(x))))
+    before = state(gm)
+    with pytest.raises(RefusedError, match=r"swap.picky: only one at %relu$"):
+        RuleSet("s", swap("neg", "abs"), RuleSet("t", picky), atomic=True).apply(gm)
+    assert state(gm) == before
+    seen.clear()
+    report = RuleSet("s", swap("neg", "abs"), picky).apply(gm)
+    assert (report.rewrites, len(report.refusals)) == (2, 1)
+    assert names(gm) == ["relu", "abs", "exp"]
+
+
+def test_steps_and_nested_sets_run_where_they_stand() -> None:
+    gm = traced(torch.relu)
+    rules = RuleSet("s", swap("relu", "exp"), Tag("first"), RuleSet("nested", swap("exp", "tanh")), Tag("second"))
+    report = rules.once().apply(gm, context="here")
+    assert report.lines == ["first: 1 nodes", "second: 0 nodes"]
+    assert report["first"].rewrites == 1
+    assert names(gm) == ["tanh"]
+    assert isinstance(Tag("x"), Step)
+
+
+def test_the_refusal_of_a_step_names_the_step_and_undoes_everything() -> None:
+    gm = traced(torch.relu)
+    before = state(gm)
+    with pytest.raises(RefusedError, match=r"^last: this step cannot at %exp_default$"):
+        RuleSet("s", swap("relu", "exp"), Tag("last", refuses=True)).apply(gm)
+    assert state(gm) == before
+
+
+def test_an_unmet_expectation_carries_the_nearest_miss_and_changes_nothing() -> None:
+    gm = traced(lambda x: F.silu(x) + torch.exp(torch.sigmoid(x) * torch.relu(x)))
+    before = state(gm)
+    fuse = rule("act.silu")(lambda x: x * torch.sigmoid(x))
+    fuse.replacement(lambda x: F.silu(x))
+    plan = RuleSet("s", fuse, swap("exp", "tanh")).once().expect("act.silu", at_least=24)
+    with pytest.raises(MatchExpectationError) as caught:
+        plan.apply(gm)
+    assert "act.silu: expected at least 24 rewrites, made 0; the graph is as before" in str(caught.value)
+    assert "expected the same value at root.self.self as at root.other" in str(caught.value)
+    assert state(gm) == before
+    with pytest.raises(
+        RuleDefinitionError, match=r"the plan has no rule or step 'act.typo'; it has act.silu, swap.exp_tanh"
+    ):
+        plan.expect("act.typo")
+    RuleSet("s", swap("exp", "tanh")).once().expect("swap.exp_tanh").apply(gm)
+
+
+def test_explain_by_id() -> None:
+    plan = RuleSet("s", swap("relu", "exp")).once()
+    assert plan.explain(traced(torch.relu), "swap.relu_exp").num_matches == 1
+    with pytest.raises(RuleDefinitionError, match="the plan has no rule 'x'"):
+        plan.explain(traced(torch.relu), "x")
+
+
+def test_a_set_prints_every_rule_on_a_line() -> None:
+    documented = rule("act.silu", where=[where.rank("x", 2)])(lambda x: x * torch.sigmoid(x))
+
+    @documented.replacement
+    def _(x):
+        """One kernel."""
+        return F.silu(x)
+
+    rules = RuleSet("s", documented, Tag("tag"), RuleSet("t", swap("relu", "exp")), atomic=True)
+    assert str(rules).splitlines() == [
+        "s (atomic)",
+        "  act.silu   mul(x, sigmoid(x)) where rank(x) == 2 -> (One kernel.)",
+        "  tag        tags every exp",
+        "  t",
+        "    swap.relu_exp   relu(x) -> (undocumented)",
+    ]
+
+
+def closing_over(value, name: str = "tanh") -> Plan:
+    it = rule("test.closure")(lambda x: torch.relu(x))
+    it.replacement(lambda x: getattr(torch, name)(x) * value)
+    return RuleSet("s", it).once()
+
+
+def test_the_digest_tells_values_of_closures_apart() -> None:
+    digests = [closing_over(value).digest() for value in (1.0, 2.0, 1, (1, 2), [1, 2], {"a": 1}, torch.float32)]
+    assert len(set(digests)) == len(digests)
+    assert closing_over(1.0).digest() == closing_over(1.0).digest()
+    assert closing_over(1.0, "exp").digest() != closing_over(1.0).digest()
+    assert closing_over(1.0).expect("test.closure", at_least=2).digest() != closing_over(1.0).digest()
+
+
+def test_the_digest_tells_options_and_stages_apart() -> None:
+    rules = RuleSet("s", swap("relu", "exp"))
+    declared = RuleSet("s", swap("relu", "exp", rng="changes"))
+    plans = [rules.once(), rules.fixpoint(), rules.fixpoint(limit=3), declared.once(), rules >> rules]
+    assert len({plan.digest() for plan in plans}) == len(plans)
+
+
+def test_the_digest_sees_helpers_and_predicates() -> None:
+    def plan(factor: int, bound: int) -> Plan:
+        namespace: dict = {"torch": torch, "__name__": __name__}
+        exec(f"def helper(x): return x * {factor}\ndef replacement(x): return helper(torch.exp(x))", namespace)
+        it = rule("test.it", where=[where.predicate("x", text="small")(lambda x: x.meta["val"].ndim < bound)])(
+            lambda x: torch.relu(x)
+        )
+        it.replacement(namespace["replacement"])
+        return RuleSet("s", it).once()
+
+    assert len({plan(factor, bound).digest() for factor in (1, 2) for bound in (3, 4)}) == 4
+    assert plan(1, 3).digest() == plan(1, 3).digest()
+
+
+def test_a_closure_without_identity_gives_no_digest_and_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"this plan cannot be cached: .*has no identity but its address"):
+        assert closing_over(object()).digest() is None
+
+
+def test_the_digest_is_the_same_in_another_process() -> None:
+    code = (
+        "import torch\n"
+        "from fxrewrite.rule import rule\n"
+        "from fxrewrite.plan import RuleSet\n"
+        "scale = 2.0\n"
+        "it = rule('test.it')(lambda x: torch.relu(x))\n"
+        "@it.replacement\n"
+        "def _(x):\n"
+        "    return torch.exp(x) * scale if {1, 2} and 'a' in {'a', 'b', 'c'} else x\n"
+        "digest = RuleSet('s', it).once().digest()\n"
+    )
+    here: dict = {"__name__": "__main__"}
+    exec(code, here)
+    there = subprocess.run(
+        [sys.executable, "-c", code + "print(digest)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "1"},  # another order of sets than here
+    )
+    assert there.stdout.strip() == here["digest"]
+
+
+def test_a_plan_that_does_nothing_leaves_graph_and_guards_alone() -> None:
+    gm = make_fx(lambda x: torch.exp(x.view(-1)), tracing_mode="symbolic")(torch.rand(4, 6))
+    shape_env = next(iter(gm.graph.nodes)).meta["val"].fake_mode.shape_env
+    before, guards = state(gm), list(shape_env.guards)
+    none = rule("test.none", where=[where.divisible("x", 0, 2), where.shape_eq("x", "x")])(lambda x: torch.exp(x))
+    none.replacement(lambda x: torch.sin(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert RuleSet("s", none).apply(gm).rewrites == 0
+    assert state(gm) == before
+    assert shape_env.guards == guards
