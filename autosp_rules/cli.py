@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
@@ -47,13 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FxRewriteError as error:
         return _fail(f"{type(error).__name__}: {error}", 1)
     except RankError as error:
-        print(error.traceback, end="", file=sys.stderr)
-        return _fail(str(error), 1)
+        return _fail(f"{error}{_keep(error.traceback)}", 1)
 
 
 def _fail(message: str, status: int) -> int:
     print(f"autosp: error: {message}", file=sys.stderr)
     return status
+
+
+def _keep(traceback: str) -> str:
+    """Write a rank's traceback to a file that stays, and say where."""
+    if not traceback:
+        return ""
+    with NamedTemporaryFile("w", prefix="autosp-", suffix=".log", delete=False) as file:
+        file.write(traceback)
+    return f" (traceback: {file.name})"
 
 
 # Arguments

@@ -152,6 +152,7 @@ def build_model(config: Any, seed: int = 0) -> nn.Module:
         model = model_class(config)
     except ValueError as error:
         raise JobError(f"{model_class.__name__} refuses its configuration: {' '.join(str(error).split())}") from error
+    model.loss_type = getattr(model, "loss_type", None) or "ForCausalLM"
     return model.train()
 
 

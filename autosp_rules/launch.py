@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from signal import Signals
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import torch
@@ -34,9 +35,9 @@ T = TypeVar("T")
 
 
 class RankError(RuntimeError):
-    """A rank failed; `str(error)` is its diagnosis.
+    """A rank failed; `str(error)` says in one line which and why.
 
-    `traceback` is that rank's, empty where the error is one of this project, whose message says everything.
+    `traceback` is that rank's, empty where the error is one of this project, whose message holds everything.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -90,11 +91,11 @@ def _run_rank(folder: Path, function: Callable[..., T], *args: Any) -> T:
 
 def _write_note(folder: Path, error: Exception) -> None:
     """Note this rank's error, in a file whose name sorts by time."""
-    diagnosed = _own_error(error) or error
+    diagnosed = _own_error(error)
     note = {
         "rank": dist.get_rank(),
-        "message": f"{type(diagnosed).__name__}: {diagnosed}",
-        "traceback": "" if isinstance(diagnosed, FxRewriteError) else "".join(traceback.format_exception(error)),
+        "message": f"{type(diagnosed).__name__}: {diagnosed}" if diagnosed else _headline(error),
+        "traceback": "" if diagnosed else "".join(traceback.format_exception(error)),
     }
     Path(folder, f"{time.time_ns()}-{note['rank']}.note").write_text(json.dumps(note))
 
@@ -104,6 +105,12 @@ def _own_error(error: BaseException | None) -> FxRewriteError | None:
     while error is not None and not isinstance(error, FxRewriteError):
         error = getattr(error, "inner_exception", None) or error.__cause__
     return error
+
+
+def _headline(error: Exception) -> str:
+    """The first paragraph of an error as one line; those of torch go on for pages."""
+    paragraph = str(error).strip().split("\n\n")[0]
+    return shorten(f"{type(error).__name__}: {paragraph}", 500, placeholder=" ...")
 
 
 def _diagnose(folder: Path, rank: int, failure: ProcessFailure) -> RankError:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxrewrite import Match, RuleSet, refuse, rule, where
+from fxrewrite import Literal, Match, RuleSet, refuse, rule, where
 from fxrewrite.backends import is_model_state
 from fxrewrite.ops import key
 from fxrewrite.spmd import Replicated, Shard, redistribute, require_divisible, size_hint
@@ -37,13 +37,13 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 @rule("autosp.shard_input_ids", where=[_is_call_input])
-def shard_input_ids(weight, ids):
+def shard_input_ids(weight, ids, padding_idx: Literal):
     """hidden states start sharded on the sequence, the last dimension of the ids"""
-    return torch.ops.aten.embedding(weight, ids)
+    return torch.ops.aten.embedding(weight, ids, padding_idx)
 
 
 @shard_input_ids.replacement
-def _(match: Match, weight: fx.Proxy, ids: fx.Proxy) -> fx.Proxy:
+def _(match: Match, weight: fx.Proxy, ids: fx.Proxy, padding_idx: int) -> fx.Proxy:
     """embedding(weight, redistribute(ids, R -> S(last)))"""
     axis, ids_node = match.context.axis, match["ids"]
     last = ids_node.meta["val"].dim() - 1
@@ -57,7 +57,7 @@ def _(match: Match, weight: fx.Proxy, ids: fx.Proxy) -> fx.Proxy:
             size=axis.size,
         )
     shard = match.call(redistribute, ids, Replicated(), Shard(last), axis)
-    return torch.ops.aten.embedding(weight, shard)
+    return torch.ops.aten.embedding(weight, shard, padding_idx)
 
 
 SEQUENCE_RULES = RuleSet("shard_input_ids", shard_input_ids)

@@ -152,7 +152,8 @@ class Rule:
                 _check_value(old, new)
             if effects.writers:
                 check_aliases(match, old, new, created, effects)
-        check_draws(match, created, self.rng, effects)
+        draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
+        check_draws(match, draws, self.rng, effects)
         made = set(created)
         for old, new in zip(match.outputs, results, strict=True):
             users = [user for user in old.users if user not in made] if made & old.users.keys() else None
@@ -164,7 +165,7 @@ class Rule:
         for node in nodes:
             if not node.users and node not in match.kept:
                 edit.erase(node)
-        effects.add(created)
+        effects.add(created, draws)
 
     def _results(self, returned: Any, match: Match, replacer: Replacer) -> list[fx.Node]:
         """The nodes that a replacement returned, one for each output."""

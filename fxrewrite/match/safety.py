@@ -34,23 +34,24 @@ class Effects:
             if node.target not in inert:
                 if node.op == "call_function" and not ops.may_have_effects(node.target):
                     inert.add(node.target)
-                self._note(node, list.append)
+                self._note(node)
             elif node.kwargs:
-                self._note(node, list.append)
+                self._note(node)
 
-    def add(self, nodes: Iterable[fx.Node]) -> None:
-        """Take in new nodes."""
+    def add(self, nodes: Iterable[fx.Node], draws: Iterable[fx.Node]) -> None:
+        """Take in new nodes, and those of them that draw."""
         for node in nodes:
-            self._note(node, bisect.insort)
+            if _writes(node):
+                bisect.insort(self.writers, node)
+        for node in draws:
+            bisect.insort(self.draws, node)
 
-    def _note(self, node: fx.Node, put: Any) -> None:
-        op = node.op
-        if op in ("placeholder", "output", "get_attr"):
-            return
-        if (op == "call_module" or ops.may_write(node.target) or "out" in node.kwargs) and ops.mutates(node):
-            put(self.writers, node)
-        if ops.may_draw(node.target) and ops.is_random(node):
-            put(self.draws, node)
+    def _note(self, node: fx.Node) -> None:
+        if node.op not in ("placeholder", "output", "get_attr"):
+            if _writes(node):
+                self.writers.append(node)
+            if ops.may_draw(node.target) and ops.is_random(node):
+                self.draws.append(node)
 
     def between(self, nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         """Those of `nodes` (writers or draws) that stand strictly between two nodes."""
@@ -62,6 +63,11 @@ class Effects:
     def after(self, nodes: list[fx.Node], first: fx.Node) -> Iterator[fx.Node]:
         """Those of `nodes` that stand behind a node."""
         return (node for node in nodes[bisect.bisect_right(nodes, first) :] if node not in self._erased)
+
+
+def _writes(node: fx.Node) -> bool:
+    possible = node.op == "call_module" or ops.may_write(node.target) or "out" in node.kwargs
+    return possible and ops.mutates(node)
 
 
 def check_region(match: Match, effects: Effects) -> None:
@@ -106,7 +112,7 @@ def check_aliases(match: Match, old: fx.Node, new: fx.Node, created: list[fx.Nod
             )
 
 
-def check_draws(match: Match, new: list[fx.Node], rng: str, effects: Effects) -> None:
+def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) -> None:
     """Refuse a replacement that draws other random numbers than the match did, unless the rule declares it.
 
     Raises:
@@ -115,7 +121,6 @@ def check_draws(match: Match, new: list[fx.Node], rng: str, effects: Effects) ->
     drawn = (
         sorted(node for node in match.nodes if node not in match.kept and ops.is_random(node)) if effects.draws else []
     )
-    draws = [node for node in new if ops.may_draw(node.target) and ops.is_random(node)]
     was, is_now = [ops.key(node) for node in drawn], [ops.key(node) for node in draws]
     if rng == "changes" or not (was or is_now):
         return

@@ -5,7 +5,7 @@ from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.context import SpmdContext, size_proxy
 from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape
-from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, view_map
+from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.localize import LocalizeShapes, global_shape
 from fxrewrite.spmd.propagate import PropagateLayouts, layout_of, redistribute
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
@@ -36,6 +36,7 @@ __all__ = [
     "is_same_layout",
     "layout_of",
     "local_shape",
+    "parse",
     "product",
     "redistribute",
     "require_divisible",

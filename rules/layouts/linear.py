@@ -1,6 +1,6 @@
 """Matrix products and lookups, in index notation."""
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size, parse
 
 __all__ = ["LAYOUTS"]
 
@@ -34,9 +34,16 @@ def matmul(call: Call) -> IndexMap | None:
     )
 
 
+def embedding(call: Call) -> IndexMap | None:
+    """!v d, i... -> i... d; a gradient scaled by frequency counts all ids, so it has no indices"""
+    if call.args.get("scale_grad_by_freq"):
+        return None
+    return parse("!v d, i... -> i... d").bind([call.shape(0), call.shape(1)])
+
+
 LAYOUTS = (
     LayoutRule("layout.linear", ("aten::linear",), "b... i, o i, +o? -> b... o"),
     LayoutRule("layout.matmul", ("aten::matmul", "aten::mm", "aten::bmm"), matmul),
     LayoutRule("layout.addmm", ("aten::addmm",), "+n, m k, k n -> m n"),
-    LayoutRule("layout.embedding", ("aten::embedding",), "!v d, i... -> i... d"),
+    LayoutRule("layout.embedding", ("aten::embedding",), embedding),
 )

@@ -40,7 +40,7 @@ def _gpt2() -> torch.nn.Module:
 
 def _bert() -> torch.nn.Module:
     config = transformers.BertConfig(
-        **_SMALL, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        **_SMALL, num_attention_heads=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, use_cache=False
     )
     return transformers.BertForMaskedLM(config)
 

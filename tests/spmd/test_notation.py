@@ -1,0 +1,72 @@
+"""Index notation: parsed, bound to shapes, and views split into common factors."""
+
+from __future__ import annotations
+
+import pytest
+
+from fxrewrite.spmd import IndexPart, Replicated, Shard, view_map
+from fxrewrite.spmd.notation import parse
+
+
+def test_linear_is_independent_in_its_rows() -> None:
+    indices = parse("b... i, o i, +o? -> b... o").bind([(2, 6, 8), (12, 8), None])
+    assert indices is not None
+    assert indices.operands == ((("b0",), ("b1",), ("i",)), (("o",), ("i",)))
+    assert indices.results == ((("b0",), ("b1",), ("o",)),)
+    assert indices.whole == frozenset()
+
+
+def test_an_operand_that_is_added_once_forbids_partial_sums() -> None:
+    indices = parse("b... i, o i, +o? -> b... o").bind([(2, 6, 8), (12, 8), (12,)])
+    assert indices is not None
+    assert indices.whole == {"i"}
+
+
+def test_shapes_that_do_not_fit() -> None:
+    notation = parse("m k, k n -> m n")
+    assert notation.bind([(2, 3), (3, 4, 5)]) is None
+    assert notation.bind([(2, 3)]) is None
+
+
+@pytest.mark.parametrize("text", ["a b", "a$ -> a", "(a b) -> a"])
+def test_text_that_is_no_notation(text: str) -> None:
+    with pytest.raises(ValueError, match="index notation"):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "layout", "expected"),
+    [
+        ((4, 6, 8), (24, 8), Shard(1), Shard(0, outer=4)),  # b s d -> (b s) d
+        ((24, 8), (4, 6, 8), Shard(0, outer=4), Shard(1)),
+        ((2, 16, 32), (2, 16, 4, 8), Shard(1), Shard(1)),
+        ((2, 16, 32), (2, 16, 4, 8), Shard(2), Shard(2)),  # (h d) sharded on h
+        ((2, 16, 4, 8), (2, 16, 32), Shard(2), Shard(2)),
+        ((2, 16, 4, 8), (2, 16, 32), Shard(3), Shard(2, outer=4)),
+        ((1, 16, 8), (16, 8), Shard(1), Shard(0)),
+        ((2, 3, 16), (6, 16), Shard(2), Shard(1)),
+        ((6, 4, 8), (4, 6, 8), Shard(2), Shard(2)),  # a block without common factors keeps what is behind it
+    ],
+)
+def test_views_carry_a_layout(
+    before: tuple[int, ...], after: tuple[int, ...], layout: Shard, expected: Shard
+) -> None:
+    indices = view_map(before, after)
+    part = indices.locate(indices.operands[0], layout)
+    assert part is not None
+    assert part.index not in indices.whole
+    assert indices.layout(indices.results[0], part) == expected
+
+
+def test_a_block_without_common_factors_must_be_whole() -> None:
+    indices = view_map((6, 4), (4, 6))
+    part = indices.locate(indices.operands[0], Shard(0))
+    assert part is not None
+    assert part.index in indices.whole
+
+
+def test_chunks_that_fall_between_indices_are_not_located() -> None:
+    indices = view_map((12, 5), (3, 4, 5))
+    assert indices.locate(indices.operands[0], Shard(0, outer=2)) is None
+    assert indices.locate(indices.operands[0], Shard(0, outer=3)) == IndexPart("v1", 1)
+    assert indices.locate(indices.operands[0], Replicated()) is None

@@ -1,0 +1,116 @@
+"""Propagation: who is sharded, who is gathered, what is said about it; the programs run and equal one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autosp_rules import AutoSPConfig
+from autosp_rules.transform import transform
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh, run_on_ranks
+
+IDS = torch.arange(32).reshape(2, 16) % 8
+
+
+class Body(nn.Module):
+    """Embedding, a function of hidden states [B, S, 8], and their mean square."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 8, dtype=torch.float64)
+        self.other = nn.Parameter(torch.randn(16, 8, dtype=torch.float64))
+        self.body = body
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.body(self, self.embed(ids), ids).square().mean()
+
+
+def check(body: Any, *, num_ranks: int = 2, ids: torch.Tensor = IDS) -> list[str]:
+    """Loss and gradients equal one device's; returns what the report says."""
+    model = Body(body)
+    found: list[Any] = []
+
+    def keep(gm: Any, example_inputs: list[Any]) -> Any:
+        found.extend((gm, list(example_inputs)))
+        return gm
+
+    torch.compile(model, backend=keep, fullgraph=True)(ids)
+    model.zero_grad()
+    loss = model(ids)
+    loss.backward()
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program, report = transform(found[0], AutoSPConfig(), axis_of(mesh, "sp"))
+        run = run_on_ranks(program, found[1], num_ranks, backward=0)
+    for outputs in run.outputs:
+        torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-12, atol=1e-12)
+    for value, grad in zip(found[1], run.mean_grads(), strict=True):
+        if isinstance(value, nn.Parameter) and value.grad is not None:
+            torch.testing.assert_close(grad, value.grad, rtol=1e-10, atol=1e-12)
+    return report.lines
+
+
+def gathers(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("gathered")]
+
+
+CLEAN: dict[str, Any] = {
+    "pointwise": lambda m, x, ids: F.gelu(x) * 2.0 + x,
+    "learned positions": lambda m, x, ids: x + m.other[: ids.shape[1]],
+    "global length in the arithmetic": lambda m, x, ids: x / ids.shape[1],
+    "matmul with a parameter": lambda m, x, ids: x @ m.other.T @ m.other,
+    "contraction over the sequence": lambda m, x, ids: x.transpose(1, 2) @ x,
+    "sum over the sequence": lambda m, x, ids: x.sum(1) * 3.0,
+    "mean over the sequence": lambda m, x, ids: x - x.mean(1, keepdim=True),
+    "flatten and back": lambda m, x, ids: x.reshape(-1, 8).tanh().view(2, 16, 8),
+    "split heads and join": lambda m, x, ids: x.view(2, 16, 2, 4).transpose(1, 2).exp().transpose(1, 2).reshape(2, 16, 8),
+    "stack and unbind": lambda m, x, ids: torch.stack([x, 2 * x], 1).unbind(1)[1],
+    "chunk": lambda m, x, ids: x.chunk(2, -1)[0] * x.chunk(2, -1)[1],
+    "mask from ids": lambda m, x, ids: x * (ids != 3).unsqueeze(-1),
+    "attention": lambda m, x, ids: F.scaled_dot_product_attention(
+        *(3 * [x.view(2, 16, 2, 4).transpose(1, 2)]), is_causal=True
+    ),
+}
+GATHERED: dict[str, Any] = {
+    "cumulative sum": lambda m, x, ids: x.cumsum(1) + x,
+    "softmax over the sequence": lambda m, x, ids: x.softmax(1) * x,
+    "shift": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
+    "last token": lambda m, x, ids: x[:, -1],
+    "eager attention": lambda m, x, ids: (x @ x.transpose(1, 2)).softmax(-1) @ x,
+    "no rule": lambda m, x, ids: torch.fft.fft(x, dim=1).real + x,
+    "maximum over the sequence": lambda m, x, ids: x.amax(1),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", CLEAN)
+def test_stays_sharded(name: str, num_ranks: int) -> None:
+    if name == "attention" and num_ranks == 4:
+        pytest.skip("two heads")
+    assert not gathers(check(CLEAN[name], num_ranks=num_ranks))
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_is_gathered_and_says_so(name: str) -> None:
+    assert gathers(check(GATHERED[name]))
+
+
+def test_dropout_that_draws_says_so() -> None:
+    class Drops(Body):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return F.dropout(self.embed(ids), 0.5).mean()
+
+    from autosp_rules import dry_run
+
+    _, report = dry_run(Drops(None), {"ids": IDS}, num_ranks=2)
+    assert any(line.startswith("random: ") for line in report.lines)
+
+
+def test_three_and_eight_ranks() -> None:
+    check(CLEAN["flatten and back"], num_ranks=8)
+    check(CLEAN["contraction over the sequence"], num_ranks=3, ids=torch.arange(30).reshape(2, 15) % 8)
