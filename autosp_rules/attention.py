@@ -62,8 +62,11 @@ def _(match: Match, k: fx.Proxy, src: Layout, dst: Layout, axis: Axis) -> fx.Pro
     moved = match.call(redistribute, k, src, dst, axis)
     one = aten.unsqueeze(moved, 2)
     many = aten.expand(one, [size_proxy(match, n) for n in (batch, kv_heads, repeats, length, head_dim)])
-    whole = aten.reshape(many, [size_proxy(match, n) for n in (batch, heads, length, head_dim)])
-    for made in (moved, one, many, whole):
+    # with one kv head a rank the reshape would be a view without a stride over heads, which inductor saves for the
+    # backward in a layout of its own choice and with the strides of the length at hand
+    copied = aten.contiguous(many)
+    whole = aten.reshape(copied, [size_proxy(match, n) for n in (batch, heads, length, head_dim)])
+    for made in (moved, one, many, copied, whole):
         match.edit.set_meta(made.node, "layout", Shard(1))
     return whole
 

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Only now: torch takes seconds to import, and --help and a mistyped option need none of it.
     from autosp_rules.job import JobError
     from autosp_rules.launch import RankError
-    from fxrewrite.errors import FxRewriteError
+    from fxrewrite import FxRewriteError
 
     try:
         return arguments.run(arguments)

@@ -118,55 +118,74 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 def build_config(model: str, overrides: Mapping[str, Any]) -> Any:
     """The configuration of a transformers `model_type`, or of a config.json, with overrides; nothing is downloaded."""
-    transformers = _transformers()
     settings: dict[str, Any] = {}
     model_type = model
     if model.endswith(".json") or Path(model).is_file():
         settings = _read_json(Path(model))
-        model_type = settings.pop("model_type", "")
-    known = list(transformers.CONFIG_MAPPING.keys())
-    if model_type not in known:
-        close = difflib.get_close_matches(model_type, known, n=5, cutoff=0.5)
-        hint = f"close: {', '.join(close)}" if close else "give a model_type such as llama, or a config.json"
-        raise JobError(f"model type {model_type!r} is unknown to transformers {transformers.__version__}; {hint}")
-    config_class = transformers.CONFIG_MAPPING[model_type]
+        model_type = settings.get("model_type", "")
+    config_class = _config_class(model_type)
     default = config_class()
     for name in overrides:
         if not hasattr(default, name):
-            close = difflib.get_close_matches(name, [*default.to_dict(), *default.attribute_map], n=3)
-            hint = f"; close: {', '.join(close)}" if close else ""
-            raise JobError(f"--set {name}: the configuration of {model_type} has no such key{hint}")
+            raise JobError(
+                f"--set {name}: the configuration of {model_type} has no such key"
+                + _close(name, [*default.to_dict(), *default.attribute_map])
+            )
+    settings = {**settings, **overrides}
+    vocabulary = settings.get("vocab_size", default.get_text_config().vocab_size)
+    for name, value in {**default.to_dict(), **settings}.items():
+        if name.endswith("_token_id") and isinstance(value, int) and value >= vocabulary:
+            settings[name] = None  # a token of the tokenizer that bytes replace
     try:
-        config = config_class.from_dict({**settings, **overrides})
+        config = config_class.from_dict(settings)
     except Exception as error:  # each configuration class validates in its own way
-        raise JobError(f"the configuration of {model_type} is refused: {' '.join(str(error).split())}") from error
+        raise JobError(f"the configuration of {model_type} is refused: {_one_line(error)}") from error
     config.use_cache = False  # a cache is for generation; training would only return it
     return config
 
 
+def _config_class(model_type: str) -> Any:
+    transformers = _transformers()
+    known = list(transformers.CONFIG_MAPPING.keys())
+    if model_type not in known:
+        raise JobError(
+            f"model type {model_type!r} is unknown to transformers {transformers.__version__}"
+            f"{_close(model_type, known)}; give a model_type such as llama, or the path of a config.json"
+        )
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    mappings = (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MASKED_LM_MAPPING)
+    if not any(config_class in mapping for mapping in mappings):
+        raise JobError(f"model type {model_type!r} has no causal or masked language model in transformers")
+    return config_class
+
+
+def _close(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5)
+    return f" (close: {', '.join(close)})" if close else ""
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 def build_model(config: Any, seed: int = 0) -> nn.Module:
-    """The language model of a configuration, in float32, random weights from `seed`, ready to train."""
-    model_class = _model_class(config)
+    """The language model of a configuration, in float32, random weights from `seed`, ready to train.
+
+    It predicts the next token, or, for encoders, hidden ones.
+    """
+    transformers = _transformers()
+    model_class = transformers.MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
+    is_encoder = getattr(model_class, "__name__", "").endswith("ForMaskedLM")
+    if not is_encoder or getattr(config, "is_decoder", False):
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     torch.manual_seed(seed)
     try:
         model = model_class(config)
     except ValueError as error:
-        raise JobError(f"{model_class.__name__} refuses its configuration: {' '.join(str(error).split())}") from error
-    model.loss_type = getattr(model, "loss_type", None) or "ForCausalLM"
+        raise JobError(f"{model_class.__name__} refuses its configuration: {_one_line(error)}") from error
+    if model.loss_type is None:  # GPT-2 and others: transformers then logs a warning in forward, which breaks the graph
+        model.loss_type = "ForCausalLM"  # what it falls back to
     return model.train()
-
-
-def _model_class(config: Any) -> Any:
-    """The class that predicts the next token, or for encoders the hidden ones."""
-    transformers = _transformers()
-    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    masked = transformers.MODEL_FOR_MASKED_LM_MAPPING.get(type(config), None)
-    is_encoder = masked is not None and masked.__name__.endswith("ForMaskedLM")
-    if is_encoder and not getattr(config, "is_decoder", False):
-        return masked
-    if causal is None:
-        raise JobError(f"model type {config.model_type!r} has no causal or masked language model in transformers")
-    return causal
 
 
 def is_masked(model: nn.Module) -> bool:
@@ -194,8 +213,7 @@ def num_parameters(config: Any) -> int:
 
 
 def check_sizes(job: Job, config: Any) -> None:
-    """Raise JobError where there is no such language model, or the job's sizes contradict each other or the model's."""
-    _model_class(config)
+    """Raise JobError where the job's sizes contradict each other or the model's."""
     for name in ("seq_len", "batch", "ranks", "steps"):
         if getattr(job, name) < 1:
             raise JobError(f"--{name.replace('_', '-')} must be at least 1")

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from fxrewrite.errors import FxRewriteError
+from fxrewrite import FxRewriteError
 
 __all__ = ["RankError", "launch"]
 

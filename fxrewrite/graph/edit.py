@@ -175,8 +175,7 @@ class Edit:
         if node.users:
             users = ", ".join(f"%{user.name}" for user in node.users)
             raise InvariantError(f"%{node.name} cannot be erased: it is used by {users}; replace its uses first")
-        self._journal.append(("args", node, node.args, node.kwargs))
-        self._journal.append(("erase", node))
+        self._journal.append(("erase", node, node.args, node.kwargs))
         node._update_args_kwargs((), {})
         self.erased.add(node)
 
@@ -263,6 +262,7 @@ class Edit:
                     node.meta[key] = value
             elif kind == "erase":
                 self.erased.discard(node)
+                node._update_args_kwargs(*before)
             else:
                 self.graph.erase_node(node)
                 _forget_name(self.graph, node)

@@ -120,15 +120,15 @@ class Program(Generic[Owner]):
     def roots(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
         """The nodes at which some pattern can have its first output, with their operators."""
         runs = self._runs
-        hopeless: set[Any] = set()  # targets none of whose calls can be a root
+        hopeless: set[int] = set()  # ids of targets none of whose calls can be a root; overloads hash slowly
         for node in nodes:
-            if node.target in hopeless:
+            if id(node.target) in hopeless:
                 continue
             key = ops.key(node)
             if key in runs:
                 yield node, key
             elif node.op == "call_function" and runs.keys().isdisjoint(ops.possible_keys(node.target)):
-                hopeless.add(node.target)
+                hopeless.add(id(node.target))
 
     def find(self, node: fx.Node, key: str) -> Iterator[tuple[Owner, Match]]:
         """The matches whose first output is this node with this operator, by priority of their owners."""

@@ -29,11 +29,11 @@ class Effects:
         self._erased = erased
         self.writers: list[fx.Node] = []
         self.draws: list[fx.Node] = []
-        inert: set[Any] = set()
+        inert: set[int] = set()  # ids of targets, which hash faster than overloads
         for node in nodes:
-            if node.target not in inert:
+            if id(node.target) not in inert:
                 if node.op == "call_function" and not ops.may_have_effects(node.target):
-                    inert.add(node.target)
+                    inert.add(id(node.target))
                 self._note(node)
             elif node.kwargs:
                 self._note(node)

@@ -97,11 +97,16 @@ class Candidate:
             return self._values[path]
         except KeyError:
             pass
-        assert path.parent is not None
-        try:
-            found = self.bound(path.parent)[path.step]
-        except (KeyError, IndexError, TypeError):
-            found = ABSENT
+        parent, step = path.parent, path.step
+        assert parent is not None
+        layout = self._layouts.get(parent)
+        if layout is not None and step in layout.plain:
+            found = self._values[parent].args[layout.plain[step]]
+        else:
+            try:
+                found = self.bound(parent)[step]
+            except (KeyError, IndexError, TypeError):
+                found = ABSENT
         self._values[path] = found
         return found
 

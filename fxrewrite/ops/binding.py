@@ -43,6 +43,7 @@ class Layout:
         base: every name in schema order with its default; a call overwrites the given ones, which keeps the order.
         positions: (name, index in args) of what is passed by position.
         keywords: (name, keyword) of what is passed by keyword.
+        plain: (position by name) for what is passed by position and needs no conversion.
         rest: name and first index of a list that is spread over the positional arguments.
         convert: name -> function of the Python value, for wrappers.
     """
@@ -60,6 +61,11 @@ class Layout:
     keywords: tuple[tuple[str, str], ...]
     rest: tuple[str, int] | None = None
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
+    plain: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        converted = {*self.listed, *self.floats, *self.convert}
+        object.__setattr__(self, "plain", {name: i for name, i in self.positions if name not in converted})
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The values by schema name, in schema order, defaults filled in."""

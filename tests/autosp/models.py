@@ -62,9 +62,11 @@ def _prototype(name: str) -> torch.nn.Module:
     return MODELS[name]().double().train()
 
 
-def build(name: str, *, checkpointing: bool = False) -> torch.nn.Module:
-    """A fresh float64 model; the same weights every time."""
+def build(name: str, *, checkpointing: bool = False, layers: int = 2) -> torch.nn.Module:
+    """A fresh float64 model of at most two layers; the same weights every time."""
     model = copy.deepcopy(_prototype(name))
+    for stack in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+        del stack[layers:]
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model

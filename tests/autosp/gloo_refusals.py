@@ -1,0 +1,63 @@
+"""One rank of a run in which the ranks do not agree: `python gloo_refusals.py <case> <folder for results>`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from autosp_rules import autosp
+
+IDS = torch.arange(32).reshape(2, 16) % 8
+
+
+class Model(nn.Module):
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.activation = nn.Embedding(8, 4), activation()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.embed(ids)).mean()
+
+
+def different_graphs(rank: int) -> None:
+    torch.compile(Model(nn.GELU if rank else nn.SiLU), backend=autosp("eager"))(IDS)
+
+
+def one_rank_never_compiles(rank: int) -> None:
+    if rank == 0:
+        torch.compile(Model(nn.SiLU), backend=autosp("eager", timeout=3.0))(IDS)
+    else:
+        raise ValueError("rank 1 is elsewhere")
+
+
+def entry_point_and_mesh(rank: int) -> None:
+    """Two replicas of a sequence over two ranks each, the backend by name; every replica gets its own batch's mean."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    torch.manual_seed(0)
+    model, ids = Model(nn.SiLU), (IDS + rank // 2) % 8
+    expected = model(ids)
+    loss = torch.compile(model, backend="autosp", options={"inner": "eager", "mesh": mesh})(ids)
+    torch.testing.assert_close(loss, expected)
+
+
+def main() -> None:
+    case, folder = sys.argv[1], Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    message = "done"
+    try:
+        globals()[case](rank)
+    except Exception as error:
+        message = str(error)
+    (folder / f"rank{rank}.txt").write_text(message)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
