@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -51,7 +51,7 @@ def launch(function: Callable[..., T], *args: Any, ranks: int) -> T:
     `function` belongs to a module and `args` pickle. The machine's cores are shared out evenly as threads.
 
     Raises:
-        RankError: a rank failed; all have ended.
+        RankError: a rank failed, or a signal such as Ctrl-C came; all have ended.
     """
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -71,6 +71,8 @@ def launch(function: Callable[..., T], *args: Any, ranks: int) -> T:
             return elastic_launch(config, _run_rank)(Path(folder), function, *args)[0]
         except ChildFailedError as error:
             raise _diagnose(Path(folder), *error.get_first_failure()) from None
+        except SignalException as error:
+            raise RankError(f"stopped by {error.sigval.name}") from None
 
 
 def _run_rank(folder: Path, function: Callable[..., T], *args: Any) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from pydantic import BaseModel
 from torch import fx
 
@@ -122,7 +123,7 @@ def _bytes_sent(kind: str, node: fx.Node, axis: Axis) -> int:
 def _requiring_grad(gm: fx.GraphModule) -> set[fx.Node]:
     """Nodes through which a gradient flows to a parameter or input, under the grad mode of their region."""
     grads: set[fx.Node] = set()
-    enabled = True
+    enabled = torch.is_grad_enabled()
     for node in gm.graph.nodes:
         if getattr(node.target, "__name__", "") == "_set_grad_enabled":
             enabled = bool(node.args[0])

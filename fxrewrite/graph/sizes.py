@@ -15,7 +15,7 @@ from torch.fx.experimental.symbolic_shapes import guarding_hint_or_throw, static
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-__all__ = ["Size", "SizeNodes", "divide_exactly", "hoist_sizes", "is_same_size", "product", "require_divisible", "size_hint"]
+__all__ = ["Size", "SizeNodes", "divide_exactly", "hoist_sizes", "is_broadcast", "is_same_size", "product", "require_divisible", "size_hint"]
 
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
@@ -24,6 +24,11 @@ Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx
 def is_same_size(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for every length that the graph admits; never adds a guard."""
     return bool(a == b) if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
+
+
+def is_broadcast(size: Size, to: Size) -> bool:
+    """Whether a dimension of `size` is repeated where the result has `to`; sizes that broadcast are equal otherwise."""
+    return is_same_size(size, 1) and not is_same_size(to, 1)
 
 
 def divide_exactly(a: Size, b: Size) -> Size | None:
@@ -97,7 +102,6 @@ class SizeNodes:
         if isinstance(found, tuple):
             tensor, dim = found
             found = self._tracer.create_node("call_function", torch.ops.aten.sym_size.int, (tensor, dim), {})
-            found.meta["val"] = tensor.meta["val"].shape[dim]
             self._symbols[symbol] = found
         return found
 
@@ -110,7 +114,9 @@ class _SizeTracer(fx.proxy.GraphAppendingTracer):
         self._anchor, self._create = anchor, create
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:  # pyright: ignore
-        return self._create(target, args, self._anchor)
+        node = self._create(target, args, self._anchor)
+        node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
+        return node
 
 
 def _write(graph: fx.Graph) -> Create:

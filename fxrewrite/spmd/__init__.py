@@ -1,6 +1,6 @@
 """Layouts over a mesh axis: index notation, layout rules, propagation and process groups."""
 
-from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, require_divisible, size_hint
+from fxrewrite.graph.sizes import Size, divide_exactly, is_broadcast, is_same_size, product, require_divisible, size_hint
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.context import SpmdContext, size_proxy
 from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank
@@ -33,6 +33,7 @@ __all__ = [
     "divide_exactly",
     "global_shape",
     "is_same_size",
+    "is_broadcast",
     "is_same_layout",
     "layout_of",
     "local_shape",

@@ -21,7 +21,7 @@ from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import require_divisible, size_hint
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import declare_pure, is_barrier, is_pure, is_random, mutates
+from fxrewrite.ops import declare_pure, is_pure, is_random, mutates
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout
@@ -73,8 +73,10 @@ class PropagateLayouts:
         for node, decision in decisions.items():
             if decision.gathered:
                 report.lines.append(_gather_line(node, decision, context.axis))
-            if is_random(node) and any(isinstance(g, Shard) for g in decision.gives):
-                report.lines.append(f"random: %{node.name} draws its own numbers on each rank {source_line(node)}".rstrip())
+            if is_random(node):
+                sharded = any(isinstance(layout, Shard) for layout in decision.gives)
+                what = "each rank draws the numbers of its chunk" if sharded else "every rank must draw alike: seed them so"
+                report.lines.append(f"random: %{node.name} {source_line(node)}: {what}")
         return _write(edit, decisions, context.axis, self.name)
 
     def text(self) -> str:
@@ -289,8 +291,8 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
     made: dict[tuple[fx.Node, str, int], fx.Node] = {}
     region = changes = 0
     for node in list(edit.graph.nodes):
-        if is_barrier(node):
-            region += 1  # a value made without autograd must not serve a region that has it
+        if mutates(node):
+            region += 1  # what was made before a write, or under another autograd mode, must not serve what comes after
         decision = decisions[node]
         if decision.gives:
             edit.set_meta(node, "layout", decision.gives[0] if len(decision.gives) == 1 else decision.gives)

@@ -6,7 +6,7 @@ Sharding moves from the sequence to the heads: an all-to-all each for q, k, v an
 (Jacobs et al., 2023, section 3). Where the heads do not divide over the axis, it refuses.
 """
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_same_size
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_broadcast, is_same_size
 
 __all__ = ["LAYOUTS"]
 
@@ -32,7 +32,7 @@ def attention(call: Call) -> IndexMap | None:
         head, kv_head = ("g", "r"), ("g",)
 
     def batch(shape) -> list[tuple[str, ...]]:
-        return [(f"b{i}",) if is_same_size(size, result[i]) else () for i, size in enumerate(shape[:-3])]
+        return [() if is_broadcast(size, result[i]) else (f"b{i}",) for i, size in enumerate(shape[:-3])]
 
     operands: list[Terms] = [
         (*batch(q), head, ("q",), ("d",)),
@@ -49,7 +49,7 @@ def _mask(shape, full, head: tuple[str, ...]) -> Terms:
     """The mask's terms: it broadcasts over any of b, h, q and k."""
     names = [*((f"b{i}",) for i in range(len(full) - 3)), head, ("q",), ("k",)]
     offset = len(full) - len(shape)
-    return tuple(names[offset + i] if is_same_size(size, full[offset + i]) else () for i, size in enumerate(shape))
+    return tuple(() if is_broadcast(size, full[offset + i]) else names[offset + i] for i, size in enumerate(shape))
 
 
 LAYOUTS = (

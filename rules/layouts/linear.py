@@ -1,6 +1,6 @@
 """Matrix products and lookups, in index notation."""
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size, parse
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_broadcast, parse
 
 __all__ = ["LAYOUTS"]
 
@@ -25,7 +25,7 @@ def matmul(call: Call) -> IndexMap | None:
     def batch_terms(shape):
         own = shape[: max(len(shape) - 2, 0)]
         offset = len(batch) - len(own)
-        return [(f"b{offset + i}",) if is_same_size(size, batch[offset + i]) else () for i, size in enumerate(own)]
+        return [() if is_broadcast(size, batch[offset + i]) else (f"b{offset + i}",) for i, size in enumerate(own)]
 
     return IndexMap(
         ((*batch_terms(left), *left_core), (*batch_terms(right), *right_core)),

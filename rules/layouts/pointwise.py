@@ -6,7 +6,7 @@ numbers of its own chunk.
 
 from collections.abc import Sequence
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, is_same_size
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, is_broadcast
 
 __all__ = ["LAYOUTS", "broadcast"]
 
@@ -22,7 +22,7 @@ def broadcast(call: Call) -> IndexMap:
 def _aligned(operand: Sequence[Size], result: Sequence[Size]) -> Terms:
     offset = len(result) - len(operand)
     return tuple(
-        (f"p{offset + dim}",) if is_same_size(size, result[offset + dim]) else () for dim, size in enumerate(operand)
+        () if is_broadcast(size, result[offset + dim]) else (f"p{offset + dim}",) for dim, size in enumerate(operand)
     )
 
 

@@ -1,6 +1,6 @@
 """Operators that only move data: views, permutes, joins and cuts."""
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size, view_map
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_broadcast, is_same_size, view_map
 
 __all__ = ["LAYOUTS"]
 
@@ -23,7 +23,7 @@ def expand(call: Call) -> IndexMap:
     before, after = call.shape(), call.result_shapes()[0]
     offset = len(after) - len(before)
     operand = tuple(
-        (f"d{offset + dim}",) if is_same_size(size, after[offset + dim]) else () for dim, size in enumerate(before)
+        () if is_broadcast(size, after[offset + dim]) else (f"d{offset + dim}",) for dim, size in enumerate(before)
     )
     sizes = {f"d{dim}": size for dim, size in enumerate(after)}
     return IndexMap((operand,), (_terms(len(after)),), sizes)

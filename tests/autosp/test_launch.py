@@ -57,6 +57,12 @@ def test_a_rank_that_leaves_without_a_word_is_named() -> None:
         launch(os._exit, 3, ranks=1)
 
 
+def test_ctrl_c_stops_all_ranks() -> None:
+    code = f"{WAIT}wait() if dist.get_rank() == 0 else (os.kill(os.getppid(), 2), __import__('time').sleep(60))"
+    with pytest.raises(RankError, match=r"^stopped by SIGINT$"):
+        launch(exec, code, {}, ranks=2)
+
+
 def test_launching_leaves_nothing_behind() -> None:
     launch(dist.get_rank, ranks=1)
     assert not dist.is_initialized()
