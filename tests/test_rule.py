@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite.errors import FxRewriteError, RefusedError, RuleDefinitionError, refuse
-from fxrewrite.pattern import Literal, shared
+from fxrewrite.pattern import Literal, Pattern, cap, loose, op, shared, where
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule, rule
@@ -49,7 +49,7 @@ def silu_rule() -> Rule:
 X = torch.rand(2, 3)
 
 
-# What other engines get wrong (shared/PEERS.md)
+# What other engines get wrong
 
 
 def test_a_match_across_an_inplace_operation_is_refused() -> None:
@@ -265,6 +265,55 @@ def test_a_replacement_may_wrap_the_original_and_drop_what_it_does_not_use() -> 
 
 
 # Replacements
+
+
+def test_a_constraint_and_a_replacement_may_read_the_root() -> None:
+    halves = where.predicate("x", "root", text="halves")(lambda x, root: root.meta["val"].shape[1] * 2 == x.meta["val"].shape[1])
+    it = Rule("test.it", Pattern((loose(op("aten::slice", cap("x"))),), (halves,)))
+    it.replacement(lambda root, x: torch.neg(root))
+    gm = traced(lambda x: (x[:, :2], x[:, :3]), torch.rand(2, 4))
+    assert apply(gm, it).rewrites == 1
+    assert targets(gm).count("aten.neg.default") == 1
+    with pytest.raises(RuleDefinitionError, match="root is the name of the first output"):
+        Pattern((op("aten::neg", cap("root")),))
+
+
+def test_a_replacement_may_use_any_node_and_the_transaction() -> None:
+    def with_first_input(match, x):
+        first = next(iter(match.edit.graph.nodes))
+        result = torch.sub(x, match.proxy(first))
+        match.edit.set_meta(result.node, "mark", "here")
+        return result
+
+    gm = traced(lambda a, x: torch.relu(x) + a, X, X + 1)
+    apply(gm, made(lambda x: torch.relu(x), with_first_input))
+    assert torch.allclose(gm(X, X + 1), (X + 1 - X) + X)
+    assert [n.meta["mark"] for n in gm.graph.nodes if "mark" in n.meta] == ["here"]
+
+
+def test_an_optional_rule_may_refuse_in_an_atomic_set() -> None:
+    def refuses(x):
+        refuse("not today")
+
+    gm = traced(lambda x: torch.relu(x) + torch.exp(x), X)
+    careful = made(lambda x: torch.relu(x), refuses, optional=True)
+    other = rule("test.other")(lambda x: torch.exp(x))
+    other.replacement(lambda x: torch.expm1(x))
+    report = apply(gm, careful, other, atomic=True)
+    assert [str(r.reason) for r in report.refusals] == ["not today"]
+    assert report["test.other"].rewrites == 1
+    with pytest.raises(RefusedError, match="not today"):
+        apply(traced(lambda x: torch.relu(x), X), made(lambda x: torch.relu(x), refuses), atomic=True)
+
+
+def test_equal_calls_of_repeated_layers_share_one_fake_value() -> None:
+    def replacement(x):
+        return torch.exp(x) - 1
+
+    gm = traced(lambda x: torch.expm1(x) + torch.expm1(x), X)
+    apply(gm, made(lambda x: torch.expm1(x), replacement))
+    first, second = gm.graph.find_nodes(op="call_function", target=aten.exp.default)
+    assert first.meta["val"] is second.meta["val"]
 
 
 def test_replacements_read_shapes_literals_and_context() -> None:

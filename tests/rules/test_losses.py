@@ -1,0 +1,60 @@
+"""A mean over tokens and the sum by the count are one number, with all that the loss takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rules.losses import LOSSES
+
+LOGITS = torch.randn(12, 5, dtype=torch.float64)
+TARGET = torch.randint(0, 5, (12,))
+SOME = torch.where(torch.arange(12) % 3 == 0, -100, TARGET)
+WEIGHT = torch.rand(5, dtype=torch.float64) + 0.1
+CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+    "plain": (TARGET, {}),
+    "ignored": (SOME, {}),
+    "other index": (TARGET, {"ignore_index": 2}),
+    "weights": (SOME, {"weight": WEIGHT}),
+    "smoothing": (SOME, {"label_smoothing": 0.1}),
+    "weights and smoothing": (SOME, {"weight": WEIGHT, "label_smoothing": 0.3}),
+    "probabilities": (torch.rand(12, 5, dtype=torch.float64).softmax(-1), {}),
+    "nothing counts": (torch.full((12,), -100), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mean_is_sum_by_count(case: str) -> None:
+    target, options = CASES[case][0], dict(CASES[case][1])
+
+    inputs = (target, options.pop("weight")) if "weight" in options else (target,)
+
+    def loss(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        return F.cross_entropy(logits, target, weight, **options)
+
+    gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(LOGITS, *inputs)
+    report = LOSSES.apply(gm, context=_Sizes())
+    assert report["losses.mean_to_sum"].rewrites == 1
+    a, b = LOGITS.clone().requires_grad_(), LOGITS.clone().requires_grad_()
+    expected, found = loss(a, *inputs), gm(b, *inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0, equal_nan=True)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(b.grad, a.grad, rtol=1e-12, atol=1e-15, equal_nan=True)
+    assert LOSSES.apply(gm, context=_Sizes()).rewrites == 0
+
+
+def test_a_sum_is_left_alone() -> None:
+    gm = make_fx(lambda x, t: F.cross_entropy(x, t, reduction="sum"), tracing_mode="fake", pre_dispatch=True)(LOGITS, TARGET)
+    assert LOSSES.apply(gm, context=_Sizes()).rewrites == 0
+
+
+class _Sizes:
+    """A context whose sizes are plain integers."""
+
+    def size_nodes(self, edit: Any) -> Any:
+        return int
