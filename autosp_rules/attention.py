@@ -2,9 +2,9 @@
 
     redistribute(repeat_kv(k), S(2) -> S(1))  ->  repeat_kv(redistribute(k, S(2) -> S(1)))
 
-Propagation finds that attention needs the sequence whole and its heads do not need each other, and so moves q, k, v and the
-result between sequence and heads: four all-to-alls a layer. With grouped queries k and v would travel as often as they
-are repeated; this rule moves the all-to-all in front of the repeat: 0.625 of the bytes with 32 / 8 heads.
+Propagation finds that attention needs the sequence whole and its heads do not need each other, and so moves q, k, v
+and the result between sequence and heads: four all-to-alls a layer. With grouped queries k and v would travel as often
+as they are repeated; this rule moves the all-to-all in front of the repeat: 0.625 of the bytes with 32 / 8 heads.
 Refuses kv heads that do not divide over the axis; k and v then travel repeated, which is as exact.
 Shapes: k [B, KV, S, D] -> [B, KV, R, S, D] -> [B, KV * R, S, D].
 Numerics: exact. Source: DeepSpeed-Ulysses (arXiv 2309.14509, section 3).

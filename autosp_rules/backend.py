@@ -55,8 +55,8 @@ def autosp(
 ) -> AutoSPBackend:
     """The backend for `torch.compile(model, backend=autosp(...))`.
 
-    Every rank passes the whole batch; the loss that the model returns is the global loss, and parameter gradients averaged
-    over the ranks of the axis are the single-device gradients.
+    Every rank passes the whole batch; the loss that the model returns is the global loss, and parameter gradients
+    averaged over the ranks of the axis are the single-device gradients.
 
     Args:
         inner: backend that compiles the rewritten graph.

@@ -16,17 +16,18 @@ class AutoSPConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     inner: str | Callable[..., Any] = Field(
-        "inductor", description="backend that compiles the rewritten graph: a registered name or a callable"
+        default="inductor", description="backend that compiles the rewritten graph: a registered name or a callable"
     )
-    axis: str = Field("sp", description="name of the mesh axis over which the sequence is sharded")
+    axis: str = Field(default="sp", description="name of the mesh axis over which the sequence is sharded")
     strict: bool = Field(
-        False, description="refuse an operator without a layout rule instead of running it on the gathered value"
+        default=False,
+        description="refuse an operator without a layout rule instead of running it on the gathered value",
     )
     outputs: Literal["auto", "shard", "gather"] = Field(
-        "auto",
+        default="auto",
         description="how sharded outputs other than scalars return: each rank's own chunk (shard), whole on every rank "
         "(gather), or auto: chunks where the graph also returns a scalar loss, else whole",
     )
     timeout: float = Field(
-        300.0, gt=0, description="seconds to wait at compile time for the other ranks to show the same graph"
+        default=300.0, gt=0, description="seconds to wait at compile time for the other ranks to show the same graph"
     )

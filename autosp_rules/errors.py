@@ -8,7 +8,7 @@ __all__ = ["AutoSPError"]
 
 
 class AutoSPError(RefusedError):
-    """A model or input that AutoSP cannot run exactly; `rule`, `reason`, `node`, `source` and `hint` say why and where."""
+    """A model or input that AutoSP cannot run exactly; `rule`, `reason`, `node`, `source`, `hint` say why and where."""
 
     @classmethod
     def of(cls, reason: str, *, rule: str = "autosp", hint: str = "") -> AutoSPError:

@@ -11,7 +11,12 @@ from fxrewrite.spmd import COLLECTIVES, Axis, size_hint
 
 __all__ = ["AutoSPReport", "Collective"]
 
-_ADJOINT = {"all_to_all": "all_to_all", "all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "all_reduce": "all_reduce"}
+_ADJOINT = {
+    "all_to_all": "all_to_all",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+}
 
 
 class Collective(BaseModel):
@@ -45,7 +50,9 @@ class AutoSPReport(BaseModel):
     def of_one_rank(axis: Axis) -> AutoSPReport:
         """The report of a graph that was left alone."""
         line = f"axis {axis.name} has one rank: the graph went to the inner backend as it was"
-        return AutoSPReport(axis=axis.name, num_ranks=1, rewrites={}, slices=0, collectives=[], refusals=[], lines=[line])
+        return AutoSPReport(
+            axis=axis.name, num_ranks=1, rewrites={}, slices=0, collectives=[], refusals=[], lines=[line]
+        )
 
     @property
     def bytes_sent(self) -> int:
@@ -57,7 +64,10 @@ class AutoSPReport(BaseModel):
         rows.append(f"  transform            {self.seconds:.2f} s")
         rows += [f"  rule  {rule:<40} {count:>6}" for rule, count in self.rewrites.items()]
         rows.append(f"  slices {self.slices:>46}")
-        rows += [f"  {c.kind:<16} {c.direction:<9} {c.count:>6} x {c.bytes_sent:>16,} bytes sent per rank and step" for c in self.collectives]
+        rows += [
+            f"  {c.kind:<16} {c.direction:<9} {c.count:>6} x {c.bytes_sent:>16,} bytes sent per rank and step"
+            for c in self.collectives
+        ]
         rows.append(f"  refusals             {len(self.refusals)}")
         rows += [f"    {refusal}" for refusal in self.refusals]
         rows += [f"  note: {line}" for line in self.lines]
@@ -131,7 +141,10 @@ def _requiring_grad(gm: fx.GraphModule) -> set[fx.Node]:
         if node.op == "placeholder":
             if getattr(node.meta.get("example_value", value), "requires_grad", False):
                 grads.add(node)
-        elif enabled and any(n in grads for n in node.all_input_nodes):
-            if not hasattr(value, "dtype") or value.is_floating_point() or value.is_complex():
-                grads.add(node)
+        elif (
+            enabled
+            and any(n in grads for n in node.all_input_nodes)
+            and (not hasattr(value, "dtype") or value.is_floating_point() or value.is_complex())
+        ):
+            grads.add(node)
     return grads

@@ -6,6 +6,8 @@
     insert_attention_all_to_all   those at attention move in front of the repeat of k and v
     propagate_shapes              S -> S/P
     shard_label_ids, ...          redistributions become slices and collectives
+
+Numerics and sources stand with the rules, each in its own file.
 """
 
 from autosp_rules.attention import ATTENTION_RULES

@@ -4,9 +4,9 @@
 
 Matches an embedding whose index is an integer input of the model's call: token ids, segment ids, given positions.
 Refuses a sequence that does not divide over the axis.
-All else is sharded because something sharded asks for it. Rotary tables, learned positions and shifted labels are computed
-from whole inputs and sliced, so a label is shifted before it is sliced.
-Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids, labels and positions at the inputs instead.
+All else is sharded because something sharded asks for it. Rotary tables, learned positions and shifted labels are
+computed from whole inputs and sliced, so a label is shifted before it is sliced.
+Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids, labels and positions at the inputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from fxrewrite.spmd import Replicated, Shard, redistribute, require_divisible, s
 
 __all__ = ["SEQUENCE_RULES", "shard_input_ids"]
 
-_SAME_IDS = {"aten::view", "aten::reshape", "aten::to", "aten::contiguous", "aten::clone", "aten::expand", "aten::unsqueeze"}
+_VIEWS = {"aten::view", "aten::reshape", "aten::expand", "aten::unsqueeze"}
+_SAME_IDS = {*_VIEWS, "aten::to", "aten::contiguous", "aten::clone"}
 """Operators through which an input is still the same ids."""
 
 
@@ -37,7 +38,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 @rule("autosp.shard_input_ids", where=[_is_call_input])
-def shard_input_ids(weight, ids, padding_idx: Literal):
+def shard_input_ids(weight: torch.Tensor, ids: torch.Tensor, padding_idx: Literal) -> torch.Tensor:
     """hidden states start sharded on the sequence, the last dimension of the ids"""
     return torch.ops.aten.embedding(weight, ids, padding_idx)
 

@@ -20,7 +20,7 @@ __all__ = ["transform"]
 
 
 def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.GraphModule, AutoSPReport]:
-    """The sequence-parallel program of `gm` over `axis`, the same on every rank, and what was done; `gm` stays as it is.
+    """The sequence-parallel program of `gm` over `axis`, the same on every rank, and what was done; `gm` is unchanged.
 
     Inputs stay whole on every rank. Raises AutoSPError where it cannot be done exactly.
     """
@@ -56,12 +56,14 @@ class _OutputPolicy:
             return Replicated()
         shape = tuple(size_hint(n) for n in node.meta["val"].shape)
         if self._keep:
-            self.lines.append(f"output %{node.name} {shape} returns as this rank's chunk {layout}; outputs='gather' returns it whole")
+            what = f"output %{node.name} {shape} returns as this rank's chunk {layout}"
+            self.lines.append(f"{what}; outputs='gather' returns it whole")
             return layout
         return Replicated()
 
 
 def _num_tokens(gm: fx.GraphModule) -> int:
     """Tokens of the whole batch, from the lookups that are sharded; 0 where there are none."""
-    sharded = [n for n in gm.graph.nodes if n.op == "call_function" and key(n) == "aten::embedding" and "global_shape" in n.meta]
-    return max((size_hint(product(node.meta["global_shape"][:-1])) for node in sharded), default=0)
+    calls = [node for node in gm.graph.nodes if node.op == "call_function" and "global_shape" in node.meta]
+    shapes = [node.meta["global_shape"] for node in calls if key(node) == "aten::embedding"]
+    return max((size_hint(product(shape[:-1])) for shape in shapes), default=0)

@@ -17,7 +17,20 @@ if TYPE_CHECKING:
     )
     from fxrewrite.graph import Edit, graph_diff, graph_digest, graph_text, normalize
     from fxrewrite.match import Match
-    from fxrewrite.pattern import Constraint, Literal, Maybe, Pattern, any_, cap, either, loose, maybe, op, shared, where
+    from fxrewrite.pattern import (
+        Constraint,
+        Literal,
+        Maybe,
+        Pattern,
+        any_,
+        cap,
+        either,
+        loose,
+        maybe,
+        op,
+        shared,
+        where,
+    )
     from fxrewrite.plan import Plan, RuleSet
     from fxrewrite.report import Report
     from fxrewrite.rule import Rule, rule

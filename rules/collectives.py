@@ -174,6 +174,4 @@ def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
     return _Lowering(match).exchange("reduce_scatter", x, src, dst)
 
 
-COLLECTIVE_RULES = RuleSet(
-    "collectives", slice_chunk, all_gather, all_to_all, all_reduce, reduce_scatter
-)
+COLLECTIVE_RULES = RuleSet("collectives", slice_chunk, all_gather, all_to_all, all_reduce, reduce_scatter)

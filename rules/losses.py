@@ -11,7 +11,10 @@ Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (cross_entropy_loss).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import fx
 
 from fxrewrite import Literal, Match, Maybe, RuleSet, rule
 from fxrewrite.spmd import product, size_proxy
@@ -23,13 +26,17 @@ _MEAN, _SUM = 1, 2
 
 
 @rule("losses.mean_to_sum", numerics="reassociates")
-def mean_to_sum(logits, target, weight: Maybe, ignore_index: Literal, label_smoothing: Literal):
+def mean_to_sum(
+    logits: torch.Tensor, target: torch.Tensor, weight: Maybe, ignore_index: Literal, label_smoothing: Literal
+) -> torch.Tensor:
     """a mean over tokens is a sum by the count of the targets"""
     return aten.cross_entropy_loss(logits, target, weight, _MEAN, ignore_index, label_smoothing)
 
 
 @mean_to_sum.replacement
-def _(match: Match, logits, target, weight, ignore_index, label_smoothing):
+def _(
+    match: Match, logits: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int, label_smoothing: float
+) -> Any:
     total = aten.cross_entropy_loss(logits, target, weight, _SUM, ignore_index, label_smoothing)
     targets = match["target"].meta["val"]
     if targets.is_floating_point():  # class probabilities: every row counts once

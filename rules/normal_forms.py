@@ -3,8 +3,8 @@
     slice(x, 2, 0, S)  ->  x        expand(x, shape of x)  ->  x        to(x, dtype of x)  ->  x        alias(x)  ->  x
     view(x, shape)  ->  reshape(x, shape)
 
-Matches an operator to drop where the result has the shape, dtype and device of its input, for every length that the graph
-admits. A view demands strides that only the value at hand has; a reshape is that view where there is one.
+Matches an operator to drop where the result has the shape, dtype and device of its input, for every length that the
+graph admits. A view demands strides that only the value at hand has; a reshape is that view where there is one.
 Numerics: exact; the result is the input itself, as the operators themselves promise.
 Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self or a whole view of it).
 """
@@ -50,7 +50,8 @@ def _drop(name: str, *more: Any) -> Rule:
 
 
 def _to_reshape(name: str) -> Rule:
-    respelled = Rule(f"normal_forms.{name}_to_reshape", Pattern((op(f"aten::{name}", cap("x"), cap("shape", "any")),)), optional=True)
+    pattern = Pattern((op(f"aten::{name}", cap("x"), cap("shape", "any")),))
+    respelled = Rule(f"normal_forms.{name}_to_reshape", pattern, optional=True)
 
     @respelled.replacement
     def _(x: fx.Proxy, shape: Any) -> fx.Proxy:

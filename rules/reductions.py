@@ -19,6 +19,7 @@ __all__ = ["REDUCTIONS", "mean_over_shards"]
 
 aten = torch.ops.aten
 
+
 @where.predicate("root", text="is_partial")
 def _is_partial(root: fx.Node) -> bool:
     return layout_of(root) == Partial()

@@ -268,7 +268,9 @@ def test_a_replacement_may_wrap_the_original_and_drop_what_it_does_not_use() -> 
 
 
 def test_a_constraint_and_a_replacement_may_read_the_root() -> None:
-    halves = where.predicate("x", "root", text="halves")(lambda x, root: root.meta["val"].shape[1] * 2 == x.meta["val"].shape[1])
+    halves = where.predicate("x", "root", text="halves")(
+        lambda x, root: root.meta["val"].shape[1] * 2 == x.meta["val"].shape[1]
+    )
     it = Rule("test.it", Pattern((loose(op("aten::slice", cap("x"))),), (halves,)))
     it.replacement(lambda root, x: torch.neg(root))
     gm = traced(lambda x: (x[:, :2], x[:, :3]), torch.rand(2, 4))

@@ -48,7 +48,7 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
     return graphs[0]
 
 
-class _Captured(Exception):
+class _Captured(Exception):  # noqa: N818  # no error: how a backend can end a compilation
     """Ends a compilation whose graph was captured."""
 
 

@@ -57,10 +57,10 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _fake_value(node: fx.Node) -> Any:
-    for key in ("example_value", "val"):
-        if key in node.meta:
-            return node.meta[key]
-    refuse("the input has no fake value", node=node, hint="pass a graph as Dynamo or torch.export made it")
+    key = "example_value" if "example_value" in node.meta else "val"
+    if key not in node.meta:
+        refuse("the input has no fake value", node=node, hint="pass a graph as Dynamo or torch.export made it")
+    return node.meta[key]
 
 
 class _Inliner(fx.Interpreter):

@@ -12,10 +12,22 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import guarding_hint_or_throw, statically_known_true
+from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-__all__ = ["Size", "SizeNodes", "divide_exactly", "hoist_sizes", "is_broadcast", "is_same_size", "product", "require_divisible", "size_hint"]
+__all__ = [
+    "Size",
+    "SizeNodes",
+    "divide_exactly",
+    "hoist_sizes",
+    "is_broadcast",
+    "is_same_size",
+    "product",
+    "require_divisible",
+    "size_hint",
+]
 
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
@@ -37,7 +49,7 @@ def divide_exactly(a: Size, b: Size) -> Size | None:
         return a // b if b and a % b == 0 else None
     if isinstance(b, int) and b == 1:
         return a
-    quotient = a // b
+    quotient: Any = a // b  # torch's stubs let it be a float
     return quotient if statically_known_true(quotient * b == a) else None
 
 
@@ -106,14 +118,14 @@ class SizeNodes:
         return found
 
 
-class _SizeTracer(fx.proxy.GraphAppendingTracer):
+class _SizeTracer(GraphAppendingTracer):
     """Puts what Python arithmetic on proxies makes before the anchor."""
 
     def __init__(self, graph: fx.Graph, anchor: fx.Node, create: Create) -> None:
         super().__init__(graph)
         self._anchor, self._create = anchor, create
 
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:  # pyright: ignore
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
         node = self._create(target, args, self._anchor)
         node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
         return node
@@ -141,5 +153,5 @@ def hoist_sizes(graph: fx.Graph) -> None:
 
 def _inline(node: fx.Node, value: int) -> None:
     for user in list(node.users):
-        user.args = fx.node.map_arg(user.args, lambda n: value if n is node else n)
-        user.kwargs = fx.node.map_arg(user.kwargs, lambda n: value if n is node else n)
+        user.args = map_arg(user.args, lambda n: value if n is node else n)
+        user.kwargs = map_arg(user.kwargs, lambda n: value if n is node else n)

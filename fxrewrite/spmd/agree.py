@@ -3,9 +3,9 @@ that the others never enter."""
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections import Counter
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -35,18 +35,19 @@ def agree(axis: Axis, text: str, *, timeout: float) -> None:
             store.set(f"{number}/{me}/text", text)  # the other rank comes to the same conclusion, and wants to see it
             theirs = _read(store, f"{number}/{other}/text", axis, ranks[other], timeout)
             raise FxRewriteError(
-                f"axis {axis.name}: rank {ranks[me]} and rank {ranks[other]} compiled different graphs; first difference: "
-                f"{_first_difference(text, theirs)}; give every rank the same model and batches of the same shape"
+                f"axis {axis.name}: rank {ranks[me]} and rank {ranks[other]} compiled different graphs; "
+                f"first difference: {_first_difference(text, theirs)}; "
+                "give every rank the same model and batches of the same shape"
             )
 
 
 def _read(store: dist.Store, key: str, axis: Axis, rank: int, timeout: float) -> str:
     try:
-        store.wait([key], datetime.timedelta(seconds=timeout))
+        store.wait([key], timedelta(seconds=timeout))
     except (dist.DistStoreError, RuntimeError) as error:
         raise FxRewriteError(
-            f"axis {axis.name}: rank {rank} compiled nothing within {timeout:g} s; every rank must run the same model and "
-            "compile at the same step"
+            f"axis {axis.name}: rank {rank} compiled nothing within {timeout:g} s; every rank must run the same model "
+            "and compile at the same step"
         ) from error
     return store.get(key).decode()
 

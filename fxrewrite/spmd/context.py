@@ -36,7 +36,7 @@ class SpmdContext:
     def size_nodes(self, edit: Edit) -> SizeNodes:
         """Writes sizes as nodes in front of the graph, each once."""
         if self._sizes is None:
-            self._sizes = SizeNodes(edit.graph, lambda target, args, before: edit.call(target, args, before=before, val=None))
+            self._sizes = SizeNodes(edit.graph, lambda op, args, before: edit.call(op, args, before=before, val=None))
         return self._sizes
 
     def rank_node(self, edit: Edit) -> fx.Node:
@@ -50,6 +50,6 @@ class SpmdContext:
 
 
 def size_proxy(match: Match, size: Size) -> Any:
-    """A size as a replacement can use it: the int, or the proxy of the node that computes it from the graph's inputs."""
+    """A size as a replacement can use it: the int, or the proxy of the node that computes it from the inputs."""
     node = match.context.size_nodes(match.edit)(size)
     return match.proxy(node) if isinstance(node, fx.Node) else node

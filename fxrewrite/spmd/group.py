@@ -6,6 +6,8 @@ all-to-all, all-gather and reduce-scatter, all-reduce and all-reduce), so autogr
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +16,9 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.ops import declare_pure
 from fxrewrite.spmd.layout import Axis
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import GroupName
 
 __all__ = ["COLLECTIVES", "axis_of", "axis_rank", "global_ranks", "store_of"]
 
@@ -33,18 +38,22 @@ for _collective in COLLECTIVES.values():
 def axis_rank(group_name: str) -> int:
     """This rank's position in the process group of that name.
 
-    It stands in lowered graphs as a call, so that one graph serves all ranks; what compiles the graph further (AOTAutograd)
-    runs it once and bakes the number in.
+    It stands in lowered graphs as a call, so that one graph serves all ranks; what compiles the graph further
+    (AOTAutograd) runs it once and bakes the number in.
     """
-    return dist.get_rank(_resolve_process_group(group_name))
+    return dist.get_rank(_resolve_process_group(_name(group_name)))
 
 
 declare_pure(axis_rank)
 
 
+def _name(group: str) -> GroupName:
+    return cast("GroupName", group)  # torch's own name for a str
+
+
 def global_ranks(axis: Axis) -> list[int]:
     """The ranks of the default process group that make up the axis, in the order of their positions on it."""
-    return dist.get_process_group_ranks(_resolve_process_group(axis.group))
+    return dist.get_process_group_ranks(_resolve_process_group(_name(axis.group)))
 
 
 def store_of(axis: Axis) -> dist.Store:

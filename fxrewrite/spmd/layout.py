@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fxrewrite.graph.sizes import Size, is_same_size
 
@@ -43,7 +43,8 @@ class Shard:
     outer: Size = 1
 
     def __str__(self) -> str:
-        return f"S({self.dim})" if isinstance(self.outer, int) and self.outer == 1 else f"S({self.dim}, outer={self.outer})"
+        runs = "" if isinstance(self.outer, int) and self.outer == 1 else f", outer={self.outer}"
+        return f"S({self.dim}{runs})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,5 +69,6 @@ def local_shape(shape: Sequence[Size], layout: Layout, num_ranks: int) -> list[S
     """The shape that one rank holds of a value of global `shape`."""
     local = list(shape)
     if isinstance(layout, Shard):
-        local[layout.dim] = layout.outer * (local[layout.dim] // layout.outer // num_ranks)
+        outer: Any = layout.outer  # torch's stubs let quotients of sizes be floats
+        local[layout.dim] = outer * (local[layout.dim] // outer // num_ranks)
     return local

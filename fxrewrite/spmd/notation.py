@@ -5,9 +5,9 @@
     (b s) d -> b s d                        a view that splits a dimension
 
 An index that stands in an operand and in a result can be sharded without communication. One that stands in operands
-only is contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number of
-dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial sums
-when it is there. `(a b)` is one dimension made of two.
+only is contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number
+of dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial
+sums when it is there. `(a b)` is one dimension made of two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import TypeAlias
 
 from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, size_hint
@@ -103,9 +103,7 @@ class Notation:
             if terms is None:
                 return None
             operands.append(terms)
-        results = tuple(
-            tuple((name,) for name in _spread(names, spread)) for names in self.results
-        )
+        results = tuple(tuple((name,) for name in _spread(names, spread)) for names in self.results)
         present = [i for i in range(len(self.operands)) if i < len(shapes) and shapes[i] is not None]
         if any(position in self.added for position in present):
             kept = {index for terms in results for dim in terms for index in dim}
@@ -147,15 +145,14 @@ def _bind_terms(
     return tuple(terms)
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Notation:
     """The notation of `text`; ValueError names the part that cannot be read."""
     left, arrow, right = text.partition("->")
     if not arrow:
         raise ValueError(f"index notation {text!r}: expected operands '->' results")
     operands, optional, added, whole = [], set[int](), set[int](), set[str]()
-    for position, part in enumerate(left.split(",")):
-        part = part.strip()
+    for position, part in enumerate(map(str.strip, left.split(","))):
         if part.startswith("+"):
             added.add(position)
         if part.endswith("?"):
@@ -198,7 +195,8 @@ def view_map(before: Sequence[Size], after: Sequence[Size]) -> IndexMap:
         (i, a), (j, b) = queue_l[0], queue_r[0]
         if is_same_size(a, b):
             index = new_index(a)
-            queue_l.pop(0), queue_r.pop(0)
+            queue_l.pop(0)
+            queue_r.pop(0)
         elif (rest := divide_exactly(a, b)) is not None:
             index = new_index(b)
             queue_l[0] = (i, rest)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
@@ -75,7 +76,11 @@ class PropagateLayouts:
                 report.lines.append(_gather_line(node, decision, context.axis))
             if is_random(node):
                 sharded = any(isinstance(layout, Shard) for layout in decision.gives)
-                what = "each rank draws the numbers of its chunk" if sharded else "every rank must draw alike: seed them so"
+                what = (
+                    "each rank draws the numbers of its chunk"
+                    if sharded
+                    else "every rank must draw alike: seed them so"
+                )
                 report.lines.append(f"random: %{node.name} {source_line(node)}: {what}")
         return _write(edit, decisions, context.axis, self.name)
 
@@ -145,7 +150,8 @@ class _Propagation:
             for index in rule.move_to:
                 part = IndexPart(index)
                 if index in indices.sizes and self._divides(indices, part):
-                    return self._spread(indices, part, home=blocked, why=f"{blocked.index} must be whole: moved to {index}")
+                    why = f"{blocked.index} must be whole: moved to {index}"
+                    return self._spread(indices, part, home=blocked, why=why)
             if rule.otherwise == "refuse":
                 self._refuse_move(call, rule, indices)
         kept = [part for part in free if any(indices.has(terms, part.index) for terms in indices.results)]
@@ -153,11 +159,13 @@ class _Propagation:
         if chosen is not None:
             decision = self._spread(indices, chosen, why=f"sharded on {chosen.index}")
             moved = [
-                i for i, (layout, want) in enumerate(zip(layouts, decision.wants, strict=True))
+                i
+                for i, (layout, want) in enumerate(zip(layouts, decision.wants, strict=True))
                 if isinstance(layout, Shard) and not is_same_layout(layout, want)
             ]
             if moved:
-                decision = replace(decision, gathered=f"{call.key} runs over {chosen.index}; operand {moved} must be whole there")
+                why = f"{call.key} runs over {chosen.index}; operand {moved} must be whole there"
+                decision = replace(decision, gathered=why)
             return decision
         decision = _replicated(len(layouts), len(indices.results))
         if not any(isinstance(layout, Shard) for layout in layouts):
@@ -261,7 +269,7 @@ def operands_of(node: fx.Node) -> list[fx.Node]:
     if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
         return list(Call.of(node).operands)
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), found.append)
+    map_arg((node.args, node.kwargs), found.append)
     return [n for n in found if isinstance(n.meta.get("val"), torch.Tensor)]
 
 
@@ -279,9 +287,7 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 def _gather_line(node: fx.Node, decision: Decision, axis: Axis) -> str:
-    whole = [
-        operand for operand, want in zip(operands_of(node), decision.wants, strict=True) if want == R
-    ]
+    whole = [operand for operand, want in zip(operands_of(node), decision.wants, strict=True) if want == R]
     num_bytes = sum(size_hint(tensor_of(n).numel()) * tensor_of(n).element_size() for n in whole)
     return f"gathered: %{node.name} {source_line(node)}: {decision.gathered} ({num_bytes:,} bytes whole on each rank)"
 
@@ -305,10 +311,9 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
             if not is_same_layout(have, want):
                 at = (operand, str(want), region)
                 if at not in made:
-                    made[at] = edit.call(
-                        redistribute, (operand, have, want, axis), before=node, like=node if node.op != "output" else operand,
-                        rule=name, val=tensor_of(operand),
-                    )
+                    like = node if node.op != "output" else operand
+                    moved = (operand, have, want, axis)
+                    made[at] = edit.call(redistribute, moved, before=node, like=like, rule=name, val=tensor_of(operand))
                     edit.set_meta(made[at], "layout", want)
                     changes += 1
                 value = made[at]
@@ -326,4 +331,4 @@ def _swapped(node: fx.Node, swap: dict[fx.Node, list[fx.Node]]) -> tuple[Any, An
         values = queues.get(n)
         return values.pop(0) if values else n
 
-    return fx.node.map_arg(node.args, take), fx.node.map_arg(node.kwargs, take)
+    return map_arg(node.args, take), map_arg(node.kwargs, take)

@@ -19,7 +19,7 @@ __all__ = ["Call", "LayoutRule", "LayoutRules"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One node as a layout rule sees it: its operator, bound arguments, tensor operands and the shapes of its results."""
+    """One node as a layout rule sees it: its operator, bound arguments, tensor operands and its results' shapes."""
 
     node: fx.Node
     key: str
@@ -45,11 +45,12 @@ class Call:
     def optional_shapes(self) -> list[Sequence[Size] | None]:
         """One shape for each tensor-typed argument of the schema, None where it is absent."""
         shapes: list[Sequence[Size] | None] = []
-        for argument in self.node.target._schema.arguments:  # pyright: ignore[reportAttributeAccessIssue]
+        target: Any = self.node.target
+        for argument in target._schema.arguments:
             if "Tensor" in str(argument.type):
                 value = self.args.get(argument.name)
-                for item in value if isinstance(value, (list, tuple)) else [value]:
-                    shapes.append(tensor_of(item).shape if isinstance(item, fx.Node) else None)
+                items = value if isinstance(value, (list, tuple)) else [value]
+                shapes.extend(tensor_of(item).shape if isinstance(item, fx.Node) else None for item in items)
         return shapes
 
     def dim(self, name: str, rank: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext, redistribute
@@ -38,7 +40,7 @@ def try_layouts(
 ) -> Iterator[LayoutTrial]:
     """Shard each tensor operand on each dimension that divides over the axis, one at a time.
 
-    `target` is a torch operator, `args` and `kwargs` hold real tensors; those that require a gradient are differentiated.
+    `target` is a torch operator, `args` and `kwargs` hold real tensors; what requires a gradient is differentiated.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -51,7 +53,8 @@ def try_layouts(
 def _trial(
     target: Any, leaves: list[Any], spec: Any, operand: int, dim: int, axis: Axis, apply: Apply, run: Run
 ) -> LayoutTrial:
-    inputs = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
     expected = _flat(_call(target, leaves, spec, iter(inputs)))
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(v.shape, dtype=v.dtype, generator=generator) for v in expected if v.is_floating_point()]
@@ -65,7 +68,7 @@ def _trial(
     error = 0.0
     for results in outputs:
         for found, want in zip(results[1:], expected, strict=True):
-            assert found.shape == want.shape and found.dtype == want.dtype, (found.shape, want.shape)
+            assert (found.shape, found.dtype) == (want.shape, want.dtype), (found.shape, want.shape)
             error = max(error, _difference(found, want.detach()))
     for found, value in zip(grads, inputs, strict=False):
         if value.grad is not None:
@@ -88,12 +91,18 @@ def _flat(value: Any) -> list[torch.Tensor]:
 
 
 def _graph(
-    target: Any, leaves: list[Any], spec: Any, inputs: list[torch.Tensor], weights: list[torch.Tensor],
-    operand: int, dim: int, axis: Axis,
+    target: Any,
+    leaves: list[Any],
+    spec: Any,
+    inputs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    operand: int,
+    dim: int,
+    axis: Axis,
 ) -> fx.GraphModule:
     """output((sum of results * weights), results ...) with one operand lying sharded."""
     graph = fx.Graph()
-    tracer = fx.proxy.GraphAppendingTracer(graph)
+    tracer = GraphAppendingTracer(graph)
     mode = FakeTensorMode()
     proxies = []
     for number, value in enumerate([*inputs, *weights]):
@@ -101,17 +110,16 @@ def _graph(
         node.meta["val"] = mode.from_tensor(value)
         proxies.append(fx.Proxy(node, tracer))
     operands = list(proxies[: len(inputs)])
-    moved = graph.call_function(redistribute, (operands[operand].node, Replicated(), Shard(dim), axis))
+    move: tuple[Any, ...] = (operands[operand].node, Replicated(), Shard(dim), axis)
+    moved = graph.call_function(redistribute, move)
     moved.meta["val"] = operands[operand].node.meta["val"]
     operands[operand] = fx.Proxy(moved, tracer)
     result = _call(target, leaves, spec, iter(operands))
     with mode:
         value = _call(target, leaves, spec, iter(p.node.meta["val"] for p in operands))
     result.node.meta["val"] = value
-    if isinstance(value, (list, tuple)):
-        results = [_item(result, i, v) for i, v in enumerate(value)]
-    else:
-        results = [result]
+    is_many = isinstance(value, (list, tuple))
+    results = [_item(result, i, v) for i, v in enumerate(value)] if is_many else [result]
     floats = [r for r in results if r.node.meta["val"].is_floating_point()]
     total = None
     for r, weight in zip(floats, proxies[len(inputs) :], strict=True):
@@ -123,12 +131,12 @@ def _graph(
     with mode:
         for node in graph.nodes:
             if node.op == "call_function" and "val" not in node.meta:
-                node.meta["val"] = node.target(*fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+                node.meta["val"] = node.target(*map_arg(node.args, lambda n: n.meta["val"]))
     return gm
 
 
 def _item(result: fx.Proxy, index: int, value: Any) -> fx.Proxy:
-    item = result[index]
+    item = result[index]  # pyright: ignore[reportIndexIssue]  # fx adds Proxy's operators at run time
     item.node.meta["val"] = value
     return item
 
@@ -136,4 +144,5 @@ def _item(result: fx.Proxy, index: int, value: Any) -> fx.Proxy:
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
     if not a.numel():
         return 0.0
-    return (a.double() - b.double()).abs().nan_to_num(0.0 if bool((a.isnan() == b.isnan()).all()) else float("inf")).max().item()
+    nan = 0.0 if bool((a.isnan() == b.isnan()).all()) else float("inf")
+    return (a.double() - b.double()).abs().nan_to_num(nan).max().item()

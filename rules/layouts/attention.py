@@ -6,6 +6,8 @@ Sharding moves from the sequence to the heads: an all-to-all each for q, k, v an
 (Jacobs et al., 2023, section 3). Where the heads do not divide over the axis, it refuses.
 """
 
+from collections.abc import Sequence
+
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_broadcast, is_same_size
 
 __all__ = ["LAYOUTS"]
@@ -31,7 +33,7 @@ def attention(call: Call) -> IndexMap | None:
         sizes |= {"g": kv_heads, "r": repeats}
         head, kv_head = ("g", "r"), ("g",)
 
-    def batch(shape) -> list[tuple[str, ...]]:
+    def batch(shape: Sequence[Size]) -> list[tuple[str, ...]]:
         return [() if is_broadcast(size, result[i]) else (f"b{i}",) for i, size in enumerate(shape[:-3])]
 
     operands: list[Terms] = [
@@ -45,7 +47,7 @@ def attention(call: Call) -> IndexMap | None:
     return IndexMap(tuple(operands), ((*batch(result), head, ("q",), ("v",)),), sizes, whole)
 
 
-def _mask(shape, full, head: tuple[str, ...]) -> Terms:
+def _mask(shape: Sequence[Size], full: Sequence[Size], head: tuple[str, ...]) -> Terms:
     """The mask's terms: it broadcasts over any of b, h, q and k."""
     names = [*((f"b{i}",) for i in range(len(full) - 3)), head, ("q",), ("k",)]
     offset = len(full) - len(shape)

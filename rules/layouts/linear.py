@@ -1,6 +1,8 @@
 """Matrix products and lookups, in index notation."""
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_broadcast, parse
+from collections.abc import Sequence
+
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_broadcast, parse
 
 __all__ = ["LAYOUTS"]
 
@@ -22,7 +24,7 @@ def matmul(call: Call) -> IndexMap | None:
     batch = result[: len(result) - len(result_core)]
     sizes |= {f"b{dim}": size for dim, size in enumerate(batch)}
 
-    def batch_terms(shape):
+    def batch_terms(shape: Sequence[Size]) -> list[tuple[str, ...]]:
         own = shape[: max(len(shape) - 2, 0)]
         offset = len(batch) - len(own)
         return [() if is_broadcast(size, batch[offset + i]) else (f"b{offset + i}",) for i, size in enumerate(own)]

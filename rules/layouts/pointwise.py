@@ -16,7 +16,8 @@ def broadcast(call: Call) -> IndexMap:
     shape = call.result_shapes()[0]
     result = tuple((f"p{dim}",) for dim in range(len(shape)))
     operands = tuple(_aligned(call.shape(i), shape) for i in range(len(call.operands)))
-    return IndexMap(operands, (result,) * len(call.result_shapes()), {f"p{dim}": size for dim, size in enumerate(shape)})
+    sizes = {f"p{dim}": size for dim, size in enumerate(shape)}
+    return IndexMap(operands, (result,) * len(call.result_shapes()), sizes)
 
 
 def _aligned(operand: Sequence[Size], result: Sequence[Size]) -> Terms:
@@ -26,15 +27,17 @@ def _aligned(operand: Sequence[Size], result: Sequence[Size]) -> Terms:
     )
 
 
-_UNARY = """abs acos alias asin atan bernoulli bitwise_not ceil celu clamp clamp_max clamp_min clone contiguous cos cosh
-detach dropout elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log1p
-log2 log10 logical_not logit log_sigmoid mish nan_to_num neg ones_like positive rand_like randn_like reciprocal relu relu6
-round rsqrt selu sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh threshold to _to_copy type_as trunc
-zeros_like full_like empty_like feature_dropout native_dropout float_power masked_fill""".split()
-_BINARY = """add sub mul div floor_divide remainder fmod pow maximum minimum fmax fmin atan2 hypot eq ne lt le gt
-ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__ rsub
-lerp addcmul addcdiv where copysign logaddexp xlogy""".split()
+_UNARY = """
+abs acos alias asin atan bernoulli bitwise_not ceil celu clamp clamp_max clamp_min clone contiguous cos cosh detach
+dropout elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log
+log1p log2 log10 logical_not logit log_sigmoid mish nan_to_num neg ones_like positive rand_like randn_like reciprocal
+relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh threshold to _to_copy type_as
+trunc zeros_like full_like empty_like feature_dropout native_dropout float_power masked_fill
+"""
+_BINARY = """
+add sub mul div floor_divide remainder fmod pow maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge logical_and
+logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__ rsub lerp
+addcmul addcdiv where copysign logaddexp xlogy
+"""
 
-LAYOUTS = (
-    LayoutRule("layout.pointwise", tuple(f"aten::{name}" for name in (*_UNARY, *_BINARY)), broadcast),
-)
+LAYOUTS = (LayoutRule("layout.pointwise", tuple(f"aten::{name}" for name in (_UNARY + _BINARY).split()), broadcast),)

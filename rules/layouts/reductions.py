@@ -32,9 +32,7 @@ def _reduced(call: Call, *, whole: bool) -> IndexMap:
     sizes = {f"r{dim}": size for dim, size in enumerate(shape)}
     operand = tuple((f"r{dim}",) for dim in range(len(shape)))
     keep = bool(call.args.get("keepdim", False))
-    result = tuple(
-        () if dim in dims else (f"r{dim}",) for dim in range(len(shape)) if keep or dim not in dims
-    )
+    result = tuple(() if dim in dims else (f"r{dim}",) for dim in range(len(shape)) if keep or dim not in dims)
     blocked = frozenset(f"r{dim}" for dim in dims) if whole else frozenset[str]()
     return IndexMap((operand,), (result,) * len(call.result_shapes()), sizes, blocked)
 
@@ -59,18 +57,19 @@ def norm(call: Call) -> IndexMap:
     return IndexMap(operands, (terms,), sizes, blocked)
 
 
+_WHOLE = "amax amin prod any all argmax argmin var std logsumexp norm linalg_vector_norm max min"
+_ALONG = "softmax log_softmax _softmax _log_softmax cumsum cumprod sort argsort flip"
+
 LAYOUTS = (
     LayoutRule("layout.sum", ("aten::sum", "aten::mean"), reduction),
     LayoutRule(
         "layout.reduce_whole",
-        ("aten::amax", "aten::amin", "aten::prod", "aten::any", "aten::all", "aten::argmax", "aten::argmin", "aten::var",
-         "aten::std", "aten::logsumexp", "aten::norm", "aten::linalg_vector_norm", "aten::max", "aten::min"),
+        tuple(f"aten::{name}" for name in _WHOLE.split()),
         whole_reduction,
     ),
     LayoutRule(
         "layout.along",
-        ("aten::softmax", "aten::log_softmax", "aten::_softmax", "aten::_log_softmax", "aten::cumsum", "aten::cumprod",
-         "aten::sort", "aten::argsort", "aten::flip"),
+        tuple(f"aten::{name}" for name in _ALONG.split()),
         along,
     ),
     LayoutRule("layout.norm", ("aten::layer_norm", "aten::rms_norm"), norm),

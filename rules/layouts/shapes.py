@@ -1,6 +1,6 @@
 """Operators that only move data: views, permutes, joins and cuts."""
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_broadcast, is_same_size, view_map
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_broadcast, is_same_size, view_map
 
 __all__ = ["LAYOUTS"]
 
@@ -9,7 +9,7 @@ def _terms(rank: int) -> tuple[tuple[str, ...], ...]:
     return tuple((f"d{dim}",) for dim in range(rank))
 
 
-def _sizes(call: Call) -> dict:
+def _sizes(call: Call) -> dict[str, Size]:
     return {f"d{dim}": size for dim, size in enumerate(call.shape())}
 
 
@@ -100,7 +100,8 @@ def stack(call: Call) -> IndexMap:
     terms = _terms(len(call.shape()))
     at = call.dim("dim", len(terms) + 1)
     sizes = {**_sizes(call), "stacked": len(call.operands)}
-    return IndexMap((terms,) * len(call.operands), ((*terms[:at], ("stacked",), *terms[at:]),), sizes, frozenset({"stacked"}))
+    result = (*terms[:at], ("stacked",), *terms[at:])
+    return IndexMap((terms,) * len(call.operands), (result,), sizes, frozenset({"stacked"}))
 
 
 def pad(call: Call) -> IndexMap:
@@ -108,7 +109,7 @@ def pad(call: Call) -> IndexMap:
     before, after = call.shape(), call.result_shapes()[0]
     terms = _terms(len(before))
     kept = [is_same_size(a, b) for a, b in zip(before, after, strict=True)]
-    result = tuple(term if keep else (f"padded{dim}",) for dim, (term, keep) in enumerate(zip(terms, kept, strict=True)))
+    result = tuple(terms[dim] if keep else (f"padded{dim}",) for dim, keep in enumerate(kept))
     sizes = {**_sizes(call), **{f"padded{dim}": size for dim, size in enumerate(after)}}
     blocked = {name for dim, keep in enumerate(kept) if not keep for name in (f"d{dim}", f"padded{dim}")}
     return IndexMap((terms,), (result,), sizes, frozenset(blocked))
@@ -123,7 +124,9 @@ LAYOUTS = (
     LayoutRule("layout.permute", ("aten::permute",), permute),
     LayoutRule("layout.unsqueeze", ("aten::unsqueeze",), unsqueeze),
     LayoutRule("layout.select", ("aten::select",), select),
-    LayoutRule("layout.cut", ("aten::slice", "aten::narrow", "aten::split", "aten::split_with_sizes", "aten::chunk"), cut),
+    LayoutRule(
+        "layout.cut", ("aten::slice", "aten::narrow", "aten::split", "aten::split_with_sizes", "aten::chunk"), cut
+    ),
     LayoutRule("layout.unbind", ("aten::unbind",), unbind),
     LayoutRule("layout.cat", ("aten::cat",), cat),
     LayoutRule("layout.stack", ("aten::stack",), stack),

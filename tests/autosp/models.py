@@ -11,7 +11,8 @@ import torch
 import transformers
 
 VOCAB, BATCH, LENGTH = 61, 2, 16
-_SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+_WIDTHS = {"hidden_size": 32, "intermediate_size": 48}
+_SMALL = {"vocab_size": VOCAB, **_WIDTHS, "num_hidden_layers": 2, "max_position_embeddings": 64}
 _DECODER = {**_SMALL, "num_attention_heads": 4, "use_cache": False}
 
 
@@ -30,8 +31,17 @@ def _mistral() -> torch.nn.Module:
 
 def _gpt2() -> torch.nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, use_cache=False,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        vocab_size=VOCAB,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        use_cache=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # the default is None, on which transformers logs a warning, which breaks the graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -11,9 +11,10 @@ from autosp_rules.attention import ATTENTION_RULES
 from fxrewrite.spmd import Axis, Shard, SpmdContext, redistribute
 
 K = torch.rand(2, 4, 8, 6)
+SEQUENCE, HEADS = Shard(2), Shard(1)
 
 
-def _graph(src: Shard = Shard(2), dst: Shard = Shard(1), size: int = 2) -> fx.GraphModule:
+def _graph(src: Shard = SEQUENCE, dst: Shard = HEADS, size: int = 2) -> fx.GraphModule:
     """repeat_kv, then a move between sequence and heads."""
 
     def repeat_kv(k: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,9 @@ def test_kv_heads_that_do_not_divide_are_refused() -> None:
     report = ATTENTION_RULES.apply(gm, context=_context())
     assert report.rewrites == 0
     (refusal,) = report.refusals
-    assert str(refusal).startswith("autosp.all_to_all_before_repeat_kv: 4 kv heads do not divide over axis sp (size 3) at %")
+    assert str(refusal).startswith(
+        "autosp.all_to_all_before_repeat_kv: 4 kv heads do not divide over axis sp (size 3) at %"
+    )
     assert refusal.hint == "k and v travel after they are repeated"
 
 

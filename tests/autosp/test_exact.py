@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autosp.models import INPUTS, MODELS, batch, build
 
 from autosp_rules import AutoSPConfig
 from autosp_rules.transform import transform
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
+from tests.autosp.models import INPUTS, MODELS, batch, build
 
 LOSS_TOLERANCE = 1e-6  # these models cast their logits to float32
 GRAD_TOLERANCE = 1e-9
@@ -39,8 +39,8 @@ def _relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
     return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
 
 
-@pytest.mark.parametrize("checkpointing", (False, True), ids=("keep", "checkpoint"))
-@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+@pytest.mark.parametrize("checkpointing", [False, True], ids=("keep", "checkpoint"))
+@pytest.mark.parametrize("dynamic", [False, True], ids=("static", "dynamic"))
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_equal_one_device(name: str, kind: str, dynamic: bool, checkpointing: bool) -> None:
@@ -63,7 +63,8 @@ def test_loss_and_gradients_equal_one_device(name: str, kind: str, dynamic: bool
         for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 want = expected[id(value)]
-                assert want is not None and grad is not None
+                assert want is not None
+                assert grad is not None
                 assert _relative(grad, want, floor) <= GRAD_TOLERANCE
                 compared += 1
         assert compared == len(list(model.parameters()))

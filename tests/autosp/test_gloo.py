@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+
 def launch(script: str, argument: str, num_ranks: int, folder: Path) -> list[str]:
     """What each rank wrote into its file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
@@ -57,7 +58,14 @@ def test_four_ranks_aot_eager(tmp_path: Path) -> None:
     check(
         [
             {"model": "llama_gqa", "kind": "right_padding", "inner": "aot_eager", "checkpointing": True},
-            {"model": "qwen3", "kind": "plain", "inner": "aot_eager", "dynamic": True, "lengths": [16, 32], "layers": 1},
+            {
+                "model": "qwen3",
+                "kind": "plain",
+                "inner": "aot_eager",
+                "dynamic": True,
+                "lengths": [16, 32],
+                "layers": 1,
+            },
             {"model": "bert", "kind": "ones_mask", "inner": "aot_eager", "layers": 1},
         ],
         4,
@@ -71,7 +79,14 @@ def test_two_ranks_inductor(tmp_path: Path) -> None:
     check(
         [
             {"model": "gpt2", "kind": "uneven_labels", "inner": "inductor", "layers": 1, "checkpointing": True},
-            {"model": "mistral", "kind": "right_padding", "inner": "inductor", "layers": 1, "dynamic": True, "lengths": [16, 24]},
+            {
+                "model": "mistral",
+                "kind": "right_padding",
+                "inner": "inductor",
+                "layers": 1,
+                "dynamic": True,
+                "lengths": [16, 24],
+            },
         ],
         2,
         tmp_path,

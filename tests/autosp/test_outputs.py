@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.autosp.models import batch, build
 
 from autosp_rules import AutoSPConfig, AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
+from tests.autosp.models import batch, build
 
 
 def run(inputs: dict[str, Any], **options: Any) -> tuple[list[Any], Any, AutoSPReport]:
@@ -58,7 +58,7 @@ def test_nothing_goes_backward_in_evaluation() -> None:
 
 
 def test_bytes_sent_are_those_of_the_formula() -> None:
-    """Two layers of q and o with 4 heads and k and v with 2, of 8 float64 each, for 2 x 8 tokens a rank; half travels."""
+    """Two layers of q and o with 4 heads, k and v with 2, of 8 float64 each, for 2 x 8 tokens a rank; half travels."""
     _, _, report = run(batch("llama_gqa", "plain"))
     (all_to_all,) = [c for c in report.collectives if c.kind == "all_to_all"]
     assert all_to_all.count == 8

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from tests.autosp.models import batch, build
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from autosp_rules import AutoSPConfig, AutoSPError, autosp, dry_run
 from fxrewrite.testing import fake_mesh
+from tests.autosp.models import batch, build
 
 IDS = torch.arange(32).reshape(2, 16) % 8
 
@@ -136,7 +136,8 @@ def test_mesh_without_the_axis() -> None:
 
 
 def test_unknown_inner_backend() -> None:
-    with fake_mesh((1,), ("sp",)) as mesh, pytest.raises(Exception, match=r"inner backend 'nothing' does not exist; torch knows"):
+    message = r"inner backend 'nothing' does not exist; torch knows"
+    with fake_mesh((1,), ("sp",)) as mesh, pytest.raises(Exception, match=message):
         torch.compile(Tiny(), backend=autosp("nothing", mesh=mesh))(IDS)
 
 
@@ -148,7 +149,7 @@ def test_unknown_option() -> None:
 def test_model_that_does_not_capture() -> None:
     class Prints(Tiny):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            print("not in a graph")
+            print("not in a graph")  # noqa: T201  # what Dynamo cannot capture
             return super().forward(ids)
 
     with pytest.raises(ValueError, match="does not compile to one graph"):

@@ -16,15 +16,22 @@ from fxrewrite.backends import capture
 from fxrewrite.graph import normalize
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext
 
-STAGES = ("captured", *(member.name for member in RULES.members if member.name not in ("mean_over_shards", "shard_label_ids, shard_position_ids")))
+_NOT_SHOWN = ("mean_over_shards", "shard_label_ids, shard_position_ids")
+STAGES = ("captured", *(member.name for member in RULES.members if member.name not in _NOT_SHOWN))
 
 
 @cache
 def _llama() -> fx.GraphModule:
     """Captured once: a stage works on a normalized copy."""
     config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, use_cache=False, max_position_embeddings=64,
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+        max_position_embeddings=64,
     )
     ids = torch.arange(32).reshape(2, 16)
     for tensor in (labels := ids.clone(), ids):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -37,7 +37,9 @@ class Block(nn.Module):
 IDS = torch.arange(12).reshape(2, 6) % 11
 
 
-def compile_and_keep(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule, list[Any]]:
+def compile_and_keep(
+    model: nn.Module, *inputs: torch.Tensor, **options: Any
+) -> tuple[fx.GraphModule, fx.GraphModule, list[Any]]:
     """Dynamo's graph, its normal form (made inside of the backend, as in use), and the inputs of both."""
     found: list[Any] = []
 
@@ -74,7 +76,12 @@ def test_one_spelling_is_left() -> None:
     kinds = {node.op for node in normal.graph.nodes}
     assert kinds <= {"placeholder", "call_function", "output"}
     names = {str(node.target) for node in normal.graph.nodes if node.op == "call_function"}
-    assert {"aten.linear.default", "aten.gelu.default", "aten.cross_entropy_loss.default", "aten.embedding.default"} <= names
+    assert {
+        "aten.linear.default",
+        "aten.gelu.default",
+        "aten.cross_entropy_loss.default",
+        "aten.embedding.default",
+    } <= names
 
 
 def test_calling_convention_is_kept() -> None:

@@ -21,7 +21,12 @@ from rules.reductions import REDUCTIONS
 
 aten = torch.ops.aten
 PLAN = RuleSet(
-    "check", NORMAL_FORMS, PropagateLayouts("layouts", LAYOUTS), REDUCTIONS, LocalizeShapes("shapes", LAYOUTS), COLLECTIVE_RULES
+    "check",
+    NORMAL_FORMS,
+    PropagateLayouts("layouts", LAYOUTS),
+    REDUCTIONS,
+    LocalizeShapes("shapes", LAYOUTS),
+    COLLECTIVE_RULES,
 ).once()
 
 
@@ -37,22 +42,31 @@ def b(*shape: int) -> torch.Tensor:
     return torch.rand(shape) > 0.5
 
 
-UNARY = """abs alias asin atan ceil celu clone contiguous cos cosh detach elu erf erfc exp exp2 expm1 floor gelu hardsigmoid
-hardswish hardtanh isfinite isinf isnan leaky_relu log_sigmoid logical_not mish nan_to_num neg ones_like positive relu relu6 round
-selu sgn sigmoid sign silu sin sinh softplus square tan tanh trunc zeros_like""".split()
-POSITIVE = "acos log log1p log2 log10 logit reciprocal rsqrt sqrt".split()
-BINARY = """add sub mul div remainder fmod maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge logical_and logical_or
-logical_xor copysign logaddexp""".split()
-BITWISE = "bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__".split()
+UNARY = """
+abs alias asin atan ceil celu clone contiguous cos cosh detach elu erf erfc exp exp2 expm1 floor gelu hardsigmoid
+hardswish hardtanh isfinite isinf isnan leaky_relu log_sigmoid logical_not mish nan_to_num neg ones_like positive relu
+relu6 round selu sgn sigmoid sign silu sin sinh softplus square tan tanh trunc zeros_like
+"""
+POSITIVE = "acos log log1p log2 log10 logit reciprocal rsqrt sqrt"
+BINARY = """
+add sub mul div remainder fmod maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge logical_and logical_or
+logical_xor copysign logaddexp
+"""
+BITWISE = "bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__"
 
 CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
-    **{name: [lambda: (f(4, 3, 8),)] for name in UNARY},
-    **{name: [lambda: (f(4, 8, low=0.1, high=0.9),)] for name in POSITIVE},
+    **{name: [lambda: (f(4, 3, 8),)] for name in UNARY.split()},
+    **{name: [lambda: (f(4, 8, low=0.1, high=0.9),)] for name in POSITIVE.split()},
     **{
-        name: [lambda: (f(4, 3, 8), f(4, 3, 8)), lambda: (f(4, 1, 8), f(3, 1)), lambda: (f(8), f(4, 8)), lambda: (f(4), f())]
-        for name in BINARY
+        name: [
+            lambda: (f(4, 3, 8), f(4, 3, 8)),
+            lambda: (f(4, 1, 8), f(3, 1)),
+            lambda: (f(8), f(4, 8)),
+            lambda: (f(4), f()),
+        ]
+        for name in BINARY.split()
     },
-    **{name: [lambda: (b(4, 3, 8), b(4, 3, 8)), lambda: (b(4, 1), b(8))] for name in BITWISE},
+    **{name: [lambda: (b(4, 3, 8), b(4, 3, 8)), lambda: (b(4, 1), b(8))] for name in BITWISE.split()},
     "bitwise_not": [lambda: (b(4, 8),)],
     "__lshift__": [lambda: (i(5, 4, 8), i(3, 8))],
     "__rshift__": [lambda: (i(50, 4, 8), i(3, 8))],
@@ -106,7 +120,10 @@ CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
     "rms_norm": [lambda: (f(4, 3, 8), [8], f(8))],
     "linear": [lambda: (f(4, 6, 8), f(12, 8), f(12)), lambda: (f(4, 8), f(12, 8)), lambda: (f(8), f(12, 8))],
     "matmul": [
-        lambda: (f(4, 2, 8, 6), f(4, 2, 6, 8)), lambda: (f(4, 8, 6), f(6, 8)), lambda: (f(8), f(8)), lambda: (f(4, 8), f(8)),
+        lambda: (f(4, 2, 8, 6), f(4, 2, 6, 8)),
+        lambda: (f(4, 8, 6), f(6, 8)),
+        lambda: (f(8), f(8)),
+        lambda: (f(4, 8), f(8)),
         lambda: (f(1, 8, 4), f(4, 4, 8)),
     ],
     "mm": [lambda: (f(4, 8), f(8, 6))],
@@ -114,11 +131,20 @@ CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
     "addmm": [lambda: (f(8), f(4, 6), f(6, 8))],
     "embedding": [lambda: (f(12, 8), i(12, 4, 6)), lambda: (f(12, 8), i(12, 8))],
     "view": [
-        lambda: (f(4, 6, 8), [24, 8]), lambda: (f(4, 8), [4, 2, 4]), lambda: (f(2, 8, 3), [-1, 3]), lambda: (f(6, 4), [4, 6]),
-        lambda: (f(4, 1, 8), [4, 8]), lambda: (f(6, 4, 8), [8, 3, 8]), lambda: (f(2, 12), [2, 4, 3]),
+        lambda: (f(4, 6, 8), [24, 8]),
+        lambda: (f(4, 8), [4, 2, 4]),
+        lambda: (f(2, 8, 3), [-1, 3]),
+        lambda: (f(6, 4), [4, 6]),
+        lambda: (f(4, 1, 8), [4, 8]),
+        lambda: (f(6, 4, 8), [8, 3, 8]),
+        lambda: (f(2, 12), [2, 4, 3]),
     ],
     "_unsafe_view": [lambda: (f(4, 8), [4, 2, 4])],
-    "reshape": [lambda: (f(4, 6, 8), [24, 8]), lambda: (f(24, 8), [4, 6, 8]), lambda: (f(4, 6, 8).transpose(0, 1), [24, 8])],
+    "reshape": [
+        lambda: (f(4, 6, 8), [24, 8]),
+        lambda: (f(24, 8), [4, 6, 8]),
+        lambda: (f(4, 6, 8).transpose(0, 1), [24, 8]),
+    ],
     "flatten": [lambda: (f(4, 6, 8), 0, 1)],
     "unflatten": [lambda: (f(24, 8), 0, [4, 6])],
     "squeeze": [lambda: (f(4, 1, 8), 1)],
@@ -146,12 +172,16 @@ CASES: dict[str, list[Callable[[], tuple[Any, ...]]]] = {
         lambda: (f(4, 8, 4), f(4, 8, 4), f(4, 8, 4), None, 0.0, True),
     ],
     "cross_entropy_loss": [
-        lambda: (f(8, 5), i(5, 8), None, 2), lambda: (f(8, 5), i(5, 8), f(5, low=0.1).detach(), 2, 3, 0.1),
-        lambda: (f(8, 5), i(5, 8), None, 0), lambda: (f(4, 5, 8), i(5, 4, 8), None, 2), lambda: (f(8, 5), f(8, 5), None, 2),
+        lambda: (f(8, 5), i(5, 8), None, 2),
+        lambda: (f(8, 5), i(5, 8), f(5, low=0.1).detach(), 2, 3, 0.1),
+        lambda: (f(8, 5), i(5, 8), None, 0),
+        lambda: (f(4, 5, 8), i(5, 4, 8), None, 2),
+        lambda: (f(8, 5), f(8, 5), None, 2),
     ],
 }
 RANDOM = {"bernoulli", "rand_like", "randn_like", "empty_like"}
 """Their values differ by rank on purpose; their layouts are those of every pointwise operator."""
+
 
 def _target(name: str, args: tuple[Any, ...]) -> Any:
     """The overload that a traced call of these arguments resolves to."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules.losses import LOSSES
@@ -31,9 +31,9 @@ CASES: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
 def test_mean_is_sum_by_count(case: str) -> None:
     target, options = CASES[case][0], dict(CASES[case][1])
 
-    inputs = (target, options.pop("weight")) if "weight" in options else (target,)
+    inputs = (target, options.pop("weight", None))
 
-    def loss(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    def loss(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(logits, target, weight, **options)
 
     gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(LOGITS, *inputs)
@@ -49,7 +49,9 @@ def test_mean_is_sum_by_count(case: str) -> None:
 
 
 def test_a_sum_is_left_alone() -> None:
-    gm = make_fx(lambda x, t: F.cross_entropy(x, t, reduction="sum"), tracing_mode="fake", pre_dispatch=True)(LOGITS, TARGET)
+    gm = make_fx(lambda x, t: F.cross_entropy(x, t, reduction="sum"), tracing_mode="fake", pre_dispatch=True)(
+        LOGITS, TARGET
+    )
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 0
 
 

@@ -48,9 +48,7 @@ def test_text_that_is_no_notation(text: str) -> None:
         ((6, 4, 8), (4, 6, 8), Shard(2), Shard(2)),  # a block without common factors keeps what is behind it
     ],
 )
-def test_views_carry_a_layout(
-    before: tuple[int, ...], after: tuple[int, ...], layout: Shard, expected: Shard
-) -> None:
+def test_views_carry_a_layout(before: tuple[int, ...], after: tuple[int, ...], layout: Shard, expected: Shard) -> None:
     indices = view_map(before, after)
     part = indices.locate(indices.operands[0], layout)
     assert part is not None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from autosp_rules import AutoSPConfig
@@ -68,7 +68,9 @@ CLEAN: dict[str, Any] = {
     "sum over the sequence": lambda m, x, ids: x.sum(1) * 3.0,
     "mean over the sequence": lambda m, x, ids: x - x.mean(1, keepdim=True),
     "flatten and back": lambda m, x, ids: x.reshape(-1, 8).tanh().view(2, 16, 8),
-    "split heads and join": lambda m, x, ids: x.view(2, 16, 2, 4).transpose(1, 2).exp().transpose(1, 2).reshape(2, 16, 8),
+    "split heads and join": lambda m, x, ids: (
+        x.view(2, 16, 2, 4).transpose(1, 2).exp().transpose(1, 2).reshape(2, 16, 8)
+    ),
     "stack and unbind": lambda m, x, ids: torch.stack([x, 2 * x], 1).unbind(1)[1],
     "chunk": lambda m, x, ids: x.chunk(2, -1)[0] * x.chunk(2, -1)[1],
     "mask from ids": lambda m, x, ids: x * (ids != 3).unsqueeze(-1),
