@@ -1,7 +1,7 @@
 """Normal forms: one spelling of a view, and operators that give back their input go away.
 
     slice(x, 2, 0, S)  ->  x        expand(x, shape of x)  ->  x        to(x, dtype of x)  ->  x        alias(x)  ->  x
-    view(x, shape)  ->  reshape(x, shape)
+    view(x, shape)  ->  reshape(x, shape)                                cat([empty, x])  ->  x
 
 Matches an operator to drop where the result has the shape, dtype and device of its input, for every length that the
 graph admits. A view demands strides that only the value at hand has; a reshape is that view where there is one.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Pattern, Rule, RuleSet, cap, loose, op, where
+from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, where
 from fxrewrite.spmd import is_same_size
 
 __all__ = ["NORMAL_FORMS"]
@@ -61,12 +61,36 @@ def _to_reshape(name: str) -> Rule:
     return respelled
 
 
+@where.predicate("tensors", text="only_one_is_not_empty")
+def _only_one_is_not_empty(tensors: Any) -> bool:
+    return isinstance(tensors, (list, tuple)) and len(_not_empty(tensors)) == 1 < len(tensors)
+
+
+def _not_empty(tensors: Any) -> list[Any]:
+    return [t for t in tensors if not any(is_same_size(size, 0) for size in t.meta["val"].shape)]
+
+
+drop_empty_cat = Rule(
+    "normal_forms.drop_empty_cat",
+    Pattern((loose(op("aten::cat", cap("tensors", "any"))),), (_only_one_is_not_empty,)),
+    optional=True,
+)
+
+
+@drop_empty_cat.replacement
+def _(match: Match) -> fx.Proxy:
+    """the one tensor that is not empty: what a cache that was empty gives"""
+    (kept,) = _not_empty(match["tensors"])
+    return match.proxy(kept)
+
+
 NORMAL_FORMS = RuleSet(
     "normal_forms",
     _drop("slice"),
     _drop("expand", ...),
     _drop("to"),
     _drop("alias"),
+    drop_empty_cat,
     _to_reshape("view"),
     _to_reshape("_unsafe_view"),
 )

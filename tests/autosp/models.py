@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -78,7 +79,9 @@ def build(name: str, *, checkpointing: bool = False, layers: int = 2) -> torch.n
     for stack in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
         del stack[layers:]
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming it
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
 
 
