@@ -84,6 +84,8 @@ def dry_run(
 
     Needs no process group and runs nothing but the capture; the program cannot run, its axis has no group.
     """
+    if num_ranks < 1:
+        raise AutoSPError.of(f"{num_ranks} ranks", hint="pass num_ranks=1 or more")
     config = config or AutoSPConfig()
     gm = capture(model, inputs)
     return transform(gm, config, Axis(config.axis, num_ranks))

@@ -2,7 +2,7 @@
 
     embedding(weight, ids)  ->  embedding(weight, redistribute(ids, R -> S(last)))
 
-Matches an embedding whose index is an integer input of the model's call: token ids, segment ids, given positions.
+Matches an embedding whose index is an integer input of the model's call, [B, S]: token ids, segment ids, positions.
 Refuses a sequence that does not divide over the axis.
 All else is sharded because something sharded asks for it. Rotary tables, learned positions and shifted labels are
 computed from whole inputs and sliced, so a label is shifted before it is sliced.
@@ -17,7 +17,7 @@ from torch import fx
 from fxrewrite import Literal, Match, RuleSet, refuse, rule, where
 from fxrewrite.backends import is_model_state
 from fxrewrite.ops import key
-from fxrewrite.spmd import Replicated, Shard, redistribute, require_divisible, size_hint
+from fxrewrite.spmd import Replicated, Shard, is_same_size, redistribute, require_divisible, size_hint
 
 __all__ = ["SEQUENCE_RULES", "shard_input_ids"]
 
@@ -28,6 +28,9 @@ _SAME_IDS = {*_VIEWS, "aten::to", "aten::contiguous", "aten::clone"}
 
 @where.predicate("ids", text="is_call_input")
 def _is_call_input(ids: fx.Node) -> bool:
+    shape = ids.meta["val"].shape
+    if len(shape) < 2 or is_same_size(shape[-1], 1):
+        return False  # one id for a whole sequence: a language, a task
     return (source := _source(ids)).op == "placeholder" and not is_model_state(source)
 
 

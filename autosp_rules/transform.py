@@ -11,7 +11,8 @@ from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.report import AutoSPReport, summarize
 from autosp_rules.rule_set import RULES
-from fxrewrite import RefusedError
+from autosp_rules.sequence import shard_input_ids
+from fxrewrite import FxRewriteError, RefusedError
 from fxrewrite.graph import normalize
 from fxrewrite.ops import key
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext, product, size_hint
@@ -32,12 +33,14 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
         report = RULES.once().apply(normal, context=context)
     except RefusedError as error:
         raise AutoSPError(error.refusal, error.located_at) from error
+    except FxRewriteError as error:
+        raise AutoSPError.of(str(error)) from error
     report.lines.extend(outputs.lines)
     tokens = _num_tokens(normal)
     if not tokens:
         raise AutoSPError.of(
-            "no sequence found: the graph has no embedding of an integer input",
-            hint="pass token ids, not inputs_embeds",
+            "no sequence found: no embedding looks up an integer input [batch, sequence] of the model's call as it is",
+            hint="pass token ids, not inputs_embeds, with the sequence as the last dimension",
         )
     return normal, summarize(normal, report, axis, tokens, time.perf_counter() - started)
 
@@ -64,6 +67,6 @@ class _OutputPolicy:
 
 def _num_tokens(gm: fx.GraphModule) -> int:
     """Tokens of the whole batch, from the lookups that are sharded; 0 where there are none."""
-    calls = [node for node in gm.graph.nodes if node.op == "call_function" and "global_shape" in node.meta]
-    shapes = [node.meta["global_shape"] for node in calls if key(node) == "aten::embedding"]
+    made = [node for node in gm.graph.nodes if shard_input_ids.id in node.meta.get("fxrewrite", ())]
+    shapes = [n.meta["global_shape"] for n in made if key(n) == "aten::embedding" and "global_shape" in n.meta]
     return max((size_hint(product(shape[:-1])) for shape in shapes), default=0)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Maybe, RuleSet, rule
+from fxrewrite import Literal, Match, Maybe, RuleSet, refuse, rule
 from fxrewrite.spmd import product, size_proxy
 
 __all__ = ["LOSSES", "mean_to_sum"]
@@ -25,7 +25,7 @@ aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 
 
-@rule("losses.mean_to_sum", numerics="reassociates")
+@rule("losses.mean_to_sum", numerics="reassociates", optional=True)
 def mean_to_sum(
     logits: torch.Tensor, target: torch.Tensor, weight: Maybe, ignore_index: Literal, label_smoothing: Literal
 ) -> torch.Tensor:
@@ -39,6 +39,8 @@ def _(
 ) -> Any:
     total = aten.cross_entropy_loss(logits, target, weight, _SUM, ignore_index, label_smoothing)
     targets = match["target"].meta["val"]
+    if targets.is_floating_point() and targets.dim() < 2:
+        refuse("class probabilities of a single row", hint="it is left as it is")
     if targets.is_floating_point():  # class probabilities: every row counts once
         return total / size_proxy(match, product(targets.shape) // targets.shape[1])
     counts = aten.ne(target, ignore_index)

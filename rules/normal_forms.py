@@ -2,9 +2,11 @@
 
     slice(x, 2, 0, S)  ->  x        expand(x, shape of x)  ->  x        to(x, dtype of x)  ->  x        alias(x)  ->  x
     view(x, shape)  ->  reshape(x, shape)                                cat([empty, x])  ->  x
+    squeeze(x, 1)  ->  select(x, 1, 0)
 
 Matches an operator to drop where the result has the shape, dtype and device of its input, for every length that the
-graph admits. A view demands strides that only the value at hand has; a reshape is that view where there is one.
+graph admits. A view demands strides that only the value at hand has; a reshape is that view where there is one. What a
+squeeze takes away depends on sizes at run time; a select says it.
 Numerics: exact; the result is the input itself, as the operators themselves promise.
 Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self or a whole view of it).
 """
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, where
+from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, refuse, where
+from fxrewrite.ops import bind
 from fxrewrite.spmd import is_same_size
 
 __all__ = ["NORMAL_FORMS"]
@@ -84,13 +87,48 @@ def _(match: Match) -> fx.Proxy:
     return match.proxy(kept)
 
 
+squeeze_to_select = Rule(
+    "normal_forms.squeeze_to_select",
+    Pattern((loose(op("aten::squeeze", cap("x"))),)),
+    optional=True,
+)
+
+
+@squeeze_to_select.replacement
+def _(match: Match, x: fx.Proxy) -> fx.Proxy:
+    """select(x, dim, 0) for each dimension that goes away: which ones they are is said, not found out from sizes"""
+    shape = match["x"].meta["val"].shape
+    dims = bind(match.root).get("dim")
+    dims = range(len(shape)) if dims is None else dims if isinstance(dims, (list, tuple)) else [dims]
+    for dim in sorted({dim % len(shape) for dim in dims if is_same_size(shape[dim], 1)}, reverse=True):
+        x = torch.ops.aten.select(x, dim, 0)
+    return x
+
+
+type_as_to_to = Rule(
+    "normal_forms.type_as_to_to", Pattern((op("aten::type_as", cap("x"), cap("other")),)), optional=True
+)
+
+
+@type_as_to_to.replacement
+def _(match: Match, x: fx.Proxy, other: fx.Proxy) -> fx.Proxy:
+    """to(x, dtype of other): nothing else of it is read"""
+    wanted = match["other"].meta["val"]
+    if wanted.device != match["x"].meta["val"].device:
+        refuse("the two are on different devices", hint="it is left as it is")
+    return torch.ops.aten.to(x, wanted.dtype)
+
+
 NORMAL_FORMS = RuleSet(
     "normal_forms",
     _drop("slice"),
     _drop("expand", ...),
     _drop("to"),
     _drop("alias"),
+    _drop("narrow", ..., ..., ...),
     drop_empty_cat,
+    squeeze_to_select,
+    type_as_to_to,
     _to_reshape("view"),
     _to_reshape("_unsafe_view"),
 )

@@ -38,9 +38,13 @@ def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     shape, args = global_shape(match["x"]), bind(match.root)
     dims = args.get("dim")
     dims = list(range(len(shape))) if not dims else [dim % len(shape) for dim in dims]
-    total = aten.sum(x, dims, bool(args.get("keepdim", False)), dtype=args.get("dtype"))
-    mean = aten.div(total, size_proxy(match, product(shape[dim] for dim in dims)))
-    for made in (total, mean):
+    dtype = match.root.meta["val"].dtype
+    # torch adds up half precision in float32 too: the sum of a long sequence is beyond float16
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = aten.sum(x, dims, bool(args.get("keepdim", False)), dtype=wide)
+    divided = aten.div(total, size_proxy(match, product(shape[dim] for dim in dims)))
+    mean = divided if wide == dtype else aten.to(divided, dtype)
+    for made in {total, divided, mean}:
         match.edit.set_meta(made.node, "layout", Partial())
     return mean
 

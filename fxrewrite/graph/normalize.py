@@ -17,8 +17,9 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxrewrite.errors import refuse
+from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph.sizes import hoist_sizes
+from fxrewrite.graph.source import source_line
 
 __all__ = ["normalize"]
 
@@ -42,8 +43,18 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     inputs = [_fake_value(node) for node in placeholders]
-    with fx_traceback.preserve_node_meta():
-        normal = make_fx(_Inliner(gm).run, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
+    inliner = _Inliner(gm)
+    try:
+        with fx_traceback.preserve_node_meta():
+            normal = make_fx(inliner.run, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
+    except FxRewriteError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise FxRewriteError(
+            f"%{inliner.current.name} ({source_line(inliner.current)}) cannot be traced to ATen: "
+            f"{type(error).__name__}: {reason}; compile the model without it"
+        ) from error
     for node, original in zip(normal.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         # the tracer's own fake value: under torch.compile it lives in another mode than Dynamo's example value
         node.meta = {**original.meta, "val": node.meta["val"]}
@@ -66,13 +77,15 @@ def _fake_value(node: fx.Node) -> Any:
 class _Inliner(fx.Interpreter):
     """Runs a Dynamo graph with the bodies of plain activation checkpoints inlined and tagged."""
 
+    current: fx.Node
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _CHECKPOINT:
             body, *operands = args
             if "_checkpoint_context_fn" in body.meta or kwargs.get("context_fn") is not None:
                 refuse(
                     "a selective checkpoint chooses by a Python function what to save",
-                    node=self._current_node(),
+                    node=self.current,
                     hint="checkpoint the layer without context_fn",
                 )
             named = {key: value for key, value in kwargs.items() if key not in _CHECKPOINT_OPTIONS}
@@ -81,23 +94,20 @@ class _Inliner(fx.Interpreter):
             name = target.name()
             refuse(
                 f"the higher-order op {name} is not supported",
-                node=self._current_node(),
+                node=self.current,
                 hint=_NO_HIGHER_ORDER_OP.get(name, "rewrite the model without it"),
             )
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        value = self._node.meta.get("example_value")
+        value = self.current.meta.get("example_value")
         if target == "item" and isinstance(value, torch.SymFloat):
             return float(value)  # a Python float that dynamic=True passes as a 0-d tensor: a constant, guarded as one
         return super().call_method(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        self._node = n
+        self.current = n
         return super().run_node(n)
-
-    def _current_node(self) -> fx.Node:
-        return self._node
 
 
 def _tagged(body: fx.GraphModule) -> fx.GraphModule:

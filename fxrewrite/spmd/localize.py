@@ -59,7 +59,10 @@ class LocalizeShapes:
         if rule is None or not rule.shape_arg:
             return 0
         args = bind(node)
-        stated, at = list(args[rule.shape_arg]), layout.dim - args.get("dim", 0)  # unflatten states sizes from `dim` on
+        first = args.get("dim", 0)  # unflatten states sizes from `dim` of its input on
+        if first < 0:
+            first += len(global_shape(node.all_input_nodes[0]))
+        stated, at = list(args[rule.shape_arg]), layout.dim - first
         if not 0 <= at < len(stated) or stated[at] == -1:
             return 0
         stated[at] = sizes(local_shape(node.meta["val"].shape, layout, num_ranks)[layout.dim])

@@ -22,7 +22,7 @@ from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import require_divisible, size_hint
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import declare_pure, is_pure, is_random, mutates
+from fxrewrite.ops import declare_pure, is_pure, is_random, key, mutates
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout
@@ -82,6 +82,7 @@ class PropagateLayouts:
                     else "every rank must draw alike: seed them so"
                 )
                 report.lines.append(f"random: %{node.name} {source_line(node)}: {what}")
+        report.lines.extend(_whole_products(decisions))
         return _write(edit, decisions, context.axis, self.name)
 
     def text(self) -> str:
@@ -286,6 +287,19 @@ def _is_getitem(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem"
 
 
+_PRODUCTS = frozenset({"aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::scaled_dot_product_attention"})
+
+
+def _whole_products(decisions: dict[fx.Node, Decision]) -> list[str]:
+    """A line where matrix products, which are what a model's time is made of, run whole on every rank."""
+    products = [node for node in decisions if node.op == "call_function" and key(node) in _PRODUCTS]
+    whole = [node for node in products if decisions[node].wants and all(want == R for want in decisions[node].wants)]
+    if not whole:
+        return []
+    first = f"%{whole[0].name} {source_line(whole[0])}".rstrip()
+    return [f"whole: {len(whole)} of {len(products)} matrix products run whole on every rank, the first is {first}"]
+
+
 def _gather_line(node: fx.Node, decision: Decision, axis: Axis) -> str:
     whole = [operand for operand, want in zip(operands_of(node), decision.wants, strict=True) if want == R]
     num_bytes = sum(size_hint(tensor_of(n).numel()) * tensor_of(n).element_size() for n in whole)
@@ -301,7 +315,8 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
             region += 1  # what was made before a write, or under another autograd mode, must not serve what comes after
         decision = decisions[node]
         if decision.gives:
-            edit.set_meta(node, "layout", decision.gives[0] if len(decision.gives) == 1 else decision.gives)
+            several = isinstance(node.meta.get("val"), (list, tuple))
+            edit.set_meta(node, "layout", decision.gives if several else decision.gives[0])
         if not decision.wants or node.target is redistribute:
             continue
         swap: dict[fx.Node, list[fx.Node]] = {}

@@ -5,6 +5,7 @@ Softmax, norms, maxima, sorts and scans need their dimension whole.
 """
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule
+from rules.layouts.pointwise import broadcast
 
 __all__ = ["LAYOUTS"]
 
@@ -21,8 +22,10 @@ def reduction(call: Call) -> IndexMap:
     return _reduced(call, whole=False)
 
 
-def whole_reduction(call: Call) -> IndexMap:
-    """reduces over `dim`, which must be whole"""
+def whole_reduction(call: Call) -> IndexMap | None:
+    """reduces over `dim`, which must be whole; max and min of two tensors are pointwise"""
+    if len(call.operands) > 1:
+        return broadcast(call)
     return _reduced(call, whole=True)
 
 

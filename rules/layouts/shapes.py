@@ -1,5 +1,7 @@
 """Operators that only move data: views, permutes, joins and cuts."""
 
+from typing import Any
+
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_broadcast, is_same_size, view_map
 
 __all__ = ["LAYOUTS"]
@@ -65,7 +67,8 @@ def cut(call: Call) -> IndexMap:
     shape = call.shape()
     at = call.dim("dim", len(shape))
     terms = _terms(len(shape))
-    kept = all(is_same_size(result[at], shape[at]) for result in call.result_shapes())
+    # other operators state the length that they keep, and a whole slice is only left where it cannot be dropped
+    kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
     result = (*terms[:at], terms[at] if kept else (f"cut{at}",), *terms[at + 1 :])
     sizes = {**_sizes(call), f"cut{at}": call.result_shapes()[0][at]}
     blocked = frozenset[str]() if kept else frozenset({f"d{at}", f"cut{at}"})
@@ -105,20 +108,25 @@ def stack(call: Call) -> IndexMap:
 
 
 def pad(call: Call) -> IndexMap:
-    """the padded dimensions must be whole"""
-    before, after = call.shape(), call.result_shapes()[0]
-    terms = _terms(len(before))
-    kept = [is_same_size(a, b) for a, b in zip(before, after, strict=True)]
+    """the padded dimensions must be whole; padding by 1 and -1 is a shift, not nothing"""
+    after = call.result_shapes()[0]
+    terms = _terms(len(after))
+    amounts = list(call.args["pad"])
+    kept = [not _pads(amounts[2 * place : 2 * place + 2]) for place in reversed(range(len(after)))]
     result = tuple(terms[dim] if keep else (f"padded{dim}",) for dim, keep in enumerate(kept))
     sizes = {**_sizes(call), **{f"padded{dim}": size for dim, size in enumerate(after)}}
     blocked = {name for dim, keep in enumerate(kept) if not keep for name in (f"d{dim}", f"padded{dim}")}
     return IndexMap((terms,), (result,), sizes, frozenset(blocked))
 
 
+def _pads(pair: list[Any]) -> bool:
+    return any(not isinstance(amount, int) or amount for amount in pair)
+
+
 LAYOUTS = (
     LayoutRule("layout.reshape", ("aten::reshape",), view, shape_arg="shape"),
     LayoutRule("layout.unflatten", ("aten::unflatten",), view, shape_arg="sizes"),
-    LayoutRule("layout.flatten", ("aten::flatten", "aten::squeeze"), view),
+    LayoutRule("layout.flatten", ("aten::flatten",), view),
     LayoutRule("layout.expand", ("aten::expand",), expand, shape_arg="size"),
     LayoutRule("layout.transpose", ("aten::transpose", "aten::t", "aten::mT"), transpose),
     LayoutRule("layout.permute", ("aten::permute",), permute),

@@ -159,3 +159,18 @@ def test_model_that_does_not_capture() -> None:
 def test_refused_kv_repeat_is_in_the_report_and_the_model_still_runs() -> None:
     _, report = dry_run(build("llama_gqa"), batch("llama_gqa", "plain"), num_ranks=4)
     assert [r for r in report.refusals if "2 kv heads do not divide over axis sp (size 4)" in r]
+
+
+def test_an_id_for_the_whole_sequence_is_no_sequence() -> None:
+    class Tagged(Tiny):
+        def forward(self, ids: torch.Tensor, tag: torch.Tensor, language: torch.Tensor) -> torch.Tensor:
+            return super().forward(ids) + self.embed(tag).mean() + self.embed(language).mean()
+
+    inputs = {"ids": IDS, "tag": torch.tensor(3), "language": torch.tensor([1, 2])}
+    _, report = dry_run(Tagged(), inputs, num_ranks=4)
+    assert report.tokens_per_rank == 8
+
+
+def test_number_of_ranks() -> None:
+    with pytest.raises(AutoSPError, match="0 ranks; pass num_ranks=1 or more"):
+        dry_run(Tiny(), {"ids": IDS}, num_ranks=0)

@@ -78,7 +78,17 @@ CLEAN: dict[str, Any] = {
         *(3 * [x.view(2, 16, 2, 4).transpose(1, 2)]), is_causal=True
     ),
 }
+CLEAN |= {
+    "fused q, k, v by unflatten": lambda m, x, ids: F.scaled_dot_product_attention(
+        *torch.cat([x, x, x], -1).unflatten(-1, (3, -1, 2)).permute(2, 0, 3, 1, 4), is_causal=True
+    ),
+    "squeeze where a chunk has length one": lambda m, x, ids: x * x[:, :, :1].squeeze(-1).unsqueeze(-1),
+    "maximum of two": lambda m, x, ids: torch.max(x, m.other[: ids.shape[1]]),
+    "type_as": lambda m, x, ids: x * torch.arange(8).type_as(x),
+}
 GATHERED: dict[str, Any] = {
+    "shift by pads of 1 and -1": lambda m, x, ids: x + F.pad(x, (0, 0, 1, -1)),
+    "a split that keeps all": lambda m, x, ids: x.split(16, 1)[0] + x,
     "cumulative sum": lambda m, x, ids: x.cumsum(1) + x,
     "softmax over the sequence": lambda m, x, ids: x.softmax(1) * x,
     "shift": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
@@ -100,6 +110,28 @@ def test_stays_sharded(name: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("name", GATHERED)
 def test_is_gathered_and_says_so(name: str) -> None:
     assert gathers(check(GATHERED[name]))
+
+
+def test_ranks_that_hold_one_token() -> None:
+    ids = torch.arange(4).reshape(2, 2)
+    check(lambda m, x, ids: (x * x.squeeze()).squeeze(1) + x, ids=ids)
+    check(lambda m, x, ids: x[..., :1].squeeze() - x[..., :1].mean(1), ids=ids)
+
+
+def test_shifted_ids_are_shifted_before_they_are_sliced() -> None:
+    check(lambda m, x, ids: x + m.embed(F.pad(ids, (1, -1))))
+
+
+def test_matrix_products_that_stay_whole_are_counted() -> None:
+    lines = check(lambda m, x, ids: x + (m.embed(ids.roll(1, 1)) @ m.embed.weight.T).cumsum(1))
+    assert [line for line in lines if line.startswith("whole: 1 of 1 matrix products")]
+
+
+def test_half_precision_means_do_not_overflow() -> None:
+    def mean(x: torch.Tensor) -> torch.Tensor:
+        return (x.half() * 8).square().mean(1).double()
+
+    check(lambda m, x, ids: mean(x * 0 + 12.5).sqrt())  # 16 tokens of 10,000 each: beyond float16
 
 
 def test_dropout_that_draws_says_so() -> None:
