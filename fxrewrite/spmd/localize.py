@@ -19,7 +19,7 @@ from fxrewrite.ops import bind, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.layout import Shard, local_shape
-from fxrewrite.spmd.rule import LayoutRules
+from fxrewrite.spmd.rule import LayoutRules, tensor_of
 
 __all__ = ["LocalizeShapes", "global_shape"]
 
@@ -40,9 +40,9 @@ class LocalizeShapes:
         num_ranks = context.axis.size
         values = _LocalValues(num_ranks)
         changed = 0
-        for node in list(edit.graph.nodes):
+        for node in edit.nodes():
             layouts = node.meta.get("layout")
-            if layouts is None or node in edit.erased:
+            if layouts is None:
                 continue
             value = node.meta.get("val")
             if isinstance(layouts, tuple) and isinstance(value, (list, tuple)):
@@ -50,8 +50,9 @@ class LocalizeShapes:
                 edit.set_meta(node, "val", type(value)(local))
             elif isinstance(layouts, Shard):
                 changed += self._localize_shape_arg(edit, node, layouts, context.size_nodes(edit), num_ranks)
-                edit.set_meta(node, "global_shape", tuple(value.shape))
-                edit.set_meta(node, "val", values.of(value, layouts))
+                whole = tensor_of(node)
+                edit.set_meta(node, "global_shape", tuple(whole.shape))
+                edit.set_meta(node, "val", values.of(whole, layouts))
         return changed
 
     def _localize_shape_arg(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:

@@ -22,7 +22,7 @@ from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import require_divisible, size_hint
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import declare_pure, is_pure, is_random, key, mutates
+from fxrewrite.ops import declare_pure, is_pure, is_random, is_view, key, mutated, mutates
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout
@@ -73,7 +73,7 @@ class PropagateLayouts:
         decisions = propagation.run()
         for node, decision in decisions.items():
             if decision.gathered:
-                report.lines.append(_gather_line(node, decision, context.axis))
+                report.lines.append(_gather_line(node, decision))
             if is_random(node):
                 sharded = any(isinstance(layout, Shard) for layout in decision.gives)
                 what = (
@@ -120,7 +120,7 @@ class _Propagation:
         operands = operands_of(node)
         layouts = [self._shown(operand) for operand in operands]
         num_results = _num_results(node)
-        if all(layout == R for layout in layouts):
+        if all(layout == R for layout in layouts) and not self._writes_through_a_copy(node):
             return _replicated(len(operands), num_results)
         if mutates(node):
             refuse(
@@ -141,6 +141,20 @@ class _Propagation:
             return self._decide(call, rule, indices, layouts)
         except RefusedError as error:
             raise error.filled(rule=rule.id) from error
+
+    def _writes_through_a_copy(self, node: fx.Node) -> bool:
+        """Whether the node writes to a view of a sharded value: the view was gathered, so the write would be lost."""
+        todo, seen = list(mutated(node)), set[fx.Node]()
+        while todo:
+            value = todo.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if value in self.decisions and any(layout != R for layout in self.decisions[value].shows):
+                return True
+            if is_view(value):
+                todo += value.all_input_nodes
+        return False
 
     def _decide(self, call: Call, rule: LayoutRule, indices: IndexMap, layouts: list[Layout]) -> Decision:
         parts = [indices.locate(terms, layout) for terms, layout in zip(indices.operands, layouts, strict=True)]
@@ -300,7 +314,7 @@ def _whole_products(decisions: dict[fx.Node, Decision]) -> list[str]:
     return [f"whole: {len(whole)} of {len(products)} matrix products run whole on every rank, the first is {first}"]
 
 
-def _gather_line(node: fx.Node, decision: Decision, axis: Axis) -> str:
+def _gather_line(node: fx.Node, decision: Decision) -> str:
     whole = [operand for operand, want in zip(operands_of(node), decision.wants, strict=True) if want == R]
     num_bytes = sum(size_hint(tensor_of(n).numel()) * tensor_of(n).element_size() for n in whole)
     return f"gathered: %{node.name} {source_line(node)}: {decision.gathered} ({num_bytes:,} bytes whole on each rank)"

@@ -171,6 +171,15 @@ def test_an_id_for_the_whole_sequence_is_no_sequence() -> None:
     assert report.tokens_per_rank == 8
 
 
+def test_in_place_operation_on_a_view_of_a_sharded_value() -> None:
+    def clear_first(x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        x[:, 0] = 0.0
+        return x
+
+    assert "in-place operation on a sharded value" in str(refusal(Tiny(extra=clear_first), 2))
+
+
 def test_number_of_ranks() -> None:
     with pytest.raises(AutoSPError, match="0 ranks; pass num_ranks=1 or more"):
         dry_run(Tiny(), {"ids": IDS}, num_ranks=0)
