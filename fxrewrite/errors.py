@@ -6,6 +6,7 @@ This module imports no torch: the command line and the pytest plugin load it fir
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ __all__ = [
     "FxRewriteError",
     "InvariantError",
     "MatchExpectationError",
+    "Reason",
     "Refusal",
     "RefusedError",
     "RuleDefinitionError",
@@ -42,6 +44,43 @@ class InvariantError(FxRewriteError):
     """The graph would no longer be valid: an argument is used before it is defined, a value is missing."""
 
 
+class Reason(enum.StrEnum):
+    """What kind of thing stood in the way: of a match (the first eight), or of rewriting one."""
+
+    OPERATOR = "operator"
+    """Another operator stands there, or none."""
+    ARGUMENTS = "arguments"
+    """The call passes an argument that the pattern does not mention, at another value than its default."""
+    LITERAL = "literal"
+    """A Python value differs."""
+    CAPTURE = "capture"
+    """What stands there is not what the capture takes: a value of the graph, a Python value, a parameter ..."""
+    SAME = "same"
+    """One capture stands at two places that hold different values."""
+    OUTPUT = "output"
+    """A further output of the pattern, or a sibling, is not there."""
+    OUTSIDE_USER = "outside_user"
+    """A value inside the match is used outside of it."""
+    CONSTRAINT = "constraint"
+    """A `where` constraint does not hold."""
+    RULE = "rule"
+    """The rule itself refused."""
+    EFFECT = "effect"
+    """A node in between writes to memory of the match."""
+    ALIAS = "alias"
+    """The replacement shares memory differently, and something writes to it later."""
+    DRAW = "draw"
+    """The replacement draws other random numbers than the original."""
+    CONVEXITY = "convexity"
+    """There is no place for the new nodes behind all captures and before all users."""
+    VALUE = "value"
+    """The replacement has another shape, dtype or device."""
+    OVERLAP = "overlap"
+    """Another match was preferred that consumes the same nodes."""
+    STALE = "stale"
+    """The match is not there any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why something was not done, as a value that can be counted, printed and snapshot.
@@ -53,6 +92,7 @@ class Refusal:
         source: "model.py:41", or empty when the graph has no source lines.
         hint: what the reader can do about it.
         data: the numbers and words of the reason, for programs.
+        kind: what kind of reason it is, to count by.
     """
 
     rule: str
@@ -61,6 +101,7 @@ class Refusal:
     source: str = ""
     hint: str = ""
     data: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+    kind: Reason = Reason.RULE
 
     def __str__(self) -> str:
         text = f"{self.rule}: {self.reason}" if self.rule else self.reason
@@ -105,6 +146,10 @@ class RefusedError(FxRewriteError):
         return self.refusal.hint
 
     @property
+    def kind(self) -> Reason:
+        return self.refusal.kind
+
+    @property
     def data(self) -> Mapping[str, Any]:
         return self.refusal.data
 
@@ -123,13 +168,14 @@ class RefusedError(FxRewriteError):
         return RefusedError(new, self.located_at)
 
 
-def refuse(reason: str, *, hint: str = "", node: Any = None, **data: Any) -> NoReturn:
+def refuse(reason: str, *, hint: str = "", node: Any = None, kind: Reason = Reason.RULE, **data: Any) -> NoReturn:
     """Refuse the rewrite at hand; to be called from guards, replacements and layout rules.
 
     Args:
         reason: one clause with the numbers in it.
         hint: what the user can do.
         node: the `fx.Node` (or its name) to blame; the engine takes the matched root when it is missing.
+        kind: what kind of reason it is; a rule that refuses needs none.
         data: the numbers of the reason, kept for programs.
 
     Raises:
@@ -137,4 +183,4 @@ def refuse(reason: str, *, hint: str = "", node: Any = None, **data: Any) -> NoR
     """
     name = "" if node is None else str(getattr(node, "name", node))
     located = node if hasattr(node, "meta") else None
-    raise RefusedError(Refusal(rule="", reason=reason, node=name, hint=hint, data=data), located)
+    raise RefusedError(Refusal(rule="", reason=reason, node=name, hint=hint, kind=kind, data=data), located)

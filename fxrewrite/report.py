@@ -35,6 +35,7 @@ class RuleReport(BaseModel):
                 "node": refusal.node,
                 "source": refusal.source,
                 "hint": refusal.hint,
+                "kind": refusal.kind,
                 "data": {name: v if isinstance(v, plain) else str(v) for name, v in refusal.data.items()},
             }
             for refusal in refusals

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.errors import FxRewriteError, Reason, RefusedError, RuleDefinitionError, refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.graph.source import source_line
@@ -245,6 +245,7 @@ def _check_value(old: fx.Node, new: fx.Node) -> None:
         f"the replacement gives {_describe(is_now)}, the original {_describe(was)}",
         hint='repair the replacement, or declare shapes="changes" on the rule',
         node=old,
+        kind=Reason.VALUE,
     )
 
 

@@ -11,7 +11,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
-from fxrewrite.errors import refuse
+from fxrewrite.errors import Reason, refuse
 from fxrewrite.match.match import Match
 
 __all__ = ["Effects", "check_aliases", "check_draws", "check_region", "insertion_point"]
@@ -86,6 +86,7 @@ def check_region(match: Match, effects: Effects) -> None:
                 f"%{first.name} and %{last.name}",
                 hint="functionalize the graph before rewriting it",
                 node=match.root,
+                kind=Reason.EFFECT,
                 effect=ops.key(writer),
             )
 
@@ -108,6 +109,7 @@ def check_aliases(match: Match, old: fx.Node, new: fx.Node, created: list[fx.Nod
                 f"%{writer.name} ({ops.key(writer)}) writes later to memory that the replacement shares differently",
                 hint="functionalize the graph before rewriting it",
                 node=old,
+                kind=Reason.ALIAS,
                 effect=ops.key(writer),
             )
 
@@ -140,7 +142,7 @@ def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) 
     else:
         what = f"it draws otherwise: {', '.join(was)} before, {', '.join(is_now)} after"
     hint = 'declare it on the rule with rng="removes", "duplicates" or "changes" if that is meant'
-    refuse(what, hint=hint, node=match.root, before=was, after=is_now)
+    refuse(what, hint=hint, node=match.root, kind=Reason.DRAW, before=was, after=is_now)
 
 
 def insertion_point(match: Match) -> fx.Node:
@@ -166,6 +168,7 @@ def insertion_point(match: Match) -> fx.Node:
                     f"%{user.name} uses the output %{output.name} before the capture %{last.name} is computed",
                     hint="the outputs cannot be computed at one place; match them with separate rules",
                     node=match.root,
+                    kind=Reason.CONVEXITY,
                 )
     return last.next
 

@@ -17,6 +17,7 @@ from fxrewrite.spmd.localize import LocalizeShapes, global_shape
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.propagate import PropagateLayouts, layout_of, redistribute
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
+from fxrewrite.spmd.trial import LayoutTrial, try_layouts
 
 __all__ = [
     "COLLECTIVES",
@@ -27,6 +28,7 @@ __all__ = [
     "Layout",
     "LayoutRule",
     "LayoutRules",
+    "LayoutTrial",
     "LocalizeShapes",
     "Partial",
     "PropagateLayouts",
@@ -51,5 +53,6 @@ __all__ = [
     "require_divisible",
     "size_hint",
     "size_proxy",
+    "try_layouts",
     "view_map",
 ]

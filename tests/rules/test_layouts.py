@@ -11,9 +11,8 @@ from torch import fx
 
 from fxrewrite import RuleSet
 from fxrewrite.ops import key
-from fxrewrite.spmd import LocalizeShapes, PropagateLayouts, SpmdContext, axis_of
+from fxrewrite.spmd import LayoutTrial, LocalizeShapes, PropagateLayouts, SpmdContext, axis_of, try_layouts
 from fxrewrite.testing import fake_mesh, run_on_ranks
-from fxrewrite.verify import LayoutTrial, try_layouts
 from rules.collectives import COLLECTIVE_RULES
 from rules.layouts import LAYOUTS
 from rules.normal_forms import NORMAL_FORMS

@@ -13,7 +13,9 @@ from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
-from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext, redistribute
+from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.layout import Axis, Layout, Replicated, Shard
+from fxrewrite.spmd.propagate import redistribute
 
 __all__ = ["LayoutTrial", "try_layouts"]
 
