@@ -213,11 +213,12 @@ class _Propagation:
         names = {"h": "heads", "g": "kv heads"}
         what = ", ".join(f"{size} {names.get(index, index)}" for index, size in sizes.items())
         common = [n for n in range(1, max(sizes.values(), default=1) + 1) if all(s % n == 0 for s in sizes.values())]
+        data: dict[str, Any] = {names.get(i, i).replace(" ", "_"): size for i, size in sizes.items()}
         refuse(
             f"{what} do not divide over axis {self.axis.name} (size {self.axis.size})",
             node=call.node,
             hint=f"use {self.axis.name} in {{{', '.join(map(str, common))}}}",
-            **{names.get(i, i).replace(" ", "_"): s for i, s in sizes.items()},
+            **data,
             size=self.axis.size,
         )
 
