@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxrewrite import ops
+from fxrewrite.errors import Reason
 from fxrewrite.graph.source import source_line
-from fxrewrite.match.finish import Failure, complete
+from fxrewrite.match.finish import Failure, complete, failed
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import Candidate, Path, found_text, holds, test_text
+from fxrewrite.match.tests import Candidate, Path, holds
 from fxrewrite.pattern.pattern import Pattern
 
-__all__ = ["Explanation", "explain"]
+__all__ = ["Explanation", "Miss", "explain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,33 @@ class Miss:
     def __str__(self) -> str:
         source = source_line(self.root)
         where = f"%{self.root.name} ({source})" if source else f"%{self.root.name}"
-        return f"at {where}: {self.failure.passed} of {self.num_tests} tests hold, then {self.failure}"
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"at {where}: {self.failure.passed} of {self.num_tests} tests hold, then {self.failure}{hint}"
+
+    @property
+    def reason(self) -> Reason:
+        """What kind of condition failed."""
+        return self.failure.reason
+
+    @property
+    def hint(self) -> str:
+        """What would make it match, where that can be said; else empty."""
+        instead = self.failure.instead
+        if self.reason is Reason.OPERATOR and instead is not None:
+            if ops.is_view(instead) or ops.key(instead) in _CASTS:
+                return f"allow %{instead.name} with maybe() or chain(), or run rules.normal_forms first"
+            return ""
+        if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
+            return "propagate fake values through the graph first, for example by fxrewrite.normalize"
+        return _HINTS.get(self.reason, "")
+
+
+_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::contiguous", "aten::clone", "aten::detach"})
+_HINTS = {
+    Reason.ARGUMENTS: "mention the argument in the pattern, or allow any with loose()",
+    Reason.LITERAL: "capture it with Literal, or ignore it with ...",
+    Reason.OUTSIDE_USER: "allow the other user with shared(); the value is then computed for it as before",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +116,7 @@ def _readings(pattern: Pattern, variant: Variant, node: fx.Node) -> Iterator[tup
     candidate = Candidate({Path.root(0): node})
     for count, test in enumerate(variant.stages[0]):
         if not holds(test, candidate):
-            yield Failure(count, test_text(test), found_text(test, candidate), node), total
+            yield failed(test, candidate, count, node), total
             return
     for result in complete(pattern, variant, candidate, len(variant.stages[0])):
         yield result, total

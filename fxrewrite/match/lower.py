@@ -11,9 +11,21 @@ from dataclasses import dataclass
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.match.tests import Path, Test
+from fxrewrite.match.tests import FIRST, Path, Test
 from fxrewrite.pattern.pattern import ROOT, Pattern
-from fxrewrite.pattern.terms import Capture, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Term, freeze
+from fxrewrite.pattern.terms import (
+    Capture,
+    Chain,
+    Either,
+    Ignore,
+    ListOf,
+    LiteralValue,
+    Maybe,
+    Op,
+    Siblings,
+    Term,
+    freeze,
+)
 
 __all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
 
@@ -30,7 +42,7 @@ class Link:
     """
 
     output: int
-    choices: tuple[tuple[Path, tuple[str, ...]], ...]
+    choices: tuple[tuple[Path, tuple[frozenset[str], ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +55,8 @@ class Variant:
         captures: name -> path; None for a name of an alternative that is not taken.
         inner: paths of operators below the outputs, users before what they use.
         shared: those of them that may have users outside the match.
+        siblings: for a pattern of siblings, the way from what they share up to one of them.
+        least: how many siblings there must be.
     """
 
     stages: tuple[tuple[Test, ...], ...]
@@ -50,6 +64,8 @@ class Variant:
     captures: dict[str, Path | None]
     inner: tuple[Path, ...]
     shared: frozenset[Path]
+    siblings: Link | None = None
+    least: int = 0
 
     @property
     def root_key(self) -> str:
@@ -63,7 +79,7 @@ class _Part:
 
     tests: tuple[Test, ...] = ()
     captures: tuple[tuple[str, Path], ...] = ()
-    operators: tuple[tuple[Path, Op], ...] = ()
+    operators: tuple[tuple[Path, Op | Chain], ...] = ()
 
     def __add__(self, other: _Part) -> _Part:
         return _Part(self.tests + other.tests, self.captures + other.captures, self.operators + other.operators)
@@ -90,7 +106,7 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     if isinstance(term, Op):
         yield from _read_operator(term, path)
     elif isinstance(term, Capture):
-        test = {"node": "node", "literal": "plain", "optional": "optional", "any": ""}[term.kind]
+        test = {"node": "node", "literal": "plain", "optional": "optional", "param": "param", "any": ""}[term.kind]
         yield _Part((Test(test, path),) if test else (), ((term.name, path),))
     elif isinstance(term, LiteralValue):
         yield _Part((Test("literal", path, freeze(term.value)),))
@@ -105,6 +121,10 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     elif isinstance(term, Either):
         for option in term.options:
             yield from _read(option, path)
+    elif isinstance(term, Chain):
+        yield from _read_chain(term, path)
+    elif isinstance(term, Siblings):
+        yield from _read(term.each, path)
     else:
         assert isinstance(term, Ignore)
         yield _Part()
@@ -122,6 +142,18 @@ def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
         arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
         for parts in _product(arguments):
             yield sum(parts, head)
+
+
+def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:
+    """The longest run first."""
+    steps = [path]
+    for _ in range(term.most):
+        steps.append(steps[-1] / FIRST)
+    for length in range(term.most, term.least - 1, -1):
+        run = steps[:length]
+        head = _Part(tuple(Test("operators", step, term.keys) for step in run), (), tuple((step, term) for step in run))
+        for part in _read(term.base, steps[length]):
+            yield head + part
 
 
 def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
@@ -148,7 +180,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern) -> Variant:
             else:
                 captures[name] = path
         for path, term in part.operators:
-            if not ops.may_be_random(term.key):
+            if isinstance(term, Chain) or not ops.may_be_random(term.key):
                 continue  # equal pure terms are one value, computed once or twice; two draws are two values
             if term in drawn:
                 tests.append(Test("same", path, drawn[term]))
@@ -159,7 +191,17 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern) -> Variant:
     inner = tuple(path for path, _ in operators if path.parent is not None)
     named = {capture.name: captures.get(capture.name) for capture in pattern.captures}
     named[ROOT] = Path.root(0)
-    return Variant(tuple(stages), tuple(links), named, inner, frozenset(p for p, term in operators if term.shared))
+    shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
+    first = pattern.outputs[0]
+    if not isinstance(first, Siblings):
+        return Variant(tuple(stages), tuple(links), named, inner, shared)
+    on = captures.get(first.on)
+    if on is None:
+        raise RuleDefinitionError(
+            f"pattern {pattern}: a reading of it does not capture {first.on}, what they have in common"
+        )
+    link = Link(0, ((on, _climb_keys(on, parts[0])),))
+    return Variant(tuple(stages), (), named, inner, shared, link, first.least)
 
 
 def _above(path: Path) -> Iterator[Path]:
@@ -168,12 +210,17 @@ def _above(path: Path) -> Iterator[Path]:
         yield path
 
 
+def _climb_keys(path: Path, part: _Part) -> tuple[frozenset[str], ...]:
+    """The operators on the way from a path up to its output."""
+    keys = {path: frozenset((term.key,) if isinstance(term, Op) else term.keys) for path, term in part.operators}
+    return tuple(keys[above] for above in _above(path) if above in keys)
+
+
 def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
-    keys = {path: term.key for path, term in part.operators}
-    choices: list[tuple[Path, tuple[str, ...]]] = []
+    choices: list[tuple[Path, tuple[frozenset[str], ...]]] = []
     for name, path in part.captures:
         if name in captures:
-            choices.append((captures[name], tuple(keys[p] for p in _above(path) if p in keys)))
+            choices.append((captures[name], _climb_keys(path, part)))
     if not choices:
         raise RuleDefinitionError(
             f"pattern {pattern}: output {index} captures nothing that an earlier output captures, so it could be "

@@ -6,6 +6,7 @@ output nodes are chosen, every path names one value, so nothing has to be undone
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
+from fxrewrite.errors import Reason
 from fxrewrite.pattern.terms import freeze
 
-__all__ = ["Candidate", "Path", "Test", "found_text", "holds", "literal_outcomes", "test_text"]
+__all__ = ["FIRST", "REASONS", "Candidate", "Path", "Test", "found_text", "holds", "literal_outcomes", "test_text"]
 
+FIRST = "first operand"
+"""The step of a path to the first argument of a node, whatever its name."""
 ABSENT: Any = object()
 """What stands where a path leads nowhere; it equals nothing."""
 _DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"})
@@ -66,15 +70,31 @@ class Path:
 class Test:
     """One condition on the value at a path.
 
-    Kinds: `operator` (value: key), `arguments` (value: the names that the pattern mentions; all others are at their
-    defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `plain` (no node in it), `optional`
-    (a node or None), `same` (value: path of the value that it must equal).
+    Kinds: `operator` (value: key), `operators` (value: keys), `arguments` (value: the names that the pattern mentions;
+    all others are at their defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `param` (a
+    node that reads a parameter), `plain` (no node in it), `optional` (a node or None), `same` (value: path of the value
+    that it must equal).
     """
 
     __test__ = False  # not a test class of pytest
     kind: str
     path: Path
     value: Any = None
+
+
+REASONS: Mapping[str, Reason] = {
+    "operator": Reason.OPERATOR,
+    "operators": Reason.OPERATOR,
+    "arguments": Reason.ARGUMENTS,
+    "literal": Reason.LITERAL,
+    "list": Reason.LITERAL,
+    "node": Reason.CAPTURE,
+    "param": Reason.CAPTURE,
+    "plain": Reason.CAPTURE,
+    "optional": Reason.CAPTURE,
+    "same": Reason.SAME,
+}
+"""What it means when a test of a kind fails."""
 
 
 class Candidate:
@@ -103,10 +123,11 @@ class Candidate:
         if layout is not None and step in layout.plain:
             found = self._values[parent].args[layout.plain[step]]
         else:
+            bound = self.bound(parent)
             try:
-                found = self.bound(parent)[step]
+                found = bound[step]
             except (KeyError, IndexError, TypeError):
-                found = ABSENT
+                found = next(iter(bound.values()), ABSENT) if step is FIRST and isinstance(bound, dict) else ABSENT
         self._values[path] = found
         return found
 
@@ -150,6 +171,10 @@ def holds(test: Test, candidate: Candidate) -> bool:
         return isinstance(value, fx.Node)
     if kind == "operator":
         return isinstance(value, fx.Node) and ops.key(value) == test.value
+    if kind == "operators":
+        return isinstance(value, fx.Node) and ops.key(value) in test.value
+    if kind == "param":
+        return isinstance(value, fx.Node) and ops.is_parameter(value)
     if kind == "literal":
         return test.value in literal_outcomes(test.path, candidate)
     if kind == "list":
@@ -242,6 +267,8 @@ def test_text(test: Test) -> str:
     """What the test expects, in words."""
     if test.kind == "operator":
         return f"operator {test.value} at {test.path}"
+    if test.kind == "operators":
+        return f"operator {' or '.join(test.value)} at {test.path}"
     if test.kind == "literal":
         return f"the literal {_thaw(test.value)!r} at {test.path}"
     if test.kind == "arguments":
@@ -250,7 +277,12 @@ def test_text(test: Test) -> str:
         return f"a list of {test.value} at {test.path}"
     if test.kind == "same":
         return f"the same value at {test.path} as at {test.value}"
-    words = {"node": "a value of the graph", "plain": "a Python value", "optional": "a value of the graph or None"}
+    words = {
+        "node": "a value of the graph",
+        "param": "a parameter",
+        "plain": "a Python value",
+        "optional": "a value of the graph or None",
+    }
     return f"{words[test.kind]} at {test.path}"
 
 

@@ -18,7 +18,7 @@ from fxrewrite.ops.effects import (
     sets_mode,
 )
 from fxrewrite.ops.keys import call_key, key, possible_keys
-from fxrewrite.ops.value import MISSING, is_scalar, value, value_key
+from fxrewrite.ops.value import MISSING, is_parameter, is_scalar, value, value_key
 
 __all__ = [
     "MISSING",
@@ -31,6 +31,7 @@ __all__ = [
     "emit_aten",
     "is_barrier",
     "is_commutative",
+    "is_parameter",
     "is_pure",
     "is_random",
     "is_scalar",

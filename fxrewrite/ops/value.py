@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["MISSING", "is_scalar", "value", "value_key"]
+__all__ = ["MISSING", "is_parameter", "is_scalar", "value", "value_key"]
 
 
 class _Missing:
@@ -37,3 +37,8 @@ def value_key(node: fx.Node) -> str:
 def is_scalar(node: fx.Node) -> bool:
     """True when the node is known to hold a Python number or a symbolic one."""
     return isinstance(value(node), _SCALARS)
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """True when the node is known to read a parameter or a buffer of the module."""
+    return node.op == "get_attr" or isinstance(value(node), torch.nn.Parameter)

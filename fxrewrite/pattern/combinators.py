@@ -7,37 +7,45 @@ from typing import Any
 
 import torch
 
+from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import (
     Capture,
     CaptureKind,
+    Chain,
     Either,
     Ignore,
     ListOf,
     LiteralValue,
     Maybe,
     Op,
+    Siblings,
     Term,
     as_term,
     call,
 )
 
-__all__ = ["Literal", "any_", "cap", "either", "loose", "maybe", "op", "shared"]
+__all__ = ["Literal", "Param", "any_", "cap", "chain", "either", "loose", "maybe", "op", "shared", "siblings"]
 
 
 class Literal:
     """Annotation of a pattern parameter that captures a Python value: `def pattern(x, scale: Literal)`."""
 
 
+class Param:
+    """Annotation of a pattern parameter that captures a parameter or buffer: `def pattern(x, weight: Param)`."""
+
+
 any_ = Ignore()
 """Anything, not captured; the same as `...`."""
 
 
-def cap(name: str, kind: type[Literal | Maybe] | CaptureKind = "node") -> Capture:
-    """A capture; `kind` is "node", "optional", "literal" or "any", or the annotation that means it."""
-    if isinstance(kind, type):
-        return Capture(name, "literal" if kind is Literal else "optional")
-    return Capture(name, kind)
+_KINDS: dict[type, CaptureKind] = {Literal: "literal", Maybe: "optional", Param: "param"}
+
+
+def cap(name: str, kind: type[Literal | Maybe | Param] | CaptureKind = "node") -> Capture:
+    """A capture; `kind` is "node", "optional", "param", "literal" or "any", or the annotation that means it."""
+    return Capture(name, _KINDS[kind] if isinstance(kind, type) else kind)
 
 
 def op(target: Any, *args: Any, **kwargs: Any) -> Op:
@@ -51,15 +59,15 @@ def op(target: Any, *args: Any, **kwargs: Any) -> Op:
     Raises:
         RuleDefinitionError: there is no such operator, or the arguments do not fit it.
     """
-    if isinstance(target, str):
-        namespace, separator, name = target.rpartition("::")
-        packet = getattr(getattr(torch.ops, namespace if separator else "aten"), name, None)
-        if packet is None:
-            raise RuleDefinitionError(
-                f"there is no operator {target!r}; pass the callable itself, or import its library"
-            )
-        target = packet
-    return call(target, args, kwargs)
+    return call(_named(target) if isinstance(target, str) else target, args, kwargs)
+
+
+def _named(name: str) -> Any:
+    namespace, separator, operator = name.rpartition("::")
+    packet = getattr(getattr(torch.ops, namespace if separator else "aten"), operator, None)
+    if packet is None:
+        raise RuleDefinitionError(f"there is no operator {name!r}; pass the callable itself, or import its library")
+    return packet
 
 
 def maybe(step: Term, without: Any = None) -> Maybe:
@@ -105,3 +113,37 @@ def loose(term: Term) -> Op:
     if not isinstance(term, Op):
         raise RuleDefinitionError(f"loose() takes an operator, not {term!r}")
     return replace(term, loose=True)
+
+
+def chain(base: Any, *targets: Any, least: int = 0, most: int = 8) -> Chain:
+    """A run of `least` to `most` operators among `targets` above `base`: `chain(x, "view", "transpose", most=3)`.
+
+    Each reads the one before as its first operand; its other arguments may be anything. The longest run that fits is
+    the match; `match.nodes` has its nodes.
+
+    Raises:
+        RuleDefinitionError: there is no target, or the bounds are no bounds.
+    """
+    if not targets or not 0 <= least <= most or most < 1:
+        raise RuleDefinitionError(f"chain() takes operators and 0 <= least <= most, not {targets}, {least}, {most}")
+    return Chain(as_term(base), tuple(dict.fromkeys(map(_key, targets))), least, most)
+
+
+def _key(target: Any) -> str:
+    if isinstance(target, str) and "." in target:  # the key of a Python callable, as the text form has it
+        return target
+    return ops.key(_named(target) if isinstance(target, str) else target)
+
+
+def siblings(each: Term, *, on: str, least: int = 2) -> Siblings:
+    """All values like `each` that read the capture `on`: `siblings(op("linear", cap("x"), cap("w", Param)), on="x")`.
+
+    It is the whole output of a pattern. In the match `on` is one value and every other capture is a list with one item
+    for each sibling, in graph order; the replacement gives as many values. Constraints hold for each sibling.
+
+    Raises:
+        RuleDefinitionError: `each` is no operator.
+    """
+    if not isinstance(each, (Op, Maybe, Either)):
+        raise RuleDefinitionError(f"siblings() takes an operator, not {each!r}")
+    return Siblings(each, on, least)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.pattern.combinators import Literal
-from fxrewrite.pattern.terms import Capture, CaptureKind, Either, Maybe, Op, Term, as_term, subterms
+from fxrewrite.pattern.combinators import Literal, Param
+from fxrewrite.pattern.terms import Capture, CaptureKind, Either, Maybe, Op, Siblings, Term, as_term, subterms
 from fxrewrite.pattern.text import parse_term, term_text
 from fxrewrite.pattern.where import Constraint
 
@@ -22,6 +22,7 @@ _KINDS: Mapping[Any, CaptureKind] = {
     inspect.Parameter.empty: "node",
     Literal: "literal",
     Maybe: "optional",
+    Param: "param",
     Any: "any",
 }
 
@@ -46,6 +47,7 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
                 )
+        self._check_siblings()
         kinds: dict[str, CaptureKind] = {}
         if any(capture.name == ROOT for capture in self.captures):
             raise RuleDefinitionError(f"{ROOT} is the name of the first output; call the capture something else")
@@ -58,6 +60,15 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"constraint {constraint} reads {unknown}, the pattern captures {list(kinds)}"
                 )
+
+    def _check_siblings(self) -> None:
+        found = [term for output in self.outputs for term in subterms(output) if isinstance(term, Siblings)]
+        if not found:
+            return
+        if found != list(self.outputs):
+            raise RuleDefinitionError("siblings() are the only output of a pattern, and stand in nothing else")
+        if Capture(found[0].on) not in self.captures:
+            raise RuleDefinitionError(f"siblings(on={found[0].on!r}): the pattern captures no node of that name")
 
     @property
     def captures(self) -> tuple[Capture, ...]:
@@ -78,13 +89,15 @@ def _is_anchored(term: Term) -> bool:
         return _is_anchored(term.base)
     if isinstance(term, Either):
         return all(map(_is_anchored, term.options))
+    if isinstance(term, Siblings):
+        return _is_anchored(term.each)
     return isinstance(term, Op)
 
 
 def trace(function: Callable[..., Any], where: Iterable[Constraint] = ()) -> Pattern:
     """The pattern that a Python function of its captures returns; a tuple means several outputs.
 
-    Parameters capture nodes, or what their annotation says: `Literal`, `Maybe` (a node or None), `Any`.
+    Parameters capture nodes, or what their annotation says: `Literal`, `Maybe` (a node or None), `Param`, `Any`.
 
     Raises:
         RuleDefinitionError: an annotation means nothing here, a parameter is unused, or the function cannot be traced.
@@ -99,7 +112,7 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint] = ()) -> Pat
         kind = "node" if _is_tensor(parameter.annotation) else _KINDS.get(parameter.annotation)
         if kind is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise RuleDefinitionError(
-                f"pattern {name}: parameter {parameter} must be plain, or annotated Literal, Maybe or Any"
+                f"pattern {name}: parameter {parameter} must be plain, or annotated Literal, Maybe, Param or Any"
             )
         captures.append(Capture(parameter.name, kind))
     try:

@@ -20,12 +20,14 @@ from fxrewrite.errors import RuleDefinitionError
 __all__ = [
     "Capture",
     "CaptureKind",
+    "Chain",
     "Either",
     "Ignore",
     "ListOf",
     "LiteralValue",
     "Maybe",
     "Op",
+    "Siblings",
     "Term",
     "as_term",
     "call",
@@ -33,7 +35,7 @@ __all__ = [
     "subterms",
 ]
 
-CaptureKind: TypeAlias = Literal["node", "optional", "literal", "any"]
+CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
 
 
 class Term:
@@ -100,8 +102,8 @@ class Op(Term):
 class Capture(Term):
     """Whatever stands here, by name; a name that occurs twice must meet the same value twice.
 
-    `node`: a value of the graph. `optional`: one, or None. `literal`: a Python value without nodes in it. `any`:
-    anything.
+    `node`: a value of the graph. `optional`: one, or None. `param`: a parameter or buffer of the module. `literal`: a
+    Python value without nodes in it. `any`: anything.
     """
 
     name: str
@@ -146,6 +148,37 @@ class Either(Term):
     """The first of the options that matches; captures of the others are None."""
 
     options: tuple[Term, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain(Term):
+    """A run of operators from `base` up, each the first operand of the next; the longest run that fits.
+
+    Attributes:
+        base: what the run starts at.
+        keys: the operators that it may consist of, with any arguments.
+        least, most: how many there are.
+    """
+
+    base: Term
+    keys: tuple[str, ...]
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Siblings(Term):
+    """All values like `each` that read one value, as the outputs of a pattern; found at the last of them.
+
+    Attributes:
+        each: the operator; its captures are lists in the match, one item for each sibling in graph order.
+        on: the capture that they have in common.
+        least: fewer are no match.
+    """
+
+    each: Term
+    on: str
+    least: int = 2
 
 
 def freeze(value: Any) -> Any:
@@ -236,6 +269,10 @@ def subterms(term: Term) -> Iterator[Term]:
         parts = (term.step, term.base)
     elif isinstance(term, Either):
         parts = term.options
+    elif isinstance(term, Chain):
+        parts = (term.base,)
+    elif isinstance(term, Siblings):
+        parts = (term.each,)
     else:
         parts = ()
     for part in parts:

@@ -1,8 +1,8 @@
 """The text form of patterns: `mul(x, sigmoid(x))`. Printing gives it, parsing gives the same pattern back.
 
 Operators of ATen stand by their name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node;
-`lit(name)`, `opt(name)` and `any(name)` capture the other kinds; `...` ignores; `maybe`, `either`, `shared` and
-`loose` are the combinators.
+`lit(name)`, `opt(name)`, `param(name)` and `any(name)` capture the other kinds; `...` ignores; `maybe`, `either`,
+`shared`, `loose`, `chain` and `siblings` are the combinators.
 """
 
 from __future__ import annotations
@@ -11,19 +11,41 @@ import ast
 import functools
 import operator
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.ops.schemas import schemas_of
-from fxrewrite.pattern.combinators import either, first_operand, loose, maybe, op, shared
-from fxrewrite.pattern.terms import Capture, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Term, as_term, call
+from fxrewrite.pattern.combinators import chain, either, first_operand, loose, maybe, op, shared, siblings
+from fxrewrite.pattern.terms import (
+    Capture,
+    Chain,
+    Either,
+    Ignore,
+    ListOf,
+    LiteralValue,
+    Maybe,
+    Op,
+    Siblings,
+    Term,
+    as_term,
+    call,
+)
 
 __all__ = ["parse_term", "term_text"]
 
-_KINDS = {"literal": "lit", "optional": "opt", "any": "any"}
+_KINDS = {"literal": "lit", "optional": "opt", "param": "param", "any": "any"}
 _PREFIXES = {short: kind for kind, short in _KINDS.items()}
+_COMBINATORS: dict[str, Callable[..., Term]] = {
+    "maybe": maybe,
+    "either": either,
+    "shared": shared,
+    "loose": loose,
+    "chain": chain,
+    "siblings": siblings,
+}
 _TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -42,6 +64,11 @@ def term_text(term: Term) -> str:
         return f"maybe({term_text(term.step)}{base})"
     if isinstance(term, Either):
         return f"either({', '.join(map(term_text, term.options))})"
+    if isinstance(term, Chain):
+        names = ", ".join(f'"{key.removeprefix("aten::")}"' for key in term.keys)
+        return f"chain({term_text(term.base)}, {names}, least={term.least}, most={term.most})"
+    if isinstance(term, Siblings):
+        return f'siblings({term_text(term.each)}, on="{term.on}", least={term.least})'
     assert isinstance(term, Op)
     if term.key == "operator.getitem" and len(term.args) == 2 and not term.shared and not term.loose:
         (_, value), (_, index) = term.args
@@ -158,8 +185,8 @@ class _Parser:
         try:
             if name == "op":
                 return _named_op(*args, **kwargs)
-            if name in ("maybe", "either", "shared", "loose"):
-                return {"maybe": maybe, "either": either, "shared": shared, "loose": loose}[name](*args, **kwargs)
+            if name in _COMBINATORS:
+                return _COMBINATORS[name](*args, **kwargs)
             return op(name, *args, **kwargs)
         except (RuleDefinitionError, TypeError) as error:
             raise self.error(node, str(error)) from error
