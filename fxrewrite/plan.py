@@ -6,26 +6,35 @@ import hashlib
 import logging
 import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from itertools import pairwise
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-import networkx as nx
 import torch
 from torch import fx
 
-from fxrewrite.errors import FixpointError, MatchExpectationError, RefusedError, RuleDefinitionError
+from fxrewrite.errors import (
+    FixpointError,
+    FxRewriteError,
+    InvariantError,
+    MatchExpectationError,
+    RefusedError,
+    RuleDefinitionError,
+)
+from fxrewrite.found import Found, FoundMatch, describe
+from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
+from fxrewrite.match.match import Match
 from fxrewrite.match.program import Program
-from fxrewrite.match.safety import Effects
+from fxrewrite.order import generations
 from fxrewrite.pattern.identity import NoIdentityError, identity
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
+from fxrewrite.sweep import Order, Overlap, Strategy, Sweep
 
 __all__ = ["Plan", "RuleSet", "Step"]
 
@@ -48,6 +57,8 @@ class Step(Protocol):
 
 
 Member: TypeAlias = "Rule | RuleSet | Step"
+Invariant: TypeAlias = Callable[[Sequence[fx.Node]], str]
+"""What must be true of the nodes of a graph: an empty text when it is, else what is wrong."""
 
 
 class RuleSet:
@@ -62,15 +73,18 @@ class RuleSet:
         members: rules, sets and steps.
         atomic: all of its rewrites, or none: the first refusal undoes the whole plan and is raised; only rules that are
             `optional` may refuse.
+        invariant: called with the nodes of the graph after the set ran; a text that says what is wrong undoes the whole
+            plan.
 
     Raises:
         RuleDefinitionError: two members have one id, or the order has a cycle; both are printed.
     """
 
-    def __init__(self, name: str, *members: Member, atomic: bool = False) -> None:
+    def __init__(self, name: str, *members: Member, atomic: bool = False, invariant: Invariant | None = None) -> None:
         self.name = name
         self.members = members
         self.atomic = atomic
+        self.invariant = invariant
         seen: dict[str, str] = {}
         for label, provider in _labels(self):
             if label in seen:
@@ -87,16 +101,33 @@ class RuleSet:
             elif isinstance(member, RuleSet):
                 yield from member.rules()
 
-    def once(self) -> Plan:
-        """The plan that runs every member once."""
-        return Plan((_Stage(self, None),))
+    def once(self, *, order: Order = "top_down", overlap: Overlap = "first") -> Plan:
+        """The plan that runs every member once; `order` and `overlap` are explained at `Strategy`."""
+        return Plan((_Stage(self, None, Strategy(order, overlap)),))
 
-    def fixpoint(self, limit: int = 8) -> Plan:
+    def fixpoint(self, limit: int = 8, *, order: Order = "top_down", overlap: Overlap = "first") -> Plan:
         """The plan that runs the set until nothing changes; more than `limit` rounds with changes are an error."""
-        return Plan((_Stage(self, limit),))
+        return Plan((_Stage(self, limit, Strategy(order, overlap)),))
 
     def __rshift__(self, other: RuleSet | Plan) -> Plan:
+        """The plan that runs this set once, and then the other."""
         return self.once() >> other
+
+    def __or__(self, other: RuleSet | Rule) -> RuleSet:
+        """The set with the members of both: their rules share a sweep, and at a node the left one wins.
+
+        Raises:
+            RuleDefinitionError: one of two sets is atomic or has an invariant, which means something for it alone; nest
+                it, `RuleSet(name, a, b)`.
+        """
+        if isinstance(other, Rule):
+            return RuleSet(f"{self.name} | {other.id}", *self.members, other)
+        if any(rules.atomic or rules.invariant for rules in (self, other)):
+            raise RuleDefinitionError(
+                f"{self.name} | {other.name}: an atomic set, or one with an invariant, stays a set of its own; "
+                "nest them: RuleSet(name, a, b)"
+            )
+        return RuleSet(f"{self.name} | {other.name}", *self.members, *other.members)
 
     def apply(self, gm: fx.GraphModule, context: Any = None) -> Report:
         """`self.once().apply(gm, context)`."""
@@ -104,20 +135,41 @@ class RuleSet:
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         """Run every member once inside a transaction; returns the number of changes."""
-        return self._run(edit, context, report, self.atomic)
+        return self._run(edit, context, report, self.atomic, Strategy())
 
-    def _run(self, edit: Edit, context: Any, report: Report, atomic: bool) -> int:
+    def _run(self, edit: Edit, context: Any, report: Report, atomic: bool, strategy: Strategy) -> int:
         changes = 0
         for index, level in enumerate(self._levels):
             if isinstance(level, tuple):
-                if index not in self._programs:
-                    self._programs[index] = Program([(rule, rule.pattern) for rule in level])
-                changes += _sweep(self._programs[index], edit, context, report, atomic)
+                for part in edit.parts():
+                    sweep = Sweep(part, context, report, atomic=atomic)
+                    sweep.run(self._program(index, level), strategy)
+                    changes += sweep.changes
             elif isinstance(level, RuleSet):
-                changes += level._run(edit, context, report, atomic or level.atomic)
+                changes += level._run(edit, context, report, atomic or level.atomic, strategy)
             else:
                 changes += _run_step(level, edit, context, report)
+        self._check(edit)
         return changes
+
+    def _check(self, edit: Edit) -> None:
+        if self.invariant is not None:
+            wrong = self.invariant(edit.nodes())
+            if wrong:
+                raise InvariantError(f"set {self.name}: after it, {wrong}; the graph is as before")
+
+    def _program(self, index: int, rules: Sequence[Rule]) -> Program[Rule]:
+        if index not in self._programs:
+            self._programs[index] = Program([(rule, rule.pattern) for rule in rules])
+        return self._programs[index]
+
+    def _all_programs(self, atomic: bool) -> Iterator[tuple[Program[Rule], bool, tuple[Rule, ...]]]:
+        """The program of each sweep, whether it is part of an atomic set, and its rules."""
+        for index, level in enumerate(self._levels):
+            if isinstance(level, tuple):
+                yield self._program(index, level), atomic or self.atomic, level
+            elif isinstance(level, RuleSet):
+                yield from level._all_programs(atomic or self.atomic)
 
     def text(self) -> str:
         """The page that `print` shows: every rule as `id   pattern -> (what the replacement says it does)`."""
@@ -143,15 +195,16 @@ class RuleSet:
 class _Stage:
     rules: RuleSet
     limit: int | None
+    strategy: Strategy
 
-    def run(self, edit: Edit, context: Any, report: Report, atomic: bool) -> None:
+    def run(self, edit: Edit, context: Any, report: Report) -> None:
         if self.limit is None:
-            self.rules._run(edit, context, report, atomic or self.rules.atomic)  # pyright: ignore[reportPrivateUsage]
+            self._once(edit, context, report)
             return
         before: dict[str, int] = {}
         for _ in range(self.limit + 1):
             before = {entry.rule: entry.rewrites for entry in report.rules}
-            if not self.rules._run(edit, context, report, atomic or self.rules.atomic):  # pyright: ignore[reportPrivateUsage]
+            if not self._once(edit, context, report):
                 return
         fired = [
             f"{e.rule} ({e.rewrites - before.get(e.rule, 0)})"
@@ -162,6 +215,13 @@ class _Stage:
             f"set {self.rules.name} still changes the graph after {self.limit} rounds; in the last one fired "
             f"{', '.join(fired)}: two rules undo each other, or limit= is too small"
         )
+
+    def _once(self, edit: Edit, context: Any, report: Report) -> int:
+        return self.rules._run(edit, context, report, self.rules.atomic, self.strategy)  # pyright: ignore[reportPrivateUsage]
+
+    def __str__(self) -> str:
+        how = "once" if self.limit is None else f"fixpoint(limit={self.limit})"
+        return f"{how}, {self.strategy}" if str(self.strategy) else how
 
 
 class Plan:
@@ -212,19 +272,97 @@ class Plan:
             FixpointError: a fixpoint did not end.
         """
         started = time.perf_counter()
+        report = self._new_report()
+        with Edit(gm) as edit:
+            for stage in self.stages:
+                stage.run(edit, context, report)
+            self._check_expectations(edit, report)
+        return _finished(report, started)
+
+    def applied(self, gm: fx.GraphModule, context: Any = None) -> tuple[fx.GraphModule, Report]:
+        """A rewritten copy, and the report; `gm` stays as it is, and shares its parameters with the copy."""
+        new = copy_module(gm)
+        return new, self.apply(new, context)
+
+    def find(self, gm: fx.GraphModule) -> Found:
+        """Every place where a rule of the plan matches in the graph as it is; the graph is only read.
+
+        With the overlap policy "first" all of them, overlapping ones too; else those that the policy prefers. What
+        rules would find in each other's results is not there.
+
+        Raises:
+            RuleDefinitionError: the plan has steps, such as a propagation, whose results its rules read.
+        """
+        steps = [member.name for stage in self.stages for member in _steps(stage.rules)]
+        if steps:
+            raise RuleDefinitionError(
+                f"find looks at rules alone, and this plan has the steps {', '.join(steps)}; apply it"
+            )
+        matches: dict[object, FoundMatch] = {}
+        with Edit(gm) as edit:
+            for stage in self.stages:
+                for program, _, _ in stage.rules._all_programs(atomic=False):  # pyright: ignore[reportPrivateUsage]
+                    for part in edit.parts():
+                        sweep = Sweep(part, None, Report(), atomic=False)
+                        found = sweep.find(program, stage.strategy)
+                        for rule, match in found:
+                            one = describe(rule, match, part.path, source_line(match.root))
+                            matches.setdefault((rule.id, match.nodes), one)
+        return Found(graph=graph_digest(gm), matches=list(matches.values()))
+
+    def commit(self, gm: fx.GraphModule, found: Found | Iterable[FoundMatch], context: Any = None) -> Report:
+        """Rewrite the given matches and no others, in their order, in one transaction.
+
+        A match that another rewrite took apart is in the report as refused (`Reason.STALE`); in an atomic set that
+        undoes everything.
+
+        Raises:
+            FxRewriteError: `gm` is not the graph in which they were found, or a match names a rule or a node that does
+                not exist.
+            RefusedError: a rule of an atomic set refused.
+            MatchExpectationError: an expectation does not hold.
+        """
+        started = time.perf_counter()
+        if isinstance(found, Found) and found.graph != graph_digest(gm):
+            raise FxRewriteError("commit: this is not the graph in which the matches were found; find them again")
+        report = self._new_report()
+        with Edit(gm) as edit:
+            sweeps = {part.path: Sweep(part, context, report, atomic=False) for part in edit.parts()}
+            for match in found:
+                self._commit_one(match, sweeps.get(match.body))
+            for stage in self.stages:
+                stage.rules._check(edit)  # pyright: ignore[reportPrivateUsage]
+            self._check_expectations(edit, report)
+        return _finished(report, started)
+
+    def _commit_one(self, match: FoundMatch, sweep: Sweep | None) -> None:
+        rule = self._rule(match.rule)
+        names = {} if sweep is None else sweep.names
+        unknown = [name for name in match.nodes if name not in names]
+        if sweep is None or unknown:
+            raise FxRewriteError(
+                f"commit: {match} names {', '.join(unknown) or match.body}, which the graph does not have"
+            )
+        program, atomic = next(
+            (program, atomic)
+            for stage in self.stages
+            for program, atomic, rules in stage.rules._all_programs(atomic=False)  # pyright: ignore[reportPrivateUsage]
+            if rule in rules
+        )
+        outputs, nodes = (tuple(names[name] for name in group) for group in (match.outputs, match.nodes))
+        sweep.commit(program, rule, Match(outputs, nodes, frozenset(), {}), atomic=atomic)
+
+    def _new_report(self) -> Report:
         report = Report()
         for rule in self.rules():
             rule.body  # noqa: B018  # a rule without a replacement is an error before anything is touched
             report.rule(rule.id)
-        with Edit(gm) as edit:
-            for stage in self.stages:
-                stage.run(edit, context, report, atomic=False)
-            for rule_id, at_least in self.expectations.items():
-                if report.rule(rule_id).rewrites < at_least:
-                    raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
-        report.seconds = time.perf_counter() - started
-        _log.info("%d rewrites in %.3f s", report.rewrites, report.seconds)
         return report
+
+    def _check_expectations(self, edit: Edit, report: Report) -> None:
+        for rule_id, at_least in self.expectations.items():
+            if report.rule(rule_id).rewrites < at_least:
+                raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
 
     def explain(self, gm: fx.GraphModule, rule: Rule | str) -> Explanation:
         """Why a rule of the plan does or does not match in the graph as it is.
@@ -245,15 +383,13 @@ class Plan:
         lines = [f"{rule_id}: expected at least {at_least} rewrites, made {entry.rewrites}; the graph is as before"]
         lines += [f"refused  {refusal}" for refusal in entry.refusals]
         if any(rule.id == rule_id for rule in self.rules()):
-            lines.append(str(explain(self._rule(rule_id).pattern, edit.nodes())))
+            nodes = (node for part in edit.parts() for node in part.nodes())
+            lines.append(str(explain(self._rule(rule_id).pattern, nodes)))
         return "\n".join(lines)
 
     def text(self) -> str:
         """The stages and their rules; input of the digest."""
-        rows: list[str] = []
-        for stage in self.stages:
-            how = "once" if stage.limit is None else f"fixpoint(limit={stage.limit})"
-            rows.append(f"{how}: {stage.rules.text()}")
+        rows = [f"{stage}: {stage.rules.text()}" for stage in self.stages]
         rows += [f"expect {rule_id} at least {count}" for rule_id, count in self.expectations.items()]
         return "\n".join(rows)
 
@@ -275,42 +411,11 @@ class Plan:
                     identity(rule.body),
                     *(identity(constraint) for constraint in rule.pattern.where),
                 ]
+            parts += [identity(rules.invariant) for stage in self.stages for rules in _nested(stage.rules)]
         except NoIdentityError as error:
             warnings.warn(f"this plan cannot be cached: {error}", stacklevel=2)
             return None
         return hashlib.sha256("\n\n".join(parts).encode()).hexdigest()
-
-
-def _sweep(program: Program[Rule], edit: Edit, context: Any, report: Report, atomic: bool) -> int:
-    """One pass over the nodes that are there now, users before what they use, so that the largest match comes first."""
-    nodes = edit.nodes()
-    effects = Effects(nodes, edit.erased)
-    anchors: Counter[str] = Counter()
-    changes = 0
-    for node, key in program.roots(reversed(nodes)):
-        if node in edit.erased:
-            continue
-        anchors[key] += 1
-        for rule, match in program.find(node, key):
-            entry = report.rule(rule.id)
-            entry.matches += 1
-            started = time.perf_counter()
-            try:
-                match.context = context
-                rule.rewrite(edit, match, effects)
-            except RefusedError as error:
-                if atomic and not rule.optional:
-                    raise
-                entry.refuse(error.refusal)
-            else:
-                entry.rewrites += 1
-                changes += 1
-                break
-            finally:
-                entry.seconds += time.perf_counter() - started
-    for rule, keys in program.root_keys:
-        report.rule(rule.id).anchors += sum(anchors[key] for key in keys)
-    return changes
 
 
 def _run_step(step: Step, edit: Edit, context: Any, report: Report) -> int:
@@ -326,6 +431,25 @@ def _run_step(step: Step, edit: Edit, context: Any, report: Report) -> int:
         entry.seconds += time.perf_counter() - started
     entry.rewrites += changes
     return changes
+
+
+def _finished(report: Report, started: float) -> Report:
+    report.seconds = time.perf_counter() - started
+    _log.info("%d rewrites in %.3f s", report.rewrites, report.seconds)
+    return report
+
+
+def _nested(rules: RuleSet) -> Iterator[RuleSet]:
+    """The set, and all sets in it."""
+    yield rules
+    for member in rules.members:
+        if isinstance(member, RuleSet):
+            yield from _nested(member)
+
+
+def _steps(rules: RuleSet) -> Iterator[Step]:
+    for nested in _nested(rules):
+        yield from (member for member in nested.members if not isinstance(member, (Rule, RuleSet)))
 
 
 def _label(member: Member) -> str:
@@ -344,33 +468,11 @@ def _labels(rules: RuleSet) -> Iterator[tuple[str, str]]:
 
 
 def _levels(rules: RuleSet) -> list[tuple[Rule, ...] | RuleSet | Step]:
-    """The members in the order in which they run; rules that may share a sweep are together.
-
-    Raises:
-        RuleDefinitionError: after=, before= and the order of the members contradict each other.
-    """
+    """The members in the order in which they run; rules that may share a sweep are together."""
     members = rules.members
-    place = {_label(member): index for index, member in enumerate(members)}
-    order: nx.DiGraph[int] = nx.DiGraph()
-    order.add_nodes_from(range(len(members)))
-    for index, member in enumerate(members):
-        if isinstance(member, Rule):  # an id that is not in the set orders nothing
-            order.add_edges_from((place[label], index) for label in member.after if label in place)
-            order.add_edges_from((index, place[label]) for label in member.before if label in place)
-    fixed = [index for index, member in enumerate(members) if not isinstance(member, Rule)]
-    order.add_edges_from(pairwise(fixed))
-    for index, member in enumerate(members):
-        if isinstance(member, Rule):
-            order.add_edges_from((index, later) for later in fixed if later > index)
-            order.add_edges_from((earlier, index) for earlier in fixed if earlier < index)
-    try:
-        generations = [sorted(generation) for generation in nx.topological_generations(order)]
-    except nx.NetworkXUnfeasible:
-        cycle = " before ".join(_label(members[a]) for a, _ in nx.find_cycle(order))
-        first = cycle.partition(" before ")[0]
-        raise RuleDefinitionError(f"set {rules.name}: the order has a cycle: {cycle} before {first}") from None
+    movable = {index: (m.after, m.before) for index, m in enumerate(members) if isinstance(m, Rule)}
     levels: list[tuple[Rule, ...] | RuleSet | Step] = []
-    for generation in generations:
+    for generation in generations(rules.name, [_label(member) for member in members], movable):
         together: list[Rule] = []
         for index in generation:
             member = members[index]

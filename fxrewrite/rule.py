@@ -11,6 +11,7 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.graph.source import source_line
@@ -116,7 +117,7 @@ class Rule:
 
     def explain(self, gm: fx.GraphModule) -> Explanation:
         """Why the rule does or does not match, node by node, nearest misses first."""
-        return explain(self.pattern, gm.graph.nodes)
+        return explain(self.pattern, nodes_of(gm))
 
     def rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
         """Replace one match; afterwards it is replaced completely, or, on any exception, nothing has changed.

@@ -1,5 +1,7 @@
 """Facts about FX graphs: one spelling, canonical text, what changed, where a node comes from, how large a value is."""
 
+from fxrewrite.graph.bodies import bodies, nodes_of
+from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.diff import graph_diff
 from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
@@ -10,11 +12,14 @@ from fxrewrite.graph.text import graph_text
 
 __all__ = [
     "Edit",
+    "bodies",
+    "copy_module",
     "divide_exactly",
     "graph_diff",
     "graph_digest",
     "graph_text",
     "is_same_size",
+    "nodes_of",
     "normalize",
     "product",
     "size_hint",

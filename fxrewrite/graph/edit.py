@@ -7,7 +7,7 @@ so nothing that a rule holds in its hands disappears under it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
+from fxrewrite.graph.bodies import bodies
 
 __all__ = ["Edit"]
 
@@ -33,14 +34,19 @@ class Edit:
     `with Edit(gm) as edit:` commits at the end of the block: the touched nodes are checked, erasures carried out, and
     the module is recompiled once. Any exception, also one from the checks, undoes everything and propagates.
 
+    Bodies of higher-order operators are graphs of their own; `edit.parts()` gives this transaction and theirs, which
+    end with it.
+
     Attributes:
+        path: where the module is in the one that the transaction began with; empty for that one.
         graph: the graph under edit.
         erased: nodes that will be erased at commit; they have neither arguments nor users any more.
         fake_mode: the graph's own fake tensor mode, None when its nodes carry no fake values.
     """
 
-    def __init__(self, gm: fx.GraphModule) -> None:
+    def __init__(self, gm: fx.GraphModule, path: str = "") -> None:
         self.gm = gm
+        self.path = path
         self.graph: fx.Graph = gm.graph
         self.erased: set[fx.Node] = set()
         self.fake_mode, self._value_key = _values_of(self.graph)
@@ -52,6 +58,7 @@ class Edit:
         self._attributes: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._runs: dict[Any, tuple[Any, Any, Any]] = {}
+        self._bodies: list[Edit] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -59,15 +66,34 @@ class Edit:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        parts = [self, *self._opened()]
         if error is None:
             try:
-                self._check()
+                for part in parts:
+                    part._check()
             except BaseException:
-                self._undo(0)
+                for part in parts:
+                    part._undo(0)
                 raise
-            self._commit()
+            for part in parts:
+                part._commit()
         else:
-            self._undo(0)
+            for part in parts:
+                part._undo(0)
+
+    def parts(self) -> Iterator[Edit]:
+        """This transaction, and one for each body of a higher-order operator below; they commit together."""
+        yield self
+        if self._bodies is None:
+            prefix = f"{self.path}." if self.path else ""
+            self._bodies = [Edit(body, prefix + path) for path, body in bodies(self.gm)]
+        for body in self._bodies:
+            yield from body.parts()
+
+    def _opened(self) -> Iterator[Edit]:
+        for body in self._bodies or ():
+            yield body
+            yield from body._opened()
 
     @property
     def num_changes(self) -> int:

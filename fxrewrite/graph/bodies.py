@@ -1,0 +1,29 @@
+"""The bodies of higher-order operators: graph modules that a graph holds as attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+__all__ = ["bodies", "nodes_of"]
+
+
+def bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """(path, body) of every graph module that the graph reads, each once; not the bodies in them."""
+    if not any(isinstance(module, fx.GraphModule) for module in gm.modules() if module is not gm):
+        return
+    seen: set[fx.GraphModule] = set()
+    for node in gm.graph.find_nodes(op="get_attr"):
+        parent, _, name = str(node.target).rpartition(".")
+        found = getattr(gm.get_submodule(parent), name)
+        if isinstance(found, fx.GraphModule) and found not in seen:
+            seen.add(found)
+            yield str(node.target), found
+
+
+def nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The nodes of the graph, then those of every body below it."""
+    yield from gm.graph.nodes
+    for _, body in bodies(gm):
+        yield from nodes_of(body)

@@ -1,0 +1,25 @@
+"""A copy of a graph module that can be rewritten while the original stays."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import fx
+
+from fxrewrite.graph.bodies import bodies
+
+__all__ = ["copy_module"]
+
+
+def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A module with a copy of the graph and of every body of a higher-order operator in it.
+
+    Nodes keep their names, metadata is copied one level deep; parameters, buffers and fake values are shared.
+    """
+    new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    new.meta = dict(gm.meta)
+    new.train(gm.training)
+    for path, body in bodies(gm):
+        parent, _, name = path.rpartition(".")
+        setattr(new.get_submodule(parent), name, copy_module(body))
+    return new

@@ -1,0 +1,81 @@
+"""Which of several matches to rewrite when they consume the same nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+import networkx as nx
+
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.match.match import Match
+
+__all__ = ["Overlap", "check_overlap", "choose"]
+
+Overlap: TypeAlias = Literal["first", "largest", "best_cover"]
+_MAX_EXACT = 40
+"""A knot of more matches is solved greedily: the exact cover takes exponential time."""
+
+
+def check_overlap(policy: str) -> None:
+    """Raises RuleDefinitionError where there is no such policy."""
+    if policy not in get_args(Overlap):
+        raise RuleDefinitionError(f"overlap={policy!r} is none of {', '.join(map(repr, get_args(Overlap)))}")
+
+
+def choose(matches: Sequence[Match], policy: Overlap) -> list[int]:
+    """Indices of matches no two of which consume one node, in order.
+
+    Args:
+        matches: in the order in which they were found.
+        policy: "first" takes each that is still free, "largest" those that consume most nodes first, "best_cover" the
+            choice that consumes most nodes in all (greedily among more than 40 that hang together).
+    """
+    consumed = [frozenset(match.nodes) - match.kept for match in matches]
+    if policy == "first":
+        return _greedy(range(len(matches)), consumed)
+    by_size = sorted(range(len(matches)), key=lambda index: -len(consumed[index]))
+    if policy == "largest":
+        return sorted(_greedy(by_size, consumed))
+    conflicts = _conflicts(consumed)
+    chosen: list[int] = []
+    for knot in nx.connected_components(conflicts):
+        if len(knot) == 1:
+            chosen += knot
+        elif len(knot) > _MAX_EXACT:
+            chosen += _greedy([index for index in by_size if index in knot], consumed)
+        else:
+            chosen += _heaviest(conflicts.subgraph(knot), consumed)
+    return sorted(chosen)
+
+
+def _greedy(order: Sequence[int], consumed: Sequence[frozenset[object]]) -> list[int]:
+    taken: set[object] = set()
+    chosen: list[int] = []
+    for index in order:
+        if taken.isdisjoint(consumed[index]):
+            taken |= consumed[index]
+            chosen.append(index)
+    return chosen
+
+
+def _conflicts(consumed: Sequence[frozenset[object]]) -> nx.Graph[int]:
+    """An edge between each two matches that consume one node."""
+    conflicts: nx.Graph[int] = nx.Graph()
+    conflicts.add_nodes_from(range(len(consumed)))
+    by_node: dict[object, list[int]] = {}
+    for index, nodes in enumerate(consumed):
+        for node in nodes:
+            earlier = by_node.setdefault(node, [])
+            conflicts.add_edges_from((other, index) for other in earlier)
+            earlier.append(index)
+    return conflicts
+
+
+def _heaviest(conflicts: nx.Graph[int], consumed: Sequence[frozenset[object]]) -> list[int]:
+    """The independent set that consumes most nodes: the heaviest clique of the complement."""
+    compatible: nx.Graph[int] = nx.complement(conflicts)
+    for index in compatible.nodes:
+        compatible.nodes[index]["weight"] = len(consumed[index])
+    clique, _ = nx.max_weight_clique(compatible, weight="weight")
+    return list(clique)
