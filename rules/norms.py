@@ -1,0 +1,215 @@
+"""RMSNorm and LayerNorm written out are one operator, with their casts and weights inside where that rounds the same.
+
+    x * rsqrt(mean(x ** 2, -1, keepdim=True) + eps)                  ->  rms_norm(x, [d], None, eps)
+    (x - mean(x)) * rsqrt(var(x) + eps)                              ->  layer_norm(x, [d], None, None, eps)
+    norm(x.float()).to(x.dtype)                                      ->  norm(x)
+    (norm(x.float()) * weight.float() + bias.float()).to(x.dtype)    ->  norm(x, weight, bias)
+    norm(x) * weight + bias                                          ->  norm(x, weight, bias)
+
+Matches `x * x` and `square(x)` for the power; a division by `sqrt` and a power of -0.5 for `rsqrt`; the variance as the
+mean of squared differences or as `var(correction=0)`; a variance alone in float32, as in T5; `type_as` for the cast.
+Llama in half precision multiplies by its weight after the cast: there the product stays. Gemma's `1 + weight` is a
+float32 weight: there the casts stay.
+Refuses, since the operator computes in float32 and rounds once:
+  - "the spelling rounds to bfloat16 after each step, rms_norm once";
+  - "the spelling rounds the norm to bfloat16 before it is scaled, rms_norm after that";
+  - "x is float64, its mean square float32", "x is float64, normalized in float32, given back in float64";
+  - "the weight is float32, x is bfloat16";
+  - "eps is left to rms_norm, which takes another one for each dtype".
+A weight or bias of another shape than [d] does not match ("the weight is [4, 8], the norm takes [8]").
+Shapes: x [..., d], weight and bias [d].
+Numerics: reassociates. On CPU the value of rms_norm is bitwise what it replaces, and in float32 and float64 its
+gradients are too; layer_norm sums in another order.
+Source: PyTorch, aten/src/ATen/native/layer_norm.cpp; Hugging Face transformers, modeling_llama.py (LlamaRMSNorm),
+modeling_t5.py (T5LayerNorm), modeling_gemma.py (GemmaRMSNorm), modeling_cohere.py (CohereLayerNorm).
+
+>>> import torch
+>>> from torch.fx.experimental.proxy_tensor import make_fx
+>>> def norm(x, weight):
+...     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+>>> gm = make_fx(norm, tracing_mode="fake", pre_dispatch=True)(torch.rand(2, 8), torch.rand(8))
+>>> NORMS.apply(gm).rewrites
+2
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, where
+from fxrewrite.graph import is_same_size
+
+__all__ = ["NORMS"]
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+_FLOAT = (*_HALF, torch.float32, torch.float64)
+
+
+@where.predicate("power", text="is_two")
+def _is_two(power: float) -> bool | str:
+    return power == 2 or f"the power is {power}"
+
+
+def _square(x: Any) -> Any:
+    power: Any = cap("power", Literal)
+    return either(torch.pow(x, power), x * x, torch.square(x))
+
+
+def _over_root(x: Any, variance: Any) -> Any:
+    """`x / sqrt(variance + eps)` in its spellings."""
+    shifted = variance + cap("eps", Literal)
+    return either(x * torch.rsqrt(shifted), x / torch.sqrt(shifted), x * torch.pow(shifted, -0.5))
+
+
+_x: Any = cap("x")
+_centered = _x - _x.mean(-1, keepdim=True)
+_variance = either(
+    _square(_centered).mean(-1, keepdim=True),
+    torch.var(_x, -1, correction=0, keepdim=True),
+    _x.var(-1, unbiased=False, keepdim=True),
+)
+_wide: Any = maybe(op("to", _x, dtype=cap("wide", Literal)))
+
+layer_norm = Rule(
+    "norms.layer_norm",
+    Pattern((_over_root(_centered, _variance),), (_is_two, where.dtype("x", *_FLOAT))),
+    numerics="reassociates",
+    optional=True,
+)
+rms_norm = Rule(
+    "norms.rms_norm",
+    Pattern((_over_root(_x, _square(_wide).mean(-1, keepdim=True)),), (_is_two, where.dtype("x", *_FLOAT))),
+    numerics="reassociates",
+    optional=True,
+)
+
+
+@layer_norm.replacement
+def _(x: torch.Tensor, eps: float) -> Any:
+    """layer_norm(x, [d], None, None, eps)"""
+    _check_rounding("layer_norm", x.dtype)
+    return aten.layer_norm(x, [x.shape[-1]], None, None, eps)
+
+
+@rms_norm.replacement
+def _(x: torch.Tensor, eps: float, wide: torch.dtype | None) -> Any:
+    """rms_norm(x, [d], None, eps)"""
+    dtype = wide or x.dtype
+    _check_rounding("rms_norm", dtype)
+    if x.dtype.itemsize > dtype.itemsize:
+        refuse(f"x is {_name(x.dtype)}, its mean square {_name(dtype)}")
+    return aten.rms_norm(x if x.dtype == dtype else aten.to(x, dtype), [x.shape[-1]], None, eps)
+
+
+def _check_rounding(norm: str, dtype: torch.dtype) -> None:
+    if dtype in _HALF:
+        refuse(f"the spelling rounds to {_name(dtype)} after each step, {norm} once")
+
+
+def _fits(scale: str) -> Any:
+    """A weight or bias has the shape of what is normalized: [d]."""
+
+    def check(found: fx.Node, shape: list[Any]) -> bool | str:
+        sizes = found.meta["val"].shape
+        fits = len(sizes) == len(shape) == 1 and is_same_size(sizes[0], _size(shape[0]))
+        return fits or f"the {scale} is {list(sizes)}, the norm takes {shape}"
+
+    return where.predicate(scale, "shape", text="fits")(check)
+
+
+def _size(size: Any) -> Any:
+    return size.meta["val"] if isinstance(size, fx.Node) else size
+
+
+_shape, _eps, _cast = cap("shape", "any"), cap("eps", Literal), cap("wide", Literal)
+_weight: Any = cap("weight")
+_bias: Any = cap("bias")
+
+
+def _narrowed(y: Any) -> Any:
+    return either(op("to", y, dtype=...), op("type_as", y, ...))
+
+
+def _widened(y: Any) -> Any:
+    return op("to", y, dtype=_cast)
+
+
+def _drop_casts(norm: str, in_wide: Any, *fitting: Any) -> Rule:
+    """`in_wide` is what stands between the casts."""
+    made = Rule(
+        f"norms.{norm}_of_narrow",
+        Pattern((_narrowed(in_wide),), (*fitting, where.dtype("x", *_FLOAT))),
+        numerics="reassociates",
+        optional=True,
+        after=[f"norms.{norm}"],
+    )
+
+    @made.replacement
+    def _(match: Match, x: torch.Tensor, shape: Any, eps: float | None, wide: torch.dtype) -> Any:
+        """norm(x, weight, bias)"""
+        result = match.root.meta["val"].dtype
+        if result != x.dtype or wide != (torch.float32 if x.dtype in _HALF else x.dtype):
+            refuse(f"x is {_name(x.dtype)}, normalized in {_name(wide)}, given back in {_name(result)}")
+        if eps is None and wide != x.dtype:
+            refuse("eps is left to rms_norm, which takes another one for each dtype")
+        return _call(match, norm, x, shape, eps)
+
+    return made
+
+
+def _take_scales(norm: str, scaled: Any, *fitting: Any) -> Rule:
+    """`scaled` is a norm times a weight, plus a bias."""
+    made = Rule(
+        f"norms.{norm}_with_weight",
+        Pattern((scaled,), (*fitting, where.dtype("x", *_FLOAT))),
+        numerics="reassociates",
+        optional=True,
+        after=[f"norms.{norm}_of_narrow"],
+    )
+
+    @made.replacement
+    def _(match: Match, x: torch.Tensor, shape: Any, eps: float | None) -> Any:
+        """norm(x, weight, bias)"""
+        if x.dtype in _HALF:
+            refuse(f"the spelling rounds the norm to {_name(x.dtype)} before it is scaled, {norm} after that")
+        return _call(match, norm, x, shape, eps)
+
+    return made
+
+
+def _call(match: Match, norm: str, x: torch.Tensor, shape: Any, eps: float | None) -> Any:
+    scales: list[Any] = []
+    for name in ("weight", "bias")[: 1 if norm == "rms_norm" else 2]:
+        scale = match.captures.get(name)
+        if scale is not None and scale.meta["val"].dtype != x.dtype:
+            refuse(f"the {name} is {_name(scale.meta['val'].dtype)}, x is {_name(x.dtype)}")
+        scales.append(None if scale is None else match.proxy(scale))
+    return getattr(aten, norm)(x, shape, *scales, eps)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_rms: Any = aten.rms_norm(_x, _shape, None, _eps)
+_rms_wide: Any = aten.rms_norm(_widened(_x), _shape, None, _eps)
+_layer: Any = aten.layer_norm(_x, _shape, None, None, _eps)
+_layer_wide: Any = aten.layer_norm(_widened(_x), _shape, None, None, _eps)
+_weight_wide: Any = maybe(_widened(_weight))
+_bias_wide: Any = maybe(_widened(_bias))
+
+NORMS = RuleSet(
+    "norms",
+    layer_norm,  # before rms_norm, which is what it does to x - mean(x)
+    rms_norm,
+    _drop_casts("rms_norm", maybe(_rms_wide * _weight_wide), _fits("weight")),
+    _drop_casts("layer_norm", maybe(maybe(_layer_wide * _weight_wide) + _bias_wide), _fits("weight"), _fits("bias")),
+    _take_scales("rms_norm", _rms * _weight, _fits("weight")),
+    _take_scales(
+        "layer_norm", either(maybe(_layer * _weight) + _bias, _layer * _weight), _fits("weight"), _fits("bias")
+    ),
+)
