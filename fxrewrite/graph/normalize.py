@@ -20,6 +20,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph.sizes import hoist_sizes
 from fxrewrite.graph.source import source_line
+from fxrewrite.ops import is_parameter
 
 __all__ = ["normalize"]
 
@@ -57,7 +58,7 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
         ) from error
     for node, original in zip(normal.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         # the tracer's own fake value: under torch.compile it lives in another mode than Dynamo's example value
-        node.meta = {**original.meta, "val": node.meta["val"]}
+        node.meta = {**original.meta, "val": node.meta["val"], "is_parameter": is_parameter(original)}
         node._rename(original.name)
         node.target = node.name
     normal.meta = dict(gm.meta)

@@ -11,7 +11,11 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import guarding_hint_or_throw, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols,
+    guarding_hint_or_throw,
+    statically_known_true,
+)
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
@@ -22,7 +26,9 @@ __all__ = [
     "SizeNodes",
     "divide_exactly",
     "hoist_sizes",
+    "is_always",
     "is_broadcast",
+    "is_read_from_data",
     "is_same_size",
     "product",
     "require_divisible",
@@ -36,6 +42,16 @@ Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx
 def is_same_size(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for every length that the graph admits; never adds a guard."""
     return bool(a == b) if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
+
+
+def is_always(condition: bool | torch.SymBool) -> bool:
+    """Whether a comparison of sizes is true for every length that the graph admits; never adds a guard."""
+    return statically_known_true(condition)
+
+
+def is_read_from_data(size: Size | torch.SymFloat) -> bool:
+    """Whether a size is only known when the graph runs, such as the number of nonzero elements."""
+    return bool(free_unbacked_symbols(size))
 
 
 def is_broadcast(size: Size, to: Size) -> bool:

@@ -40,5 +40,30 @@ def is_scalar(node: fx.Node) -> bool:
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """True when the node is known to read a parameter or a buffer of the module."""
-    return node.op == "get_attr" or isinstance(value(node), torch.nn.Parameter)
+    """True when the node is known to read a parameter, a buffer or another tensor of the module itself.
+
+    That is a `get_attr` of a tensor, and an input that holds one: Dynamo leaves a fake parameter, and for buffers the
+    place in the module where an input comes from. `meta["is_parameter"]` says it where the graph alone does not:
+    `fxrewrite.normalize` writes it, and for an exported program whoever has its signature. Graphs of AOTAutograd
+    under torch.compile do not tell parameters from other inputs.
+    """
+    if node.op == "get_attr":
+        return not isinstance(_attribute(node), torch.nn.Module)  # the body of a higher-order operator
+    if node.op != "placeholder":
+        return False
+    if "is_parameter" in node.meta:
+        return node.meta["is_parameter"]
+    found = value(node)
+    if isinstance(found, torch.nn.Parameter):
+        return True
+    source = getattr(node, "_dynamo_source", None)
+    is_state = source is not None and source.guard_source.is_unspecialized_nn_module()
+    return is_state and isinstance(found, torch.Tensor)
+
+
+def _attribute(node: fx.Node) -> Any:
+    """What a `get_attr` reads; None where the graph belongs to no module."""
+    found: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        found = getattr(found, name, None)
+    return found

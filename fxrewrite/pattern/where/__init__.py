@@ -1,0 +1,37 @@
+"""Conditions on what a pattern captured: made by functions, or read from their text form; each says why it fails."""
+
+from fxrewrite.pattern.where.base import Constraint
+from fxrewrite.pattern.where.make import (
+    contiguous,
+    device,
+    divisible,
+    dtype,
+    is_param,
+    no_other_users,
+    predicate,
+    rank,
+    same_device,
+    same_dtype,
+    shape_eq,
+    size,
+    value,
+)
+from fxrewrite.pattern.where.text import parse
+
+__all__ = [
+    "Constraint",
+    "contiguous",
+    "device",
+    "divisible",
+    "dtype",
+    "is_param",
+    "no_other_users",
+    "parse",
+    "predicate",
+    "rank",
+    "same_device",
+    "same_dtype",
+    "shape_eq",
+    "size",
+    "value",
+]

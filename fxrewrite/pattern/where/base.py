@@ -1,0 +1,81 @@
+"""What a constraint is, and how it reads the value of a capture: from fake values only, without adding guards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+
+__all__ = ["Condition", "Constraint", "NoAnswerError", "OneName", "node_of", "tensor_of"]
+
+
+class Constraint(Protocol):
+    """A condition on captures; `names` are the captures that it reads, `str` is its text form."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+
+    def why_not(self, captures: Mapping[str, Any]) -> str:
+        """Empty when it holds, else one clause that says what was found."""
+        ...
+
+
+class Condition:
+    """Base of the constraints here: whatever cannot be asked of a capture is a reason why not."""
+
+    __slots__ = ()
+
+    def why_not(self, captures: Mapping[str, Any]) -> str:
+        try:
+            return self._why_not(captures)
+        except NoAnswerError as reason:
+            return str(reason)
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        raise NotImplementedError
+
+
+class OneName(Condition):
+    """A condition on one capture, its field `name`."""
+
+    __slots__ = ()
+    name: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.name,)
+
+
+class NoAnswerError(Exception):
+    """A capture is not the kind of thing that the question is about; the message is the reason why not."""
+
+
+def node_of(captures: Mapping[str, Any], name: str) -> fx.Node:
+    """The captured node.
+
+    Raises:
+        NoAnswerError: a Python value was captured.
+    """
+    captured = captures[name]
+    if not isinstance(captured, fx.Node):
+        raise NoAnswerError(f"{name} is {captured!r}, not a value of the graph")
+    return captured
+
+
+def tensor_of(captures: Mapping[str, Any], name: str) -> torch.Tensor:
+    """The fake tensor of a captured node.
+
+    Raises:
+        NoAnswerError: a Python value was captured, or the node is not known to be a tensor.
+    """
+    node = node_of(captures, name)
+    found = ops.value(node)
+    if found is ops.MISSING:
+        raise NoAnswerError(f"%{node.name} has no value in its metadata")
+    if not isinstance(found, torch.Tensor):
+        raise NoAnswerError(f"%{node.name} is not a tensor")
+    return found

@@ -1,0 +1,189 @@
+"""Conditions on one captured node, or alike for several: dtype, device, shape, memory, users, code of the author."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxrewrite import ops
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.graph.sizes import is_always, is_same_size
+from fxrewrite.pattern.where.base import Condition, OneName, node_of, tensor_of
+
+__all__ = ["Contiguous", "Device", "Dtype", "IsParam", "NoOtherUsers", "Predicate", "Same", "ShapeEq"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype(OneName):
+    """The dtype is one of these."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+
+    def __post_init__(self) -> None:
+        wrong = [dtype for dtype in self.dtypes if not isinstance(dtype, torch.dtype)]  # pyright: ignore[reportUnnecessaryIsInstance]
+        if wrong or not self.dtypes:
+            raise RuleDefinitionError(f"dtype({self.name}) takes dtypes such as torch.float32, not {wrong or 'none'}")
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        found = tensor_of(captures, self.name).dtype
+        return "" if found in self.dtypes else f"{self.name} has dtype {_short(found)}"
+
+    def __str__(self) -> str:
+        return f"dtype({self.name}) in {{{', '.join(map(_short, self.dtypes))}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Device(OneName):
+    """The device is one of these; without an index, as in "cuda", any of that type."""
+
+    name: str
+    devices: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not self.devices:
+            raise RuleDefinitionError(f"device({self.name}) takes devices such as 'cpu' or 'cuda:0'")
+        for device in self.devices:
+            try:
+                torch.device(device)
+            except RuntimeError as error:
+                first_line = str(error).partition("\n")[0]
+                raise RuleDefinitionError(f"device({self.name}): {device!r} is no device: {first_line}") from error
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        found = tensor_of(captures, self.name).device
+        holds = any(device in (found.type, str(found)) for device in self.devices)
+        return "" if holds else f"{self.name} is on {found}"
+
+    def __str__(self) -> str:
+        devices = [device if device.isidentifier() else f'"{device}"' for device in self.devices]
+        return f"device({self.name}) " + (f"== {devices[0]}" if len(devices) == 1 else f"in {{{', '.join(devices)}}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Same(Condition):
+    """All these tensors have the same dtype, or are on the same device, as `what` says."""
+
+    what: str
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.names) < 2:
+            raise RuleDefinitionError(f"{self} compares two captures or more")
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        found = [getattr(tensor_of(captures, name), self.what) for name in self.names]
+        return "" if len(set(found)) == 1 else f"{self.what}s are {', '.join(map(_short, found))}"
+
+    def __str__(self) -> str:
+        return f"same_{self.what}({', '.join(self.names)})"
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeEq(Condition):
+    """Two tensors have equal shapes."""
+
+    a: str
+    b: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.a, self.b)
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        a, b = tensor_of(captures, self.a).shape, tensor_of(captures, self.b).shape
+        if len(a) != len(b):
+            return f"shapes are {tuple(a)} and {tuple(b)}"
+        differing = [(m, n) for m, n in zip(a, b, strict=True) if not is_same_size(m, n)]
+        if not differing:
+            return ""
+        unknown = not any(is_always(m != n) for m, n in differing)
+        return f"shapes are {tuple(a)} and {tuple(b)}" + (": not known to be equal" if unknown else "")
+
+    def __str__(self) -> str:
+        return f"shape({self.a}) == shape({self.b})"
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous(OneName):
+    """The tensor is contiguous in memory, in the order of its dimensions."""
+
+    name: str
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        found = tensor_of(captures, self.name)
+        if found.layout is not torch.strided:
+            return f"{self.name} has layout {_short(found.layout)}"
+        if _is_contiguous(found):
+            return ""
+        return f"{self.name} has shape {tuple(found.shape)} and strides {tuple(found.stride())}"
+
+    def __str__(self) -> str:
+        return f"contiguous({self.name})"
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """`tensor.is_contiguous()` where that is so for every length; torch's own adds guards for symbolic sizes."""
+    if any(is_same_size(size, 0) for size in tensor.shape):
+        return True
+    expected: int | torch.SymInt = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if is_same_size(size, 1):
+            continue
+        if not is_same_size(stride, expected):
+            return False
+        expected = expected * size
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class NoOtherUsers(OneName):
+    """One node uses it."""
+
+    name: str
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        node = node_of(captures, self.name)
+        return "" if len(node.users) == 1 else f"%{node.name} has {len(node.users)} users"
+
+    def __str__(self) -> str:
+        return f"no_other_users({self.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class IsParam(OneName):
+    """It reads a parameter, a buffer or another tensor of the module itself."""
+
+    name: str
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        node = node_of(captures, self.name)
+        return "" if ops.is_parameter(node) else f"%{node.name} is no parameter"
+
+    def __str__(self) -> str:
+        return f"is_param({self.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class Predicate(Condition):
+    """A Python function says so; the one constraint whose text does not parse back."""
+
+    function: Callable[..., bool | str]
+    names: tuple[str, ...]
+    text: str
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        holds = self.function(*(captures[name] for name in self.names))
+        if isinstance(holds, str):
+            return holds
+        return "" if holds else f"it is false of {', '.join(f'{name}={captures[name]}' for name in self.names)}"
+
+    def __str__(self) -> str:
+        return f"{self.text}({', '.join(self.names)})"
+
+
+def _short(found: Any) -> str:
+    return str(found).removeprefix("torch.")

@@ -1,0 +1,128 @@
+"""The functions that make constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.pattern.terms import LiteralValue
+from fxrewrite.pattern.where.base import Constraint
+from fxrewrite.pattern.where.facts import Contiguous, Device, Dtype, IsParam, NoOtherUsers, Predicate, Same, ShapeEq
+from fxrewrite.pattern.where.numbers import Arithmetic, Number, OneOf, RankOf, Relation, SizeOf, ValueOf
+from fxrewrite.pattern.where.text import parse_number
+
+__all__ = [
+    "contiguous",
+    "device",
+    "divisible",
+    "dtype",
+    "is_param",
+    "no_other_users",
+    "predicate",
+    "rank",
+    "same_device",
+    "same_dtype",
+    "shape_eq",
+    "size",
+    "value",
+]
+
+
+def rank(name: str, num_dims: int) -> Constraint:
+    """The captured tensor has this many dimensions."""
+    return Relation(RankOf(name), "==", LiteralValue(num_dims))
+
+
+def dtype(name: str, *dtypes: torch.dtype) -> Constraint:
+    """The captured tensor has one of these dtypes."""
+    return Dtype(name, dtypes)
+
+
+def same_dtype(*names: str) -> Constraint:
+    """All these captured tensors have one dtype."""
+    return Same("dtype", names)
+
+
+def device(name: str, *devices: str) -> Constraint:
+    """The captured tensor is on one of these devices; "cuda" means any of that type, "cuda:0" that one."""
+    return Device(name, devices)
+
+
+def same_device(*names: str) -> Constraint:
+    """All these captured tensors are on one device."""
+    return Same("device", names)
+
+
+def shape_eq(a: str, b: str) -> Constraint:
+    """Two captured tensors have equal shapes, symbolic ones for every length that the graph admits."""
+    return ShapeEq(a, b)
+
+
+def size(name: str, dim: int, relation: str, other: int | str) -> Constraint:
+    """The size of a dimension is `==`, `!=`, `<`, `<=`, `>` or `>=` another number, for every length that is admitted.
+
+    Args:
+        name: a captured tensor.
+        dim: one of its dimensions, counted from the end where negative.
+        relation: between the two.
+        other: a number, or an expression of the text form: `size("q", 1, "==", "size(k, 1) * 4")`.
+
+    Raises:
+        RuleDefinitionError: there is no such relation, or the expression is none.
+    """
+    return Relation(SizeOf(name, dim), relation, parse_number(other) if isinstance(other, str) else LiteralValue(other))
+
+
+def divisible(name: str, dim: int, by: int) -> Constraint:
+    """The size of a dimension of a captured tensor is a multiple of `by`, for every length that the graph admits."""
+    return Relation(Arithmetic("%", SizeOf(name, dim), LiteralValue(by)), "==", LiteralValue(0))
+
+
+def value(name: str, relation: str, other: Any) -> Constraint:
+    """A captured Python value, or the number that a captured node holds, compares with constants like this.
+
+    Args:
+        name: a capture.
+        relation: `==`, `!=`, `<`, `<=`, `>`, `>=`, or `in`, `not in` a sequence of constants.
+        other: a number, string, bool or dtype, or a sequence of such.
+
+    Raises:
+        RuleDefinitionError: there is no such relation, or it makes no sense of this constant.
+    """
+    if relation in ("in", "not in"):
+        if not isinstance(other, Sequence) or isinstance(other, str):
+            raise RuleDefinitionError(f"{name} {relation} takes a list or tuple of constants, not {other!r}")
+        constants = tuple(LiteralValue(constant) for constant in other)
+        return OneOf(ValueOf(name), constants, negated=relation == "not in")
+    constant: Number = LiteralValue(other)
+    return Relation(ValueOf(name), relation, constant)
+
+
+def contiguous(name: str) -> Constraint:
+    """The captured tensor is contiguous in memory, for every length that the graph admits."""
+    return Contiguous(name)
+
+
+def no_other_users(name: str) -> Constraint:
+    """The captured node is used by one node only."""
+    return NoOtherUsers(name)
+
+
+def is_param(name: str) -> Constraint:
+    """The captured node reads a parameter, a buffer or another tensor of the module itself."""
+    return IsParam(name)
+
+
+def predicate(*names: str, text: str = "") -> Callable[[Callable[..., bool | str]], Constraint]:
+    """A condition in Python: called with the captures of these names, it answers True, False, or why not.
+
+    `where.predicate("scale", "q")(lambda scale, q: ...)`. Its code is part of the rule's digest.
+    """
+
+    def wrap(function: Callable[..., bool | str]) -> Constraint:
+        return Predicate(function, names, text or getattr(function, "__name__", "predicate"))
+
+    return wrap

@@ -1,0 +1,276 @@
+"""Numbers that a match determines, and relations between them: sizes, ranks and captured Python values.
+
+A relation holds if it is true for every length that the graph admits. One that cannot be decided does not hold: a size
+that is not known is different from every other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.graph.sizes import is_always, is_read_from_data
+from fxrewrite.pattern.terms import LiteralValue, freeze
+from fxrewrite.pattern.where.base import Condition, NoAnswerError, tensor_of
+
+__all__ = ["CONSTANTS", "RELATIONS", "Arithmetic", "Number", "OneOf", "RankOf", "Relation", "SizeOf", "ValueOf"]
+
+RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+_ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
+_SUMS = ("+", "-")
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+CONSTANTS = (bool, int, float, str, torch.dtype, torch.layout, torch.memory_format)
+_SYMBOLS = (torch.SymInt, torch.SymFloat)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeOf:
+    """The size of a dimension of a captured tensor."""
+
+    name: str
+    dim: int
+
+    def read(self, captures: Mapping[str, Any]) -> Any:
+        found = tensor_of(captures, self.name)
+        if not -found.ndim <= self.dim < found.ndim:
+            raise NoAnswerError(f"{self.name} has rank {found.ndim}")
+        return found.shape[self.dim]
+
+    def said(self, found: Any) -> str:
+        return f"{self} is {found}"
+
+    def __str__(self) -> str:
+        return f"size({self.name}, {self.dim})"
+
+
+@dataclass(frozen=True, slots=True)
+class RankOf:
+    """The number of dimensions of a captured tensor."""
+
+    name: str
+
+    def read(self, captures: Mapping[str, Any]) -> Any:
+        return tensor_of(captures, self.name).ndim
+
+    def said(self, found: Any) -> str:
+        return f"{self.name} has rank {found}"
+
+    def __str__(self) -> str:
+        return f"rank({self.name})"
+
+
+@dataclass(frozen=True, slots=True)
+class ValueOf:
+    """A captured Python value, or the number that a captured node holds."""
+
+    name: str
+
+    def read(self, captures: Mapping[str, Any]) -> Any:
+        captured = captures[self.name]
+        if not isinstance(captured, fx.Node):
+            return captured
+        found = ops.value(captured)
+        if not isinstance(found, (*_NUMBERS, bool)):
+            raise NoAnswerError(f"%{captured.name} is not a number")
+        return found
+
+    def said(self, found: Any) -> str:
+        return f"{self.name} is {found!r}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """A sum, difference or product of numbers, or what division by a positive constant gives or leaves."""
+
+    operator: str
+    left: Number
+    right: Number
+
+    def __post_init__(self) -> None:
+        for side in (self.left, self.right):
+            if isinstance(side, LiteralValue) and not _is_number(side.value):
+                raise RuleDefinitionError(f"{_text(side)} is not a number")
+        if self.operator in ("//", "%"):
+            by = self.right.value if isinstance(self.right, LiteralValue) else None
+            if type(by) is not int or by < 1:
+                raise RuleDefinitionError(f"{self}: a size is divided by a positive integer only")
+
+    def read(self, captures: Mapping[str, Any]) -> Any:
+        left, right = _read(self.left, captures), _read(self.right, captures)
+        for found in (left, right):
+            if not _is_number(found):
+                raise NoAnswerError(f"{_found((self.left, self.right), captures)}: not a number")
+        return _ARITHMETIC[self.operator](left, right)
+
+    def __str__(self) -> str:
+        product = self.operator not in _SUMS
+        left = _text(self.left)
+        if product and isinstance(self.left, Arithmetic) and self.left.operator in _SUMS:
+            left = f"({left})"
+        right = _text(self.right)
+        if isinstance(self.right, Arithmetic) and (product or self.right.operator in _SUMS):
+            right = f"({right})"
+        return f"{left} {self.operator} {right}"
+
+
+Number: TypeAlias = SizeOf | RankOf | ValueOf | Arithmetic | LiteralValue
+
+
+@dataclass(frozen=True, slots=True)
+class Relation(Condition):
+    """Two numbers compare like this; other Python values can be equal or different."""
+
+    left: Number
+    relation: str
+    right: Number
+
+    def __post_init__(self) -> None:
+        if self.relation not in RELATIONS:
+            raise RuleDefinitionError(f"{self.relation!r} is none of {', '.join(RELATIONS)}")
+        for side in (self.left, self.right):
+            if isinstance(side, LiteralValue):
+                _require_constant(side.value)
+                if self.relation not in ("==", "!=") and not _is_number(side.value):
+                    raise RuleDefinitionError(f"{_text(side)} is not a number: it can only be == or !=")
+        _require_capture(self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return _names(self.left, self.right)
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        left, right = _read(self.left, captures), _read(self.right, captures)
+        if _holds(left, self.relation, right):
+            return ""
+        false = _holds(left, _OPPOSITE[self.relation], right)
+        return _found((self.left, self.right), captures) + ("" if false else _unknown(left, right))
+
+    def __str__(self) -> str:
+        return f"{_text(self.left)} {self.relation} {_text(self.right)}"
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Condition):
+    """A number or Python value is one of these constants, or, `negated`, none of them."""
+
+    value: Number
+    constants: tuple[LiteralValue, ...]
+    negated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.constants:
+            raise RuleDefinitionError(f"{self}: the set has nothing in it")
+        for constant in self.constants:
+            _require_constant(constant.value)
+        _require_capture(self)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return _names(self.value)
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        found = _read(self.value, captures)
+        equal = [_holds(found, "==", constant.value) for constant in self.constants]
+        different = [_holds(found, "!=", constant.value) for constant in self.constants]
+        holds, false = (all(different), any(equal)) if self.negated else (any(equal), all(different))
+        return "" if holds else _found((self.value,), captures) + ("" if false else _unknown(found))
+
+    def __str__(self) -> str:
+        constants = ", ".join(map(_text, self.constants))
+        return f"{_text(self.value)} {'not in' if self.negated else 'in'} {{{constants}}}"
+
+
+def _require_capture(constraint: Relation | OneOf) -> None:
+    if not constraint.names:
+        raise RuleDefinitionError(f"{constraint} speaks of no capture")
+
+
+def _require_constant(value: Any) -> None:
+    if value is None:
+        raise RuleDefinitionError("a capture is not compared with None: where it is None, no constraint is asked")
+    if not isinstance(value, CONSTANTS) or value != value:
+        raise RuleDefinitionError(f"{value!r} is no number, string, bool, dtype, layout or memory format")
+
+
+def _read(number: Number, captures: Mapping[str, Any]) -> Any:
+    return number.value if isinstance(number, LiteralValue) else number.read(captures)
+
+
+def _is_number(found: Any) -> bool:
+    return isinstance(found, _NUMBERS) and not isinstance(found, bool)
+
+
+def _holds(left: Any, relation: str, right: Any) -> bool:
+    """Whether the relation is true for every length that the graph admits.
+
+    Raises:
+        NoAnswerError: the values have no order.
+    """
+    if _is_number(left) and _is_number(right):
+        return is_always(RELATIONS[relation](left, right))
+    if relation in ("==", "!="):
+        return _is_equal(left, right) == (relation == "==")
+    raise NoAnswerError(f"{left!r} and {right!r} have no order")
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    """Equal Python values; 0 and 0.0 are equal, 1 and True are not."""
+    try:
+        return freeze(left) == freeze(right)
+    except TypeError:  # what cannot be hashed is equal to no constant
+        return False
+
+
+def _found(numbers: tuple[Number, ...], captures: Mapping[str, Any]) -> str:
+    atoms = dict.fromkeys(atom for number in numbers for atom in _atoms(number))
+    return ", ".join(atom.said(atom.read(captures)) for atom in atoms)
+
+
+def _unknown(*found: Any) -> str:
+    if any(isinstance(size, _SYMBOLS) and is_read_from_data(size) for size in found):
+        return ": not known, it is read from data"
+    return ": not known for every length that the graph admits"
+
+
+def _atoms(number: Number) -> Iterator[SizeOf | RankOf | ValueOf]:
+    if isinstance(number, Arithmetic):
+        yield from _atoms(number.left)
+        yield from _atoms(number.right)
+    elif not isinstance(number, LiteralValue):
+        yield number
+
+
+def _names(*numbers: Number) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(atom.name for number in numbers for atom in _atoms(number)))
+
+
+def _text(number: Number) -> str:
+    if not isinstance(number, LiteralValue):
+        return str(number)
+    if isinstance(number.value, float) and number.value in (float("inf"), float("-inf")):
+        return f'float("{number.value}")'
+    return repr(number.value)
