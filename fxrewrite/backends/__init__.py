@@ -1,5 +1,44 @@
 """Outside compilers, one per file."""
 
-from fxrewrite.backends.dynamo import capture, find_backend, graph_break_reason, is_model_state
+from typing import TYPE_CHECKING
 
-__all__ = ["capture", "find_backend", "graph_break_reason", "is_model_state"]
+from fxrewrite.lazy import lazy_package
+
+if TYPE_CHECKING:
+    from fxrewrite.backends.dynamo import (
+        RewritingBackend,
+        capture,
+        find_backend,
+        graph_break_reason,
+        is_model_state,
+        rewriting_backend,
+    )
+    from fxrewrite.backends.export import apply_to_export
+    from fxrewrite.backends.inductor import GraphPass, installed
+
+__all__ = [
+    "GraphPass",
+    "RewritingBackend",
+    "apply_to_export",
+    "capture",
+    "find_backend",
+    "graph_break_reason",
+    "installed",
+    "is_model_state",
+    "rewriting_backend",
+]
+
+lazy_package(
+    __name__,
+    {
+        "RewritingBackend": "fxrewrite.backends.dynamo",
+        "capture": "fxrewrite.backends.dynamo",
+        "find_backend": "fxrewrite.backends.dynamo",
+        "graph_break_reason": "fxrewrite.backends.dynamo",
+        "is_model_state": "fxrewrite.backends.dynamo",
+        "rewriting_backend": "fxrewrite.backends.dynamo",
+        "apply_to_export": "fxrewrite.backends.export",
+        "GraphPass": "fxrewrite.backends.inductor",
+        "installed": "fxrewrite.backends.inductor",
+    },
+)

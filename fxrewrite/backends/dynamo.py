@@ -1,18 +1,32 @@
-"""What the toolkit reads from Dynamo: its backends, why it broke a graph, which inputs are the model's own."""
+"""Dynamo: a backend that rewrites its graphs; and what we read of it, such as why a graph ended."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import fx
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import InvalidBackend
+from torch._dynamo.source import EphemeralSource
 
+from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.normalize import normalize
 
-__all__ = ["capture", "find_backend", "graph_break_reason", "is_model_state"]
+__all__ = [
+    "RewritingBackend",
+    "capture",
+    "find_backend",
+    "graph_break_reason",
+    "is_model_state",
+    "rewriting_backend",
+]
+
+R = TypeVar("R")
+Graph = Literal["torch", "aten"]
 
 
 def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
@@ -74,3 +88,110 @@ def is_model_state(placeholder: fx.Node) -> bool:
     if source is None:
         source = getattr(placeholder.meta.get("example_value"), "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
+
+
+class RewritingBackend(Generic[R]):
+    """A torch.compile backend: every graph that Dynamo captures is rewritten, then compiled by an inner backend.
+
+    Made by `rewriting_backend`. Two of them never share what was compiled.
+
+    Attributes:
+        inner: name or function of the inner backend.
+        graph: the graph that is rewritten: "torch" or "aten".
+        reports: what `apply` returned, one for each graph that was compiled, in order; recompilations append.
+    """
+
+    def __init__(
+        self,
+        apply: Apply[R],
+        inner: str | Callable[..., Any],
+        graph: Graph,
+        context: Any,
+        on_report: Callable[[R], None] | None,
+    ) -> None:
+        if graph not in get_args(Graph):
+            raise FxRewriteError(f'graph={graph!r} is no graph that a backend rewrites; pass "torch" or "aten"')
+        find_backend(inner)
+        self.inner = inner
+        self.graph = graph
+        self.reports: list[R] = []
+        self.__name__ = f"fxrewrite_{inner if isinstance(inner, str) else getattr(inner, '__name__', 'callable')}"
+        self._apply = apply
+        self._context = context
+        self._on_report = on_report
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """The compiled program; `options` are the `mode` and `options` of `torch.compile`, for the inner backend."""
+        if torch._dynamo.config.caching_precompile:
+            raise FxRewriteError(
+                "torch._dynamo.config.caching_precompile keeps compiled code under nothing but the function's name and "
+                "line, so another process would run it under another plan; turn it off (TORCH_CACHING_PRECOMPILE=0)"
+            )
+        program = _normalized(gm) if self.graph == "aten" else gm
+        report = rewrite(self._apply, program, self._context)
+        self.reports.append(report)
+        if self._on_report is not None:
+            self._on_report(report)
+        return _compiler(self.inner, **options)(program, list(example_inputs))
+
+
+def rewriting_backend(
+    apply: Apply[R],
+    inner: str | Callable[..., Any] = "inductor",
+    *,
+    graph: Graph = "torch",
+    context: Any = None,
+    on_report: Callable[[R], None] | None = None,
+) -> RewritingBackend[R]:
+    """The backend for `torch.compile(model, backend=...)` that runs `apply` and then compiles with `inner`.
+
+    Compile caches stay right: the inner backend sees, and keys, the graph as rewritten.
+
+    Args:
+        apply: rewrites a module in place, and returns what it did: `plan.apply`.
+        inner: a backend's name, or its function `(gm, example_inputs, **options)`; gets `mode=` and `options=` of
+            `torch.compile` where they are given.
+        graph: "torch" is Dynamo's graph as it is, in the functions that the model calls; "aten" its normal form, see
+            `fxrewrite.graph.normalize`. Autograd comes after both.
+        context: handed to `apply`.
+        on_report: called with what `apply` returned, before the inner backend starts.
+
+    Raises:
+        FxRewriteError: no such graph, no such inner backend. What `apply` raises comes out of the first call of the
+            model, as text in torch's BackendCompilerFailed.
+    """
+    return RewritingBackend(apply, inner, graph, context, on_report)
+
+
+def _compiler(
+    inner: str | Callable[..., Any], mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The inner backend with the mode and the options of `torch.compile`, given as torch itself gives them."""
+    if inner == "inductor":  # its function knows neither; torch.compile turns both into patches of its configuration
+        return torch._TorchCompileInductorWrapper(mode, options, None)
+    given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
+    function = find_backend(inner)
+    return functools.partial(function, **given) if given else function
+
+
+def _normalized(gm: fx.GraphModule) -> fx.GraphModule:
+    """The normal form of a Dynamo graph, with what AOTAutograd reads of one that comes from Dynamo.
+
+    It reads where inputs come from, to guard those that alias and to know the parameters, which CUDA graphs need not
+    copy. And it hashes the module for its cache, so there must be no ShapeEnv on it, of which no two are equal.
+    """
+    normal = normalize(gm)
+    vars(normal)["shape_env"] = None
+    new = normal.graph.find_nodes(op="placeholder")
+    for placeholder, original in zip(new, gm.graph.find_nodes(op="placeholder"), strict=True):
+        if hasattr(original, "_dynamo_source"):
+            placeholder._dynamo_source = original._dynamo_source
+    for name in ("_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(gm, name):
+            vars(normal)[name] = getattr(gm, name)
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:
+        constants = [name for name, _ in (*normal.named_parameters(), *normal.named_buffers())]
+        found = {name: EphemeralSource(name) for name in constants}  # tracing made them: no source, each its own
+        vars(normal)["_param_name_to_source"] = {**found, **sources}
+    return normal

@@ -1,0 +1,126 @@
+"""torch.export: a plan on an exported program, whose signature stays right."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch._export.verifier import SpecViolationError
+from torch.export import ExportedProgram
+from torch.export.graph_signature import (
+    ArgumentSpec,
+    ExportGraphSignature,
+    OutputSpec,
+    SymBoolArgument,
+    SymFloatArgument,
+    SymIntArgument,
+    TensorArgument,
+)
+from torch.utils._pytree import tree_leaves
+
+from fxrewrite import ops
+from fxrewrite.backends.outputs import Apply, rewrite
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.copy import copy_module
+
+__all__ = ["apply_to_export"]
+
+R = TypeVar("R")
+_KINDS = (
+    (TensorArgument, torch.Tensor),
+    (SymIntArgument, torch.SymInt),
+    (SymFloatArgument, torch.SymFloat),
+    (SymBoolArgument, torch.SymBool),
+)
+
+
+def apply_to_export(
+    apply: Apply[R], program: ExportedProgram, *, context: Any = None, on_report: Callable[[R], None] | None = None
+) -> ExportedProgram:
+    """A program with the rewritten graph, checked by torch.export's verifier; `program` is as it was.
+
+    Inputs keep their names and order, also those that nothing reads any more. Outputs stand where they stood; the
+    signature names the values that they are now. Parameters, buffers and constants are those of `program`.
+
+    Args:
+        apply: rewrites a module in place, and returns what it did: `plan.apply`.
+        program: any dialect that torch.export makes: as exported, or decomposed.
+        context: handed to `apply`.
+        on_report: called with what `apply` returned.
+
+    Raises:
+        FxRewriteError: the rewritten graph would break the signature; says at which output or module call.
+    """
+    gm = copy_module(program.graph_module)
+    report = rewrite(apply, gm, context)
+    signature = _signature(program.graph_signature, gm)
+    _check_module_calls(program, gm)
+    try:
+        result = ExportedProgram(
+            root=gm,
+            graph=gm.graph,
+            graph_signature=signature,
+            state_dict=program.state_dict,
+            range_constraints=copy.deepcopy(program.range_constraints),
+            module_call_graph=copy.deepcopy(program.module_call_graph),
+            example_inputs=program.example_inputs,
+            constants=program.constants,
+            verifiers=program.verifiers,
+        )
+    except SpecViolationError as error:
+        raise FxRewriteError(
+            f"torch.export does not accept the rewritten graph ({program.dialect}): {error}; the program is as before"
+        ) from error
+    if on_report is not None:
+        on_report(report)
+    return result
+
+
+def _signature(old: ExportGraphSignature, gm: fx.GraphModule) -> ExportGraphSignature:
+    outputs = tree_leaves(gm.graph.output_node().args)
+    specs = [_output_spec(spec, output) for spec, output in zip(old.output_specs, outputs, strict=True)]
+    return ExportGraphSignature(input_specs=list(old.input_specs), output_specs=specs)
+
+
+def _output_spec(old: OutputSpec, output: Any) -> OutputSpec:
+    """The output's specification with the name of what stands there now.
+
+    Raises:
+        FxRewriteError: a value of another kind stands there.
+    """
+    if not isinstance(old.arg, tuple(kind for kind, _ in _KINDS)):
+        return old  # constants, tokens and custom objects: no rule makes or moves them
+    found: ArgumentSpec | None = None
+    if isinstance(output, fx.Node):
+        found = next((kind(output.name) for kind, of in _KINDS if isinstance(ops.value(output), of)), None)
+    if type(found) is not type(old.arg):
+        what = "a constant" if found is None else type(found).__name__.removesuffix("Argument")
+        raise FxRewriteError(
+            f"the plan breaks the program's signature: its {old.kind.name} %{old.arg.name} is a "
+            f"{type(old.arg).__name__.removesuffix('Argument')}, and {output} ({what}) would stand there; "
+            "the program is as before"
+        )
+    return dataclasses.replace(old, arg=found)
+
+
+def _check_module_calls(program: ExportedProgram, gm: fx.GraphModule) -> None:
+    """Refuse to remove what a module call that the user asked to preserve takes or gives back.
+
+    Raises:
+        FxRewriteError: a value that such a call's signature names is not in the graph any more.
+    """
+    names = {node.name for node in gm.graph.nodes}
+    for entry in program.module_call_graph:
+        if entry.signature is None:
+            continue
+        for arg in (*entry.signature.inputs, *entry.signature.outputs):
+            if arg.name and arg.name not in names:
+                raise FxRewriteError(
+                    f"the plan breaks the call of module {entry.fqn!r}, whose signature the program preserves: "
+                    f"%{arg.name} is not in the graph any more; export it without preserve_module_call_signature; "
+                    "the program is as before"
+                )

@@ -1,0 +1,108 @@
+"""Inductor: a plan as one of its custom graph passes, installed for a scope and told apart in its caches.
+
+    pre_grad          Dynamo's graph, before autograd; not functional
+    joint             forward and backward in one ATen graph, before they are split; `joint_post` is after the patterns
+    post_grad_pre     a forward or a backward graph, functional ATen, before inductor's own patterns
+    post_grad_post    the same, after them
+
+The pass runs when something is compiled. What was compiled before, or comes out of a cache, is not touched: a function
+that ran already must be compiled anew inside of the scope. Inductor calls it for the body of every higher-order
+operator, and then for the graph around it.
+
+Scope and threads: inductor's configuration belongs to a thread, and so does what is installed. Kernels compiled by
+worker processes are not concerned, they come after the passes. Compiling whole graphs in another process
+(TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS) drops passes behind autograd without a word, so that is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
+from typing import Any, Generic, Literal, Self, TypeVar
+
+from torch import fx
+from torch._inductor import compile_fx, config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from fxrewrite.backends.outputs import Apply, rewrite
+from fxrewrite.errors import FxRewriteError, InvariantError
+
+__all__ = ["SLOTS", "GraphPass", "Slot", "installed"]
+
+R = TypeVar("R")
+Slot = Literal["pre_grad", "joint", "joint_post", "post_grad_pre", "post_grad_post"]
+SLOTS: Mapping[str, str] = MappingProxyType(
+    {
+        "pre_grad": "pre_grad_custom_pass",
+        "joint": "joint_custom_pre_pass",
+        "joint_post": "joint_custom_post_pass",
+        "post_grad_pre": "post_grad_custom_pre_pass",
+        "post_grad_post": "post_grad_custom_post_pass",
+    }
+)
+"""Our name of a slot -> inductor's, which is also the key in `torch.compile(options={...})`."""
+
+
+class GraphPass(CustomGraphPass, Generic[R]):
+    """A rewrite as inductor's pass; may be given in `torch.compile(options={SLOTS["joint"]: GraphPass(...)})` as well.
+
+    Attributes:
+        reports: what `apply` returned, one for each graph that was compiled; none for graphs out of a cache.
+    """
+
+    def __init__(self, apply: Apply[R], digest: str | None, context: Any = None) -> None:
+        self.reports: list[R] = []
+        self._apply = apply
+        self._digest = digest
+        self._context = context
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite one graph in place, its module with it.
+
+        Raises:
+            InvariantError: the graph belongs to no module, or to several.
+        """
+        gm = graph.owning_module
+        if gm is None:
+            raise InvariantError("inductor passed a graph without a module of its own, so its attributes are not known")
+        self.reports.append(rewrite(self._apply, gm, self._context))
+
+    def uuid(self) -> str | None:
+        """What stands for the pass in cache keys; None keeps everything that it compiles out of the caches."""
+        return self._digest or None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # inductor copies its configuration, and the pass in it must stay the one that has the reports
+
+
+@contextlib.contextmanager
+def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any = None) -> Generator[GraphPass[R]]:
+    """Inside of the scope inductor runs `apply` on every graph that it compiles, behind the passes installed before.
+
+    Afterwards the slot is as it was. Scopes nest; the outer one's pass runs first.
+
+    Args:
+        slot: one of `SLOTS`.
+        apply: rewrites one module in place, and returns what it did. It need not go into bodies of higher-order
+            operators, for which inductor calls it by itself.
+        digest: equal for equal rewrites and no others, in every process: `plan.digest()`. None means that nothing
+            may be cached.
+        context: handed to `apply`.
+
+    Raises:
+        FxRewriteError: no such slot; or graphs are compiled in another process, where the pass would not run.
+    """
+    if slot not in SLOTS:
+        raise FxRewriteError(f"inductor has no slot {slot!r}; it has {', '.join(SLOTS)}")
+    if slot.startswith("post_grad") and compile_fx.fx_compile_mode is compile_fx.FxCompileMode.SUBPROCESS:
+        raise FxRewriteError(
+            f"{slot}: inductor compiles graphs in another process and would drop the pass; "
+            "unset TORCHINDUCTOR_FX_COMPILE_MODE, or use pre_grad or joint"
+        )
+    name = SLOTS[slot]
+    ours = GraphPass(apply, digest, context)
+    earlier = getattr(config, name)
+    before = tuple(earlier) if isinstance(earlier, (list, tuple)) else () if earlier is None else (earlier,)
+    with config.patch({name: (*before, ours) if before else ours}):
+        yield ours
