@@ -54,6 +54,7 @@ def _(x):
 
 
 BOTH = RuleSet("both", use_silu, never)
+NONE = RuleSet("none")
 STRICT = RuleSet("strict", never, atomic=True)
 ENDLESS = RuleSet("endless", RuleSet("there", use_silu), RuleSet("back", undo_silu))
 PLAN = RULES.once() >> RULES.fixpoint()
@@ -232,6 +233,7 @@ def test_explain_as_json(run: Any) -> None:
     assert (miss["node"], miss["reason"]) == ("mul_1", "operator")
     assert "sigmoid" in miss["expected"]
     assert "tanh" in miss["found"]
+    assert miss["source"] == "silu.py:28"
 
 
 def test_explain_goes_through_all_rules_of_a_set(run: Any) -> None:
@@ -311,6 +313,11 @@ def test_level_torch_keeps_the_functions_that_the_model_calls(run: Any) -> None:
     assert "aten." not in done.out.partition("ms\n")[2]
 
 
+class Silu(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(x)
+
+
 def test_an_exported_program_is_rewritten_and_saved(run: Any, folder: Path) -> None:
     program = torch.export.export(torch.nn.Sequential(torch.nn.Linear(4, 4), Silu()), (torch.rand(2, 4),))
     torch.export.save(program, folder / "in.pt2")
@@ -322,11 +329,6 @@ def test_an_exported_program_is_rewritten_and_saved(run: Any, folder: Path) -> N
     torch.testing.assert_close(again.module()(x), program.module()(x))
     assert again.graph_signature.input_specs == program.graph_signature.input_specs
     assert any("silu" in str(node.target) for node in again.graph.nodes)
-
-
-class Silu(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.sigmoid(x)
 
 
 def test_fixpoint_repeats_and_says_when_it_does_not_end(run: Any) -> None:
@@ -387,6 +389,7 @@ def test_an_unmet_expectation_and_a_refusal_end_with_status_1(run: Any) -> None:
         ("apply silu:RULES more:TRACED --level aten", "more:TRACED is a graph already, at its own level"),
         ("apply silu:RULES more:TRACED -o out.pt2", "out.pt2 would be an exported program, but more:TRACED is none"),
         ("apply more:PLAN more:TRACED --fixpoint", "--fixpoint is for a rule set"),
+        ("verify more:NONE", "more:NONE has no rule to verify"),
         ("apply silu:RULES more:TRACED --expect mine.x=1", "the plan has no rule or step 'mine.x'"),
         (
             "apply silu:RULES more:TRACED --page no/such/folder.html",

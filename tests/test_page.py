@@ -14,7 +14,6 @@ from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxrewrite.cli.graphs import copy_graph
 from fxrewrite.errors import Reason, Refusal, refuse
 from fxrewrite.page import report_page
 from fxrewrite.page.sides import Change, compare
@@ -69,10 +68,9 @@ def computed(x: torch.Tensor) -> torch.Tensor:
 
 def applied(rules: RuleSet = RULES, function: Any = computed) -> tuple[Report, fx.GraphModule, fx.GraphModule]:
     gm = make_fx(function, tracing_mode="fake")(torch.rand(3))
-    before = copy_graph(gm)
-    report = rules.apply(gm)
+    after, report = rules.once().applied(gm)
     report.lines.append("note: 1 < 2")
-    return report, before, gm
+    return report, gm, after
 
 
 class Reader(HTMLParser):
@@ -199,6 +197,33 @@ def test_a_graph_that_did_not_change_is_shown_whole() -> None:
     assert "<details>" not in page
     assert cells(page, "made") == cells(page, "gone") == cells(page, "arguments") == []
     assert len(cells(page, "same")) == 2 * len(before.graph.nodes)
+
+
+def test_a_rule_with_many_rewrites_links_to_the_first_and_each_to_its_next() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(23):
+            x = torch.relu(x * torch.sigmoid(x))
+        return x
+
+    page = report_page(*applied(RuleSet("one", use_silu), function))
+    assert '<a href="#rule-0-19">20</a> and 3 more</td>' in page
+    assert page.count(">next</a>") == 22
+
+
+def test_what_changed_inside_of_a_body_is_shown_there() -> None:
+    inner = fx.symbolic_trace(lambda x: x * torch.sigmoid(x))
+    root = torch.nn.Module()
+    root.inner = inner
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    body = graph.get_attr("inner")
+    graph.output(graph.call_function(torch.ops.higher_order.tag_activation_checkpoint, (body, x)))
+    gm = fx.GraphModule(root, graph)
+    after, report = RuleSet("one", use_silu).once().applied(gm)
+    page = report_page(report, gm, after)
+    assert report.rewrites == 1
+    assert [cell.split(" = ")[0] for cell in cells(page, "gone")] == ["-   %1", "-   %2"]
+    assert "@0:" in [cell.strip() for cell in cells(page, "same")]
 
 
 def test_where_two_rules_may_have_dropped_a_node_both_are_named() -> None:

@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fxrewrite.cli.graphs import Subject, copy_graph, load_graph
+from fxrewrite.backends import apply_to_export
+from fxrewrite.cli.graphs import Subject, load_graph
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.graph import graph_diff, graph_text
+from fxrewrite.graph import graph_diff, graph_text, source_line
 from fxrewrite.match.explain import Explanation
 from fxrewrite.page import report_page
 from fxrewrite.plan import Plan, RuleSet
@@ -100,7 +101,9 @@ def explain(arguments: Namespace, say: Say) -> Answer:
 def verify(arguments: Namespace, say: Say) -> Answer:
     """Run pattern and replacement of every rule on drawn inputs and compare; status 1 if a rule fails."""
     found = list(_distinct(load(arguments.rules)))
-    width = max((len(rule.id) for rule in found), default=0)
+    if not found:
+        raise UsageError(f"{arguments.rules} has no rule to verify")
+    width = max(len(rule.id) for rule in found)
     data: list[dict[str, Any]] = []
     for rule in found:
         try:
@@ -130,17 +133,16 @@ def apply(arguments: Namespace, say: Say) -> Answer:
     for path in outputs:
         if not path.parent.is_dir():
             raise UsageError(f"there is no folder {path.parent} to write {path} to")
-    before = copy_graph(subject.gm)
     after, report = _rewritten(plan, subject)
     say(str(report))
     data: dict[str, Any] = {"report": report.model_dump(mode="json")}
     if arguments.diff:
-        data["diff"] = graph_diff(before, after.gm)
+        data["diff"] = graph_diff(subject.gm, after.gm)
         say(f"\n{data['diff'] or 'the graph is as before'}")
     if arguments.output:
         _write(arguments.output, after)
     if arguments.page:
-        page = report_page(report, before, after.gm, title=f"{arguments.rules} on {arguments.graph}")
+        page = report_page(report, subject.gm, after.gm, title=f"{arguments.rules} on {arguments.graph}")
         arguments.page.write_text(page, encoding="utf-8")
     data["written"] = list(map(str, outputs))
     if outputs:
@@ -149,12 +151,13 @@ def apply(arguments: Namespace, say: Say) -> Answer:
 
 
 def _rewritten(plan: Plan, subject: Subject) -> tuple[Subject, Report]:
+    """A rewritten copy, and the report."""
     if subject.program is None:
-        return subject, plan.apply(subject.gm)
-    from fxrewrite.backends.export import apply_to_export
-
-    program, report = apply_to_export(plan.apply, subject.program)
-    return Subject(program.graph_module, program), report
+        gm, report = plan.applied(subject.gm)
+        return Subject(gm), report
+    reports: list[Report] = []
+    program = apply_to_export(plan.apply, subject.program, on_report=reports.append)
+    return Subject(program.graph_module, program), reports[0]
 
 
 def _is_program(path: Path | None) -> bool:
@@ -230,11 +233,13 @@ def _explanation(explanation: Explanation) -> dict[str, Any]:
         "misses": [
             {
                 "node": miss.root.name,
+                "source": source_line(miss.root),
                 "passed": miss.failure.passed,
                 "tests": miss.num_tests,
-                "reason": miss.failure.reason,
+                "reason": miss.reason,
                 "expected": miss.failure.expected,
                 "found": miss.failure.found,
+                "hint": miss.hint,
             }
             for miss in explanation.misses
         ],

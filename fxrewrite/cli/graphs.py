@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph import normalize
 from fxrewrite.registry import find_object, raised_text
 
-__all__ = ["GraphError", "Level", "Subject", "copy_graph", "load_graph"]
+__all__ = ["GraphError", "Level", "Subject", "load_graph"]
 
 Level = Literal["aten", "torch"]
 _WANTED = "a GraphModule, an ExportedProgram, a pair (module, inputs), or a function without arguments that returns one"
@@ -55,11 +54,6 @@ def load_graph(path: str, level: Level | None = None) -> Subject:
     if level is not None:
         raise GraphError(f"{path} is a graph already, at its own level; --level is for a module with inputs")
     return Subject(found) if isinstance(found, fx.GraphModule) else Subject(found.graph_module, found)
-
-
-def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
-    """The graph as it is now, over the same parameters: what to show as `before` when `gm` is then rewritten."""
-    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
 
 def _exported(path: str) -> torch.export.ExportedProgram:

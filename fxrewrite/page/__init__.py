@@ -33,8 +33,8 @@ def report_page(
 
     Args:
         report: what the plan did.
-        before: a copy of the graph made before the plan ran; None leaves it out.
-        after: the graph that the plan was applied to; None leaves it out.
+        before: the graph as it was, a copy if the plan was applied in place; None leaves it out.
+        after: the rewritten graph; None leaves it out.
         title: shown at the top.
         times: whether it says how long things took; without, equal inputs give equal pages.
     """
