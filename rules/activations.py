@@ -5,8 +5,8 @@
     0.5 * x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * pow(x, 3))))     ->  gelu(x, approximate="tanh")
     0.5 * x * (1 + tanh(sqrt(2 / pi) * x * (1 + 0.044715 * x * x)))     ->  gelu(x, approximate="tanh")
 
-Matches factors and summands in any order, the product grouped in any way, `x * 0.7071...` for `x / sqrt(2)`, and
-`x * x * x` for the power.
+Matches factors and summands in any order, the product with erf or a power grouped in any way, `x * 0.7071...` for
+`x / sqrt(2)`, and `x * x * x` for the power.
 Refuses a constant that is another number in the precision in which the operator reads it, float64 for float64 and
 float32 for all others: "scale is 1.702, not 0.7978845608028654". So the fast gelu of Hugging Face, which writes
 0.7978845608, stays in float64. The quick gelu `x * sigmoid(1.702 * x)` is no silu and does not match.
@@ -77,7 +77,8 @@ def _half_of(x: Any, gate: Any) -> tuple[Any, ...]:
 
 def _gelu(name: str, approximate: str, spellings: tuple[Any, ...], **constants: float) -> Rule:
     checks = (_is(constant, number) for constant, number in {"half": 0.5, "one": 1.0, **constants}.items())
-    pattern = Pattern((either(*spellings),), (_IS_FLOAT, *checks))
+    product: Any = either(*spellings) if len(spellings) > 1 else next(iter(spellings))
+    pattern = Pattern((product,), (_IS_FLOAT, *checks))
     made = Rule(f"activations.{name}", pattern, numerics="reassociates", optional=True)
 
     @made.replacement
@@ -112,15 +113,17 @@ gelu_tanh = _gelu(
     **_TANH,
     power=3.0,
 )
-gelu_tanh_cube = _gelu("gelu_tanh_cube", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * (_x * _x * _x)))), **_TANH)
-# Each factor that may trade places doubles the readings of a pattern, so these two leave out the third grouping.
+# Each factor that may trade places doubles the readings of a pattern: these three take the usual grouping alone.
+gelu_tanh_cube = _gelu(
+    "gelu_tanh_cube", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * (_x * _x * _x))))[:1], **_TANH
+)
 gelu_tanh_product = _gelu(
-    "gelu_tanh_product", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * _x * _x * _x)))[:2], **_TANH
+    "gelu_tanh_product", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * _x * _x * _x)))[:1], **_TANH
 )
 gelu_tanh_fast = _gelu(
     "gelu_tanh_fast",
     "tanh",
-    _half_of(_x, torch.tanh(_x * _scale * (_unit + _c * _x * _x)))[:2],
+    _half_of(_x, torch.tanh(_x * _scale * (_unit + _c * _x * _x)))[:1],
     **_TANH,
     unit=1.0,
 )

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, where
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, shared, where
 from fxrewrite.graph import is_same_size
 
 __all__ = ["NORMS"]
@@ -72,7 +72,7 @@ _variance = either(
     torch.var(_x, -1, correction=0, keepdim=True),
     _x.var(-1, unbiased=False, keepdim=True),
 )
-_wide: Any = maybe(op("to", _x, dtype=cap("wide", Literal)))
+_wide: Any = maybe(shared(op("to", _x, dtype=cap("wide", Literal))))
 
 layer_norm = Rule(
     "norms.layer_norm",
@@ -135,7 +135,7 @@ def _narrowed(y: Any) -> Any:
 
 
 def _widened(y: Any) -> Any:
-    return op("to", y, dtype=_cast)
+    return shared(op("to", y, dtype=_cast))  # a residual stream in float32 reads the cast that changes nothing
 
 
 def _drop_casts(norm: str, in_wide: Any, *fitting: Any) -> Rule:

@@ -1,0 +1,85 @@
+"""Parallel linears of one input are one linear, split.
+
+    linear(x, a), linear(x, b), ...          ->  split(linear(x, cat([a, b, ...])), [rows of a, rows of b, ...], -1)
+    linear(x, a, p), linear(x, b, q), ...    ->  the same, with cat([p, q, ...])
+
+Matches all linears of one value whose weights are parameters, those with a bias and those without one apart: q, k and
+v; gate and up; with them the MLP of a parallel block (GPT-J), k and v of all layers of a decoder on one encoder (T5).
+Does not match a weight that is computed ("expected a parameter at root.weight, found aten::mul (%mul)") or has one
+dimension ("w has rank 1").
+Refuses weights of several dtypes or devices: "the weights are float32 on cpu, bfloat16 on cpu".
+Shapes: x [..., d], weights [n_i, d], biases [n_i].
+Numerics: reassociates. On CPU, oneMKL chooses its kernel by the number of rows: results were bitwise equal in bfloat16
+and float16, mostly in float32, seldom in float64; gradients of weights were equal, the gradient of `x` is one sum
+instead of several.
+Cost: the weights are copied into one at every call, and their gradient is cut apart: one large product has to win that
+back. A backend that folds constants, as inductor's freezing does, copies once.
+Source: NVIDIA Megatron-LM, megatron/core/transformer/attention.py (linear_qkv); PyTorch,
+torch/_inductor/fx_passes/freezing_patterns.py.
+
+>>> import torch, torch.nn.functional as F
+>>> class Parallel(torch.nn.Module):
+...     def __init__(self):
+...         super().__init__()
+...         self.q, self.k = torch.nn.Linear(4, 6), torch.nn.Linear(4, 2)
+...     def forward(self, x):
+...         return self.q(x), self.k(x)
+>>> gm = torch.export.export(Parallel(), (torch.rand(3, 4),)).module()
+>>> LINEARS.apply(gm)["linears.merge_biased"].rewrites
+1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Param, Pattern, Rule, RuleSet, cap, op, refuse, siblings, where
+
+__all__ = ["LINEARS"]
+
+aten = torch.ops.aten
+_x, _w, _b = cap("x"), cap("w", Param), cap("b", Param)
+
+
+def _rule(name: str, linear: Any) -> Rule:
+    return Rule(
+        f"linears.{name}",
+        Pattern((siblings(linear, on="x"),), (where.rank("w", 2),)),
+        numerics="reassociates",
+        optional=True,
+    )
+
+
+merge = _rule("merge", op("linear", _x, _w))
+merge_biased = _rule("merge_biased", op("linear", _x, _w, _b))
+
+
+@merge.replacement
+def _(x: fx.Proxy, w: list[fx.Proxy]) -> tuple[Any, ...]:
+    """one linear, split"""
+    return _split(aten.linear(x, _joined("weights", w)), w)
+
+
+@merge_biased.replacement
+def _(x: fx.Proxy, w: list[fx.Proxy], b: list[fx.Proxy]) -> tuple[Any, ...]:
+    """one linear, split"""
+    return _split(aten.linear(x, _joined("weights", w), _joined("biases", b)), w)
+
+
+def _joined(what: str, tensors: list[Any]) -> Any:
+    """The tensors under each other; torch.cat alone would give them a common dtype that none of the linears has."""
+    kinds = dict.fromkeys(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors)
+    if len(kinds) > 1:
+        refuse(f"the {what} are {', '.join(kinds)}")
+    return aten.cat(tensors)
+
+
+def _split(merged: Any, weights: list[Any]) -> tuple[Any, ...]:
+    parts = aten.split_with_sizes(merged, [weight.shape[0] for weight in weights], -1)
+    return tuple(parts[index] for index in range(len(weights)))
+
+
+LINEARS = RuleSet("linears", merge, merge_biased)
