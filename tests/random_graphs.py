@@ -123,6 +123,8 @@ class Builder:
             lambda: self.call(torch.reshape, (x, (4, 4))),
             lambda: self.call(operator.getitem, (x, slice(None))),
             lambda: self.call(aten.alias.default, (x,)),
+            lambda: self.call("clone", (x,)),
+            lambda: self.call("transpose", (self.call(torch.transpose, (x, 0, 1)), 0, 1)),
         ]
         rng.choice(spellings)()
 
@@ -157,7 +159,8 @@ class Builder:
             self.call(aten.cat.default, ([self.pick((2, 4)), self.pick((2, 4))],))
 
     def random(self) -> None:
-        rng, x = self.rng, self.pick()
+        """A draw: of a contiguous value, since a mask is drawn in the order of memory."""
+        rng, x = self.rng, self.call("contiguous", (self.pick(),))
         spellings: list[Callable[[], Any]] = [
             lambda: self.call(F.dropout, (x, 0.5)),
             lambda: self.call(torch.dropout, (x, 0.5, True)),
@@ -194,7 +197,7 @@ def random_module(
         writes: whether some calls write to memory.
     """
     builder = Builder(rng, values)
-    steps = [builder.unary] * 5 + [builder.binary] * 6 + [builder.view] * 2
+    steps = [builder.unary] * 5 + [builder.binary] * 6 + [builder.view] * 3
     steps += [builder.along_a_dim, builder.several, builder.lists]
     steps += [builder.random] * draws + [builder.write] * (3 * writes)
     for _ in range(size if size is not None else rng.randint(2, 22)):
