@@ -1,0 +1,392 @@
+"""What other engines get wrong, each a test that we do not; every test names the report that it answers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrewrite.errors import FxRewriteError, MatchExpectationError, Reason, RefusedError, refuse
+from fxrewrite.match.tests import Candidate
+from fxrewrite.pattern import Literal, Maybe, maybe, where
+from fxrewrite.plan import RuleSet
+from fxrewrite.report import Report
+from fxrewrite.rule import Rule, rule
+from rules.normal_forms import NORMAL_FORMS
+
+X = torch.linspace(-2, 2, 16, dtype=torch.float64).reshape(4, 4)
+
+
+def made(pattern: Callable[..., Any], replacement: Callable[..., Any], name: str = "it", **options: Any) -> Rule:
+    it = rule(f"peers.{name}", **options)(pattern)
+    it.replacement(replacement)
+    return it
+
+
+def apply(gm: fx.GraphModule, *rules: Rule, **options: Any) -> Report:
+    report = RuleSet("peers", *rules, **options).apply(gm)
+    gm.graph.lint()
+    return report
+
+
+def traced(function: Callable[..., Any], *inputs: torch.Tensor, mode: str = "fake") -> fx.GraphModule:
+    return make_fx(function, tracing_mode=mode, pre_dispatch=True)(*inputs)
+
+
+def exported(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    class Model(torch.nn.Module):
+        def forward(self, *args: torch.Tensor) -> Any:
+            return function(*args)
+
+    return torch.export.export(Model(), inputs).module()
+
+
+def state(gm: fx.GraphModule) -> list[Any]:
+    return [gm.code, *((n, n.name, n.args, dict(n.kwargs), dict(n.meta)) for n in gm.graph.nodes)]
+
+
+def targets(gm: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in gm.graph.nodes if node.op.startswith("call")]
+
+
+def silu() -> Rule:
+    return made(lambda x: x * torch.sigmoid(x), lambda x: F.silu(x), "silu")
+
+
+# Wrong numbers
+
+
+def test_a_match_across_a_write_is_refused() -> None:
+    # torch.fx.subgraph_rewriter rewrites it and computes something else (probe on torch 2.13)
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        s = torch.sigmoid(y)
+        y.add_(1)
+        return y * s
+
+    gm = fx.symbolic_trace(model)
+    before = state(gm)
+    (refusal,) = apply(gm, silu()).refusals
+    assert refusal.kind is Reason.EFFECT
+    assert state(gm) == before
+    assert torch.equal(gm(X), model(X))
+
+
+def test_an_argument_called_out_is_no_write() -> None:
+    # pytorch 132867, 137229: mutation found by a regular expression on names rejects matches
+    gm = fx.symbolic_trace(lambda out, add_: out * torch.sigmoid(out) + add_)
+    assert apply(gm, silu()).rewrites == 1
+
+
+def test_a_rule_that_deletes_a_draw_is_refused() -> None:
+    # subgraph_rewriter deletes it silently (probe)
+    gm = traced(lambda x: F.dropout(torch.relu(x), 0.5) + 1, X)
+    before = state(gm)
+    (refusal,) = apply(gm, made(lambda x: F.dropout(torch.relu(x), 0.5), lambda x: torch.relu(x))).refusals
+    assert refusal.kind is Reason.DRAW
+    assert state(gm) == before
+
+
+def test_a_literal_that_is_written_must_be_equal() -> None:
+    # pytorch 195320: integers were wildcards, a wrong permutation matched, the result was 0.49 off
+    def attention(permutation: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda q, k, v: torch.softmax(q @ k.permute(permutation), -1) @ v
+
+    fuse = made(attention((0, 1, 3, 2)), lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=1.0), "sdpa")
+    q, v = torch.rand(2, 3, 3, 3, dtype=torch.float64), torch.rand(2, 3, 3, 3, dtype=torch.float64)
+    k = torch.rand(2, 3, 3, 3, dtype=torch.float64)
+    for permutation, expected in (((0, 1, 3, 2), 1), ((0, 2, 3, 1), 0), ((0, 1, 2, 3), 0)):
+        gm = traced(attention(permutation), q, k, v)
+        assert apply(gm, fuse).rewrites == expected
+        assert torch.allclose(gm(q, k, v), attention(permutation)(q, k, v))
+
+
+# Graphs that are not valid any more
+
+
+def test_matches_back_to_back_through_a_list() -> None:
+    # pytorch 159613 (open): the generated code reads an erased node
+    def model(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.cat([a, b]), c])
+
+    respell = made(lambda x, y: torch.cat([x, y]), lambda x, y: torch.concat([x, y]), "cat")
+    for gm in (fx.symbolic_trace(model), traced(model, X, X + 1, X + 2)):
+        assert apply(gm, respell).rewrites == 2
+        assert torch.equal(gm(X, X + 1, X + 2), model(X, X + 1, X + 2))
+
+
+@pytest.mark.parametrize("num_layers", [2, 5])
+def test_matches_in_a_row_feed_each_other(num_layers: int) -> None:
+    # pytorch 159613 again, each match reads the result of the one before
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(num_layers):
+            x = x * torch.sigmoid(x)
+        return x
+
+    gm = traced(model, X)
+    assert apply(gm, silu()).rewrites == num_layers
+    assert torch.allclose(gm(X), model(X))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_several_outputs_go_where_all_their_inputs_are_known(order: tuple[int, ...]) -> None:
+    # pytorch 162019, 148751: inserted at the first output, so a later capture is read before it is computed
+    def model(x: torch.Tensor, y: torch.Tensor) -> Any:
+        outputs: dict[int, torch.Tensor] = {}
+        for index in order:
+            outputs[index] = [lambda: torch.sin(x), lambda: x * torch.exp(y), lambda: torch.cos(x)][index]()
+        return outputs[0] + 1, outputs[1], outputs[2] + 2
+
+    both = made(
+        lambda x, z: (torch.sin(x), x * z, torch.cos(x)),
+        lambda x, z: (torch.sin(x) * 1, z * x, torch.cos(x) * 1),
+        "three",
+    )
+    gm = traced(model, X, X + 1)
+    assert apply(gm, both).rewrites == 1
+    assert all(map(torch.allclose, gm(X, X + 1), model(X, X + 1)))
+
+
+# Half a rewrite
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_replacement_that_raises_at_its_second_match_changes_nothing(when: str) -> None:
+    # torch._inductor.pattern_matcher leaves the graph half rewritten (probe)
+    calls: list[str] = []
+
+    def replacement(match: Any, x: Any) -> Any:
+        calls.append(match.root.name)
+        if len(calls) == 2 and when == "before":
+            raise KeyError("second")
+        result = F.silu(x)
+        if len(calls) == 2:
+            raise KeyError("second")
+        return result
+
+    gm = traced(lambda x: torch.sigmoid(x) * x + (y := torch.exp(x)) * torch.sigmoid(y), X)
+    before = state(gm)
+    with pytest.raises(FxRewriteError, match=r"peers.it: the replacement raised KeyError at %mul.*the graph is as"):
+        apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement))
+    assert len(calls) == 2
+    assert state(gm) == before
+
+
+def test_an_atomic_set_leaves_nothing_half_done() -> None:
+    # vLLM's SequenceParallelismPass: the graph is wrong unless every norm of the region was rewritten
+    def only_small(match: Any, x: Any) -> Any:
+        if match.root.meta["val"].shape[0] > 4:
+            refuse("too long")
+        return F.silu(x)
+
+    gm = traced(lambda x: (x * torch.sigmoid(x), (y := torch.cat([x, x])) * torch.sigmoid(y), torch.relu(x)), X)
+    before = state(gm)
+    fuse, other = (
+        made(lambda x: x * torch.sigmoid(x), only_small),
+        made(lambda x: torch.relu(x), lambda x: x.clamp(min=0), "clamp"),
+    )
+    with pytest.raises(RefusedError, match=r"peers.it: too long at %mul_1"):
+        apply(gm, other, fuse, atomic=True)
+    assert state(gm) == before
+    assert apply(gm, other, fuse).rewrites == 2
+
+
+# Metadata
+
+
+def test_new_nodes_of_an_exported_program_have_value_and_source() -> None:
+    # pytorch 187945 (open): `meta == {}`, and later passes silently reject the node
+    gm = exported(lambda x: torch.relu(x * torch.sigmoid(x)), X)
+    before = set(gm.graph.nodes)
+    old = next(node for node in gm.graph.nodes if "mul" in str(node.target))
+    value, stack_trace = old.meta["val"], old.meta["stack_trace"]
+    assert apply(gm, silu()).rewrites == 1
+    (new,) = set(gm.graph.nodes) - before
+    assert (new.meta["val"].shape, new.meta["val"].dtype) == (value.shape, value.dtype)
+    assert new.meta["stack_trace"] == stack_trace
+    assert "test_peers.py" in stack_trace
+    assert new.meta["fxrewrite"] == ("peers.silu",)
+    assert torch.allclose(gm(X), torch.relu(F.silu(X)))
+
+
+# Silence: zero matches for another spelling
+
+SPELLINGS: dict[str, tuple[Callable[..., Any], list[Callable[..., Any]]]] = {
+    "softmax": (
+        lambda x: torch.softmax(x, dim=-1),
+        [
+            lambda x: torch.softmax(x, -1),
+            lambda x: x.softmax(-1),
+            lambda x: x.softmax(dim=-1),
+            lambda x: F.softmax(x, dim=-1),
+            lambda x: torch.ops.aten.softmax.int(x, -1),
+        ],
+    ),
+    "relu": (
+        lambda x: torch.relu(x),
+        [lambda x: x.relu(), lambda x: F.relu(x), lambda x: torch.ops.aten.relu.default(x)],
+    ),
+    "mul": (
+        lambda x, y: torch.mul(x, torch.exp(y)),
+        [
+            lambda x, y: x * torch.exp(y),
+            lambda x, y: torch.exp(y) * x,
+            lambda x, y: x.mul(y.exp()),
+            lambda x, y: torch.ops.aten.mul.Tensor(torch.exp(y), x),
+        ],
+    ),
+    "silu": (
+        lambda x: x * torch.sigmoid(x),
+        [lambda x: torch.sigmoid(x) * x, lambda x: x * x.sigmoid(), lambda x: torch.multiply(F.sigmoid(x), x)],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [(n, i) for n, (_, models) in SPELLINGS.items() for i in range(len(models))]
+)
+def test_every_spelling_of_one_call_matches(name: str, index: int) -> None:
+    # subgraph_rewriter finds none of them, inductor's matcher none with operands swapped (probes)
+    pattern, models = SPELLINGS[name]
+    gm = fx.symbolic_trace(models[index])
+    report = apply(gm, made(pattern, {"mul": lambda x, y: x * y.exp()}.get(name, lambda x: pattern(x))))
+    assert report.rewrites == 1
+
+
+def test_the_same_layer_in_a_sequential_matches() -> None:
+    # pytorch 78201: nothing matches once a model sits in nn.Sequential, the module path is part of the target
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.ReLU()).double()
+    gm = torch.export.export(model, (X,)).module()
+    fuse = made(lambda x, w, b: torch.relu(F.linear(x, w, b)), lambda x, w, b: torch.relu(torch.addmm(b, x, w.t())))
+    assert apply(gm, fuse).rewrites == 1
+    assert torch.allclose(gm(X), model(X))
+
+
+def test_a_pattern_with_reshape_and_a_graph_with_view() -> None:
+    # pytorch 151649: they are two operators, and a view that tracing left is silently no match; after the normal forms
+    # there is one of them, and the graph means the same
+    flatten = made(lambda x: torch.relu(x.reshape(16)), lambda x: x.reshape(16).clamp(min=0), "flatten")
+    gm = traced(lambda x: torch.relu(x.view(16)), X)
+    missed = flatten.explain(gm)
+    assert missed.num_matches == 0
+    assert "expected operator aten::reshape at root.self, found aten::view (%view)" in str(missed)
+    assert NORMAL_FORMS.apply(gm)["normal_forms.view_to_reshape"].rewrites == 1
+    assert apply(gm, flatten).rewrites == 1
+    assert torch.equal(gm(X), torch.relu(X.view(16)))
+
+
+def test_zero_matches_are_an_error_that_says_why() -> None:
+    # pytorch 190886: vLLM's fusion went from one match to none between two nightlies, and nobody noticed
+    gm = traced(lambda x: x * torch.sigmoid(x + 1), X)
+    before = state(gm)
+    with pytest.raises(MatchExpectationError, match=r"peers.silu: expected at least 1 rewrites, made 0") as caught:
+        RuleSet("peers", silu()).once().expect("peers.silu").apply(gm)
+    assert "1 nodes aten::mul" in str(caught.value)
+    assert state(gm) == before
+
+
+# Literals, optional arguments, defaults
+
+
+def test_a_placeholder_may_capture_a_literal() -> None:
+    # pytorch 68393, 100419, 143147: literals cannot be variables of a pattern
+    def scaled(x, scale: Literal):
+        return torch.relu(x * scale)
+
+    def padded(x, w, b: Maybe, stride: Literal, padding: Literal):
+        return F.relu(F.conv1d(x, w, b, stride, padding))
+
+    gm = traced(lambda x: torch.relu(x * 3.0) + torch.relu(0.5 * x), X)
+    fold = made(scaled, lambda x, scale: torch.relu(x) * scale, "scaled", where=[positive])
+    assert apply(gm, fold).rewrites == 2
+    assert torch.allclose(gm(X), torch.relu(X * 3.0) + torch.relu(0.5 * X))
+    seen: list[tuple[Any, ...]] = []
+    note = made(
+        padded,
+        lambda x, w, b, stride, padding: seen.append((stride, padding)) or F.conv1d(x, w, b, stride, padding).relu(),
+    )
+    gm = fx.symbolic_trace(lambda x, w: F.relu(F.conv1d(x, w, stride=2, padding=1)))
+    assert apply(gm, note).rewrites == 1
+    assert seen == [([2], [1])]
+
+
+@where.predicate("scale", text="positive")
+def positive(scale: float) -> bool:
+    return scale > 0
+
+
+def test_arguments_left_at_their_defaults() -> None:
+    # pytorch PR 99431: omitted default arguments do not match given ones
+    pattern = made(lambda x: torch.add(torch.sum(x, dtype=None), 1, alpha=1), lambda x: x.sum() + 1.0, "sum")
+    assert apply(fx.symbolic_trace(lambda x: x.sum() + 1), pattern).rewrites == 1
+    assert apply(fx.symbolic_trace(lambda x: torch.add(x.sum(), 1, alpha=2)), pattern).rewrites == 0
+
+
+def test_one_rule_for_a_step_that_may_be_missing() -> None:
+    # TensorRT-LLM and inductor write eight and thirty patterns of attention for what is optional in it
+    def attention(q, k, v, mask: Maybe):
+        return torch.softmax(maybe(q @ k.transpose(-2, -1) + mask), -1) @ v
+
+    fuse = made(
+        attention, lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0), "sdpa"
+    )
+    q = torch.rand(1, 2, 4, 4, dtype=torch.float64)
+    plain = traced(lambda q: torch.softmax(q @ q.transpose(-2, -1), -1) @ q, q)
+    masked = traced(lambda q, m: torch.softmax(m + q @ q.transpose(-2, -1), -1) @ q, q, X)
+    for gm, inputs in ((plain, (q,)), (masked, (q, X))):
+        expected = gm(*inputs)
+        assert apply(gm, fuse).rewrites == 1
+        assert torch.allclose(gm(*inputs), expected)
+
+
+# Time
+
+
+def three_linears(count: int) -> fx.GraphModule:
+    """`count` times q, k and v of one value."""
+    graph = fx.Graph()
+    x, *weights = (graph.placeholder(name) for name in ("x", "wq", "wk", "wv"))
+    for _ in range(count):
+        q, k, v = (graph.call_function(F.linear, (x, w)) for w in weights)
+        x = graph.call_function(torch.add, (graph.call_function(torch.mul, (q, k)), v))
+    graph.output(x)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def merged(x: Any, wq: Any, wk: Any, wv: Any) -> Any:
+    parts = torch.chunk(F.linear(x, torch.cat([wq, wk, wv])), 3, -1)
+    return parts[0], parts[1], parts[2]
+
+
+def merge_linears() -> Rule:
+    return made(lambda x, wq, wk, wv: (F.linear(x, wq), F.linear(x, wk), F.linear(x, wv)), merged, "qkv")
+
+
+def test_the_work_for_parallel_siblings_grows_with_the_graph_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    # subgraph_rewriter: 0.013, 0.044, 0.174, 0.706 s at 34, 66, 130, 258 nodes, four times for each doubling
+    asked: list[int] = []
+    original = Candidate.value
+    monkeypatch.setattr(Candidate, "value", lambda self, path: asked.append(1) or original(self, path))
+    merge = merge_linears()
+    costs: list[int] = []
+    for count in (6, 12, 24, 48):
+        asked.clear()
+        assert merge.explain(three_linears(count)).num_matches == 3 * count
+        costs.append(len(asked))
+    assert costs[0] > 0
+    assert all(later <= 2.2 * earlier for earlier, later in itertools.pairwise(costs)), costs
+
+
+def test_siblings_are_merged_once_and_truly() -> None:
+    gm = three_linears(3)
+    weights = [torch.rand(4, 4, dtype=torch.float64) for _ in range(3)]
+    expected = gm(X, *weights)
+    assert apply(gm, merge_linears()).rewrites == 3
+    assert [node.target for node in gm.graph.nodes].count(F.linear) == 3
+    assert torch.allclose(gm(X, *weights), expected)
