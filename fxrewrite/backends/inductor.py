@@ -25,6 +25,7 @@ from torch import fx
 from torch._inductor import compile_fx, config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from fxrewrite.backends.decompose import decompose
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError, InvariantError
 
@@ -45,20 +46,26 @@ SLOTS: Mapping[str, str] = MappingProxyType(
 
 
 class GraphPass(CustomGraphPass, Generic[R]):
-    """A rewrite as inductor's pass; may be given in `torch.compile(options={SLOTS["joint"]: GraphPass(...)})` as well.
+    """A rewrite as inductor's pass in one slot.
+
+    `torch.compile(options={SLOTS[slot]: GraphPass(slot, ...)})` binds it to one function, recompilations included.
 
     Attributes:
+        slot: where it runs.
         reports: what `apply` returned, one for each graph that was compiled; none for graphs out of a cache.
     """
 
-    def __init__(self, apply: Apply[R], digest: str | None, context: Any = None) -> None:
+    def __init__(self, slot: Slot, apply: Apply[R], digest: str | None, context: Any = None) -> None:
+        if slot not in SLOTS:
+            raise FxRewriteError(f"inductor has no slot {slot!r}; it has {', '.join(SLOTS)}")
+        self.slot = slot
         self.reports: list[R] = []
         self._apply = apply
         self._digest = digest
         self._context = context
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite one graph in place, its module with it.
+        """Rewrite one graph in place, its module with it; behind autograd, decompose what came in.
 
         Raises:
             InvariantError: the graph belongs to no module, or to several.
@@ -66,7 +73,11 @@ class GraphPass(CustomGraphPass, Generic[R]):
         gm = graph.owning_module
         if gm is None:
             raise InvariantError("inductor passed a graph without a module of its own, so its attributes are not known")
+        before = {module: set(module.graph.nodes) for module in gm.modules() if isinstance(module, fx.GraphModule)}
         self.reports.append(rewrite(self._apply, gm, self._context))
+        if self.slot != "pre_grad":
+            for module, nodes in before.items():
+                decompose(module, [node for node in module.graph.nodes if node not in nodes])
 
     def uuid(self) -> str | None:
         """What stands for the pass in cache keys; None keeps everything that it compiles out of the caches."""
@@ -93,15 +104,13 @@ def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any =
     Raises:
         FxRewriteError: no such slot; or graphs are compiled in another process, where the pass would not run.
     """
-    if slot not in SLOTS:
-        raise FxRewriteError(f"inductor has no slot {slot!r}; it has {', '.join(SLOTS)}")
+    ours = GraphPass(slot, apply, digest, context)
     if slot.startswith("post_grad") and compile_fx.fx_compile_mode is compile_fx.FxCompileMode.SUBPROCESS:
         raise FxRewriteError(
             f"{slot}: inductor compiles graphs in another process and would drop the pass; "
             "unset TORCHINDUCTOR_FX_COMPILE_MODE, or use pre_grad or joint"
         )
     name = SLOTS[slot]
-    ours = GraphPass(apply, digest, context)
     earlier = getattr(config, name)
     before = tuple(earlier) if isinstance(earlier, (list, tuple)) else () if earlier is None else (earlier,)
     with config.patch({name: (*before, ours) if before else ours}):

@@ -55,7 +55,7 @@ class _Promise:
         if inputs != self._inputs:
             was, is_now = (", ".join(f"%{node.name}" for node in nodes) or "none" for nodes in (self._inputs, inputs))
             raise InvariantError(
-                f"the plan changed the graph's inputs, which its caller passes: {was} before, {is_now}"
+                f"the plan changed the graph's inputs, which its caller passes: {was} before, {is_now} after"
             )
         if len(outputs) != len(self._shared):
             raise InvariantError(
