@@ -1,0 +1,80 @@
+"""Operators that a rewrite brings behind autograd, in the smaller ones that inductor expects there.
+
+Inductor has `silu`, `linear` or `layer_norm` decomposed while the model is traced, and cannot compile them afterwards.
+A rule that says one of them can run behind autograd all the same: what it made is decomposed by inductor's own table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from fxrewrite import ops
+
+__all__ = ["decompose"]
+
+_COPIED = ("stack_trace", "nn_module_stack", "fxrewrite", "recompute", "ac_graph_id", "partitioner_tag", "seq_nr")
+
+
+def decompose(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> int:
+    """Afterwards none of `nodes` calls an operator that inductor decomposes; returns how many did.
+
+    Args:
+        gm: a graph behind autograd, with fake values under `meta["val"]`.
+        nodes: those to look at, the ones that a rewrite made.
+    """
+    table = select_decomp_table()
+    changed = 0
+    for node in list(nodes):
+        target = node.target
+        if isinstance(target, OpOverload) and (target in table or _is_composite(target)):
+            _inline(node, table)
+            changed += 1
+    if changed:
+        gm.recompile()
+    return changed
+
+
+def _is_composite(target: OpOverload) -> bool:
+    """Whether the operator is made of others by its definition, as `linear` is, so that tracing never shows it."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+
+
+def _inline(node: fx.Node, table: dict[Any, Callable[..., Any]]) -> None:
+    """Replace the node by what its operator decomposes to."""
+    inputs = node.all_input_nodes
+    values = [ops.value(used) for used in inputs]
+
+    def call(*given: Any) -> Any:
+        found = dict(zip(inputs, given, strict=True))
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), found.__getitem__)  # pyright: ignore[reportArgumentType]
+        return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    quiet = contextlib.nullcontext()
+    if mode is not None and mode.shape_env is not None:
+        quiet = mode.shape_env.suppress_guards()
+    with quiet, torch.no_grad(), mode or contextlib.nullcontext():
+        body = make_fx(call, decomposition_table=table)(*values)
+    places: dict[fx.Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    graph = node.graph
+    with graph.inserting_before(node):
+        result: Any = graph.graph_copy(body.graph, places)
+    for made in (places[old] for old in body.graph.nodes if old.op == "call_function"):
+        made.meta = {"val": made.meta["val"], **{name: node.meta[name] for name in _COPIED if name in node.meta}}
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):  # several outputs: every user takes one
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
