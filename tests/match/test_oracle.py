@@ -25,7 +25,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match import Program, explain
 from fxrewrite.pattern import Capture, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Pattern, Term, any_, op, shared
-from fxrewrite.pattern.terms import freeze, subterms
+from fxrewrite.pattern.terms import Chain, freeze, subterms
 from tests.random_graphs import BINARY, UNARY, random_module
 
 Found = tuple[tuple[fx.Node, ...], frozenset[fx.Node], Hashable]
@@ -33,6 +33,14 @@ Found = tuple[tuple[fx.Node, ...], frozenset[fx.Node], Hashable]
 
 
 # The oracle
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Term):
+    """One step of a chain: a call of one of these operators whose first operand matches."""
+
+    keys: tuple[str, ...]
+    base: Term
 
 
 def frozen(value: Any) -> Hashable:
@@ -63,6 +71,12 @@ def readings(term: Term) -> Iterator[Term]:
     elif isinstance(term, ListOf):
         for parts in itertools.product(*map(readings, term.items)):
             yield ListOf(parts)
+    elif isinstance(term, Chain):
+        for run in readings(term.base):
+            for length in range(term.most + 1):
+                if length >= term.least:
+                    yield run
+                run = Step(term.keys, run)  # noqa: PLW2901
     else:
         yield term
 
@@ -82,6 +96,8 @@ def query_tree(term: Term) -> nx.DiGraph[int]:
         elif isinstance(part, ListOf):
             for index, value in enumerate(part.items):
                 tree.add_edge(vertex, add(value), labels={index})
+        elif isinstance(part, Step):
+            tree.add_edge(vertex, add(part.base), labels={"first operand"})
         return vertex
 
     add(term)
@@ -105,10 +121,11 @@ def host_tree(root: fx.Node, height: int) -> nx.DiGraph[int]:
                 rank = rank_of(next(iter(bound.values())))
                 for name, part in bound.items():
                     is_dim = name in ("dim", "dim0", "dim1", "dims")
-                    tree.add_edge(vertex, add(part, height - 1, rank if is_dim else None), label=name)
+                    labels = {name, "first operand"} if name == next(iter(bound)) else {name}
+                    tree.add_edge(vertex, add(part, height - 1, rank if is_dim else None), labels=labels)
         elif isinstance(value, (list, tuple)) and height:
             for index, part in enumerate(value):
-                tree.add_edge(vertex, add(part, height - 1, None), label=index)
+                tree.add_edge(vertex, add(part, height - 1, None), labels={index})
         return vertex
 
     add(root, height, None)
@@ -136,9 +153,13 @@ def vertex_matches(host: dict[str, Any], query: dict[str, Any]) -> bool:
         if not isinstance(value, fx.Node) or ops.key(value) != term.key:
             return False
         return term.loose or host["extra"] <= {name for name, _ in term.args}
+    if isinstance(term, Step):
+        return isinstance(value, fx.Node) and ops.key(value) in term.keys
     if isinstance(term, Capture):
         if term.kind == "node":
             return isinstance(value, fx.Node)
+        if term.kind == "param":
+            return isinstance(value, fx.Node) and value.op == "get_attr"
         if term.kind == "optional":
             return value is None or isinstance(value, fx.Node)
         return term.kind == "any" or not nodes_in(value)
@@ -155,19 +176,19 @@ def vertex_matches(host: dict[str, Any], query: dict[str, Any]) -> bool:
 class Placed:
     """One reading of one output at one root: what stands where."""
 
-    operators: list[tuple[Op, fx.Node]]
+    operators: list[tuple[Op | Step, fx.Node]]
     captures: list[tuple[str, Any]]
 
 
 def placements(term: Term, root: fx.Node) -> Iterator[Placed]:
     query = query_tree(term)
     host = host_tree(root, nx.dag_longest_path_length(query))
-    matcher = DiGraphMatcher(host, query, vertex_matches, lambda host, query: host["label"] in query["labels"])
+    matcher = DiGraphMatcher(host, query, vertex_matches, lambda h, q: not h["labels"].isdisjoint(q["labels"]))
     for mapping in matcher.subgraph_monomorphisms_iter():
         at = {q: host.nodes[h]["value"] for h, q in mapping.items()}
         placed = [(query.nodes[q]["term"], at[q]) for q in sorted(at)]
         yield Placed(
-            [(t, value) for t, value in placed if isinstance(t, Op)],
+            [(t, value) for t, value in placed if isinstance(t, (Op, Step))],
             [(t.name, value) for t, value in placed if isinstance(t, Capture)],
         )
 
@@ -188,11 +209,12 @@ def settled(parts: Sequence[Placed], names: Iterable[str]) -> Found | None:
     operators = [item for part in parts for item in part.operators]
     drawn: dict[Op, fx.Node] = {}
     for term, node in operators:
-        if ops.may_be_random(term.key) and drawn.setdefault(term, node) is not node:
+        if isinstance(term, Op) and ops.may_be_random(term.key) and drawn.setdefault(term, node) is not node:
             return None
     nodes = frozenset(node for _, node in operators)
     for term, node in operators:
-        if node not in outputs and not term.shared and not nodes.issuperset(node.users):
+        is_shared = isinstance(term, Op) and term.shared
+        if node not in outputs and not is_shared and not nodes.issuperset(node.users):
             return None
     return outputs, nodes, tuple((name, frozen(captures.get(name))) for name in names)
 
@@ -201,7 +223,7 @@ def oracle(pattern: Pattern, graph: fx.Graph) -> set[Found]:
     names = [capture.name for capture in pattern.captures]
     per_output: list[list[Placed]] = []
     for output in pattern.outputs:
-        terms = list(dict.fromkeys(readings(output)))
+        terms = [term for term in dict.fromkeys(readings(output)) if isinstance(term, Op)]
         per_output.append(
             [p for term in terms for node in graph.nodes if ops.key(node) == term.key for p in placements(term, node)]
         )
@@ -251,7 +273,7 @@ class Cutter:
     def term(self, node: fx.Node, depth: int) -> Term:
         rng = self.rng
         if node.op not in ("call_function", "call_method") or depth <= 0 or rng.random() < 0.15:
-            return Capture(f"v_{node.name}")
+            return Capture(f"p_{node.name}", "param") if rng.random() < 0.1 else Capture(f"v_{node.name}")
         defaults = ops.layout_of(node.target, node.args, node.kwargs).defaults
         args = [
             (name, self.argument(value, depth - 1))
@@ -263,6 +285,21 @@ class Cutter:
             args = [("self", args[1][1]), ("other", args[0][1])]
         cut = Op(key, tuple(args), shared=rng.random() < 0.3, loose=rng.random() < 0.1)
         return self.with_alternative(cut, depth)
+
+    def chain(self, node: fx.Node, depth: int) -> Term:
+        """A run of operators from the node down, with bounds that hold there or nearly so."""
+        rng = self.rng
+        keys: list[str] = []
+        while node.op in ("call_function", "call_method") and len(keys) < 3 and rng.random() < 0.7:
+            first = next(iter(ops.bind(node).values()))
+            if not isinstance(first, fx.Node):
+                break
+            keys.append(ops.key(node))
+            node = first
+        least = rng.randint(0, len(keys))
+        extra = rng.choice((-1, 0, 0, 1))
+        named = tuple(dict.fromkeys((*keys, "aten::relu", "aten::neg")))
+        return Chain(self.term(node, depth - 1), named, least, max(1, least, len(keys) + extra))
 
     def with_alternative(self, cut: Op, depth: int) -> Term:
         chance = self.rng.random()
@@ -280,7 +317,7 @@ class Cutter:
         if chance < 0.06:
             return any_
         if isinstance(value, fx.Node):
-            return self.term(value, depth)
+            return self.chain(value, depth) if chance > 0.85 else self.term(value, depth)
         if nodes_in(value):
             if chance < 0.2:
                 return Capture("a_list", "any")
@@ -328,6 +365,8 @@ def perturbed(rng: Random, term: Term, chance: float) -> Term:
     if isinstance(term, ListOf):
         items = term.items[::-1] if hit else term.items
         return ListOf(tuple(perturbed(rng, item, chance) for item in items))
+    if isinstance(term, Chain):
+        return replace(term, base=perturbed(rng, term.base, chance))
     if isinstance(term, Maybe):
         step = perturbed(rng, term.step, chance)
         return Maybe(step, perturbed(rng, term.base, chance)) if isinstance(step, Op) else term
