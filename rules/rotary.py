@@ -8,7 +8,7 @@ in a kernel. `INLINE_ROTARY` writes it out again.
 Matches halves cut with `slice`, `narrow`, `chunk` or `split`, and every second entry cut with `slice`; products and sum
 in any order.
 Does not match parts that are not the halves of the last dimension: "cut at 2 of 8", "the last part ends at 1 of 2",
-"the size is 7".
+"size(x, -1) is 7".
 Shapes: x [..., d] with d even, cos and sin broadcast against it; the result is what broadcasting gives.
 Numerics: exact, in both directions; gradients too.
 Source: Su et al., RoFormer, arXiv 2104.09864, section 3.4.2; Hugging Face transformers, modeling_llama.py

@@ -54,7 +54,7 @@ KEPT: dict[str, tuple[str, int, Rotary, str]] = {
         of_halves(lambda x: (x[..., :1], x[..., 1:1])),
         "the last part ends at 1 of 2",
     ),
-    "an odd size": ("halves", 7, of_halves(lambda x: x.chunk(2, -1)), "the size is 7"),
+    "an odd size": ("halves", 7, of_halves(lambda x: x.chunk(2, -1)), "size(x, -1) is 7"),
     "another dim": (
         "halves",
         8,
