@@ -331,6 +331,16 @@ def test_an_exported_program_is_rewritten_and_saved(run: Any, folder: Path) -> N
     assert any("silu" in str(node.target) for node in again.graph.nodes)
 
 
+def test_rules_from_a_rule_file(run: Any, folder: Path) -> None:
+    (folder / "mine.toml").write_text(
+        '[[rule]]\nid = "mine.use_silu"\npattern = "mul(x, sigmoid(x))"\nreplace = "silu(x)"\n'
+    )
+    assert "    mine.toml:mine.use_silu\n" in run("show", "mine.toml").out
+    done = run("apply", "mine.toml", "silu.py:model", "--expect", "mine.use_silu=1", "--diff")
+    assert (done.status, done.err) == (0, "")
+    assert "= aten.silu(%0)  # mine.use_silu" in done.out
+
+
 def test_fixpoint_repeats_and_says_when_it_does_not_end(run: Any) -> None:
     assert run("apply", "silu.py:RULES", "silu.py:model", "--fixpoint").status == 0
     done = run("apply", "more.py:ENDLESS", "silu.py:model", "--fixpoint")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.registry import GROUP, RegistryError, find_object, load, raised_text, registered
 from fxrewrite.rule import Rule
@@ -138,6 +139,17 @@ def test_every_kind_of_name_leads_to_its_rules(folder: Path, ship: Callable[...,
     assert isinstance(load("mine:PLAN"), Plan)
     assert isinstance(load("mine.use_silu"), Rule)
     assert load("mine.use_silu") is module.use_silu
+
+
+def test_a_rule_file_is_a_set(folder: Path) -> None:
+    path = folder / "mine.toml"
+    path.write_text('[[rule]]\nid = "mine.use_silu"\npattern = "mul(x, sigmoid(x))"\nreplace = "silu(x)"\n')
+    found = load(str(path))
+    assert isinstance(found, RuleSet)
+    assert [rule.id for rule in found.rules()] == ["mine.use_silu"]
+    path.write_text("[[rule]]\n")
+    with pytest.raises(FxRewriteError, match=r"mine\.toml"):
+        load(str(path))
 
 
 def test_a_rule_is_found_in_a_set_of_another_name(folder: Path, ship: Callable[..., None]) -> None:
