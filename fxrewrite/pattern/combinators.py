@@ -65,7 +65,7 @@ def op(target: Any, *args: Any, **kwargs: Any) -> Op:
 def _named(name: str) -> Any:
     namespace, separator, operator = name.rpartition("::")
     packet = getattr(getattr(torch.ops, namespace if separator else "aten"), operator, None)
-    if packet is None:
+    if not isinstance(packet, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
         raise RuleDefinitionError(f"there is no operator {name!r}; pass the callable itself, or import its library")
     return packet
 

@@ -46,6 +46,8 @@ _COMBINATORS: dict[str, Callable[..., Term]] = {
     "chain": chain,
     "siblings": siblings,
 }
+_WORDS = frozenset({*_PREFIXES, *_COMBINATORS, "op", "slice", "float"})
+"""Words of the language; an operator of that name stands as `op("aten::slice", ...)`."""
 _TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -80,10 +82,11 @@ def term_text(term: Term) -> str:
 def _op_text(term: Op) -> str:
     namespace, _, name = term.key.rpartition("::")
     positional = _positional(term.key, tuple(name for name, _ in term.args))
-    parts = [f'"{term.key}"'] if namespace != "aten" else []
+    by_name = namespace == "aten" and name not in _WORDS
+    parts = [] if by_name else [f'"{term.key}"']
     for index, (argument, value) in enumerate(term.args):
         parts.append(term_text(value) if index < positional else f"{argument}={term_text(value)}")
-    return f"{name if namespace == 'aten' else 'op'}({', '.join(parts)})"
+    return f"{name if by_name else 'op'}({', '.join(parts)})"
 
 
 @functools.cache
@@ -167,6 +170,8 @@ class _Parser:
             items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             index = tuple(... if isinstance(i, ast.Name) and i.id == "Ellipsis" else self.read(i) for i in items)
             return call(operator.getitem, (value, index if isinstance(node.slice, ast.Tuple) else index[0]), {})
+        if isinstance(node, ast.Slice):
+            return slice(*(None if part is None else self.read(part) for part in (node.lower, node.upper, node.step)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return self.call(node, node.func.id)
         raise self.error(node, f"{ast.unparse(node)} is not part of the pattern language")
@@ -180,9 +185,9 @@ class _Parser:
         kwargs = {str(keyword.arg): self.read(keyword.value) for keyword in node.keywords}
         if name == "float" and len(args) == 1 and args[0] in ("inf", "-inf", "nan"):
             return float(args[0])
-        if name == "slice":
-            return slice(*args)
         try:
+            if name == "slice":
+                return slice(*args, **kwargs)
             if name == "op":
                 return _named_op(*args, **kwargs)
             if name in _COMBINATORS:
@@ -194,7 +199,7 @@ class _Parser:
 
 def _named_op(key: str, *args: Any, **kwargs: Any) -> Op:
     """`op` whose target may be a Python callable, by its dotted name, if its module is already imported."""
-    if "::" in key:
+    if "::" in key or "." not in key:
         return op(key, *args, **kwargs)
     module, _, name = key.rpartition(".")
     target = getattr(sys.modules.get(module), name, None)

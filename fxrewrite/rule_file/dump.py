@@ -1,0 +1,96 @@
+"""Writing rule files: the way back, for rules that are data."""
+
+from __future__ import annotations
+
+import json
+
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.pattern import Pattern, parse, term_text, where
+from fxrewrite.plan import RuleSet
+from fxrewrite.rule import Rule
+from fxrewrite.rule_file.expression import Expression, parse_expression
+from fxrewrite.rule_file.schema import RuleEntry, RuleFile
+
+__all__ = ["dump_rules"]
+
+
+def dump_rules(rule_set: RuleSet) -> str:
+    """The text of a rule file: `parse_rules` makes of it a set with the same name, rules, order and options.
+
+    Raises:
+        RuleDefinitionError: a member is a set or a step, a replacement or a predicate is Python, or a pattern holds a
+            literal that has no text form; names each of them.
+    """
+    problems = [] if rule_set.members else ["there is no rule in it"]
+    entries: list[RuleEntry] = []
+    for member in rule_set.members:
+        if not isinstance(member, Rule):
+            problems.append(f"{member.name} is a {type(member).__name__}, and a rule file has rules only")
+            continue
+        why_not = _why_not(member)
+        if why_not:
+            problems.append(f"{member.id}: {why_not}")
+        else:
+            entries.append(_entry(member))
+    if problems:
+        raise RuleDefinitionError(f"set {rule_set.name} cannot be written as a rule file: {'; '.join(problems)}")
+    file = RuleFile(name=rule_set.name, atomic=rule_set.atomic, rule=entries)
+    return "\n".join(_fields(file) + [line for entry in file.rule for line in ("", "[[rule]]", *_fields(entry))]) + "\n"
+
+
+def _why_not(rule: Rule) -> str:
+    """Why a rule has no text form; empty when it has one."""
+    if not isinstance(rule.body, Expression):
+        return "its replacement is a Python function"
+    for constraint in rule.pattern.where:
+        try:
+            if where.parse(str(constraint)) == constraint:
+                continue
+        except RuleDefinitionError:
+            pass
+        return f"its constraint {constraint} is a Python function"
+    text = _pattern_text(rule.pattern)
+    try:
+        if parse(text, rule.pattern.where) != rule.pattern:
+            return f"its pattern {text} reads back as another"
+        if parse_expression(str(rule.body), rule.pattern) != rule.body:
+            return f"its replacement {rule.body} reads back as another"
+    except RuleDefinitionError as error:
+        return f"its text does not read back: {error}"
+    return ""
+
+
+def _entry(rule: Rule) -> RuleEntry:
+    replace = str(rule.body)
+    same = ("id", "numerics", "rng", "shapes", "optional")
+    return RuleEntry.model_validate(
+        {name: getattr(rule, name) for name in same}
+        | {
+            "pattern": _pattern_text(rule.pattern),
+            "replace": replace,
+            "where": [str(constraint) for constraint in rule.pattern.where],
+            "after": list(rule.after),
+            "before": list(rule.before),
+            "doc": "" if rule.doc == replace else rule.doc,
+        }
+    )
+
+
+def _pattern_text(pattern: Pattern) -> str:
+    text = ", ".join(map(term_text, pattern.outputs))
+    return f"({text})" if len(pattern.outputs) > 1 else text
+
+
+def _fields(model: RuleEntry | RuleFile) -> list[str]:
+    """`field = value` for every field that is not at its default; the rules themselves come after."""
+    return [
+        f"{name} = {_toml(value)}" for name, value in model.model_dump(exclude={"rule"}, exclude_defaults=True).items()
+    ]
+
+
+def _toml(value: str | bool | list[str]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False).replace(
+        "\x7f", "\\u007F"
+    )  # TOML's strings are JSON's but for this one

@@ -1,0 +1,152 @@
+"""A replacement that is written as an expression: `silu(x)` in the pattern language, with captures for values."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.match import Match
+from fxrewrite.pattern import Capture, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
+
+__all__ = ["Expression", "parse_expression"]
+
+_ON_NUMBERS: dict[tuple[str, tuple[str, ...]], Callable[..., Any]] = {
+    ("aten::add", ("self", "other")): operator.add,
+    ("aten::sub", ("self", "other")): operator.sub,
+    ("aten::mul", ("self", "other")): operator.mul,
+    ("aten::div", ("self", "other")): operator.truediv,
+    ("aten::floor_divide", ("self", "other")): operator.floordiv,
+    ("aten::pow", ("self", "exponent")): operator.pow,
+    ("aten::neg", ("self",)): operator.neg,
+}
+"""What is computed when no operand is a tensor: captured numbers at once, sizes of the graph by a node."""
+
+_ONLY_IN_PATTERNS = ("maybe", "either", "shared", "loose", "chain", "siblings", "lit", "opt", "param", "any")
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """The replacement that computes these terms from the captures of a match; equal terms are computed once.
+
+    A value, so that plans made from equal files have equal digests. Its text form is `str(expression)`.
+    """
+
+    outputs: tuple[Term, ...]
+
+    def __call__(self, match: Match) -> Any:
+        done: dict[Term, Any] = {}
+        results = [_compute(term, match, done) for term in self.outputs]
+        return tuple(results) if len(results) > 1 else results[0]
+
+    def __str__(self) -> str:
+        text = ", ".join(map(term_text, self.outputs))
+        return f"({text})" if len(self.outputs) > 1 else text
+
+
+def _compute(term: Term, match: Match, done: dict[Term, Any]) -> Any:
+    if isinstance(term, Capture):
+        return match[term.name]
+    if isinstance(term, LiteralValue):
+        return term.value
+    if term in done:
+        return done[term]
+    if isinstance(term, ListOf):
+        return [_compute(item, match, done) for item in term.items]
+    assert isinstance(term, Op), f"parse_expression let {term!r} through"
+    arguments = {name: _compute(value, match, done) for name, value in term.args}
+    done[term] = result = _call(term.key, arguments, match)
+    return result
+
+
+def _call(key: str, arguments: Mapping[str, Any], match: Match) -> Any:
+    given = tuple(arguments.values())
+    if key == "operator.getitem":
+        return match.call(operator.getitem, *given)
+    on_numbers = _ON_NUMBERS.get((key, tuple(arguments)))
+    if on_numbers is not None and all(map(_is_number, given)):
+        return match.call(on_numbers, *given) if any(map(_is_value, given)) else on_numbers(*given)
+    if (key, tuple(arguments)) == ("aten::size", ("self", "dim")):
+        return match.call(torch.ops.aten.sym_size.int, *given)  # as tracing has it
+    namespace, _, name = key.partition("::")
+    return match.call(getattr(getattr(torch.ops, namespace), name), **arguments)
+
+
+def _is_value(given: Any) -> bool:
+    return isinstance(given, (fx.Node, fx.Proxy))
+
+
+def _is_number(given: Any) -> bool:
+    if isinstance(given, fx.Proxy):
+        given = given.node
+    return ops.is_scalar(given) if isinstance(given, fx.Node) else isinstance(given, (int, float))
+
+
+def parse_expression(text: str, pattern: Pattern) -> Expression:
+    """The replacement that the text means for matches of this pattern.
+
+    Captures stand by their bare names, whatever their kind. Functions of Python are not called: a rule file is data,
+    and what it can run are operators of torch.
+
+    Raises:
+        RuleDefinitionError: the text is no expression, takes a name that the pattern does not capture, calls what is no
+            operator, or gives another number of values than the pattern has outputs; names the column.
+    """
+    if any(isinstance(output, Siblings) for output in pattern.outputs):
+        raise RuleDefinitionError(
+            f"pattern {text!r}: siblings() are as many as the graph has; their replacement is Python"
+        )
+    term = parse_term(text)
+    captures = {capture.name: capture.kind for capture in pattern.captures}
+    for node, what in _misplaced(ast.parse(text, mode="eval").body, tuple(captures)):
+        raise RuleDefinitionError(f"pattern {text!r}, column {_column(text, node)}: {what}")
+    outputs = term.items if isinstance(term, ListOf) else (term,)
+    for output in outputs:
+        is_value = isinstance(output, Op) or (isinstance(output, Capture) and captures[output.name] != "literal")
+        if not is_value:
+            raise RuleDefinitionError(f"pattern {text!r}: {term_text(output)} is a Python value, not one of the graph")
+    if len(outputs) != len(pattern.outputs):
+        raise RuleDefinitionError(
+            f"pattern {text!r}: it gives {len(outputs)} values, the pattern has {len(pattern.outputs)} outputs"
+        )
+    return Expression(outputs)
+
+
+def _misplaced(node: ast.expr, captures: tuple[str, ...], in_index: bool = False) -> Iterator[tuple[ast.expr, str]]:
+    """What has no meaning in a replacement, and why."""
+    if isinstance(node, ast.Name) and node.id not in captures and not (in_index and node.id == "Ellipsis"):
+        yield node, f"{node.id} is no capture of the pattern; it captures {', '.join(captures) or 'nothing'}"
+    elif isinstance(node, ast.Constant) and node.value is ... and not in_index:
+        yield node, "... stands for anything; a replacement says what"
+    elif isinstance(node, ast.Attribute):
+        return  # torch.float16
+    elif isinstance(node, ast.Call):
+        assert isinstance(node.func, ast.Name)
+        name = node.func.id
+        if name in _ONLY_IN_PATTERNS:
+            yield node, f"{name}() says what may be there; in a replacement a capture stands by its bare name"
+        key = node.args[0] if name == "op" else None
+        if isinstance(key, ast.Constant) and "::" not in str(key.value) and "." in str(key.value):
+            yield node, f"{key.value} is a function of Python; a rule file calls operators of torch only"
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+            yield from _misplaced(argument, captures)
+    elif isinstance(node, ast.Subscript):
+        yield from _misplaced(node.value, captures)
+        for item in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
+            yield from _misplaced(item, captures, in_index=True)
+    else:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                yield from _misplaced(child, captures)
+
+
+def _column(text: str, node: ast.expr) -> int:
+    line = text.splitlines()[node.lineno - 1]
+    return len(line.encode()[: node.col_offset].decode()) + 1
