@@ -70,7 +70,6 @@ class Sweep:
         self._report = report
         self._atomic = atomic
         self._nodes = edit.nodes()
-        self._effects = Effects(self._nodes, edit.erased)
         self._matches: Counter[Rule] = Counter()
         self._rewrites: Counter[Rule] = Counter()
         self._seconds: defaultdict[Rule, float] = defaultdict(float)
@@ -95,6 +94,11 @@ class Sweep:
         if strategy.overlap == "first":
             return found
         return [found[index] for index in choose([match for _, match in found], strategy.overlap)]
+
+    @functools.cached_property
+    def _effects(self) -> Effects:
+        """Asked for by the first rewrite, before it changes anything."""
+        return Effects(self._nodes, self.edit.erased)
 
     @functools.cached_property
     def names(self) -> dict[str, fx.Node]:

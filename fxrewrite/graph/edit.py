@@ -7,7 +7,7 @@ so nothing that a rule holds in its hands disappears under it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -105,15 +105,9 @@ class Edit:
         erased = self.erased
         return [node for node in self.graph.nodes if node not in erased] if erased else list(self.graph.nodes)
 
-    @contextlib.contextmanager
-    def savepoint(self) -> Generator[None]:
-        """A part of the transaction that is undone alone when an exception leaves the block."""
-        mark = len(self._journal)
-        try:
-            yield
-        except BaseException:
-            self._undo(mark)
-            raise
+    def savepoint(self) -> Savepoint:
+        """`with edit.savepoint():` is a part that is undone alone when an exception leaves the block."""
+        return Savepoint(self)
 
     def call(
         self,
@@ -292,6 +286,25 @@ class Edit:
             else:
                 self.graph.erase_node(node)
                 _forget_name(self.graph, node)
+
+
+class Savepoint:
+    """A part of a transaction; see `Edit.savepoint`. A class, since one is made for every rewrite."""
+
+    __slots__ = ("_edit", "_mark")
+
+    def __init__(self, edit: Edit) -> None:
+        self._edit = edit
+        self._mark = edit.num_changes
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._edit._undo(self._mark)  # pyright: ignore[reportPrivateUsage]
 
 
 def _values_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:

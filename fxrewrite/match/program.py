@@ -15,7 +15,7 @@ from fxrewrite import ops
 from fxrewrite.match.finish import complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import Candidate, Path, Test, holds, literal_outcomes
+from fxrewrite.match.tests import Arguments, Candidate, Path, Test, holds, literal_outcomes
 from fxrewrite.pattern.pattern import Pattern
 
 __all__ = ["Program"]
@@ -79,6 +79,14 @@ def _branch(kind: str, path: Path, targets: list[tuple[Test, Run]]) -> Run:
                 if then is not None:
                     then(candidate, found)
 
+    elif kind == "arguments":
+        calls = [(Arguments(test), then) for test, then in targets]
+
+        def run(candidate: Candidate, found: list[Leaf]) -> None:
+            for arguments, then in calls:
+                if arguments.hold(candidate):
+                    then(candidate, found)
+
     elif kind == "node":
         then = targets[0][1]
 
@@ -122,7 +130,7 @@ class Program(Generic[Owner]):
         runs = self._runs
         hopeless: set[int] = set()  # ids of targets none of whose calls can be a root; overloads hash slowly
         for node in nodes:
-            if id(node.target) in hopeless:
+            if id(node.target) in hopeless or node.op in ("placeholder", "get_attr", "output"):
                 continue
             key = ops.key(node)
             if key in runs:

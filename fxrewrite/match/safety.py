@@ -31,8 +31,11 @@ class Effects:
         self.draws: list[fx.Node] = []
         inert: set[int] = set()  # ids of targets, which hash faster than overloads
         for node in nodes:
+            op = node.op
+            if op in ("placeholder", "get_attr", "output"):
+                continue
             if id(node.target) not in inert:
-                if node.op == "call_function" and not ops.may_have_effects(node.target):
+                if op == "call_function" and not ops.may_have_effects(node.target):
                     inert.add(id(node.target))
                 self._note(node)
             elif node.kwargs:
@@ -47,11 +50,10 @@ class Effects:
             bisect.insort(self.draws, node)
 
     def _note(self, node: fx.Node) -> None:
-        if node.op not in ("placeholder", "output", "get_attr"):
-            if _writes(node):
-                self.writers.append(node)
-            if ops.may_draw(node.target) and ops.is_random(node):
-                self.draws.append(node)
+        if _writes(node):
+            self.writers.append(node)
+        if ops.may_draw(node.target) and ops.is_random(node):
+            self.draws.append(node)
 
     def between(self, nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         """Those of `nodes` (writers or draws) that stand strictly between two nodes."""

@@ -17,7 +17,18 @@ from fxrewrite import ops
 from fxrewrite.errors import Reason
 from fxrewrite.pattern.terms import freeze
 
-__all__ = ["FIRST", "REASONS", "Candidate", "Path", "Test", "found_text", "holds", "literal_outcomes", "test_text"]
+__all__ = [
+    "FIRST",
+    "REASONS",
+    "Arguments",
+    "Candidate",
+    "Path",
+    "Test",
+    "found_text",
+    "holds",
+    "literal_outcomes",
+    "test_text",
+]
 
 FIRST = "first operand"
 """The step of a path to the first argument of a node, whatever its name."""
@@ -100,35 +111,35 @@ REASONS: Mapping[str, Reason] = {
 class Candidate:
     """Values by path for chosen output nodes; arguments are bound when they are first asked for."""
 
-    __slots__ = ("_bound", "_layouts", "_values")
+    __slots__ = ("_bound", "_layouts", "values")
 
     def __init__(self, values: dict[Path, Any]) -> None:
-        self._values = values
+        self.values = values
         self._bound: dict[Path, Any] = {}
         self._layouts: dict[Path, ops.Layout | None] = {}
 
     def choose(self, output: int, node: fx.Node) -> Candidate:
         """A candidate in which a further output of the pattern is this node."""
-        return Candidate({**self._values, Path.root(output): node})
+        return Candidate({**self.values, Path.root(output): node})
 
     def value(self, path: Path) -> Any:
         """The value at the path, or ABSENT."""
         try:
-            return self._values[path]
+            return self.values[path]
         except KeyError:
             pass
         parent, step = path.parent, path.step
         assert parent is not None
         layout = self._layouts.get(parent)
         if layout is not None and step in layout.plain:
-            found = self._values[parent].args[layout.plain[step]]
+            found = self.values[parent].args[layout.plain[step]]
         else:
             bound = self.bound(parent)
             try:
                 found = bound[step]
             except (KeyError, IndexError, TypeError):
                 found = next(iter(bound.values()), ABSENT) if step is FIRST and isinstance(bound, dict) else ABSENT
-        self._values[path] = found
+        self.values[path] = found
         return found
 
     def layout(self, path: Path) -> ops.Layout | None:
@@ -165,7 +176,7 @@ def holds(test: Test, candidate: Candidate) -> bool:
     """Whether one test is true of a candidate."""
     kind = test.kind
     if kind == "arguments":
-        return _only_mentioned(test, candidate)
+        return Arguments(test).hold(candidate)
     value = candidate.value(test.path)
     if kind == "node":
         return isinstance(value, fx.Node)
@@ -223,26 +234,47 @@ def _other_dims(value: Any, path: Path, candidate: Candidate) -> Any:
     return None
 
 
-_UNMENTIONED: dict[tuple[ops.Layout, tuple[str, ...]], tuple[str, ...] | None] = {}
+class Arguments:
+    """The `arguments` test at one place: all arguments that the pattern names exist, all others are at their defaults.
+
+    What it means for a way of writing the call is worked out once. A candidate that passes has the arguments that need
+    no conversion at hand, which is what the tests behind this one ask for.
+    """
+
+    __slots__ = ("_known", "mentioned", "path")
+
+    def __init__(self, test: Test) -> None:
+        self.path = test.path
+        self.mentioned: tuple[str, ...] = test.value
+        self._known: dict[ops.Layout, tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...]]] = {}
+
+    def hold(self, candidate: Candidate) -> bool:
+        """Whether they are as the pattern says."""
+        path = self.path
+        layout = candidate.layout(path)
+        if layout is None:
+            return False
+        known = self._known.get(layout)
+        others, plain = known if known is not None else self._work_out(layout)
+        if others is None:
+            return False
+        values = candidate.values
+        args = values[path].args
+        for child, index in plain:
+            values[child] = args[index]
+        return not others or all(_is_default(candidate.value(path / name), layout.defaults[name]) for name in others)
+
+    def _work_out(self, layout: ops.Layout) -> tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...]]:
+        """The names to compare with their defaults, None where the call cannot be it; and where plain arguments are."""
+        others = tuple(name for name in layout.given if name not in self.mentioned)
+        fits = set(self.mentioned) <= set(layout.names) and set(others) <= layout.defaults.keys()
+        plain = tuple((self.path / name, index) for name, index in layout.plain.items() if name in self.mentioned)
+        self._known[layout] = known = (others if fits else None, plain)
+        return known
 
 
-def _only_mentioned(test: Test, candidate: Candidate) -> bool:
-    """All arguments that the pattern names exist, and all others that the call passes are at their defaults."""
-    layout = candidate.layout(test.path)
-    if layout is None:
-        return False
-    mentioned: tuple[str, ...] = test.value
-    try:
-        others = _UNMENTIONED[layout, mentioned]
-    except KeyError:
-        others = tuple(name for name in layout.given if name not in mentioned)
-        if not set(mentioned) <= set(layout.names) or not set(others) <= layout.defaults.keys():
-            others = None
-        _UNMENTIONED[layout, mentioned] = others
-    if not others:
-        return others is not None
-    values = [(candidate.value(test.path / name), layout.defaults[name]) for name in others]
-    return all(v is default or (not _has_node(v) and _frozen(v) == _frozen(default)) for v, default in values)
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (not _has_node(value) and _frozen(value) == _frozen(default))
 
 
 def _frozen(value: Any) -> Any:

@@ -92,6 +92,8 @@ class Layout:
 
 _LAYOUTS: dict[Any, Layout | None] = {}
 """Layouts by (target, argument count, keyword names); None where the kinds of the arguments decide."""
+_TARGETS: dict[Any, Any] = {}
+"""Keeps the targets alive whose ids are in the tables."""
 _BY_KINDS: dict[Any, Layout] = {}
 """Layouts by the same and the kinds of the arguments."""
 
@@ -116,9 +118,11 @@ def bind_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 def layout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
     """The layout of one call, cached per (target, argument count, keyword names) unless argument kinds decide."""
-    spelling = (target, len(args), tuple(kwargs)) if kwargs else (target, len(args))
+    name = target if type(target) is str else id(target)  # as in ByTarget: an overload hashes slowly
+    spelling = (name, len(args), tuple(kwargs)) if kwargs else (name, len(args))
     found = _LAYOUTS.get(spelling, _LAYOUTS)
     if found is _LAYOUTS:
+        _TARGETS[name] = target
         found = _LAYOUTS[spelling] = _settled(target, len(args), tuple(kwargs))
     if found is None:
         kinds = (spelling, *map(_kind, args), *map(_kind, kwargs.values()))

@@ -11,6 +11,7 @@ from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[
 
 from fxrewrite.ops import keys
 from fxrewrite.ops.binding import BindingError, bind, layout_of
+from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
 
 __all__ = [
@@ -79,7 +80,7 @@ _FUNCTIONAL_BODIES = frozenset(
 """Higher-order operators that write nothing of ours: Dynamo refuses to capture a body that mutates its inputs."""
 _CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
 """Parts of the names of operators that must stay where they are but change nothing."""
-_EFFECTS: dict[Any, tuple[bool, bool]] = {}
+_EFFECTS: ByTarget[tuple[bool, bool]] = ByTarget()
 _STATISTICS = ("aten::batch_norm", "aten::instance_norm")
 """They write their running statistics while training, which their schemas do not say."""
 _STATIC: dict[Any, tuple[bool, bool, bool]] = {}
@@ -103,7 +104,7 @@ def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
     Without it such a node counts as a barrier: no rewrite may match across it.
     """
     _PURE.add(target)
-    _EFFECTS.pop(target, None)
+    _EFFECTS.forget(target)
     return target
 
 
@@ -204,7 +205,7 @@ def may_write(target: Any) -> bool:
     """False when no call of the target mutates or is a barrier, but for one with `out=`; cached per target."""
     found = _EFFECTS.get(target)
     if found is None:
-        found = _EFFECTS[target] = _possible_effects(target)
+        found = _EFFECTS.set(target, _possible_effects(target))
     return found[0]
 
 
@@ -212,7 +213,7 @@ def may_draw(target: Any) -> bool:
     """False when no call of the target draws random numbers; cached per target."""
     found = _EFFECTS.get(target)
     if found is None:
-        found = _EFFECTS[target] = _possible_effects(target)
+        found = _EFFECTS.set(target, _possible_effects(target))
     return found[1]
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS, Wrapper
 from fxrewrite.ops.value import is_scalar
 
 __all__ = ["key", "wrapper_of"]
 
 _aten = torch.ops.aten
-_KEYS: dict[Any, str] = {}
-_FUNCTIONS: dict[Any, str | Callable[[fx.Node], str]] = {}
+_KEYS: ByTarget[str] = ByTarget()
+_FUNCTIONS: ByTarget[str | Callable[[fx.Node], str]] = ByTarget()
 _DUNDERS = {
     **{f"__{op.__name__.rstrip('_')}__": name for op, name in OPERATORS.items()},
     "__radd__": "add",
@@ -93,7 +94,7 @@ def key(node_or_target: Any) -> str:
             target = node_or_target.target
             found = _FUNCTIONS.get(target)
             if found is None:
-                found = _FUNCTIONS[target] = _resolver(target)
+                found = _FUNCTIONS.set(target, _resolver(target))
             return found if isinstance(found, str) else found(node_or_target)
         if op == "call_method":
             return call_key(node_or_target.target, node_or_target.args, node_or_target.kwargs)
@@ -101,7 +102,8 @@ def key(node_or_target: Any) -> str:
     found = _KEYS.get(node_or_target)
     if found is None:
         is_method = isinstance(node_or_target, str)
-        found = _KEYS[node_or_target] = _method_key(node_or_target) if is_method else _target_key(node_or_target)
+        new = _method_key(node_or_target) if is_method else _target_key(node_or_target)
+        found = _KEYS.set(node_or_target, new)
     return found
 
 
