@@ -19,7 +19,7 @@ aten/src/ATen/native/cpu/Activation.cpp.
 >>> import torch
 >>> from torch.fx.experimental.proxy_tensor import make_fx
 >>> gm = make_fx(lambda x: x * torch.sigmoid(x), pre_dispatch=True)(torch.rand(3))
->>> ACTIVATIONS.apply(gm)["activations.silu"].rewrites
+>>> ACTIVATIONS.apply(gm)["activations.to_silu"].rewrites
 1
 """
 
@@ -40,12 +40,12 @@ __all__ = ["ACTIVATIONS"]
 _IS_FLOAT = where.dtype("x", torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@rule("activations.silu", where=[_IS_FLOAT], numerics="reassociates", optional=True)
-def silu(x: torch.Tensor) -> torch.Tensor:
+@rule("activations.to_silu", where=[_IS_FLOAT], numerics="reassociates", optional=True)
+def to_silu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x)
 
 
-@silu.replacement
+@to_silu.replacement
 def _(x: torch.Tensor) -> torch.Tensor:
     """silu(x)"""
     return F.silu(x)
@@ -99,33 +99,35 @@ _power: Any = cap("power", Literal)
 _x_by_root: Any = either(_x / _divisor, _x * _factor)
 _TANH = {"scale": math.sqrt(2 / math.pi), "c": 0.044715}
 
-gelu_erf = _gelu(
-    "gelu_erf",
+to_gelu_erf = _gelu(
+    "to_gelu_erf",
     "none",
     _half_of(_x, torch.erf(_x_by_root)),
     divisor=math.sqrt(2),
     factor=math.sqrt(0.5),
 )
-gelu_tanh = _gelu(
-    "gelu_tanh",
+to_gelu_tanh = _gelu(
+    "to_gelu_tanh",
     "tanh",
     _half_of(_x, torch.tanh(_scale * (_x + _c * torch.pow(_x, _power)))),
     **_TANH,
     power=3.0,
 )
 # Each factor that may trade places doubles the readings of a pattern: these three take the usual grouping alone.
-gelu_tanh_cube = _gelu(
-    "gelu_tanh_cube", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * (_x * _x * _x))))[:1], **_TANH
+to_gelu_tanh_cube = _gelu(
+    "to_gelu_tanh_cube", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * (_x * _x * _x))))[:1], **_TANH
 )
-gelu_tanh_product = _gelu(
-    "gelu_tanh_product", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * _x * _x * _x)))[:1], **_TANH
+to_gelu_tanh_product = _gelu(
+    "to_gelu_tanh_product", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * _x * _x * _x)))[:1], **_TANH
 )
-gelu_tanh_fast = _gelu(
-    "gelu_tanh_fast",
+to_gelu_tanh_fast = _gelu(
+    "to_gelu_tanh_fast",
     "tanh",
     _half_of(_x, torch.tanh(_x * _scale * (_unit + _c * _x * _x)))[:1],
     **_TANH,
     unit=1.0,
 )
 
-ACTIVATIONS = RuleSet("activations", silu, gelu_erf, gelu_tanh, gelu_tanh_cube, gelu_tanh_product, gelu_tanh_fast)
+ACTIVATIONS = RuleSet(
+    "activations", to_silu, to_gelu_erf, to_gelu_tanh, to_gelu_tanh_cube, to_gelu_tanh_product, to_gelu_tanh_fast
+)

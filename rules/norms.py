@@ -74,28 +74,28 @@ _variance = either(
 )
 _wide: Any = maybe(shared(op("to", _x, dtype=cap("wide", Literal))))
 
-layer_norm = Rule(
-    "norms.layer_norm",
+to_layer_norm = Rule(
+    "norms.to_layer_norm",
     Pattern((_over_root(_centered, _variance),), (_is_two, where.dtype("x", *_FLOAT))),
     numerics="reassociates",
     optional=True,
 )
-rms_norm = Rule(
-    "norms.rms_norm",
+to_rms_norm = Rule(
+    "norms.to_rms_norm",
     Pattern((_over_root(_x, _square(_wide).mean(-1, keepdim=True)),), (_is_two, where.dtype("x", *_FLOAT))),
     numerics="reassociates",
     optional=True,
 )
 
 
-@layer_norm.replacement
+@to_layer_norm.replacement
 def _(x: torch.Tensor, eps: float) -> Any:
     """layer_norm(x, [d], None, None, eps)"""
     _check_rounding("layer_norm", x.dtype)
     return aten.layer_norm(x, [x.shape[-1]], None, None, eps)
 
 
-@rms_norm.replacement
+@to_rms_norm.replacement
 def _(x: torch.Tensor, eps: float, wide: torch.dtype | None) -> Any:
     """rms_norm(x, [d], None, eps)"""
     dtype = wide or x.dtype
@@ -138,14 +138,14 @@ def _widened(y: Any) -> Any:
     return shared(op("to", y, dtype=_cast))  # a residual stream in float32 reads the cast that changes nothing
 
 
-def _drop_casts(norm: str, in_wide: Any, *fitting: Any) -> Rule:
+def _narrow(norm: str, in_wide: Any, *fitting: Any) -> Rule:
     """`in_wide` is what stands between the casts."""
     made = Rule(
-        f"norms.{norm}_of_narrow",
+        f"norms.narrow_{norm}",
         Pattern((_narrowed(in_wide),), (*fitting, where.dtype("x", *_FLOAT))),
         numerics="reassociates",
         optional=True,
-        after=[f"norms.{norm}"],
+        after=[f"norms.to_{norm}"],
     )
 
     @made.replacement
@@ -161,14 +161,14 @@ def _drop_casts(norm: str, in_wide: Any, *fitting: Any) -> Rule:
     return made
 
 
-def _take_scales(norm: str, scaled: Any, *fitting: Any) -> Rule:
+def _scale(norm: str, scaled: Any, *fitting: Any) -> Rule:
     """`scaled` is a norm times a weight, plus a bias."""
     made = Rule(
-        f"norms.{norm}_with_weight",
+        f"norms.scale_{norm}",
         Pattern((scaled,), (*fitting, where.dtype("x", *_FLOAT))),
         numerics="reassociates",
         optional=True,
-        after=[f"norms.{norm}_of_narrow"],
+        after=[f"norms.narrow_{norm}"],
     )
 
     @made.replacement
@@ -204,12 +204,10 @@ _bias_wide: Any = maybe(_widened(_bias))
 
 NORMS = RuleSet(
     "norms",
-    layer_norm,  # before rms_norm, which is what it does to x - mean(x)
-    rms_norm,
-    _drop_casts("rms_norm", maybe(_rms_wide * _weight_wide), _fits("weight")),
-    _drop_casts("layer_norm", maybe(maybe(_layer_wide * _weight_wide) + _bias_wide), _fits("weight"), _fits("bias")),
-    _take_scales("rms_norm", _rms * _weight, _fits("weight")),
-    _take_scales(
-        "layer_norm", either(maybe(_layer * _weight) + _bias, _layer * _weight), _fits("weight"), _fits("bias")
-    ),
+    to_layer_norm,  # before to_rms_norm, which is what it does to x - mean(x)
+    to_rms_norm,
+    _narrow("rms_norm", maybe(_rms_wide * _weight_wide), _fits("weight")),
+    _narrow("layer_norm", maybe(maybe(_layer_wide * _weight_wide) + _bias_wide), _fits("weight"), _fits("bias")),
+    _scale("rms_norm", _rms * _weight, _fits("weight")),
+    _scale("layer_norm", either(maybe(_layer * _weight) + _bias, _layer * _weight), _fits("weight"), _fits("bias")),
 )

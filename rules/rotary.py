@@ -102,8 +102,8 @@ def _parts(pair: Any) -> Any:
     return _halves(pair[0], pair[1])
 
 
-halves = _rule(
-    "halves",
+fuse_halves = _rule(
+    "fuse_halves",
     either(
         _halves(op("slice", _x, -1, 0, _cut), op("slice", _x, -1, _cut, _end)),
         _halves(op("narrow", _x, -1, 0, _cut), op("narrow", _x, -1, _cut, _cut)),
@@ -118,7 +118,7 @@ halves = _rule(
 _odd: Any = op("slice", _x, -1, 1, ..., 2)  # where they end is in their sizes: two of them are the size of x
 _even: Any = op("slice", _x, -1, 0, ..., 2)
 _pairs: Any = torch.stack([-_odd, _even], -1)
-pairs = _rule("pairs", _pairs.flatten(-2), interleaved=True)
+fuse_pairs = _rule("fuse_pairs", _pairs.flatten(-2), interleaved=True)
 
 inline = Rule(
     "rotary.inline", Pattern((op(rotary_embedding, _x, _cos, _sin, cap("interleaved", Literal)),)), optional=True
@@ -139,5 +139,5 @@ def _(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     return aten.add(aten.mul(x, cos), aten.mul(turned, sin))
 
 
-ROTARY = RuleSet("rotary", halves, pairs)
+ROTARY = RuleSet("rotary", fuse_halves, fuse_pairs)
 INLINE_ROTARY = RuleSet("inline_rotary", inline)

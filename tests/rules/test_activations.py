@@ -18,62 +18,66 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 ROOT, SCALE = math.sqrt(2.0), math.sqrt(2.0 / math.pi)
 
 SPELLINGS: dict[str, tuple[str, Function]] = {
-    "silu": ("silu", lambda x: x * torch.sigmoid(x)),
-    "silu, method in front": ("silu", lambda x: x.sigmoid() * x),
-    "hf gelu_python": ("gelu_erf", GELUActivation(use_gelu_python=True)),
-    "erf, half in front": ("gelu_erf", lambda x: 0.5 * x * (1 + torch.erf(x / ROOT))),
-    "erf, half inside": ("gelu_erf", lambda x: x * (0.5 * (1.0 + torch.erf(x / ROOT)))),
-    "erf, half last": ("gelu_erf", lambda x: x * (torch.erf(x * 0.7071067811865476) + 1) * 0.5),
-    "erf, 1 / sqrt(2)": ("gelu_erf", lambda x: 0.5 * x * (1 + torch.erf(x * (1 / ROOT)))),
-    "hf gelu_new": ("gelu_tanh", ACT2FN["gelu_new"]),
-    "hf gelu_python_tanh": ("gelu_tanh", GELUTanh(use_gelu_tanh_python=True)),
-    "hf gelu_accurate": ("gelu_tanh", ACT2FN["gelu_accurate"]),
-    "tanh, half inside": ("gelu_tanh", lambda x: x * (0.5 * (1.0 + torch.tanh(SCALE * (x + 0.044715 * x**3))))),
-    "tanh, product": ("gelu_tanh_product", lambda x: 0.5 * x * (1 + torch.tanh(SCALE * (x + 0.044715 * x * x * x)))),
+    "silu": ("to_silu", lambda x: x * torch.sigmoid(x)),
+    "silu, method in front": ("to_silu", lambda x: x.sigmoid() * x),
+    "hf gelu_python": ("to_gelu_erf", GELUActivation(use_gelu_python=True)),
+    "erf, half in front": ("to_gelu_erf", lambda x: 0.5 * x * (1 + torch.erf(x / ROOT))),
+    "erf, half inside": ("to_gelu_erf", lambda x: x * (0.5 * (1.0 + torch.erf(x / ROOT)))),
+    "erf, half last": ("to_gelu_erf", lambda x: x * (torch.erf(x * 0.7071067811865476) + 1) * 0.5),
+    "erf, 1 / sqrt(2)": ("to_gelu_erf", lambda x: 0.5 * x * (1 + torch.erf(x * (1 / ROOT)))),
+    "hf gelu_new": ("to_gelu_tanh", ACT2FN["gelu_new"]),
+    "hf gelu_python_tanh": ("to_gelu_tanh", GELUTanh(use_gelu_tanh_python=True)),
+    "hf gelu_accurate": ("to_gelu_tanh", ACT2FN["gelu_accurate"]),
+    "tanh, half inside": ("to_gelu_tanh", lambda x: x * (0.5 * (1.0 + torch.tanh(SCALE * (x + 0.044715 * x**3))))),
+    "tanh, product": ("to_gelu_tanh_product", lambda x: 0.5 * x * (1 + torch.tanh(SCALE * (x + 0.044715 * x * x * x)))),
     "tanh, cube": (
-        "gelu_tanh_cube",
+        "to_gelu_tanh_cube",
         lambda x: 0.5 * x * (1 + torch.tanh(SCALE * (x + 0.044715 * (x * x * x)))),
     ),
     "fast, all digits": (
-        "gelu_tanh_fast",
+        "to_gelu_tanh_fast",
         lambda x: 0.5 * x * (1.0 + torch.tanh(x * SCALE * (1.0 + 0.044715 * x * x))),
     ),
 }
 KEPT: dict[str, tuple[str, Function, str]] = {
-    "quick gelu": ("silu", ACT2FN["quick_gelu"], "expected the same value at root.other.self as at root.self"),
-    "another half": ("gelu_erf", lambda x: 0.6 * x * (1 + torch.erf(x / ROOT)), "half is 0.6, not 0.5"),
-    "another one": ("gelu_erf", lambda x: 0.5 * x * (2 + torch.erf(x / ROOT)), "one is 2, not 1.0"),
+    "quick gelu": ("to_silu", ACT2FN["quick_gelu"], "expected the same value at root.other.self as at root.self"),
+    "another half": ("to_gelu_erf", lambda x: 0.6 * x * (1 + torch.erf(x / ROOT)), "half is 0.6, not 0.5"),
+    "another one": ("to_gelu_erf", lambda x: 0.5 * x * (2 + torch.erf(x / ROOT)), "one is 2, not 1.0"),
     "another divisor": (
-        "gelu_erf",
+        "to_gelu_erf",
         lambda x: 0.5 * x * (1 + torch.erf(x / 1.4142)),
         "divisor is 1.4142, not 1.4142135623730951",
     ),
     "another factor": (
-        "gelu_erf",
+        "to_gelu_erf",
         lambda x: 0.5 * x * (1 + torch.erf(x * 0.7)),
         "factor is 0.7, not 0.7071067811865476",
     ),
     "another scale": (
-        "gelu_tanh",
+        "to_gelu_tanh",
         lambda x: 0.5 * x * (1 + torch.tanh(1.702 * (x + 0.044715 * x**3))),
         "scale is 1.702, not 0.7978845608028654",
     ),
     "another coefficient": (
-        "gelu_tanh",
+        "to_gelu_tanh",
         lambda x: 0.5 * x * (1 + torch.tanh(SCALE * (x + 0.0447 * x**3))),
         "c is 0.0447, not 0.044715",
     ),
     "another power": (
-        "gelu_tanh",
+        "to_gelu_tanh",
         lambda x: 0.5 * x * (1 + torch.tanh(SCALE * (x + 0.044715 * x**2))),
         "power is 2, not 3.0",
     ),
     "another unit": (
-        "gelu_tanh_fast",
+        "to_gelu_tanh_fast",
         lambda x: 0.5 * x * (1.0 + torch.tanh(x * SCALE * (2.0 + 0.044715 * x * x))),
         "unit is 2.0, not 1.0",
     ),
-    "hf gelu_fast in float64": ("gelu_tanh_fast", ACT2FN["gelu_fast"], "scale is 0.7978845608, not 0.7978845608028654"),
+    "hf gelu_fast in float64": (
+        "to_gelu_tanh_fast",
+        ACT2FN["gelu_fast"],
+        "scale is 0.7978845608, not 0.7978845608028654",
+    ),
 }
 
 
@@ -115,14 +119,14 @@ def test_is_nearer_to_the_real_number_in_half_precision(spelling: str, dtype: to
 def test_the_fast_gelu_of_hugging_face_in_float32() -> None:
     x = torch.randn(64)
     gm = traced(ACT2FN["gelu_fast"], x)
-    assert ACTIVATIONS.apply(gm)["activations.gelu_tanh_fast"].rewrites == 1
+    assert ACTIVATIONS.apply(gm)["activations.to_gelu_tanh_fast"].rewrites == 1
     torch.testing.assert_close(gm(x), ACT2FN["gelu_fast"](x))
 
 
 def test_integers_stay() -> None:
     gm = traced(lambda x: x * torch.sigmoid(x), torch.arange(8))
     assert ACTIVATIONS.apply(gm).rewrites == 0
-    assert "x has dtype int64" in str(ACTIVATIONS.once().explain(gm, "activations.silu"))
+    assert "x has dtype int64" in str(ACTIVATIONS.once().explain(gm, "activations.to_silu"))
 
 
 @pytest.mark.parametrize("case", KEPT)

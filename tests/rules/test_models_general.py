@@ -62,32 +62,32 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 FOUND: dict[tuple[str, torch.dtype], dict[str, int]] = {
     ("llama", torch.float32): {
-        "norms.rms_norm": 3,
-        "norms.rms_norm_of_narrow": 3,
-        "norms.rms_norm_with_weight": 3,
-        "rotary.halves": 2,
+        "norms.to_rms_norm": 3,
+        "norms.narrow_rms_norm": 3,
+        "norms.scale_rms_norm": 3,
+        "rotary.fuse_halves": 2,
         "linears.merge": 2,
         "swiglu.fuse": 1,
     },
     ("llama", torch.bfloat16): {
-        "norms.rms_norm": 3,
-        "norms.rms_norm_of_narrow": 3,
-        "rotary.halves": 2,
+        "norms.to_rms_norm": 3,
+        "norms.narrow_rms_norm": 3,
+        "rotary.fuse_halves": 2,
         "linears.merge": 2,
         "swiglu.fuse": 1,
     },
     ("cohere", torch.float32): {
-        "norms.layer_norm": 2,
-        "norms.layer_norm_of_narrow": 2,
-        "rotary.pairs": 2,
+        "norms.to_layer_norm": 2,
+        "norms.narrow_layer_norm": 2,
+        "rotary.fuse_pairs": 2,
         "linears.merge": 1,
         "swiglu.fuse": 1,
     },
-    ("gptj", torch.float32): {"activations.gelu_tanh": 1, "rotary.pairs": 2, "linears.merge": 1},
+    ("gptj", torch.float32): {"activations.to_gelu_tanh": 1, "rotary.fuse_pairs": 2, "linears.merge": 1},
     ("t5", torch.float32): {
-        "activations.gelu_tanh": 2,
-        "norms.rms_norm": 7,
-        "norms.rms_norm_with_weight": 7,
+        "activations.to_gelu_tanh": 2,
+        "norms.to_rms_norm": 7,
+        "norms.scale_rms_norm": 7,
         "linears.merge": 5,
     },
 }
@@ -122,3 +122,7 @@ def test_found_and_the_same(name: str, dtype: torch.dtype) -> None:
     for what, tensor in expected.items():
         error = (found[what] - tensor).abs().max().item()
         assert error <= tolerance * tensor.abs().max().item(), what
+
+
+def test_the_plan_can_be_cached() -> None:
+    assert PLAN.digest()

@@ -104,7 +104,7 @@ def value_and_gradients(norm: Norm, args: tuple[torch.Tensor, ...]) -> list[torc
 @pytest.mark.parametrize("spelling", RMS)
 def test_rms_norm(spelling: str) -> None:
     gm, args = traced(RMS[spelling]), inputs(torch.float64)
-    assert NORMS.apply(gm)["norms.rms_norm"].rewrites == 1
+    assert NORMS.apply(gm)["norms.to_rms_norm"].rewrites == 1
     assert calls(gm) == ["rms_norm"]
     expected = value_and_gradients(RMS[spelling], args)
     torch.testing.assert_close(value_and_gradients(gm, args), expected, rtol=1e-12, atol=1e-13)
@@ -114,7 +114,7 @@ def test_rms_norm(spelling: str) -> None:
 @pytest.mark.parametrize("spelling", LAYER)
 def test_layer_norm(spelling: str) -> None:
     gm, args = traced(LAYER[spelling]), inputs(torch.float64)
-    assert NORMS.apply(gm)["norms.layer_norm"].rewrites == 1
+    assert NORMS.apply(gm)["norms.to_layer_norm"].rewrites == 1
     assert calls(gm) == ["layer_norm"]
     expected = value_and_gradients(LAYER[spelling], args)
     torch.testing.assert_close(value_and_gradients(gm, args), expected, rtol=1e-11, atol=1e-12)
@@ -174,23 +174,23 @@ def test_refuses_another_precision() -> None:
 
 KEPT: dict[str, tuple[str, Norm, str]] = {
     "another power": (
-        "rms_norm",
+        "to_rms_norm",
         lambda x, w, b: x * torch.rsqrt((x**4).mean(-1, keepdim=True) + EPS),
         "the power is 4",
     ),
-    "another dim": ("rms_norm", lambda x, w, b: x * torch.rsqrt((x**2).mean(1, keepdim=True) + EPS), "the literal"),
+    "another dim": ("to_rms_norm", lambda x, w, b: x * torch.rsqrt((x**2).mean(1, keepdim=True) + EPS), "the literal"),
     "an unbiased variance": (
-        "layer_norm",
+        "to_layer_norm",
         lambda x, w, b: centered(x) / torch.sqrt(x.var(-1, keepdim=True) + EPS),
         "var",
     ),
     "a bias of another shape": (
-        "layer_norm_with_weight",
+        "scale_layer_norm",
         lambda x, w, b: F.layer_norm(x, [D]) + x,
         "the bias is [3, 5, 32], the norm takes [32]",
     ),
     "a weight of one number": (
-        "rms_norm_with_weight",
+        "scale_rms_norm",
         lambda x, w, b: F.rms_norm(x, [D], None, EPS) * w[:1],
         "the weight is [1], the norm takes [32]",
     ),
@@ -210,7 +210,7 @@ def test_complex_stays() -> None:
         torch.randn(2, 4, dtype=torch.complex64), None, None
     )
     assert NORMS.apply(gm).rewrites == 0
-    assert "x has dtype complex64" in str(NORMS.once().explain(gm, "norms.rms_norm"))
+    assert "x has dtype complex64" in str(NORMS.once().explain(gm, "norms.to_rms_norm"))
 
 
 @pytest.mark.parametrize("name", MODULES)

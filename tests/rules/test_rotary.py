@@ -36,39 +36,39 @@ def of_pairs(parts: Parts) -> Rotary:
 
 
 SPELLINGS: dict[str, tuple[str, Rotary]] = {
-    "llama": ("halves", lambda x, cos, sin: x * cos + llama.rotate_half(x) * sin),
-    "factors in another order": ("halves", lambda x, cos, sin: sin * llama.rotate_half(x) + cos * x),
-    "chunk": ("halves", of_halves(lambda x: x.chunk(2, -1))),
-    "split": ("halves", of_halves(lambda x: x.split(4, dim=-1))),
-    "split with sizes": ("halves", of_halves(lambda x: x.split([4, 4], dim=3))),
-    "narrow": ("halves", of_halves(lambda x: (x.narrow(-1, 0, 4), x.narrow(-1, 4, 4)))),
-    "cohere": ("pairs", lambda x, cos, sin: x * cos + cohere.rotate_half(x) * sin),
-    "gptj": ("pairs", lambda x, cos, sin: x * cos + gptj.rotate_every_two(x) * sin),
-    "pairs in another order": ("pairs", lambda x, cos, sin: sin * cohere.rotate_half(x) + cos * x),
+    "llama": ("fuse_halves", lambda x, cos, sin: x * cos + llama.rotate_half(x) * sin),
+    "factors in another order": ("fuse_halves", lambda x, cos, sin: sin * llama.rotate_half(x) + cos * x),
+    "chunk": ("fuse_halves", of_halves(lambda x: x.chunk(2, -1))),
+    "split": ("fuse_halves", of_halves(lambda x: x.split(4, dim=-1))),
+    "split with sizes": ("fuse_halves", of_halves(lambda x: x.split([4, 4], dim=3))),
+    "narrow": ("fuse_halves", of_halves(lambda x: (x.narrow(-1, 0, 4), x.narrow(-1, 4, 4)))),
+    "cohere": ("fuse_pairs", lambda x, cos, sin: x * cos + cohere.rotate_half(x) * sin),
+    "gptj": ("fuse_pairs", lambda x, cos, sin: x * cos + gptj.rotate_every_two(x) * sin),
+    "pairs in another order": ("fuse_pairs", lambda x, cos, sin: sin * cohere.rotate_half(x) + cos * x),
 }
 KEPT: dict[str, tuple[str, int, Rotary, str]] = {
-    "cut elsewhere": ("halves", 8, of_halves(lambda x: (x[..., :2], x[..., 2:])), "cut at 2 of 8"),
+    "cut elsewhere": ("fuse_halves", 8, of_halves(lambda x: (x[..., :2], x[..., 2:])), "cut at 2 of 8"),
     "the last entry left out": (
-        "halves",
+        "fuse_halves",
         2,
         of_halves(lambda x: (x[..., :1], x[..., 1:1])),
         "the last part ends at 1 of 2",
     ),
-    "an odd size": ("halves", 7, of_halves(lambda x: x.chunk(2, -1)), "size(x, -1) is 7"),
+    "an odd size": ("fuse_halves", 7, of_halves(lambda x: x.chunk(2, -1)), "size(x, -1) is 7"),
     "another dim": (
-        "halves",
+        "fuse_halves",
         8,
         lambda x, cos, sin: x * cos + torch.cat((-x[:, :, 4:], x[:, :, :4]), dim=-2) * sin,
         "the literal -1",
     ),
     "nothing negated": (
-        "halves",
+        "fuse_halves",
         8,
         lambda x, cos, sin: x * cos + torch.cat((x[..., 4:], x[..., :4]), -1) * sin,
         "aten::neg",
     ),
     "the other way round": (
-        "pairs",
+        "fuse_pairs",
         8,
         lambda x, cos, sin: x * cos + torch.stack((-x[..., ::2], x[..., 1::2]), -1).flatten(-2) * sin,
         "the literal 1",
@@ -118,7 +118,7 @@ def test_mixed_precision_as_in_cohere() -> None:
     x, cos, sin = inputs(torch.bfloat16)
     gm = traced(lambda x, cos, sin: cohere.apply_rotary_pos_emb(x, x, cos, sin, 0), (x, cos, sin))
     expected = gm(x, cos, sin)[0]
-    assert ROTARY.apply(gm)["rotary.pairs"].rewrites == 2
+    assert ROTARY.apply(gm)["rotary.fuse_pairs"].rewrites == 2
     assert torch.equal(gm(x, cos, sin)[0], expected)
 
 
