@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -9,11 +10,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
+from fxrewrite import backends
 from fxrewrite.errors import (
     FixpointError,
     FxRewriteError,
@@ -363,6 +366,34 @@ class Plan:
         for rule_id, at_least in self.expectations.items():
             if report.rule(rule_id).rewrites < at_least:
                 raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
+
+    def backend(
+        self,
+        inner: str | Callable[..., Any] = "inductor",
+        *,
+        graph: Literal["torch", "aten"] = "torch",
+        context: Any = None,
+        on_report: Callable[[Report], None] | None = None,
+    ) -> backends.RewritingBackend[Report]:
+        """The backend for `torch.compile(model, backend=...)` that runs the plan and then compiles with `inner`.
+
+        Its `reports` has one report for each graph; see `fxrewrite.backends.rewriting_backend`.
+        """
+        return backends.rewriting_backend(self.apply, inner, graph=graph, context=context, on_report=on_report)
+
+    def in_inductor(
+        self, slot: backends.Slot, *, context: Any = None
+    ) -> contextlib.AbstractContextManager[backends.GraphPass[Report]]:
+        """`with plan.in_inductor("post_grad_pre"):` what inductor compiles inside is rewritten in that slot.
+
+        After what is installed there already. Inductor's caches tell plans apart by `digest`; a plan that has none is
+        never cached. See `fxrewrite.backends.installed`.
+        """
+        return backends.installed(slot, self.apply, self.digest(), context=context)
+
+    def apply_export(self, program: ExportedProgram, context: Any = None) -> ExportedProgram:
+        """A rewritten copy of an exported program, with its signature; see `fxrewrite.backends.apply_to_export`."""
+        return backends.apply_to_export(self.apply, program, context=context)
 
     def explain(self, gm: fx.GraphModule, rule: Rule | str) -> Explanation:
         """Why a rule of the plan does or does not match in the graph as it is.

@@ -14,11 +14,12 @@ if TYPE_CHECKING:
         rewriting_backend,
     )
     from fxrewrite.backends.export import apply_to_export
-    from fxrewrite.backends.inductor import GraphPass, installed
+    from fxrewrite.backends.inductor import GraphPass, Slot, installed
 
 __all__ = [
     "GraphPass",
     "RewritingBackend",
+    "Slot",
     "apply_to_export",
     "capture",
     "find_backend",
@@ -39,6 +40,7 @@ lazy_package(
         "rewriting_backend": "fxrewrite.backends.dynamo",
         "apply_to_export": "fxrewrite.backends.export",
         "GraphPass": "fxrewrite.backends.inductor",
+        "Slot": "fxrewrite.backends.inductor",
         "installed": "fxrewrite.backends.inductor",
     },
 )
