@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeVar
 
 from torch import fx
-from torch._inductor import compile_fx, config
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from fxrewrite.backends.decompose import decompose
@@ -105,7 +105,7 @@ def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any =
         FxRewriteError: no such slot; or graphs are compiled in another process, where the pass would not run.
     """
     ours = GraphPass(slot, apply, digest, context)
-    if slot.startswith("post_grad") and compile_fx.fx_compile_mode is compile_fx.FxCompileMode.SUBPROCESS:
+    if slot.startswith("post_grad") and _compiles_elsewhere():
         raise FxRewriteError(
             f"{slot}: inductor compiles graphs in another process and would drop the pass; "
             "unset TORCHINDUCTOR_FX_COMPILE_MODE, or use pre_grad or joint"
@@ -115,3 +115,9 @@ def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any =
     before = tuple(earlier) if isinstance(earlier, (list, tuple)) else () if earlier is None else (earlier,)
     with config.patch({name: (*before, ours) if before else ours}):
         yield ours
+
+
+def _compiles_elsewhere() -> bool:
+    from torch._inductor import compile_fx  # loads all of inductor, which warns of deprecations in torch itself
+
+    return compile_fx.fx_compile_mode is compile_fx.FxCompileMode.SUBPROCESS
