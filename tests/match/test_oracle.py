@@ -441,14 +441,15 @@ def random_patterns(rng: Random) -> int:
 
     def make() -> Pattern:
         name = rng.choice(list(BINARY))
-        return Pattern((op(name, random_term(rng, 2), random_term(rng, 2)),))
+        depth = rng.randint(0, 2)
+        return Pattern((op(name, random_term(rng, depth), random_term(rng, depth)),))
 
     return check(patterns_of(rng, gm, make, 4), gm)
 
 
 def patterns_of_several_outputs(rng: Random) -> int:
     gm = random_module(rng, values=False)
-    return check(patterns_of(rng, gm, lambda: cut_pattern(rng, gm, rng.choice((2, 2, 3))), 4), gm)
+    return check(patterns_of(rng, gm, lambda: cut_pattern(rng, gm, rng.choice((2, 2, 3))), 8), gm)
 
 
 @given(chance)
@@ -472,5 +473,5 @@ def test_patterns_of_several_outputs_match_where_the_oracle_says(rng: Random) ->
 @pytest.mark.parametrize("generate", [cut_out_patterns, random_patterns, patterns_of_several_outputs])
 def test_the_comparison_is_not_vacuous(generate: Callable[[Random], int]) -> None:
     found = [generate(Random(seed)) for seed in range(100)]
-    assert sum(found) >= 20
+    assert sum(found) >= 15
     assert sum(count > 0 for count in found) >= 8
