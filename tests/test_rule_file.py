@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -349,8 +350,8 @@ def test_what_cannot_be_written_is_named() -> None:
     assert "python.literal: its text does not read back" in message
     with pytest.raises(RuleDefinitionError, match=r"python\.replacement: its replacement is a Python function"):
         dump_rules(inner)
-    with pytest.raises(RuleDefinitionError, match="there is no rule in it"):
-        dump_rules(RuleSet("empty"))
+    with pytest.raises(RuleDefinitionError, match="there is no rule in it; its invariant is a Python function"):
+        dump_rules(RuleSet("empty", invariant=lambda nodes: ""))
 
 
 def test_every_field_is_described() -> None:
@@ -364,3 +365,18 @@ def test_operators_that_share_a_name_with_the_language(text: str) -> None:
     term = parse_term(text)
     assert parse_term(term_text(term)) == term
     assert term_text(term) == text
+
+
+@pytest.mark.parametrize(
+    ("heading", "columns", "read", "least"),
+    [("Patterns", (1, 2), parse_term, 13), ("Constraints", (1,), where.parse, 15)],
+)
+def test_what_the_documentation_lists_is_read(heading: str, columns: tuple[int, ...], read: Any, least: int) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "rule-files.md").read_text(encoding="utf-8")
+    section = text.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("|")]
+    found = [each for row in rows for column in columns for each in re.findall("`([^`]+)`", row[column])]
+    texts = [each for each in found if re.search(r"\w[([]| in | > ", each) and "vllm" not in each]
+    assert len(texts) >= least
+    for each in texts:
+        read(each)

@@ -18,10 +18,12 @@ def dump_rules(rule_set: RuleSet) -> str:
     """The text of a rule file: `parse_rules` makes of it a set with the same name, rules, order and options.
 
     Raises:
-        RuleDefinitionError: a member is a set or a step, a replacement or a predicate is Python, or a pattern holds a
-            literal that has no text form; names each of them.
+        RuleDefinitionError: a member is a set or a step; an invariant, a replacement or a predicate is Python; a
+            pattern holds a literal that has no text form. Names each of them.
     """
     problems = [] if rule_set.members else ["there is no rule in it"]
+    if rule_set.invariant is not None:
+        problems.append("its invariant is a Python function")
     entries: list[RuleEntry] = []
     for member in rule_set.members:
         if not isinstance(member, Rule):
