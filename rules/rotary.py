@@ -6,7 +6,7 @@
 The node is a plain function that computes the same, so a graph with it runs anywhere; other rules can move it, or bring
 in a kernel. `INLINE_ROTARY` writes it out again.
 Matches halves cut with `slice`, `narrow`, `chunk` or `split`, and every second entry cut with `slice`; products and sum
-in any order.
+in any order. Where sizes are symbolic, `rules.normal_forms` goes first: tracing leaves slices that take everything.
 Does not match parts that are not the halves of the last dimension: "cut at 2 of 8", "the last part ends at 1 of 2",
 "size(x, -1) is 7".
 Shapes: x [..., d] with d even, cos and sin broadcast against it; the result is what broadcasting gives.

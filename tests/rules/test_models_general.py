@@ -13,12 +13,13 @@ from torch import fx, nn
 from fxrewrite import Report, normalize
 from rules.activations import ACTIVATIONS
 from rules.linears import LINEARS
+from rules.normal_forms import NORMAL_FORMS
 from rules.norms import NORMS
 from rules.rotary import ROTARY
 from rules.swiglu import SWIGLU
 
 VOCAB, LENGTH = 61, 8
-PLAN = ACTIVATIONS >> NORMS >> ROTARY >> LINEARS >> SWIGLU
+PLAN = NORMAL_FORMS.fixpoint() >> ACTIVATIONS >> NORMS >> ROTARY >> LINEARS >> SWIGLU
 _TOKENS = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0, "use_cache": False}
 _DECODER = {
     **_TOKENS,
@@ -63,7 +64,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 FOUND: dict[tuple[str, torch.dtype], dict[str, int]] = {
     ("llama", torch.float32): {
         "norms.to_rms_norm": 3,
-        "norms.narrow_rms_norm": 3,
         "norms.scale_rms_norm": 3,
         "rotary.fuse_halves": 2,
         "linears.merge": 2,
@@ -78,7 +78,7 @@ FOUND: dict[tuple[str, torch.dtype], dict[str, int]] = {
     },
     ("cohere", torch.float32): {
         "norms.to_layer_norm": 2,
-        "norms.narrow_layer_norm": 2,
+        "norms.scale_layer_norm": 2,
         "rotary.fuse_pairs": 2,
         "linears.merge": 1,
         "swiglu.fuse": 1,
@@ -106,6 +106,7 @@ def test_found_and_the_same(name: str, dtype: torch.dtype) -> None:
     model = MODELS[name]().to(dtype).train()
     model.loss_type = "ForCausalLM"  # gptj has none, on which transformers logs a warning, which breaks the graph
     ids = torch.randint(2, VOCAB, (2, LENGTH))
+    torch._dynamo.mark_dynamic(ids, 1)  # the length is a symbol, and tracing leaves slices that take everything
     reports: list[Report] = []
 
     def backend(gm: fx.GraphModule, inputs: Any) -> fx.GraphModule:
@@ -117,7 +118,8 @@ def test_found_and_the_same(name: str, dtype: torch.dtype) -> None:
     expected = logits_and_gradients(model, model, ids)
     found = logits_and_gradients(model, torch.compile(model, backend=backend, fullgraph=True), ids)
     (report,) = reports
-    assert {entry.rule: entry.rewrites for entry in report.rules if entry.rewrites} == FOUND[name, dtype]
+    ours = [entry for entry in report.rules if entry.rewrites and not entry.rule.startswith("normal_forms.")]
+    assert {entry.rule: entry.rewrites for entry in ours} == FOUND[name, dtype]
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for what, tensor in expected.items():
         error = (found[what] - tensor).abs().max().item()
