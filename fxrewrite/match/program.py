@@ -78,6 +78,8 @@ def _branch(kind: str, path: Path, targets: list[tuple[Test, Run]]) -> Run:
                 then = table.get(outcome)
                 if then is not None:
                     then(candidate, found)
+                    if len(table) == 1:
+                        break
 
     elif kind == "arguments":
         calls = [(Arguments(test), then) for test, then in targets]

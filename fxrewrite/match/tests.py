@@ -6,7 +6,7 @@ output nodes are chosen, every path names one value, so nothing has to be undone
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -201,16 +201,19 @@ def holds(test: Test, candidate: Candidate) -> bool:
     return _frozen(value) == _frozen(other)
 
 
-def literal_outcomes(path: Path, candidate: Candidate) -> tuple[Any, ...]:
+def literal_outcomes(path: Path, candidate: Candidate) -> Iterator[Any]:
     """What a `literal` test may equal here: the matcher looks it up among the literals of all rules at once.
 
     A dimension has two names, from the front and from the back, when the rank is known.
     """
     value = candidate.value(path)
     if value is ABSENT or _has_node(value):
-        return ()
-    other = _other_dims(value, path, candidate) if path.step in _DIMS else None
-    return (_frozen(value),) if other is None else (_frozen(value), _frozen(other))
+        return
+    yield _frozen(value)
+    if path.step in _DIMS:
+        other = _other_dims(value, path, candidate)
+        if other is not None:
+            yield _frozen(other)
 
 
 def _other_dims(value: Any, path: Path, candidate: Candidate) -> Any:
