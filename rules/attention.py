@@ -1,0 +1,150 @@
+"""Attention that is written out, as Hugging Face's eager models do, is scaled_dot_product_attention.
+
+    softmax(q @ k^T * c + bias + mask) @ v      ->  sdpa(q, k, v, bias + mask, scale=c)
+    softmax((q @ k^T + bias) * c + mask) @ v    ->  sdpa(q, k, v, bias * c + mask, scale=c)
+    softmax(where(kept, q @ k^T * c + bias, fill)) @ v
+                 ->  sdpa(q, k, v, where(kept, bias, fill), scale=c), or the mean of v in rows that keep no key
+
+Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or none; masked_fill for `where`; a softmax in
+q's dtype or a wider one, cast back or not; a dropout that does not draw. `q @ k^T` is any product of matrices: what
+stands for k^T is transposed, and rules/attention_spellings.py merges that with the transpose that was there. It turns
+einsum into such products too. Products by bmm and baddbmm are in rules/attention_heads.py.
+Leaves alone: weights that are used elsewhere, a softcap, a sink (a column that is concatenated), a softmax over another
+dimension, scores scaled by a tensor, and, in these words:
+    "q has dtype int64"; "dtypes are float32, float32, float64"; "the ranks are 4, 4, 3"
+    "batch and heads of k are (2, 4), of q (2, 1)": q would have to be repeated
+    "the mask has rank 1, the scores have 4", "the mask has shape (2, 1, 6, 6), the scores have (1, 4, 6, 6)"
+    "the softmax is in torch.float32, the operands in torch.float64": the operator would not round there. So the eager
+    attention of Llama, whose softmax is always in float32, stays in a float64 model.
+    "a score may be as low as -100.0", a fill that does not hide: it must be -65504 or less
+Refuses a dropout that draws; ATTENTION_DROPOUT takes it: other draws, of the same distribution.
+Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite one the original
+attends to all keys alike, without a gradient to q and k, and so does the replacement, at the cost of a mean. Where it
+is the bias that hides all kept keys of a row, values are equal, and gradients of q and k are not. A mask that is added
+is handed on; only where it is -inf in a whole row is the original NaN and the operator 0.
+Numerics: reassociates. In half precision the operator rounds once, at the end, the original after each step.
+Source: Hugging Face transformers, eager_attention_forward of each modeling_*.py; PyTorch,
+aten/src/ATen/native/transformers/attention.cpp.
+
+>>> import torch
+>>> from torch.fx.experimental.proxy_tensor import make_fx
+>>> def attention(q, k, v):
+...     return torch.softmax(q @ k.transpose(-2, -1) / 8.0, -1) @ v
+>>> gm = make_fx(attention, tracing_mode="fake", pre_dispatch=True)(*torch.rand(3, 2, 4, 6, 64))
+>>> ATTENTION.apply(gm)["attention.fuse"].rewrites
+1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Literal, Match, Rule, RuleSet, cap, either, maybe, op, refuse, where
+from rules.attention_heads import HEADS
+from rules.attention_parts import (
+    BIAS,
+    DIVISOR,
+    KT,
+    MASK,
+    SCALE,
+    Q,
+    V,
+    add,
+    attend,
+    fusion,
+    is_mask,
+    keys,
+    scaled,
+    weights,
+)
+from rules.attention_spellings import CLEANUP, EINSUM
+
+__all__ = ["ATTENTION", "ATTENTION_DROPOUT"]
+
+_product: Any = torch.matmul(Q, KT)
+_scores: Any = scaled(_product)
+_scaled_bias: Any = either((_product + BIAS) * SCALE, (_product + BIAS) / DIVISOR)
+_kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
+_biased: Any = maybe(_scores + BIAS)
+
+fuse = fusion(
+    "fuse",
+    torch.matmul(weights(maybe(maybe(_scores + BIAS) + MASK)), V),
+    *is_mask("bias"),
+    *is_mask("mask"),
+)
+fuse_scaled_bias = fusion(
+    "fuse_scaled_bias",
+    torch.matmul(weights(maybe(_scaled_bias + MASK)), V),
+    *is_mask("bias"),
+    *is_mask("mask"),
+)
+
+
+@where.predicate("fill", text="hides")
+def _hides(fill: Any) -> bool | str:
+    """exp(fill - score) is 0 in every dtype, for any score that comes up: -65504 is the least float16."""
+    is_real = isinstance(fill, (int, float)) and not isinstance(fill, bool)
+    return (is_real and fill <= -65504.0) or f"a score may be as low as {fill!r}"
+
+
+fuse_filled = fusion(
+    "fuse_filled",
+    torch.matmul(
+        weights(
+            either(
+                op("masked_fill", _biased, _hidden, _fill),
+                op("where", _kept, _biased, _fill),
+                op("where", _hidden, _fill, _biased),
+            )
+        ),
+        V,
+    ),
+    *is_mask("bias"),
+    *is_mask("kept", torch.bool),
+    *is_mask("hidden", torch.bool),
+    _hides,
+)
+
+
+@fuse.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, bias: Any, mask: Any) -> Any:
+    """sdpa(q, k, v, bias + mask, scale)"""
+    return attend(match, q, keys(kt), v, add(bias, mask))
+
+
+@fuse_scaled_bias.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, bias: fx.Proxy, mask: Any) -> Any:
+    """sdpa(q, k, v, bias * scale + mask, scale)"""
+    bias = bias * match["scale"] if match["divisor"] is None else bias / match["divisor"]
+    return attend(match, q, keys(kt), v, add(bias, mask))
+
+
+@fuse_filled.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, kept: Any, hidden: Any, fill: float) -> Any:
+    """sdpa(q, k, v, where(kept, bias, fill), scale), or the mean of v in rows that keep no key"""
+    kept = torch.logical_not(hidden) if kept is None else kept
+    mask = kept if bias is None else torch.ops.aten.where.ScalarOther(kept, bias, fill)
+    attended = attend(match, q, keys(kt), v, mask)
+    if fill == -torch.inf:
+        return attended
+    if match["p"] and match["train"]:
+        refuse("a dropout draws in rows that may keep no key", hint="fill with -inf")
+    return torch.where(torch.any(kept, -1, True), attended, torch.mean(v, -2, True))
+
+
+def _drawing(rule: Rule) -> Rule:
+    """The same rule, allowed to draw other numbers."""
+    name = rule.id.replace("attention.", "attention_dropout.")
+    return Rule(name, rule.pattern, rule.body, numerics="reassociates", rng="changes", optional=True)
+
+
+_FUSIONS = (fuse, fuse_scaled_bias, fuse_filled, *HEADS)
+
+ATTENTION = RuleSet("attention", EINSUM, RuleSet("attention.fusions", *_FUSIONS), CLEANUP)
+ATTENTION_DROPOUT = RuleSet(
+    "attention_dropout", EINSUM, RuleSet("attention_dropout.fusions", *map(_drawing, _FUSIONS)), CLEANUP
+)

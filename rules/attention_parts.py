@@ -1,0 +1,166 @@
+"""What attention rules share: the captures, the terms made of them, the conditions, and the operator itself.
+
+Shapes: q [*, L, E], kt [*, E, S] (the keys, transposed as the product of the scores reads them), v [*, S, D]; `*` is a
+batch, or batch and heads. k and v may have size 1 there where q has more; they are expanded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+from torch import fx
+
+from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, where
+from fxrewrite.ops import value
+from fxrewrite.spmd import is_same_size
+
+__all__ = [
+    "BIAS",
+    "DIVISOR",
+    "KT",
+    "MASK",
+    "SCALE",
+    "Q",
+    "V",
+    "attend",
+    "divides",
+    "fusion",
+    "is_mask",
+    "is_number",
+    "scaled",
+    "weights",
+]
+
+# torch functions build terms out of terms, which torch's stubs do not know
+Q: Any = cap("q")
+KT: Any = cap("kt")
+V: Any = cap("v")
+BIAS: Any = cap("bias")
+MASK: Any = cap("mask")
+SCALE: Any = cap("scale", Literal)
+DIVISOR: Any = cap("divisor", Literal)
+
+
+def scaled(scores: Any) -> Any:
+    """Scores by a number, or as they are."""
+    return either(scores * SCALE, scores / DIVISOR, scores)
+
+
+def weights(scores: Any) -> Any:
+    """A softmax over the keys, in any precision, and a dropout, or none."""
+    softmax = op("softmax", maybe(op("to", scores, cap("wide", Literal))), -1, cap("dtype", Literal))
+    cast_back = chain(softmax, "to", "type_as", "torch.Tensor.type", most=1)  # to v's dtype, or no product would follow
+    return maybe(op("dropout", cast_back, cap("p", Literal), cap("train", Literal)))
+
+
+def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
+    """A rule whose pattern is a product of `weights` and V; it lacks its replacement."""
+    pattern = Pattern((weighted,), (*_OPERANDS, *_SCALES, *_SOFTMAX, *conditions))
+    return Rule(f"attention.{name}", pattern, numerics="reassociates", optional=True)
+
+
+def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:
+    """scaled_dot_product_attention, with the dropout of the match, and its scale where none is given.
+
+    Operands of three dimensions get a batch of one around them: no fused kernel takes three.
+    """
+    k, v = _expanded(k, q), _expanded(v, q)
+    dropout_p = float(match["p"]) if match["p"] and match["train"] else 0.0
+    scale = _scale(match) if scale is None else scale
+    if q.ndim == 4:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+    q, k, v = (torch.unsqueeze(x, 0) for x in (q, k, v))
+    if mask is not None and mask.ndim == 3:
+        mask = torch.unsqueeze(mask, 0)
+    return torch.select(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale), 0, 0)
+
+
+def keys(kt: Any) -> Any:
+    """k of k^T."""
+    return torch.transpose(kt, -2, -1)
+
+
+def add(bias: Any, mask: Any) -> Any:
+    """Their sum, or the one that is there."""
+    return mask if bias is None else bias if mask is None else bias + mask
+
+
+def _scale(match: Match) -> float:
+    if match["divisor"] is not None:
+        return 1.0 / match["divisor"]
+    return 1.0 if match["scale"] is None else float(match["scale"])
+
+
+def _expanded(x: Any, q: Any) -> Any:
+    """`x` with the batch and heads of q: the fused kernels do not broadcast."""
+    pairs = zip(value(x.node).shape[:-2], value(q.node).shape[:-2], strict=True)
+    fits = [is_same_size(a, b) for a, b in pairs]
+    return x if all(fits) else x.expand(*(-1 if same else q.shape[dim] for dim, same in enumerate(fits)), -1, -1)
+
+
+def is_mask(name: str, *dtypes: torch.dtype) -> tuple[Constraint, ...]:
+    """The capture broadcasts to the scores, and has two dimensions or more; its dtype is q's where none is given."""
+    is_dtype = where.dtype(name, *dtypes) if dtypes else where.same_dtype("q", name)
+    return is_dtype, where.predicate(name, "q", "kt", text="broadcasts_to_scores")(_broadcasts_to_scores)
+
+
+def _broadcasts_to_scores(mask: fx.Node, q: fx.Node, kt: fx.Node) -> bool | str:
+    found = tuple(value(mask).shape)
+    scores = (*value(q).shape[:-1], value(kt).shape[-1])
+    if not 2 <= len(found) <= len(scores):
+        return f"the mask has rank {len(found)}, the scores have {len(scores)}"
+    pairs = zip(reversed(found), reversed(scores), strict=False)
+    fits = all(is_same_size(a, 1) or is_same_size(a, b) for a, b in pairs)
+    return fits or f"the mask has shape {found}, the scores have {scores}"
+
+
+@where.predicate("q", "kt", "v", text="fit")
+def _fit(q: fx.Node, kt: fx.Node, v: fx.Node) -> bool | str:
+    """A product broadcasts q to the batch of k and v too; q would have to be repeated for that, which nobody writes."""
+    shapes = [tuple(value(node).shape) for node in (q, kt, v)]
+    ranks = [len(shape) for shape in shapes]
+    if ranks not in ([3] * 3, [4] * 3):
+        return f"the ranks are {', '.join(map(str, ranks))}"
+    batch, *others = (shape[:-2] for shape in shapes)
+    for name, other in zip(("k", "v"), others, strict=True):
+        if not all(is_same_size(a, 1) or is_same_size(a, b) for a, b in zip(other, batch, strict=True)):
+            return f"batch and heads of {name} are {other}, of q {batch}"
+    return True
+
+
+def _is_no_narrower(q: fx.Node, dtype: Any) -> bool | str:
+    """The operator's softmax is never narrower than its operands: it would not round where a narrower one does."""
+    own = value(q).dtype
+    is_wider = isinstance(dtype, torch.dtype) and torch.promote_types(own, dtype) == dtype
+    return is_wider or f"the softmax is in {dtype}, the operands in {own}"
+
+
+def is_number(name: str) -> Constraint:
+    """The capture is a finite real number."""
+    return where.predicate(name, text="is_number")(_is_number)
+
+
+def divides(name: str) -> Constraint:
+    """The capture is a finite real number other than 0."""
+    return where.predicate(name, text="divides")(_divides)
+
+
+def _is_number(number: Any) -> bool | str:
+    is_real = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return (is_real and math.isfinite(number)) or f"{number!r} is no finite number"
+
+
+def _divides(number: Any) -> bool | str:
+    return "a division by 0" if number == 0 else _is_number(number)
+
+
+_OPERANDS = (
+    where.dtype("q", torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    where.same_dtype("q", "kt", "v"),
+    _fit,
+)
+_SCALES = (is_number("scale"), divides("divisor"))
+_SOFTMAX = tuple(where.predicate("q", name, text="is_no_narrower")(_is_no_narrower) for name in ("wide", "dtype"))
