@@ -16,7 +16,10 @@ def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
 
     Nodes keep their names, metadata is copied one level deep; parameters, buffers and fake values are shared.
     """
-    new = fx.GraphModule(gm, copy.deepcopy(gm.graph), type(gm).__name__)
+    graph = copy.deepcopy(gm.graph)
+    for old, node in zip(gm.graph.nodes, graph.nodes, strict=True):
+        node.name = old.name  # FX renames a copy that is named like a builtin; torch.export has inputs named `input`
+    new = fx.GraphModule(gm, graph, type(gm).__name__)
     new.meta = dict(gm.meta)
     new.train(gm.training)
     for path, body in bodies(gm):
