@@ -46,8 +46,8 @@ _COMBINATORS: dict[str, Callable[..., Term]] = {
     "chain": chain,
     "siblings": siblings,
 }
-_WORDS = frozenset({*_PREFIXES, *_COMBINATORS, "op", "slice", "float"})
-"""Words of the language; an operator of that name stands as `op("aten::slice", ...)`."""
+_WORDS = frozenset({*_PREFIXES, *_COMBINATORS, "op", "float"})
+"""Words of the language; an operator of that name stands as `op("aten::any", ...)`."""
 _TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
 
@@ -186,8 +186,8 @@ class _Parser:
         if name == "float" and len(args) == 1 and args[0] in ("inf", "-inf", "nan"):
             return float(args[0])
         try:
-            if name == "slice":
-                return slice(*args, **kwargs)
+            if name == "slice" and args and all(arg is None or type(arg) is int for arg in args):
+                return slice(*args)  # a bound of an index; the operator reads a value
             if name == "op":
                 return _named_op(*args, **kwargs)
             if name in _COMBINATORS:

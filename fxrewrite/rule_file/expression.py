@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -148,5 +149,5 @@ def _misplaced(node: ast.expr, captures: tuple[str, ...], in_index: bool = False
 
 
 def _column(text: str, node: ast.expr) -> int:
-    line = text.splitlines()[node.lineno - 1]
+    line = re.split(r"\r\n|\r|\n", text)[node.lineno - 1]
     return len(line.encode()[: node.col_offset].decode()) + 1

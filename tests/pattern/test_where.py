@@ -241,6 +241,22 @@ def test_what_is_no_constraint(text: str, column: int, message: str) -> None:
     assert message in str(raised.value)
 
 
+words = "rank( size( dtype( x ) , 1 - == in { } float32 'a\u2028b' ß \n \r \0 not lambda: torch. [ ] ( : ** ... = #"
+pieces = st.sampled_from([f"{space}{word}" for word in words.split(" ") for space in ("", " ")])
+
+
+@given(st.lists(pieces, max_size=12).map("".join))
+def test_whatever_the_text_it_is_a_constraint_or_an_error(text: str) -> None:
+    message = ""
+    try:
+        constraint = where.parse(text)
+    except RuleDefinitionError as error:
+        message = str(error)
+    else:
+        assert where.parse(str(constraint)) == constraint
+    assert not message or message.startswith(f"constraint {text!r}, column ")
+
+
 def test_constraints_that_make_no_sense_as_written() -> None:
     for make, message in (
         (lambda: where.size("x", 0, "=", 4), "'=' is none of ==, !="),

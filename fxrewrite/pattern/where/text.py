@@ -6,6 +6,7 @@ A text is parsed as a Python expression and walked over a list of allowed forms;
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -83,7 +84,7 @@ class _Reader:
             raise self._error(0, str(error) or "it is nested too deeply") from error
 
     def error(self, node: ast.expr, what: str) -> RuleDefinitionError:
-        line = self.text[self.indent :].splitlines()[node.lineno - 1]
+        line = re.split(r"\r\n|\r|\n", self.text[self.indent :])[node.lineno - 1]
         return self._error(len(line.encode()[: node.col_offset].decode()), what)
 
     def _error(self, offset: int, what: str) -> RuleDefinitionError:
