@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite.errors import FixpointError, MatchExpectationError, RefusedError, RuleDefinitionError, refuse
 from fxrewrite.graph.edit import Edit
-from fxrewrite.pattern import where
+from fxrewrite.pattern import Pattern, cap, op, where
 from fxrewrite.plan import Plan, RuleSet, Step
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule, rule
@@ -306,3 +306,11 @@ def test_a_plan_that_does_nothing_leaves_graph_and_guards_alone() -> None:
         assert RuleSet("s", none).apply(gm).rewrites == 0
     assert state(gm) == before
     assert shape_env.guards == guards
+
+
+def test_a_digest_follows_globals_and_not_attributes_of_their_name() -> None:
+    """`relu` below is a rule in this module, and what the replacement calls is `F.relu`."""
+    namespace = {"F": F, "relu": object()}
+    exec("def replacement(x):\n    return F.relu(x)", namespace)
+    plan = RuleSet("s", Rule("t.relu", Pattern((op("tanh", cap("x")),)), namespace["replacement"])).once()
+    assert plan.digest() is not None

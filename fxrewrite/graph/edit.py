@@ -7,6 +7,7 @@ so nothing that a rule holds in its hands disappears under it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -94,6 +95,13 @@ class Edit:
         for body in self._bodies or ():
             yield body
             yield from body._opened()
+
+    @functools.cached_property
+    def is_aten(self) -> bool:
+        """Whether the graph calls overloads of ATen, as normalized and exported ones do, or functions of torch."""
+        calls = (n for n in self.graph.nodes if n.op == "call_method" or "::" in ops.key(n))
+        first = next(calls, None)
+        return first is not None and isinstance(first.target, torch._ops.OpOverload)
 
     @property
     def num_changes(self) -> int:

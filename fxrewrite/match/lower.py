@@ -134,14 +134,25 @@ def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
     names = tuple(name for name, _ in term.args)
     is_called = (Test("operator", path, term.key), Test("arguments", path, names))
     head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
-    orders = [names]
-    commutes = ops.is_commutative(term.key) and set(names) == {"self", "other"} and not term.loose
-    if commutes and term.args[0][1] != term.args[1][1]:
-        orders.append(names[::-1])
-    for order in orders:
+    for order in _orders(term, names):
         arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
         for parts in _product(arguments):
             yield sum(parts, head)
+
+
+def _orders(term: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """The orders in which the operands can stand; a number stands behind a value of the graph (see `Arguments`)."""
+    commutes = ops.is_commutative(term.key) and set(names) == {"self", "other"} and not term.loose
+    if not commutes or term.args[0][1] == term.args[1][1]:
+        return [names]
+    first_is_number, second_is_number = (_is_number(part) for _, part in term.args)
+    if first_is_number != second_is_number:
+        return [names[::-1] if first_is_number else names]
+    return [names, names[::-1]]
+
+
+def _is_number(term: Term) -> bool:
+    return isinstance(term, LiteralValue) or (isinstance(term, Capture) and term.kind == "literal")
 
 
 def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:

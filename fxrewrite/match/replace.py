@@ -124,7 +124,7 @@ class Replacer(TracerBase):
         self._before = before
         self._like = like
         self._rule = rule
-        self._is_aten = isinstance(like.target, torch._ops.OpOverload)
+        self._is_aten = isinstance(like.target, torch._ops.OpOverload) or edit.is_aten
         self._proxies: dict[fx.Node, NodeProxy] = {}
 
     def proxy(self, node: fx.Node) -> NodeProxy:

@@ -241,15 +241,17 @@ class Arguments:
     """The `arguments` test at one place: all arguments that the pattern names exist, all others are at their defaults.
 
     What it means for a way of writing the call is worked out once. A candidate that passes has the arguments that need
-    no conversion at hand, which is what the tests behind this one ask for.
+    no conversion at hand, which is what the tests behind this one ask for; of two operands that commute, the number
+    stands second.
     """
 
-    __slots__ = ("_known", "mentioned", "path")
+    __slots__ = ("_known", "_other", "_self", "mentioned", "path")
 
     def __init__(self, test: Test) -> None:
         self.path = test.path
         self.mentioned: tuple[str, ...] = test.value
-        self._known: dict[ops.Layout, tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...]]] = {}
+        self._known: dict[ops.Layout, tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...], bool]] = {}
+        self._self, self._other = test.path / "self", test.path / "other"
 
     def hold(self, candidate: Candidate) -> bool:
         """Whether they are as the pattern says."""
@@ -258,21 +260,30 @@ class Arguments:
         if layout is None:
             return False
         known = self._known.get(layout)
-        others, plain = known if known is not None else self._work_out(layout)
+        others, plain, commutes = known if known is not None else self._work_out(layout, candidate)
         if others is None:
             return False
         values = candidate.values
         args = values[path].args
         for child, index in plain:
             values[child] = args[index]
+        if commutes:
+            first, second = candidate.value(self._self), candidate.value(self._other)
+            if not isinstance(first, fx.Node) and isinstance(second, fx.Node):
+                values[self._self], values[self._other] = second, first
         return not others or all(_is_default(candidate.value(path / name), layout.defaults[name]) for name in others)
 
-    def _work_out(self, layout: ops.Layout) -> tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...]]:
-        """The names to compare with their defaults, None where the call cannot be it; and where plain arguments are."""
+    def _work_out(
+        self, layout: ops.Layout, candidate: Candidate
+    ) -> tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...], bool]:
+        """The names to compare with their defaults, None where the call cannot be it; where plain arguments are; and
+        whether the operands commute.
+        """
         others = tuple(name for name in layout.given if name not in self.mentioned)
         fits = set(self.mentioned) <= set(layout.names) and set(others) <= layout.defaults.keys()
         plain = tuple((self.path / name, index) for name, index in layout.plain.items() if name in self.mentioned)
-        self._known[layout] = known = (others if fits else None, plain)
+        commutes = set(self.mentioned) == {"self", "other"} and ops.is_commutative(ops.key(candidate.value(self.path)))
+        self._known[layout] = known = (others if fits else None, plain, commutes)
         return known
 
 

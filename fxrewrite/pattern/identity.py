@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import enum
 import functools
 import types
@@ -111,7 +112,8 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Iterator[st
 
 
 def _names(code: types.CodeType) -> list[str]:
-    found = set(code.co_names)
+    """The globals that the code reads; names of attributes are not among them."""
+    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found.update(_names(constant))

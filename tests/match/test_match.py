@@ -10,6 +10,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from fxrewrite.match import Match, Program, explain
+from fxrewrite.match.lower import lower
 from fxrewrite.pattern import Literal, Maybe, either, loose, maybe, op, shared, trace, where
 
 
@@ -226,3 +227,27 @@ def test_frozen_values_of_ours_compare_with_equality() -> None:
     for source, expected in ((Shard(1), 1), (Shard(3), 0)):
         pattern = trace(lambda x: op(redistribute, x, source, Shard(2)))  # noqa: B023
         assert explain(pattern, graph.nodes).num_matches == expected
+
+
+def test_a_number_behind_a_commutative_operator_is_read_in_one_place() -> None:
+    """Five constants are one reading, not 32: compile time does not grow with each."""
+    pattern = trace(lambda x: 0.5 * (x + 1.0) * (2.0 * x + 3.0) * 4.0)
+    assert len(lower(pattern)) == 2  # the one product of two values, and its mirror image
+
+    def model(x):
+        return 4.0 * ((3.0 + x * 2.0) * ((1.0 + x) * 0.5))
+
+    program = Program([("it", pattern)])
+    found = [m for node, key in program.roots(graph_of(model).graph.nodes) for _, m in program.find(node, key)]
+    assert len({m.root for m in found}) == 1
+    assert explain(pattern, graph_of(model).graph.nodes).num_matches == 1
+
+
+def test_a_captured_number_commutes_too() -> None:
+    def scaled(x, scale: Literal):
+        return torch.tanh(x * scale)
+
+    for function in (lambda x: torch.tanh(2.0 * x), lambda x: torch.tanh(x * 2.0), lambda x: torch.tanh(x.mul(2.0))):
+        (match,) = matches(scaled, function)
+        assert match["scale"] == 2.0
+        assert match["x"].name == "x"
