@@ -46,7 +46,7 @@ def is_same_size(a: Size, b: Size) -> bool:
 
 def is_always(condition: bool | torch.SymBool) -> bool:
     """Whether a comparison of sizes is true for every length that the graph admits; never adds a guard."""
-    return statically_known_true(condition)
+    return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
 def is_read_from_data(size: Size | torch.SymFloat) -> bool:
