@@ -258,7 +258,9 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
         class Verdict(SimpleNamespace):
             def __str__(self) -> str:
-                return "holds on 7 inputs" if self.ok else "differs\n  x = torch.ones(1)"
+                if self.ok:
+                    return f"{rule.id}: tested on 7 samples, no difference\n  gradients compared on 7"
+                return f"{rule.id}: false: values differ (sample 2)\nx = torch.ones(1)"
 
         return Verdict(ok=rule.id != "mine.never")
 
@@ -268,7 +270,10 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 def test_verify_prints_a_line_a_rule(run: Any, verified: list[tuple[str, int, int]]) -> None:
     done = run("verify", "silu.py:RULES", "--samples", "7", "--seed", "3")
-    assert (done.status, done.out) == (0, "ok      mine.use_silu  holds on 7 inputs\n1 of 1 rules hold\n")
+    assert (done.status, done.out) == (
+        0,
+        "ok      mine.use_silu  tested on 7 samples, no difference\n1 of 1 rules passed\n",
+    )
     assert verified == [("mine.use_silu", 7, 3)]
 
 
@@ -276,10 +281,10 @@ def test_verify_ends_with_status_1_when_a_rule_fails(run: Any, verified: list[tu
     done = run("verify", "more.py:BOTH")
     assert done.status == 1
     assert done.out == (
-        "ok      mine.use_silu  holds on 7 inputs\n"
-        "FAILED  mine.never     differs\n"
-        "          x = torch.ones(1)\n"
-        "1 of 2 rules hold\n"
+        "ok      mine.use_silu  tested on 7 samples, no difference\n"
+        "FAILED  mine.never     false: values differ (sample 2)\n"
+        "\nx = torch.ones(1)\n\n"
+        "1 of 2 rules passed\n"
     )
     done = run("verify", "more.py:ENDLESS", "--json")
     assert done.status == 1

@@ -111,15 +111,13 @@ def verify(arguments: Namespace, say: Say) -> Answer:
             ok, text = bool(verdict.ok), str(verdict)
         except FxRewriteError as error:  # a rule that cannot be run does not hide the others
             ok, text = False, str(error)
-        first, *more = text.splitlines() or [""]
-        say(
-            "\n".join(
-                [f"{'ok' if ok else 'FAILED':6}  {rule.id:{width}}  {first}", *(f"        {line}" for line in more)]
-            )
-        )
+        first, _, more = text.removeprefix(f"{rule.id}: ").partition("\n")
+        say(f"{'ok' if ok else 'FAILED':6}  {rule.id:{width}}  {first}")
+        if not ok and more:  # not indented: the counterexample is a program to be copied
+            say(f"\n{more}\n")
         data.append({"rule": rule.id, "ok": ok, "verdict": text})
     failed = sum(not row["ok"] for row in data)
-    say(f"{len(data) - failed} of {len(data)} rules hold")
+    say(f"{len(data) - failed} of {len(data)} rules passed")
     return Answer(data, 1 if failed else 0)
 
 
