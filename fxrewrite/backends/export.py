@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 from torch._export.verifier import SpecViolationError
-from torch.export import ExportedProgram
+from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import (
     ArgumentSpec,
     ExportGraphSignature,
@@ -65,8 +65,8 @@ def apply_to_export(
             graph=gm.graph,
             graph_signature=signature,
             state_dict=program.state_dict,
-            range_constraints=copy.deepcopy(program.range_constraints),
-            module_call_graph=copy.deepcopy(program.module_call_graph),
+            range_constraints=dict(program.range_constraints),
+            module_call_graph=[_copy_entry(entry) for entry in program.module_call_graph],
             example_inputs=program.example_inputs,
             constants=program.constants,
             verifiers=program.verifiers,
@@ -78,6 +78,15 @@ def apply_to_export(
     if on_report is not None:
         on_report(report)
     return result
+
+
+def _copy_entry(entry: ModuleCallEntry) -> ModuleCallEntry:
+    """The entry with names of its own: the program renames them in place. Tree specifications are shared."""
+    signature = entry.signature
+    if signature is not None:
+        inputs, outputs = ([copy.copy(arg) for arg in args] for args in (signature.inputs, signature.outputs))
+        signature = dataclasses.replace(signature, inputs=inputs, outputs=outputs)
+    return dataclasses.replace(entry, signature=signature)
 
 
 def _signature(old: ExportGraphSignature, gm: fx.GraphModule) -> ExportGraphSignature:

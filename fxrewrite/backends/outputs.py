@@ -45,9 +45,9 @@ class _Promise:
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
         self._inputs = _inputs(gm)
-        outputs = _outputs(gm)
-        self._shared = _shared(outputs)
-        self._differentiable = [_requires_grad(output) for output in outputs]
+        self._outputs = _outputs(gm)
+        self._shared = _shared(self._outputs)
+        self._differentiable = [_requires_grad(output) for output in self._outputs]
 
     def keep(self) -> None:
         """Copy outputs that share more memory than before, and let values require gradients that did."""
@@ -57,9 +57,9 @@ class _Promise:
             raise InvariantError(
                 f"the plan changed the graph's inputs, which its caller passes: {was} before, {is_now} after"
             )
-        if len(outputs) != len(self._shared):
+        if len(outputs) != len(self._outputs):
             raise InvariantError(
-                f"the plan changed the number of the graph's outputs, which its caller counts: {len(self._shared)} "
+                f"the plan changed the number of the graph's outputs, which its caller counts: {len(self._outputs)} "
                 f"before, {len(outputs)} after"
             )
         for output, required in zip(outputs, self._differentiable, strict=True):
@@ -83,8 +83,10 @@ class _Promise:
             end = self._gm.graph.output_node()
             outputs, spec = tree_flatten(end.args)
             for index in indices:
-                old = outputs[index]
-                outputs[index] = edit.call(torch.ops.aten.clone.default, (old,), before=end, like=old)
+                like = self._outputs[
+                    index
+                ]  # what was fresh says where it came from, the input that stands there does not
+                outputs[index] = edit.call(torch.ops.aten.clone.default, (outputs[index],), before=end, like=like)
             edit.set_args(end, tree_unflatten(outputs, spec))
 
 
