@@ -25,11 +25,13 @@ __all__ = [
     "SCALE",
     "Q",
     "V",
+    "add",
     "attend",
     "divides",
     "fusion",
     "is_mask",
     "is_number",
+    "keys",
     "scaled",
     "weights",
 ]

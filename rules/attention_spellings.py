@@ -8,7 +8,7 @@ Matches every einsum of two operands that is one product of matrices: each index
 batch), in both operands alone (exactly one), or in one of them and the result (one each). Leaves alone, in these
 words, "bqhd,bkd->bhqk is no product of matrices: its rows are h, q". Inner transposes are transpose, permute and mT;
 other users keep them. A division by s is a scale of c / s; a scale that is a tensor stays where it is.
-Numerics: einsum and transposes exact, scales reassociate.
+Numerics: transposes exact, einsum and scales reassociate.
 Source: PyTorch, aten/src/ATen/native/Linear.cpp (einsum), torch/nn/functional.py (scaled_dot_product_attention).
 """
 
@@ -53,6 +53,7 @@ def _is_product(equation: str) -> bool | str:
 einsum_to_matmul = Rule(
     "attention.einsum_to_matmul",
     Pattern((op("einsum", cap("equation", Literal), [cap("x"), cap("y")]),), (_is_product,)),
+    numerics="reassociates",
     optional=True,
 )
 

@@ -228,6 +228,38 @@ KEPT: dict[str, tuple[Function, str, str]] = {
         "fuse",
         "the mask has rank 1, the scores have 4",
     ),
+    "bias of one dimension": (
+        lambda q, k, v, m, h: torch.softmax(q @ k.mT + m[0, 0, 0] + m, -1) @ v,
+        "fuse",
+        "the mask has rank 1, the scores have 4",
+    ),
+    "scaled bias of one dimension": (
+        lambda q, k, v, m, h: torch.softmax((q @ k.mT + m[0, 0, 0]) / 3.0, -1) @ v,
+        "fuse_scaled_bias",
+        "the mask has rank 1, the scores have 4",
+    ),
+    "bmm with a mask of one dimension": (
+        lambda q, k, v, m, h: torch.bmm((torch.bmm(q[0], k[0].mT) + m[0, 0, 0]).softmax(-1), v[0]),
+        "fuse_bmm",
+        "the mask has rank 1, the scores have 3",
+    ),
+    "baddbmm times infinity": (
+        lambda q, k, v, m, h: torch.bmm(torch.baddbmm(m[0], q[0], k[0].mT, alpha=math.inf).softmax(-1), v[0]),
+        "fuse_bmm",
+        "inf is no finite number",
+    ),
+    "mask of another dtype behind a view": (
+        lambda q, k, v, m, h: torch.bmm(
+            F.softmax(torch.bmm(q[0], k[0].mT).view(B, 2, L, L) + m.float(), -1).view(H, L, L), v[0]
+        ),
+        "fuse_split_heads",
+        "dtypes are float64, float32",
+    ),
+    "query by zero": (
+        lambda q, k, v, m, h: F.scaled_dot_product_attention(q / 0.0, k, v),
+        "fold_query_scale",
+        "a division by 0",
+    ),
     "mask of no dimension": (
         lambda q, k, v, m, h: torch.softmax(q @ k.mT + m[0, 0, 0, 0], -1) @ v,
         "fuse",
