@@ -17,8 +17,8 @@ dimension, scores scaled by a tensor, and, in these words:
     "the softmax is in torch.float32, the operands in torch.float64": the operator would not round there. So the eager
     attention of Llama, whose softmax is always in float32, stays in a float64 model.
     "a score may be as low as -100.0", a fill that does not hide: it must be -65504 or less
-Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be others, of the same distribution (fused kernels
-draw in their own order).
+Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be others, of the same distribution
+(fused kernels draw in their own order).
 Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite one the original
 attends to all keys alike, without a gradient to q and k, and so does the replacement, at the cost of a mean. Where it
 is the bias that hides all kept keys of a row, values are equal, and gradients of q and k are not. A mask that is added
