@@ -198,7 +198,7 @@ def rule(
     id: str,  # noqa: A002
     *,
     numerics: Numerics = "exact",
-    where: Sequence[Constraint] = (),
+    where: Sequence[Constraint | str] = (),
     rng: Rng = "preserves",
     shapes: Shapes = "preserves",
     optional: bool = False,
@@ -207,7 +207,8 @@ def rule(
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Decorator: the pattern function becomes a `Rule`; its `.replacement` takes the other half.
 
-    Parameters of the pattern capture nodes; annotated `Literal` a Python value, `Maybe` a node or None, `Any` anything.
+    Parameters of the pattern capture nodes; annotated `Literal` a Python value, `Maybe` a node or None, `Param` a
+    parameter, `Any` anything. Constraints in `where` may be texts: `where=["rank(x) == 4"]`.
 
     Raises:
         RuleDefinitionError: the pattern cannot be traced; see `fxrewrite.pattern.trace`.

@@ -4,12 +4,14 @@ import ast
 import importlib
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+RULE_SETS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["fxrewrite.rules"]
 
 
 def run_python(program: str, *, cwd: Path) -> str:
@@ -98,5 +100,11 @@ def test_the_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: P
         "print(sorted(entry.group + ':' + entry.name for entry in entries))"
     )
     assert run_python(program, cwd=tmp_path) == str(
-        ["console_scripts:autosp", "pytest11:fxrewrite", "torch_dynamo_backends:autosp"]
+        [
+            "console_scripts:autosp",
+            "console_scripts:fxrewrite",
+            *(f"fxrewrite.rules:{name}" for name in sorted(RULE_SETS)),
+            "pytest11:fxrewrite",
+            "torch_dynamo_backends:autosp",
+        ]
     )

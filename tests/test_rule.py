@@ -10,7 +10,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite.errors import FxRewriteError, RefusedError, RuleDefinitionError, refuse
-from fxrewrite.pattern import Literal, Pattern, cap, loose, op, shared, where
+from fxrewrite.pattern import Literal, Pattern, cap, loose, op, shared, trace, where
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule, rule
@@ -437,3 +437,36 @@ def test_errors_of_a_replacement_name_rule_and_node() -> None:
     gm = traced(lambda x: torch.relu(x), X)
     with pytest.raises(FxRewriteError, match=r"test.it: the replacement raised RuntimeError at %relu"):
         apply(gm, made(lambda x: torch.relu(x), lambda x: torch.matmul(x, x)))
+
+
+def test_a_graph_whose_nodes_have_fake_modes_of_their_own_can_be_rewritten() -> None:
+    """make_fx with real inputs leaves such values."""
+    gm = make_fx(lambda x: x * 2.0 * 3.0)(torch.rand(4))
+
+    def pattern(x, a: Literal, b: Literal):
+        return x * a * b
+
+    rules = RuleSet("s", Rule("t.scale", trace(pattern), lambda x, a, b: torch.neg(torch.neg(x)) * (a * b)))
+    assert rules.apply(gm).rewrites == 1
+    torch.testing.assert_close(gm(torch.ones(4)), torch.full((4,), 6.0))
+
+
+def test_an_operator_without_a_tensor_argument_becomes_an_overload() -> None:
+    gm = make_fx(torch.relu, tracing_mode="fake")(torch.rand(4))
+
+    def replacement(match, x):
+        return torch.maximum(x, match.call(aten.full, [4], 0.0))
+
+    rules = RuleSet("s", Rule("t.relu", trace(lambda x: torch.relu(x)), replacement))
+    assert rules.apply(gm).rewrites == 1
+    assert [n.target for n in gm.graph.find_nodes(op="call_function", target=aten.full.default)]
+
+
+def test_a_literal_that_is_none_is_tested() -> None:
+    def pattern(x, eps: Literal):
+        return torch.rms_norm(x, [4], None, eps)
+
+    gm = make_fx(lambda x: torch.rms_norm(x, [4]), tracing_mode="fake", pre_dispatch=True)(torch.rand(4))
+    found = Rule("t.norm", trace(pattern, ["eps > 0"])).explain(gm)
+    assert found.num_matches == 0
+    assert found.misses[0].reason == "constraint"

@@ -226,13 +226,23 @@ class Edit:
     def _input_value(self, node: fx.Node) -> Any:
         found = ops.value(node)
         if found is not ops.MISSING:
-            return found
+            return self._adopted(found) if isinstance(found, FakeTensor) else found
         if node.op == "get_attr":
             return self._attribute(str(node.target))
         raise InvariantError(
             f"%{node.name} has no value in its metadata, so none can be computed for its new user; "
             "propagate fake values through the graph first, or pass val="
         )
+
+    def _adopted(self, fake: FakeTensor) -> FakeTensor:
+        """The value in the graph's own mode: make_fx with real inputs gives every node a mode of its own."""
+        mode = self.fake_mode
+        assert mode is not None
+        symbolic = any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride()))
+        if fake.fake_mode is mode or symbolic:
+            return fake
+        with mode:
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)  # pyright: ignore[reportReturnType]
 
     def _attribute(self, path: str) -> Any:
         """The fake value of a parameter, a buffer or a submodule that a `get_attr` node reads."""

@@ -122,7 +122,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
                 kept.add(node)
     captures = {name: None if path is None else value(path) for name, path in variant.captures.items()}
     for count, constraint in enumerate(pattern.where):
-        if any(captures[name] is None for name in constraint.names):
+        if any(captures[name] is None and name not in variant.literals for name in constraint.names):
             continue  # a constraint speaks of what was captured
         why_not = constraint.why_not(captures)
         if why_not:

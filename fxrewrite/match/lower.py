@@ -55,6 +55,7 @@ class Variant:
         captures: name -> path; None for a name of an alternative that is not taken.
         inner: paths of operators below the outputs, users before what they use.
         shared: those of them that may have users outside the match.
+        literals: captures for which None is a value like any other.
         siblings: for a pattern of siblings, the way from what they share up to one of them.
         least: how many siblings there must be.
     """
@@ -64,6 +65,7 @@ class Variant:
     captures: dict[str, Path | None]
     inner: tuple[Path, ...]
     shared: frozenset[Path]
+    literals: frozenset[str] = frozenset()
     siblings: Link | None = None
     least: int = 0
 
@@ -203,16 +205,17 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern) -> Variant:
     named = {capture.name: captures.get(capture.name) for capture in pattern.captures}
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
+    literals = frozenset(c.name for c in pattern.captures if c.kind == "literal" and c.name in captures)
     first = pattern.outputs[0]
     if not isinstance(first, Siblings):
-        return Variant(tuple(stages), tuple(links), named, inner, shared)
+        return Variant(tuple(stages), tuple(links), named, inner, shared, literals)
     on = captures.get(first.on)
     if on is None:
         raise RuleDefinitionError(
             f"pattern {pattern}: a reading of it does not capture {first.on}, what they have in common"
         )
     link = Link(0, ((on, _climb_keys(on, parts[0])),))
-    return Variant(tuple(stages), (), named, inner, shared, link, first.least)
+    return Variant(tuple(stages), (), named, inner, shared, literals, link, first.least)
 
 
 def _above(path: Path) -> Iterator[Path]:

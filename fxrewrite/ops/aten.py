@@ -41,7 +41,8 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
     except BindingError:
         return emit(target, args, kwargs)
     overload = layout.overload
-    if overload is None or not any(isinstance(a, fx.Node) and not _is_number(a) for a in _leaves((args, kwargs))):
+    has_tensor = any(isinstance(a, fx.Node) and not _is_number(a) for a in _leaves((args, kwargs)))
+    if overload is None or not (has_tensor or isinstance(target, torch._ops.OpOverloadPacket)):
         return emit(target, args, kwargs)
     bound = layout.bind(args, kwargs)
     left = bound.get("self")

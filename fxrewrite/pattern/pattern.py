@@ -12,6 +12,7 @@ from fxrewrite.pattern.combinators import Literal, Param
 from fxrewrite.pattern.terms import Capture, CaptureKind, Either, Maybe, Op, Siblings, Term, as_term, subterms
 from fxrewrite.pattern.text import parse_term, term_text
 from fxrewrite.pattern.where import Constraint
+from fxrewrite.pattern.where import parse as parse_constraint
 
 __all__ = ["ROOT", "Pattern", "parse", "trace"]
 
@@ -33,7 +34,7 @@ class Pattern:
 
     Attributes:
         outputs: the values that the replacement replaces; everything else in the match goes with them.
-        where: constraints on the captures.
+        where: constraints on the captures; one that is given as text is parsed.
     """
 
     outputs: tuple[Term, ...]
@@ -42,6 +43,8 @@ class Pattern:
     def __post_init__(self) -> None:
         if not self.outputs:
             raise RuleDefinitionError("a pattern needs an output")
+        read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in self.where)
+        object.__setattr__(self, "where", read)
         for output in self.outputs:
             if not _is_anchored(output):
                 raise RuleDefinitionError(
@@ -94,7 +97,7 @@ def _is_anchored(term: Term) -> bool:
     return isinstance(term, Op)
 
 
-def trace(function: Callable[..., Any], where: Iterable[Constraint] = ()) -> Pattern:
+def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) -> Pattern:
     """The pattern that a Python function of its captures returns; a tuple means several outputs.
 
     Parameters capture nodes, or what their annotation says: `Literal`, `Maybe` (a node or None), `Param`, `Any`.
@@ -120,7 +123,7 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint] = ()) -> Pat
     except (TypeError, AttributeError) as error:  # what torch says to a wrong call, in the words of the function
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
-    pattern = Pattern(outputs, tuple(where))
+    pattern = Pattern(outputs, tuple(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
     unused = set(captures) - set(pattern.captures)
     if unused:
         raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} stand nowhere in {pattern}")
@@ -131,7 +134,7 @@ def _is_tensor(annotation: Any) -> bool:
     return getattr(annotation, "__module__", "").startswith("torch") and getattr(annotation, "__name__", "") == "Tensor"
 
 
-def parse(text: str, where: Iterable[Constraint] = ()) -> Pattern:
+def parse(text: str, where: Iterable[Constraint | str] = ()) -> Pattern:
     """The pattern with one output, or several separated by commas in parentheses, that a text form means.
 
     Raises:
@@ -139,4 +142,5 @@ def parse(text: str, where: Iterable[Constraint] = ()) -> Pattern:
     """
     term = parse_term(text)
     items = getattr(term, "items", None)
-    return Pattern(tuple(items) if isinstance(items, tuple) else (term,), tuple(where))
+    outputs = tuple(items) if isinstance(items, tuple) else (term,)
+    return Pattern(outputs, tuple(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there

@@ -145,7 +145,8 @@ class _Parser:
         self.text = text
 
     def error(self, node: ast.expr, what: str) -> RuleDefinitionError:
-        return RuleDefinitionError(f"pattern {self.text!r}, column {node.col_offset + 1}: {what}")
+        column = len(self.text.encode()[: node.col_offset].decode()) + 1  # ast counts bytes
+        return RuleDefinitionError(f"pattern {self.text!r}, column {column}: {what}")
 
     def read(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):
