@@ -17,6 +17,8 @@ worker processes are not concerned, they come after the passes. Compiling whole 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
 from collections.abc import Generator, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, Literal, Self, TypeVar
@@ -28,9 +30,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from fxrewrite.backends.decompose import decompose
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError, InvariantError
+from fxrewrite.pattern.identity import NoIdentityError, identity
 
 __all__ = ["SLOTS", "GraphPass", "Slot", "installed"]
 
+_log = logging.getLogger(__name__)
 R = TypeVar("R")
 Slot = Literal["pre_grad", "joint", "joint_post", "post_grad_pre", "post_grad_post"]
 SLOTS: Mapping[str, str] = MappingProxyType(
@@ -61,8 +65,8 @@ class GraphPass(CustomGraphPass, Generic[R]):
         self.slot = slot
         self.reports: list[R] = []
         self._apply = apply
-        self._digest = digest
         self._context = context
+        self._uuid = _uuid(digest, context)
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite one graph in place, its module with it; behind autograd, decompose what came in.
@@ -81,7 +85,7 @@ class GraphPass(CustomGraphPass, Generic[R]):
 
     def uuid(self) -> str | None:
         """What stands for the pass in cache keys; None keeps everything that it compiles out of the caches."""
-        return self._digest or None
+        return self._uuid
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self  # inductor copies its configuration, and the pass in it must stay the one that has the reports
@@ -99,7 +103,7 @@ def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any =
             operators, for which inductor calls it by itself.
         digest: equal for equal rewrites and no others, in every process: `plan.digest()`. None means that nothing
             may be cached.
-        context: handed to `apply`.
+        context: handed to `apply`; part of the key in the caches, and nothing is cached if it has no identity.
 
     Raises:
         FxRewriteError: no such slot; or graphs are compiled in another process, where the pass would not run.
@@ -115,6 +119,17 @@ def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any =
     before = tuple(earlier) if isinstance(earlier, (list, tuple)) else () if earlier is None else (earlier,)
     with config.patch({name: (*before, ours) if before else ours}):
         yield ours
+
+
+def _uuid(digest: str | None, context: Any) -> str | None:
+    """The digest of rewrite and context together; None if either has none."""
+    if not digest or context is None:
+        return digest or None
+    try:
+        return hashlib.sha256(f"{digest}\n\n{identity(context)}".encode()).hexdigest()
+    except NoIdentityError as error:
+        _log.warning("what inductor compiles with this context is not cached: %s", error)
+        return None
 
 
 def _compiles_elsewhere() -> bool:

@@ -79,6 +79,15 @@ def test_the_digest_is_the_uuid_and_none_stays_none() -> None:
     assert GraphPass("joint", nothing, "").uuid() is None
 
 
+def test_the_uuid_covers_the_context() -> None:
+    uuids = [GraphPass("joint", nothing, "a", context).uuid() for context in (None, 2, 3, 3, object())]
+    assert uuids[0] == "a"
+    assert uuids[2] == uuids[3]
+    assert len(set(uuids)) == 4
+    assert uuids[4] is None  # it can only be told by its address, so nothing is cached
+    assert GraphPass("joint", nothing, None, 2).uuid() is None
+
+
 def test_inductor_copies_its_configuration_but_not_the_pass() -> None:
     with installed("joint", nothing, "a") as ours:
         assert config.get_config_copy()["joint_custom_pre_pass"] is ours
