@@ -136,6 +136,8 @@ def _fit(q: fx.Node, kt: fx.Node, v: fx.Node) -> bool | str:
 def _is_no_narrower(q: fx.Node, dtype: Any) -> bool | str:
     """The operator's softmax is never narrower than its operands: it would not round where a narrower one does."""
     own = value(q).dtype
+    if dtype is None:
+        return True
     is_wider = isinstance(dtype, torch.dtype) and torch.promote_types(own, dtype) == dtype
     return is_wider or f"the softmax is in {dtype}, the operands in {own}"
 
