@@ -149,7 +149,7 @@ def test_the_sessions_of_the_document(run: Any, command: str, expected: str) -> 
 
 def test_the_document_has_sessions_of_most_commands() -> None:
     assert EXAMPLE
-    assert {command.split()[0] for command, _ in SESSIONS} == {"show", "explain", "apply"}
+    assert {command.split()[0] for command, _ in SESSIONS} == {"rules", "show", "explain", "apply"}
 
 
 # rules and show

@@ -128,6 +128,15 @@ def test_a_name_registered_twice_names_both(folder: Path, ship: Callable[..., No
     assert "twice" in registered()
 
 
+def test_our_own_sets_load_and_their_rules_have_names() -> None:
+    sets = registered()
+    ours = [name for name in sets if sets.distribution(name).startswith("fxrewrite ")]
+    assert {"activations", "autosp", "normal_forms"} <= set(ours)
+    for name in ours:
+        for rule in sets[name].rules():
+            assert load(rule.id) is rule
+
+
 # What a user can name
 
 
