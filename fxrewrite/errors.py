@@ -20,6 +20,7 @@ __all__ = [
     "Refusal",
     "RefusedError",
     "RuleDefinitionError",
+    "VerificationError",
     "refuse",
 ]
 
@@ -42,6 +43,10 @@ class FixpointError(FxRewriteError):
 
 class InvariantError(FxRewriteError):
     """The graph would no longer be valid: an argument is used before it is defined, a value is missing."""
+
+
+class VerificationError(FxRewriteError):
+    """A rule was tested and is false, or could not be tested; the message is the verdict, with a counterexample."""
 
 
 class Reason(enum.StrEnum):

@@ -23,6 +23,7 @@ PRIVATE_TORCH = {
     "fxrewrite/ops/": "where operators live, to give every spelling one key",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/trial.py": "fake tensors, to trace one operator",
+    "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
 }

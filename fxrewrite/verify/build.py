@@ -1,0 +1,272 @@
+"""From a reading and values for its captures to a graph that runs: the one place that makes samples.
+
+Arguments that are not decided yet are guessed call by call, and a call is tried on small real tensors at once: a wrong
+guess costs one operator, not a graph. Fake values, which are private to torch, are made of graphs that worked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+
+from fxrewrite import ops
+from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
+from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term, subterms
+from fxrewrite.pattern.text import term_text
+from fxrewrite.pattern.where.facts import NoOtherUsers
+from fxrewrite.verify.calls import NoCallError, emit, signatures
+from fxrewrite.verify.guess import Guesses
+from fxrewrite.verify.sample import TORCH_ERRORS, Binding, Sample
+from fxrewrite.verify.tensors import TensorSpec
+
+__all__ = ["Builder", "FakeMode", "NoSampleError"]
+
+FakeMode: TypeAlias = FakeTensorMode
+"""Torch's own, under a name that is not private: all graphs of a verification share one."""
+
+_GUESSES = 24
+_ABSENT: Any = object()
+
+
+class NoSampleError(ValueError):
+    """The reading with these values is no graph that runs; says which operator stood in the way."""
+
+
+class Builder:
+    """Builds one graph; `Builder(sample).module()` with every binding decided, or `Builder(sample, guesses)`.
+
+    Attributes:
+        bindings: what the sample had, and what was guessed.
+    """
+
+    def __init__(self, sample: Sample, mode: FakeMode, guesses: Guesses | None = None) -> None:
+        self.sample = sample
+        self.bindings: dict[str, Binding] = {}
+        self._decided = sample.bindings
+        self._guesses = guesses
+        self._mode = mode
+        self._graph = fx.Graph()
+        self._last_input: fx.Node | None = None
+        self._nodes: dict[str, Any] = {}
+        self._terms: dict[Op, fx.Node] = {}
+
+    def module(self) -> fx.GraphModule:
+        """The graph, with fake values.
+
+        Raises:
+            NoSampleError: an operator does not take its arguments, or a constraint does not hold.
+        """
+        outputs = [
+            self._call(term, f"out{i}") for i, term in enumerate(self.sample.reading.outputs) if isinstance(term, Op)
+        ]
+        if self.sample.exposed:
+            shared = [node for term, node in self._terms.items() if term.shared]
+            outputs += [node for node in dict.fromkeys(shared) if node not in outputs]
+        try:
+            return fx.GraphModule(torch.nn.Module(), self._finished(outputs))
+        except TORCH_ERRORS as error:
+            raise NoSampleError(f"on fake tensors: {_first_line(error)}") from error
+
+    @property
+    def complete(self) -> Sample:
+        """The sample with what was guessed."""
+        return replace(self.sample, bindings=dict(self.bindings))
+
+    def _call(self, term: Op, path: str) -> fx.Node:
+        if (not self.sample.twice or ops.may_be_random(term.key)) and term in self._terms:
+            return self._terms[term]
+        ready: dict[str, Any] = {}
+        for name, part in term.args:
+            if any(isinstance(below, Op) for below in subterms(part)):
+                ready[name] = self._below(part, f"{path}.{name}")
+        mark = (set(self.bindings), len(self._graph.nodes))
+        problem = ""
+        for attempt in range(_GUESSES if self._guesses is not None else 1):
+            try:
+                node = self._attempt(term, path, ready, attempt)
+                self._check(set(self.bindings) - mark[0])
+            except TORCH_ERRORS as error:  # wrongly guessed, wrongly called, or what a predicate did not expect
+                problem = f"{term_text(term)}: {_first_line(error)}"
+                self._take_back(*mark)
+            else:
+                self._terms[term] = node
+                return node
+        raise NoSampleError(problem)
+
+    def _below(self, part: Term, path: str) -> Any:
+        """The operators in an argument, called; other parts of a list stay terms."""
+        if isinstance(part, Op):
+            return self._call(part, path)
+        assert isinstance(part, ListOf)
+        return [
+            self._call(item, f"{path}.{index}") if isinstance(item, Op) else item
+            for index, item in enumerate(part.items)
+        ]
+
+    def _take_back(self, names: set[str], count: int) -> None:
+        for name in [name for name in self.bindings if name not in names]:
+            del self.bindings[name]
+            self._nodes.pop(name, None)
+        for node in list(reversed(self._graph.nodes))[: len(self._graph.nodes) - count]:
+            self._graph.erase_node(node)
+        inputs = self._graph.find_nodes(op="placeholder")
+        self._last_input = inputs[-1] if inputs else None
+
+    def _attempt(self, term: Op, path: str, ready: Mapping[str, Any], attempt: int) -> fx.Node:
+        schemas = signatures(term)
+        schema = self._guesses.draw.choice(*schemas) if self._guesses is not None else schemas[0]
+        parameters = {parameter.name: parameter for parameter in schema.parameters}
+        given: dict[str, Any] = {}
+        terms = dict(term.args)
+        names = [name for name in schema.names if name in terms or term.loose] or list(terms)
+        names = [*names, *(name for name in terms if name not in names)]
+        context = [_tensor(found) for value in ready.values() for found in _flat(value) if isinstance(found, fx.Node)]
+        for name in names:
+            place = f"{path}.{name}"
+            part = ready.get(name, terms.get(name, Ignore()))
+            parameter = parameters.get(name, Parameter(name, "", False, False, NO_DEFAULT))
+            value = self._argument(part, place, term, parameter, context, attempt)
+            if value is not _ABSENT:
+                given[name] = value
+                context += [_tensor(found) for found in _flat(value) if isinstance(found, fx.Node)]
+        order = [name for name in names if name in given]
+        result = emit(self.sample.form, term.key, schema, {name: given[name] for name in order}, self._make)
+        if not isinstance(result, fx.Node):
+            raise NoCallError(f"{term.key} on numbers makes no node")
+        return result
+
+    def _argument(
+        self,
+        part: Any,
+        place: str,
+        term: Op,
+        parameter: Parameter,
+        context: list[torch.Tensor],
+        attempt: int,
+    ) -> Any:
+        if isinstance(part, LiteralValue):
+            return part.value
+        if isinstance(part, (list, ListOf)):
+            items = part if isinstance(part, list) else part.items
+            element = replace(parameter, kind=parameter.kind.removeprefix("List[").removesuffix("]"))
+            found: list[Any] = []
+            for index, item in enumerate(items):
+                value = self._argument(item, f"{place}.{index}", term, element, context, attempt)
+                found.append(value)
+                context = [*context, _tensor(value)] if isinstance(value, fx.Node) else context
+            return found
+        if not isinstance(part, Term):
+            return part
+        assert isinstance(part, (Capture, Ignore))
+        name = part.name if isinstance(part, Capture) else place
+        if name not in self.bindings:
+            if name in self._decided:
+                binding = self._decided[name]
+            elif self._guesses is None:
+                binding = ...  # what a shrunk sample dropped
+            else:
+                binding = self._guesses.value(part, term, parameter, context, self.bindings, attempt)
+            self.bindings[name] = binding
+            self._nodes[name] = self._realized(name, binding)
+        return self._nodes[name]
+
+    def _realized(self, name: str, binding: Binding) -> Any:
+        if binding is ...:
+            return _ABSENT
+        if isinstance(binding, TensorSpec):
+            return self._input(name, binding)
+        if isinstance(binding, list):
+            return [self._input(f"{name}_{i}", b) if isinstance(b, TensorSpec) else b for i, b in enumerate(binding)]
+        return binding
+
+    def _input(self, name: str, spec: TensorSpec) -> fx.Node:
+        graph = self._graph
+        first = next(iter(graph.nodes), None)
+        after = self._last_input
+        with graph.inserting_after(after) if after is not None else graph.inserting_before(first):
+            node = graph.placeholder(_identifier(name))
+        node.meta["val"] = spec.blank()
+        node.meta.update(spec=spec, is_parameter=spec.is_param)
+        self._last_input = node
+        return node
+
+    def _make(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
+        """A new node whose value is known: it is run."""
+        op = "call_method" if isinstance(target, str) else "call_function"
+        values, named = map_arg((args, dict(kwargs)), ops.value)  # pyright: ignore[reportArgumentType]
+        result = _callable(target)(*values, **named)
+        node = self._graph.create_node(op, target, tuple(args), dict(kwargs))
+        node.meta["val"] = result
+        return node
+
+    def _check(self, names: set[str]) -> None:
+        """Raise if a constraint on captures that are all known does not hold."""
+        if self._guesses is None:
+            return
+        for constraint in self._guesses.pattern.where:
+            if isinstance(constraint, NoOtherUsers):
+                continue  # the users are not there yet
+            suffixes = {name.partition("@")[2] for name in names if name.partition("@")[0] in constraint.names}
+            for suffix in suffixes:
+                found = {name: self._captured(name, suffix) for name in constraint.names}
+                if any(value is _ABSENT or value is None for value in found.values()):
+                    continue
+                why_not = constraint.why_not(found)
+                if why_not:
+                    raise NoSampleError(f"{constraint} does not hold: {why_not}")
+
+    def _captured(self, name: str, suffix: str) -> Any:
+        with_suffix = f"{name}@{suffix}" if suffix else name
+        return self._nodes.get(with_suffix, self._nodes.get(name, _ABSENT))
+
+    def _finished(self, outputs: list[fx.Node]) -> fx.Graph:
+        """The graph anew: with names as if no guess had failed, and fake values in place of the real ones."""
+        graph = fx.Graph()
+        new: dict[fx.Node, fx.Node] = {}
+        inputs: set[str] = set()
+        for node in self._graph.nodes:
+            if node.op == "placeholder":
+                spec: TensorSpec = node.meta["spec"]
+                name = str(node.target)
+                while name in inputs:  # a sibling's `w@1` is called like another capture, `w_1`
+                    name += "_"
+                inputs.add(name)
+                new[node] = graph.placeholder(name)
+                new[node].meta["is_parameter"] = spec.is_param
+                with self._mode:
+                    fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+            else:
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: new[n].meta["val"])
+                with self._mode:
+                    fake = _callable(node.target)(*args, **kwargs)
+                new[node] = graph.node_copy(node, new.__getitem__)
+            new[node].meta["val"] = fake
+        graph.output(tuple(new[node] for node in outputs))
+        return graph
+
+
+def _callable(target: Any) -> Callable[..., Any]:
+    return getattr(torch.Tensor, target) if isinstance(target, str) else target
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    found = ops.value(node)
+    return found if isinstance(found, torch.Tensor) else torch.empty(())
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return [found for item in value for found in _flat(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _identifier(name: str) -> str:
+    return name.replace("@", "_").replace(".", "_")
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -1,0 +1,192 @@
+"""From an operator key and arguments by name back to a call, as tracing writes it or as a model's author does."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+
+from fxrewrite import ops
+from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, schemas_of
+from fxrewrite.ops.tables import OPERATORS
+from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term
+
+__all__ = ["Emit", "Form", "NoCallError", "emit", "first_name", "signatures"]
+
+Form: TypeAlias = Literal["aten", "torch"]
+"""ATen overloads, or the functions and methods of torch."""
+Emit: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+_VALUES = ("Tensor", "List[Tensor]", "List[Optional[Tensor]]")
+_NEVER_CHOSEN = ("Device", "Layout", "Generator", "Dimname", "List[Dimname]", "Stream", "Storage")
+_BY_KEY = {f"aten::{name}": function for function, name in reversed(list(OPERATORS.items()))}
+
+
+class NoCallError(ValueError):
+    """There is no way to call an operator like that."""
+
+
+@functools.cache
+def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
+    namespace, separator, name = key.partition("::")
+    found = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    return found if isinstance(found, torch._ops.OpOverloadPacket) else None
+
+
+def _function(key: str) -> Any:
+    """The Python callable of a dotted key, if its module is imported."""
+    module, _, name = key.rpartition(".")
+    found: Any = sys.modules.get(module)
+    while found is None and "." in module:  # a method: the module is further up
+        module, _, owner = module.rpartition(".")
+        found, name = sys.modules.get(module), f"{owner}.{name}"
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise NoCallError(f"there is no callable {key} in the modules imported so far")
+    return found
+
+
+@functools.cache
+def _python_signature(key: str) -> Schema:
+    try:
+        parameters = inspect.signature(_function(key)).parameters.values()
+    except (TypeError, ValueError):
+        return Schema((), None)
+    fixed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    kinds = [
+        Parameter(
+            p.name, "", p.default is None, p.kind is p.KEYWORD_ONLY, NO_DEFAULT if p.default is p.empty else p.default
+        )
+        for p in fixed
+    ]
+    return Schema(tuple(kinds), None)
+
+
+def signatures(term: Op) -> tuple[Schema, ...]:
+    """The signatures that the call of a term may mean; of Python callables the one there is, without kinds.
+
+    Raises:
+        NoCallError: there is none.
+    """
+    packet = _packet(term.key)
+    if packet is None:
+        return (_python_signature(term.key),)
+    fitting = tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=True))
+    fitting = fitting or tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=False))
+    if not fitting:
+        raise NoCallError(f"no overload of {term.key} takes {', '.join(name for name, _ in term.args)} alone")
+    return fitting
+
+
+def _takes(schema: Schema, term: Op, *, strict: bool) -> bool:
+    given = dict(term.args)
+    overload = schema.overload
+    if overload is not None and (overload._schema.is_mutable or overload._overloadname.startswith("prim_")):
+        return False  # those of TorchScript alone; `to.prim_dtype` with None takes all memory there is
+    parameters = {p.name: p for p in schema.parameters}
+    if not given.keys() <= parameters.keys():
+        return False
+    for parameter in schema.parameters:
+        if parameter.name not in given:
+            must_be_given = parameter.default is NO_DEFAULT
+            if must_be_given and (not term.loose or parameter.kind in _NEVER_CHOSEN):
+                return False
+        elif not _may_stand(given[parameter.name], parameter, strict=strict):
+            return False
+    return True
+
+
+def _may_stand(term: Term, parameter: Parameter, *, strict: bool) -> bool:
+    """Whether the term can be an argument of this kind; not `strict`, a number may stand for a tensor."""
+    takes_values, takes_lists = parameter.kind in _VALUES, parameter.kind.startswith("List[")
+    if isinstance(term, ListOf):
+        return takes_lists
+    if isinstance(term, Op):
+        return not (takes_values and takes_lists)
+    if isinstance(term, Capture) and term.kind in ("node", "param"):
+        return parameter.kind == "Tensor"
+    is_literal = isinstance(term, LiteralValue) or (isinstance(term, Capture) and term.kind == "literal")
+    if is_literal:
+        is_none = isinstance(term, LiteralValue) and term.value is None
+        if is_none:
+            return parameter.optional
+        if takes_values:
+            return not strict and parameter.kind == "Tensor"
+        return parameter.kind not in _NEVER_CHOSEN
+    return isinstance(term, Ignore) or parameter.kind not in _NEVER_CHOSEN
+
+
+def first_name(key: str) -> str:
+    """The name of the first argument of an operator.
+
+    Raises:
+        NoCallError: it has none.
+    """
+    packet = _packet(key)
+    found = schemas_of(packet)[0].names if packet is not None else _python_signature(key).names
+    if not found:
+        raise NoCallError(f"{key} takes no argument")
+    return found[0]
+
+
+def emit(form: Form, key: str, schema: Schema, given: Mapping[str, Any], make: Emit) -> Any:
+    """Emit a call of this signature with these arguments by name; `make` makes every node.
+
+    Raises:
+        NoCallError: the operator cannot be called like that in this form.
+    """
+    packet = _packet(key)
+    if packet is None:
+        return _emit_function(form, key, given, make)
+    if form == "aten":
+        return ops.emit_aten(schema.overload or packet, (), given, make)
+    for target, args, kwargs in _spellings(key, packet, given):
+        if ops.call_key(target, args, kwargs) == key:
+            return make(target, args, kwargs)
+    raise NoCallError(f"torch has no function or method for {key}({', '.join(given)})")
+
+
+def _emit_function(form: Form, key: str, given: Mapping[str, Any], make: Emit) -> Any:
+    function = _function(key)
+    names = _python_signature(key).names
+    args: list[Any] = []
+    rest = dict(given)
+    for name in names:
+        if name not in rest:
+            break
+        args.append(rest.pop(name))
+    if form == "aten" and key == "operator.getitem":
+        return ops.emit_aten(function, tuple(args), rest, make)
+    return make(function, tuple(args), rest)
+
+
+def _spellings(
+    key: str, packet: torch._ops.OpOverloadPacket, given: Mapping[str, Any]
+) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Calls of torch that may mean the operator: an operator of Python, a function, a method, torch.nn.functional."""
+    name = key.partition("::")[2]
+    if key in _BY_KEY and given.keys() <= {"self", "other"}:
+        yield _BY_KEY[key], tuple(given.values()), {}
+    for schema in schemas_of(packet):
+        if not given.keys() <= set(schema.names):
+            continue
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for parameter in schema.parameters:
+            if parameter.name not in given:
+                continue
+            if parameter.keyword_only or len(args) < schema.names.index(parameter.name):
+                kwargs[parameter.name] = given[parameter.name]
+            else:
+                args.append(given[parameter.name])
+        for module in (torch, F):
+            function = getattr(module, name, None)
+            if function is not None and callable(function):
+                yield function, tuple(args), kwargs
+        if hasattr(torch.Tensor, name) and args:
+            yield name, tuple(args), kwargs

@@ -1,0 +1,122 @@
+"""What the constraints of a pattern say about its inputs before any graph is built: so that few guesses are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.pattern.terms import LiteralValue
+from fxrewrite.pattern.where.facts import Dtype, IsParam, Same, ShapeEq
+from fxrewrite.pattern.where.numbers import RankOf, Relation
+from fxrewrite.verify.draw import Draw
+from fxrewrite.verify.literals import numbers_in
+from fxrewrite.verify.tensors import TensorSpec
+
+__all__ = ["Facts"]
+
+_LARGEST_SIZE = 64
+_ALSO = (torch.int64, torch.bool, torch.int32)
+
+
+class Facts:
+    """The constraints, by capture.
+
+    Attributes:
+        constants: by capture, what a constraint on it compares with.
+        sizes: of those, what may be a size.
+    """
+
+    def __init__(self, pattern: Pattern) -> None:
+        self._ranks: dict[str, int] = {}
+        self._dtypes: dict[str, tuple[torch.dtype, ...]] = {}
+        self._same_dtype: list[tuple[str, ...]] = []
+        self._same_shape: list[tuple[str, ...]] = []
+        self._params: set[str] = set()
+        self.constants: dict[str, list[Any]] = {}
+        for constraint in pattern.where:
+            if isinstance(constraint, Dtype):
+                self._dtypes[constraint.name] = constraint.dtypes
+            elif isinstance(constraint, Same) and constraint.what == "dtype":
+                self._same_dtype.append(constraint.names)
+            elif isinstance(constraint, ShapeEq):
+                self._same_shape.append(constraint.names)
+            elif isinstance(constraint, IsParam):
+                self._params.add(constraint.name)
+            elif isinstance(constraint, Relation):
+                self._read_rank(constraint)
+            for name in constraint.names:
+                self.constants.setdefault(name, []).extend(numbers_in(constraint))
+        numbers = {n for found in self.constants.values() for n in found if type(n) is int}
+        self.sizes = tuple(sorted(n for n in numbers | {2 * n for n in numbers} if 1 <= n <= _LARGEST_SIZE))
+
+    def _read_rank(self, constraint: Relation) -> None:
+        left, right = constraint.left, constraint.right
+        if isinstance(left, RankOf) and constraint.relation == "==" and isinstance(right, LiteralValue):
+            self._ranks[left.name] = right.value
+
+    def is_param(self, name: str) -> bool:
+        """Whether a constraint says that the capture is a parameter."""
+        return name in self._params
+
+    def tensor(
+        self, name: str, context: Sequence[torch.Tensor], bound: Mapping[str, Any], draw: Draw, attempt: int
+    ) -> TensorSpec:
+        """A guess at the tensor that is captured as `name`, for a call with these other tensors.
+
+        Args:
+            name: the capture without the number of a sibling; empty where the value is ignored.
+            context: tensors that the operator is called with.
+            bound: specs of the captures so far.
+            draw: the chance.
+            attempt: how many guesses failed; later ones are bolder.
+        """
+        partner = self._partner(name, self._same_shape, bound)
+        shape = partner.shape if partner is not None else _shape(self._ranks.get(name), context, draw)
+        return draw.spec(shape, self._dtype(name, bound, draw, attempt), is_param=name in self._params)
+
+    def _dtype(self, name: str, bound: Mapping[str, Any], draw: Draw, attempt: int) -> torch.dtype:
+        partner = self._partner(name, self._same_dtype, bound)
+        if partner is not None:
+            return partner.dtype
+        allowed = self._dtypes.get(name)
+        if allowed is not None:
+            wanted = [dtype for dtype in draw.dtypes if dtype in allowed]
+            return draw.dtype if draw.dtype in allowed and draw.flag(0.9) else draw.choice(*(wanted or allowed))
+        if draw.flag(0.1):
+            return draw.choice(*draw.dtypes)
+        return draw.choice(*_ALSO) if attempt > 3 and draw.flag(0.4) else draw.dtype
+
+    def _partner(self, name: str, groups: Sequence[tuple[str, ...]], bound: Mapping[str, Any]) -> TensorSpec | None:
+        names = (other for group in groups if name in group for other in group)
+        return next((bound[other] for other in names if isinstance(bound.get(other), TensorSpec)), None)
+
+
+def _shape(rank: int | None, context: Sequence[torch.Tensor], draw: Draw) -> tuple[int, ...]:
+    if context and draw.flag(0.85):
+        shape = _related(list(draw.choice(*context).shape), draw)
+        if rank is None or len(shape) == rank:
+            return tuple(shape)
+    return draw.shape(rank if rank is not None else draw.choice(0, 1, 1, 2, 2, 2, 2, 3, 3, 4))
+
+
+def _related(shape: list[int], draw: Draw) -> list[int]:
+    """A shape that goes together with `shape`: equal, broadcast against it, a factor of a product, its last size."""
+    way = draw.integer(0, 9)
+    if way < 3 or not shape:
+        return shape
+    if way == 3:
+        return [1 if draw.flag() else size for size in shape]
+    if way == 4:
+        return shape[draw.integer(0, len(shape)) :]
+    if way == 5:
+        return shape[-1:]
+    if way == 6:
+        return [draw.size(), shape[-1]]
+    if way == 7:
+        return [*shape[:-2], shape[-1], draw.size()]
+    if way == 8:
+        return [*draw.shape(1), *shape]
+    return draw.rng.sample(shape, len(shape))

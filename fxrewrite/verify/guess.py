@@ -1,0 +1,75 @@
+"""Values for what a pattern captures or ignores, guessed for the call that they stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fxrewrite.ops.schemas import Parameter
+from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.pattern.terms import Capture, Ignore, Op
+from fxrewrite.verify.draw import Draw
+from fxrewrite.verify.facts import Facts
+from fxrewrite.verify.literals import legal_value
+from fxrewrite.verify.sample import Binding
+
+__all__ = ["Guesses"]
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """Where values come from that are not decided yet.
+
+    Attributes:
+        pattern: whose constraints must hold.
+        facts: what they say beforehand.
+        draw: the chance.
+    """
+
+    pattern: Pattern
+    facts: Facts
+    draw: Draw
+
+    def value(
+        self,
+        part: Capture | Ignore,
+        term: Op,
+        parameter: Parameter,
+        context: Sequence[torch.Tensor],
+        bindings: Mapping[str, Any],
+        attempt: int,
+    ) -> Binding:
+        """A guess at the value of a capture, or of something ignored, as an argument of a call.
+
+        Args:
+            part: the capture, or `...`.
+            term: the call.
+            parameter: the argument.
+            context: the tensors that the operator is called with so far.
+            bindings: what is decided.
+            attempt: how many guesses failed.
+
+        Raises:
+            NoValueError: arguments of this kind are not guessed.
+        """
+        draw = self.draw
+        kind = part.kind if isinstance(part, Capture) else "any"
+        name = part.name.partition("@")[0] if isinstance(part, Capture) else ""
+        if kind == "optional" and draw.flag(0.3):
+            return None
+        if kind in ("node", "param", "optional") or (kind == "any" and parameter.kind == "Tensor"):
+            if kind == "any" and parameter.optional and draw.flag():
+                return None
+            spec = self.facts.tensor(name, context, bindings, draw, attempt)
+            return replace(spec, is_param=spec.is_param or kind == "param")
+        if kind == "any" and parameter.kind == "List[Tensor]":
+            first = self.facts.tensor(name, context, bindings, draw, attempt)
+            others = range(draw.integer(0, 2))
+            return [first, *(self.facts.tensor(name, [first.blank()], bindings, draw, attempt) for _ in others)]
+        constants = self.facts.constants.get(name)
+        if constants and draw.flag(0.7):
+            return draw.choice(*constants)
+        return legal_value(parameter, term.key, context, draw)

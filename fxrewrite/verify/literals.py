@@ -1,0 +1,139 @@
+"""Legal values of an argument that is a Python value: what is captured is drawn from them, what is ignored varies."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
+from fxrewrite.pattern.terms import LiteralValue
+from fxrewrite.pattern.where.facts import Predicate
+from fxrewrite.verify.draw import Draw
+
+__all__ = ["NoValueError", "legal_value", "numbers_in"]
+
+_DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim", "source", "destination", "normalized_dim"})
+_MORE_DIMS = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
+"""Their `dim` counts dimensions of the result, which has one more."""
+_FLOATS = (0.0, 0.5, 1.0, -2.0, 1e-6, 8.0)
+_INTEGERS = (0, 1, 2, 3, -1, -2)
+_WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc"), "mode": ("constant", "reflect")}
+_LAST = 2**63 - 1
+
+
+class NoValueError(ValueError):
+    """Nothing is known about what may stand there."""
+
+
+def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor], draw: Draw) -> Any:
+    """A value that the operator may take as this argument, given the tensors that it is called with.
+
+    Raises:
+        NoValueError: arguments of this kind are not guessed.
+    """
+    if parameter.optional and draw.flag(0.25):
+        return None
+    if parameter.default is not NO_DEFAULT and draw.flag(0.2):
+        return parameter.default
+    kind, name = parameter.kind, parameter.name
+    first = context[0] if context else torch.empty(())
+    if kind == "bool":
+        return draw.flag()
+    if kind == "float":
+        return draw.choice(*_FLOATS)
+    if kind == "number" or kind == "Tensor":  # a number may stand for the second operand
+        return draw.choice(*_FLOATS, *_INTEGERS)
+    if kind == "ScalarType":
+        return draw.choice(*draw.dtypes, draw.dtype)
+    if kind == "str" and name in _WORDS:
+        return draw.choice(*_WORDS[name])
+    if kind == "MemoryFormat":
+        return draw.choice(torch.contiguous_format, torch.preserve_format)
+    if kind == "int":
+        return _integer(name, key, first, draw)
+    if kind in ("List[int]", "List[SymInt]"):
+        return _integers(name, key, first, draw)
+    if kind == "List[float]":
+        return [draw.choice(*_FLOATS) for _ in range(draw.integer(1, 3))]
+    if not kind:  # an argument of a Python callable
+        return draw.choice(*_FLOATS, *_INTEGERS, True, False, *map(int, first.shape))
+    raise NoValueError(f"{key} takes {name} of type {kind}, which is not guessed; write a sampler")
+
+
+def _integer(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> int:
+    rank = tensor.ndim + (key in _MORE_DIMS)
+    if name in _DIMS:
+        return draw.integer(-max(rank, 1), max(rank, 1) - 1)
+    sizes = [draw.choice(*tensor.shape)] if tensor.ndim else []
+    sizes += [size // 2 for size in sizes]
+    bounds = [_LAST, *sizes] if name == "end" else sizes
+    return draw.choice(*_INTEGERS, *bounds)
+
+
+def _integers(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> list[int]:
+    shape, rank = list(tensor.shape), tensor.ndim
+    if key == "aten::permute" or (name == "dims" and key not in ("aten::flip", "aten::roll", "aten::sum")):
+        order = draw.rng.sample(range(rank), rank)
+        return [dim - rank for dim in order] if draw.flag(0.2) else order
+    if name in _DIMS:
+        chosen = draw.rng.sample(range(rank), draw.integer(min(rank, 1), rank))
+        return [dim - rank if draw.flag(0.4) else dim for dim in chosen]
+    if name == "normalized_shape":
+        return shape[draw.integer(0, max(rank - 1, 0)) :]
+    if name in ("split_sizes", "split_size"):
+        return _parts(draw.choice(*shape) if shape else 1, draw)
+    if key == "aten::expand":
+        wide = [draw.size() if size == 1 else draw.choice(size, -1) for size in shape]
+        return [*draw.shape(draw.choice(0, 0, 1)), *wide]
+    if name in ("size", "shape", "sizes"):
+        return _reshaped(shape, draw)
+    return [draw.integer(0, 3) for _ in range(rank if rank and draw.flag() else draw.integer(1, 3))]
+
+
+def _parts(size: int, draw: Draw) -> list[int]:
+    cut = draw.integer(0, size)
+    return [cut, size - cut] if draw.flag(0.8) else [size]
+
+
+def _reshaped(shape: list[int], draw: Draw) -> list[int]:
+    """A shape with as many entries: dimensions merged, cut, swapped, or one left for torch to work out."""
+    new = list(shape)
+    for _ in range(draw.integer(0, 2)):
+        way = draw.integer(0, 3)
+        if way == 0 and len(new) > 1:
+            at = draw.integer(0, len(new) - 2)
+            new[at : at + 2] = [new[at] * new[at + 1]]
+        elif way == 1 and new:
+            at = draw.integer(0, len(new) - 1)
+            factor = draw.choice(*(n for n in range(1, new[at] + 1) if new[at] % n == 0)) if new[at] else 1
+            new[at : at + 1] = [factor, new[at] // factor]
+        elif way == 2:
+            new.insert(draw.integer(0, len(new)), 1)
+        else:
+            draw.rng.shuffle(new)
+    if new and draw.flag(0.3) and math.prod(new):
+        new[draw.integer(0, len(new) - 1)] = -1
+    return new
+
+
+def numbers_in(constraint: Any) -> Iterator[Any]:
+    """The constants that a constraint compares with: those of its text, and those that a predicate's code mentions."""
+    if isinstance(constraint, Predicate):
+        code = getattr(constraint.function, "__code__", None)
+        closed = inspect.getclosurevars(constraint.function).nonlocals.values() if code is not None else ()
+        for constant in (*(code.co_consts if code is not None else ()), *closed):
+            if isinstance(constant, (int, float)) and not isinstance(constant, bool):
+                yield constant
+    elif isinstance(constraint, LiteralValue):
+        yield constraint.value
+    elif isinstance(constraint, tuple):
+        for part in constraint:
+            yield from numbers_in(part)
+    elif is_dataclass(constraint):
+        for part in fields(constraint):
+            yield from numbers_in(getattr(constraint, part.name))

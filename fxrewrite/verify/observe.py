@@ -1,0 +1,128 @@
+"""What can be seen of a graph when it runs: results, errors, gradients, writes to its inputs, random numbers drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from fxrewrite.verify.sample import TORCH_ERRORS
+
+__all__ = ["Observation", "Runner", "cotangents", "gradients", "largest_value", "observe", "run_here"]
+
+Runner: TypeAlias = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
+"""Runs a graph on inputs and gives its outputs as a flat list; on simulated ranks, those of all ranks."""
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Observation:
+    """One run.
+
+    Attributes:
+        results: outputs, detached; empty if it raised.
+        error: what it raised.
+        written: positions of inputs that it wrote to.
+        draws: the state of the random number generator afterwards.
+        has_drawn: whether that state has changed.
+    """
+
+    results: tuple[Any, ...]
+    error: Exception | None
+    written: tuple[int, ...]
+    draws: torch.Tensor
+    has_drawn: bool
+
+
+def run_here(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """The outputs of a graph on this device."""
+    return pytree.tree_leaves(gm(*inputs), is_leaf=lambda value: value is None)
+
+
+def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> Observation:
+    """Run a graph once, without gradients; `inputs` may be written to."""
+    copies = [value.clone() for value in inputs]
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(_SEED)
+        before = torch.get_rng_state()
+        results: tuple[Any, ...] = ()
+        error: Exception | None = None
+        try:
+            results = tuple(run(gm, inputs))
+        except TORCH_ERRORS as raised:
+            error = raised
+        after = torch.get_rng_state()
+    written = tuple(i for i, (now, was) in enumerate(zip(inputs, copies, strict=True)) if not _same_bits(now, was))
+    return Observation(results, error, written, after, not torch.equal(before, after))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if a.numel() else True
+
+
+def cotangents(results: Sequence[Any]) -> list[torch.Tensor | None]:
+    """A random gradient for every floating-point result, the same for equal shapes."""
+    generator = torch.Generator().manual_seed(_SEED)
+    found: list[torch.Tensor | None] = []
+    for result in results:
+        differentiable = isinstance(result, torch.Tensor) and result.is_floating_point()
+        entries = torch.randn(result.shape, generator=generator, dtype=torch.float64) if differentiable else None
+        found.append(entries.to(result.dtype) if entries is not None else None)
+    return found
+
+
+def gradients(
+    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], run: Runner
+) -> list[torch.Tensor | None] | Exception | None:
+    """The gradient of every floating-point input; None where there is none, or the error that computing them raises.
+
+    A gradient that does not arrive counts as one of zeros. None as a whole: no result can be differentiated.
+    """
+    leaves = [value.requires_grad_() if value.is_floating_point() else value for value in inputs]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.default_generator.manual_seed(_SEED)
+        try:
+            results = run(gm, leaves)
+            pairs = [(r, g) for r, g in zip(results, given, strict=False) if g is not None and r.requires_grad]
+            if not pairs or not wanted:
+                return None
+            found = iter(
+                torch.autograd.grad(
+                    [r for r, _ in pairs],
+                    wanted,
+                    [g.to(r.dtype).expand(r.shape) for r, g in pairs],
+                    allow_unused=True,
+                    materialize_grads=True,
+                )
+            )
+        except TORCH_ERRORS as raised:
+            return raised
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+class _Largest(fx.Interpreter):
+    """Runs a graph and keeps the largest finite magnitude of all values in it."""
+
+    largest = 0.0
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+                finite = value.detach()[torch.isfinite(value)]
+                self.largest = max(self.largest, finite.abs().max().item() if finite.numel() else 0.0)
+        return result
+
+
+def largest_value(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
+    """The largest finite magnitude among inputs, intermediate values and results: what rounding errors scale with."""
+    interpreter = _Largest(gm)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(_SEED)
+        interpreter.run(*inputs)
+    return interpreter.largest

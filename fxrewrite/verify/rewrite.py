@@ -1,0 +1,276 @@
+"""Is this rewrite rule true? Samples of the pattern, run before and after the rewrite, until one differs."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.match.program import Program
+from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.pattern.terms import Op, subterms
+from fxrewrite.verify.build import FakeMode
+from fxrewrite.verify.calls import Form, NoCallError
+from fxrewrite.verify.compare import Promise
+from fxrewrite.verify.draw import Draw, Sampler
+from fxrewrite.verify.facts import Facts
+from fxrewrite.verify.guess import Guesses
+from fxrewrite.verify.observe import Runner
+from fxrewrite.verify.readings import Alternative, Site, read, sites
+from fxrewrite.verify.sample import Sample
+from fxrewrite.verify.shrink import shrunk
+from fxrewrite.verify.snippet import snippet
+from fxrewrite.verify.tensors import TensorSpec
+from fxrewrite.verify.trial import Rewrite, Trial, Trials
+from fxrewrite.verify.verdict import Counterexample, Verdict
+
+__all__ = ["verify_rewrite"]
+
+_PROPOSALS = 30
+"""Graphs proposed for each sample that is asked for, and for each alternative that was not met."""
+_SHRINKING = 200
+
+
+def verify_rewrite(
+    rule_id: str,
+    pattern: Pattern,
+    rewrite: Rewrite,
+    *,
+    numerics: str = "exact",
+    rng: str = "preserves",
+    shapes: str = "preserves",
+    samples: int = 64,
+    dtypes: Sequence[str] = ("float32", "float64", "bfloat16"),
+    grad: bool = True,
+    seed: int = 0,
+    sampler: Sampler | None = None,
+    run: Runner | None = None,
+    strides: bool = False,
+    non_finite: bool = True,
+    tolerance: float | None = None,
+) -> Verdict:
+    """Test a rule on graphs in which its pattern matches; the same arguments give the same verdict in every process.
+
+    Graphs are made of the pattern itself, in ATen overloads and in torch functions: each with other sizes, dtypes,
+    layouts and entries, and with other legal values for what the pattern captures as a Python value or ignores. They
+    are run before and after the rewrite; `fxrewrite.verify.compare` says what is compared, and within which bounds.
+
+    Args:
+        rule_id: names the rule in the verdict.
+        pattern: of the rule.
+        rewrite: applies it once to a graph, in place; returns the number of rewrites; may raise `RefusedError`.
+        numerics, rng, shapes: what the rule promises, as in `fxrewrite.rule`.
+        samples: how many graphs to rewrite and compare.
+        dtypes: of the floating-point inputs.
+        grad: whether gradients are compared, at finite inputs.
+        seed: another one gives other samples.
+        sampler: draws captures that cannot be guessed, from a `Draw`; then an alternative that is never met is a
+            remark, else it is an error.
+        run: runs a graph, for example on simulated ranks; gradients are compared if its outputs can be differentiated.
+        strides: whether other strides of an output are a difference; else they are a remark.
+        non_finite: whether inputs may hold NaN and infinities.
+        tolerance: the largest error by the magnitude of the values, in place of the one for numerics and dtype.
+
+    Raises:
+        FxRewriteError: there is no such dtype, or `samples` is not positive.
+    """
+    floats = tuple(_dtype(name) for name in dtypes)
+    if not floats or samples < 1:
+        raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
+    trials = Trials(
+        pattern,
+        rewrite,
+        Promise(numerics, rng, shapes, strides, tolerance),
+        grad,
+        run,
+        FakeMode(),
+        Program([(None, pattern)]),
+    )
+    search = _Search(rule_id, trials, floats, seed, sampler, non_finite, Facts(pattern))
+    with _quiet():
+        return search.verdict(samples)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Torch logs a traceback for every operator that refuses fake tensors: here that is part of the work."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise FxRewriteError(f"{name!r} is no floating-point dtype; write float32, bfloat16 ...")
+    return found
+
+
+@dataclass(slots=True)
+class _Search:
+    """Proposes samples, those of alternatives that were met least first, and counts what came of them."""
+
+    rule_id: str
+    trials: Trials
+    dtypes: tuple[torch.dtype, ...]
+    seed: int
+    sampler: Sampler | None
+    non_finite: bool
+    facts: Facts
+    met: Counter[Alternative] = field(default_factory=Counter[Alternative])
+    proposed: Counter[Alternative] = field(default_factory=Counter[Alternative])
+    counts: Counter[str] = field(default_factory=Counter[str])
+    allowed: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+    problems: Counter[str] = field(default_factory=Counter[str])
+
+    def verdict(self, samples: int) -> Verdict:
+        """The verdict after so many samples, or at the first difference."""
+        wanted = {Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))}
+        limit, index, is_extended = _PROPOSALS * samples, 0, False
+        while index < limit and (self.counts["compared"] < samples or wanted - self.met.keys()):
+            if self.counts["compared"] >= samples and not is_extended:
+                is_extended = True
+                limit = min(limit, index + _PROPOSALS * len(wanted - self.met.keys()))
+            trial = self.propose(index, most=8)
+            index += 1
+            if trial.differences:
+                return self._verdict(samples, self._counterexample(index - 1, trial))
+        return self._verdict(samples, None)
+
+    def propose(self, index: int, *, most: int) -> Trial:
+        """Make and test the sample of this number."""
+        draw = Draw(
+            f"{self.seed}/{index}/{most}",
+            self.dtypes[index % len(self.dtypes)],
+            self.dtypes,
+            most=most,
+            non_finite=self.non_finite,
+            sizes=self.facts.sizes,
+        )
+
+        def choose(site: Site) -> int:
+            options = [Alternative(site, option) for option in range(len(site.options))]
+            weights = [self.met[option] + self.proposed[option] / _PROPOSALS + draw.rng.random() for option in options]
+            return weights.index(min(weights))
+
+        try:
+            reading = read(self.trials.pattern, choose)
+        except NoCallError as error:
+            self.problems[str(error)] += 1
+            return Trial("impossible", str(error))
+        form: Form = "aten" if draw.flag() else "torch"
+        terms = [term for output in reading.outputs for term in subterms(output) if isinstance(term, Op)]
+        exposed = any(term.shared for term in terms) and draw.flag()
+        sample = Sample(reading, form, draw.flag(0.25), exposed, self._given(draw))
+        trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
+        self._count(trial, reading.chosen)
+        return trial
+
+    def _given(self, draw: Draw) -> dict[str, Any]:
+        given: Mapping[str, Any] = self.sampler(draw) if self.sampler is not None else {}
+        names = {capture.name for capture in self.trials.pattern.captures}
+        unknown = [name for name in given if name.partition("@")[0] not in names]
+        if unknown:
+            raise FxRewriteError(f"{self.rule_id}: the sampler gives {unknown}, the pattern captures {sorted(names)}")
+        return {name: self._spec(name, value) for name, value in given.items()}
+
+    def _spec(self, name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._spec(name, item) for item in value]
+        if not isinstance(value, torch.Tensor):
+            return value
+        is_param = any(c.kind == "param" for c in self.trials.pattern.captures if c.name == name.partition("@")[0])
+        is_param = is_param or self.facts.is_param(name)
+        return TensorSpec(tuple(value.shape), value.dtype, data=value, is_given=True, is_param=is_param)
+
+    def _count(self, trial: Trial, chosen: tuple[Alternative, ...]) -> None:
+        self.proposed.update(chosen)
+        self.counts[trial.status] += 1
+        if trial.why:
+            self.problems[trial.why] += 1
+        if trial.status in ("refused", "compared"):
+            self.met.update(chosen)
+        self.counts.update(proposed=1, raised=trial.raised, graded=trial.graded, drawn=trial.drawn and not trial.raised)
+        for kind in {remark.kind for remark in trial.remarks}:
+            number, example = self.allowed.get(kind, (0, ""))
+            first = next(str(remark) for remark in trial.remarks if remark.kind == kind)
+            self.allowed[kind] = (number + 1, example or first)
+
+    def _counterexample(self, index: int, first: Trial) -> Counterexample:
+        """The same kind of difference, on a sample as small as can be found."""
+        kind = first.differences[0].kind
+        latest = first
+        if self.sampler is not None:
+            latest = self._drawn_smaller(index, latest)
+        tried = 0
+
+        def is_wrong(sample: Sample) -> bool:
+            nonlocal latest
+            trial = self.trials.test(sample)
+            if not trial.differences or trial.differences[0].kind != kind:
+                return False
+            latest = trial
+            return True
+
+        assert latest.sample is not None
+        _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING)
+        assert latest.sample is not None
+        assert latest.before is not None
+        assert latest.after is not None
+        difference = latest.differences[0]
+        inputs = list(latest.sample.specs())
+        text = snippet(f"{self.rule_id} is false", latest.before, latest.after, inputs, difference)
+        return Counterexample(difference, text, tried)
+
+    def _drawn_smaller(self, index: int, first: Trial) -> Trial:
+        """What a sampler gave is not changed, it is drawn again under a lower limit of sizes."""
+        for most in (1, 2, 3):
+            for again in range(index, index + _PROPOSALS):
+                trial = self.propose(again, most=most)
+                if trial.differences and trial.differences[0].kind == first.differences[0].kind:
+                    return trial
+        return first
+
+    def _verdict(self, samples: int, counterexample: Counterexample | None) -> Verdict:
+        order = [Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))]
+        stopped = counterexample is not None
+        uncovered = () if stopped else tuple(str(option) for option in order if option not in self.met)
+        counts = self.counts
+        remarks = [f"allowed, on {number} samples: {example}" for number, example in self.allowed.values()]
+        if not stopped and counts["compared"] < samples:
+            remarks.append(f"{counts['compared']} of {samples} samples were found among {counts['proposed']} graphs")
+        return Verdict(
+            self.rule_id,
+            counts["compared"],
+            counts["refused"],
+            counts["raised"],
+            counts["graded"],
+            counts["drawn"],
+            tuple(str(alternative) for alternative in order if alternative in self.met),
+            uncovered,
+            tuple(remarks),
+            counterexample,
+            "" if counterexample is not None else self._error(uncovered),
+        )
+
+    def _error(self, uncovered: tuple[str, ...]) -> str:
+        nearest = "; ".join(problem for problem, _ in self.problems.most_common(2))
+        counts = self.counts
+        if not counts["compared"] and not counts["refused"]:
+            return f"no sample matches: write a sampler; nearest miss: {nearest}"
+        if not counts["compared"]:
+            return f"no sample is rewritten, {counts['refused']} matches are refused: write a sampler; {nearest}"
+        if counts["raised"] == counts["compared"]:
+            return "the original raises on every sample: write a sampler"
+        if uncovered and self.sampler is None:
+            return f"{len(uncovered)} alternatives were never met: write a sampler; nearest miss: {nearest}"
+        return ""

@@ -1,0 +1,74 @@
+"""A sample: everything that determines one graph in which a pattern stands, and its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from fxrewrite.verify.calls import Form
+from fxrewrite.verify.readings import Reading
+from fxrewrite.verify.tensors import TensorSpec
+
+__all__ = ["TORCH_ERRORS", "Binding", "Sample"]
+
+Binding: TypeAlias = Any
+"""A TensorSpec, a list of them, a Python value, or `...` for what is left to the operator's default."""
+TORCH_ERRORS = (
+    RuntimeError,
+    TypeError,
+    ValueError,
+    IndexError,
+    KeyError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
+"""What an operator raises when it is called wrongly."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """Everything that determines a graph and its inputs.
+
+    Attributes:
+        reading: of the pattern.
+        form: ATen overloads, or torch functions and methods.
+        twice: whether equal pure terms are computed twice.
+        exposed: whether values that may have other users are outputs too.
+        bindings: by capture, and by place for what the pattern ignores.
+    """
+
+    reading: Reading
+    form: Form
+    twice: bool
+    exposed: bool
+    bindings: Mapping[str, Binding]
+
+    def with_binding(self, name: str, value: Binding) -> Sample:
+        """The same sample with one value replaced; one that is `...` is left to the operator's default."""
+        bindings = {**self.bindings, name: value}
+        return replace(self, bindings=bindings)
+
+    def in_finer_dtype(self, finer: Mapping[torch.dtype, torch.dtype]) -> Sample:
+        """The same entries in other dtypes."""
+
+        def converted(binding: Binding) -> Binding:
+            if isinstance(binding, list):
+                return [converted(item) for item in binding]
+            if not isinstance(binding, TensorSpec) or binding.dtype not in finer:
+                return binding
+            entries = binding.tensor().to(finer[binding.dtype])
+            return replace(binding, dtype=entries.dtype, data=entries)
+
+        return replace(self, bindings={name: converted(binding) for name, binding in self.bindings.items()})
+
+    def specs(self) -> Iterator[tuple[str, TensorSpec]]:
+        """The names of the graph's inputs, in order, and how to make them."""
+        for name, binding in self.bindings.items():
+            if isinstance(binding, TensorSpec):
+                yield name, binding
+            elif isinstance(binding, list):
+                yield from ((f"{name}_{i}", spec) for i, spec in enumerate(binding) if isinstance(spec, TensorSpec))

@@ -1,0 +1,135 @@
+"""A counterexample made small: smaller sizes, plainer values, while the rule is still wrong in the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fxrewrite.verify.sample import Sample
+from fxrewrite.verify.tensors import TensorSpec
+
+__all__ = ["shrunk"]
+
+_MOST_ENTRIES = 12
+"""Single entries are simplified in tensors that have no more."""
+
+
+def shrunk(sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int) -> tuple[Sample, int]:
+    """The smallest sample found for which `is_wrong` holds, and how many were tried; at most `steps`."""
+    tried = 0
+    improved = True
+    while improved:
+        improved = False
+        for candidate in _smaller(sample):
+            if tried == steps:
+                return sample, tried
+            tried += 1
+            if is_wrong(candidate):
+                sample, improved = candidate, True
+                break
+    return sample, tried
+
+
+def _smaller(sample: Sample) -> Iterator[Sample]:
+    """Samples that are one step simpler, the biggest steps first."""
+    if sample.twice or sample.exposed:
+        yield replace(sample, twice=False, exposed=False)
+    yield from _with_sizes(sample)
+    for name, spec in _free_specs(sample):
+        yield from (sample.with_binding(name, simpler) for simpler in _simpler_spec(spec))
+    for name, value in sample.bindings.items():
+        if isinstance(value, list) and len(value) > 1 and isinstance(value[0], TensorSpec):
+            yield sample.with_binding(name, value[:-1])
+        elif not isinstance(value, TensorSpec) and value is not ...:
+            if "." in name:  # ignored by the pattern: the operator's own default
+                yield sample.with_binding(name, ...)
+            yield from (sample.with_binding(name, simpler) for simpler in _simpler_literal(value))
+
+
+def _free_specs(sample: Sample) -> Iterator[tuple[str, TensorSpec]]:
+    for name, value in sample.bindings.items():
+        if isinstance(value, TensorSpec) and not value.is_given:
+            yield name, value
+
+
+def _with_sizes(sample: Sample) -> Iterator[Sample]:
+    """Every size, wherever it stands, made smaller at once; then single dimensions, then whole leading ones."""
+    sizes = {size for _, spec in sample.specs() if not spec.is_given for size in spec.shape if size > 1}
+    for size in sorted(sizes, reverse=True):
+        for smaller in sorted({1, 2, size // 2, size - 1} - {0}):
+            if smaller < size:
+                bindings = {name: _resized(value, size, smaller) for name, value in sample.bindings.items()}
+                yield replace(sample, bindings=bindings)
+    ranks = {len(spec.shape) for _, spec in _free_specs(sample)}
+    if len(ranks) == 1 and min(ranks) > 0:
+        dropped = {
+            name: _reshaped(value, value.shape[1:]) if isinstance(value, TensorSpec) and not value.is_given else value
+            for name, value in sample.bindings.items()
+        }
+        yield replace(sample, bindings=dropped)
+    for name, spec in _free_specs(sample):
+        if spec.shape:
+            yield sample.with_binding(name, _reshaped(spec, spec.shape[1:]))
+        for dim, size in enumerate(spec.shape):
+            if size > 1:
+                shape = (*spec.shape[:dim], 1, *spec.shape[dim + 1 :])
+                yield sample.with_binding(name, _reshaped(spec, shape))
+
+
+def _resized(value: Any, size: int, smaller: int) -> Any:
+    if isinstance(value, TensorSpec):
+        return value if value.is_given else _reshaped(value, tuple(smaller if n == size else n for n in value.shape))
+    if isinstance(value, list):
+        return [_resized(item, size, smaller) for item in value]
+    return smaller if type(value) is int and value == size else value
+
+
+def _reshaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    if spec.data is None:
+        return replace(spec, shape=shape)
+    entries = spec.data.flatten()
+    repeats = -(-math.prod(shape) // max(entries.numel(), 1))
+    return replace(spec, shape=shape, data=entries.repeat(max(repeats, 1))[: math.prod(shape)].reshape(shape))
+
+
+def _simpler_spec(spec: TensorSpec) -> Iterator[TensorSpec]:
+    if spec.data is None:
+        if spec.layout != "contiguous":
+            yield replace(spec, layout="contiguous")
+        plainer = ("zeros", "ones", "integers", "normal", "special")
+        for contents in plainer[: plainer.index(spec.contents)]:
+            yield replace(spec, contents=contents)
+        if spec.layout == "contiguous" and math.prod(spec.shape) <= _MOST_ENTRIES and spec.contents not in plainer[:2]:
+            yield replace(spec, data=spec.tensor())
+        return
+    for index in range(spec.data.numel()):
+        entry = spec.data.flatten()[index].item()
+        for plainer_entry in _simpler_literal(entry):
+            data = spec.data.clone()
+            data.view(-1)[index] = plainer_entry
+            yield replace(spec, data=data)
+
+
+def _simpler_literal(value: Any) -> Iterator[Any]:
+    """Values of the same type that say less."""
+    if isinstance(value, bool):
+        yield from (False,) if value else ()
+    elif isinstance(value, int):
+        yield from (n for n in (0, 1, 2) if n < abs(value) or (n == -value and n))
+    elif isinstance(value, float):
+        rounded = [float(round(value))] if math.isfinite(value) else []
+        order = dict.fromkeys([0.0, 1.0, *rounded])
+        plain = list(order)
+        yield from plain[: plain.index(value)] if value in plain else plain
+    elif isinstance(value, list) and value and all(type(item) is int for item in value):
+        positive = [item % len(value) for item in value] if any(item < 0 for item in value) else value
+        if positive != value:
+            yield positive
+        if sorted(value) != value:
+            yield sorted(value)
+    elif isinstance(value, torch.dtype) and value is not torch.float32 and value.is_floating_point:
+        yield torch.float32

@@ -1,0 +1,109 @@
+"""An input of a sample as a value: shape, dtype, memory layout and contents, from which the tensor is made anew."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["Contents", "Layout", "TensorSpec", "stride_of"]
+
+Layout = Literal["contiguous", "transposed", "expanded"]
+Contents = Literal["normal", "special", "integers", "ones", "zeros"]
+_SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorSpec:
+    """One tensor that can be made as often as it is needed, with the same entries in every process.
+
+    Attributes:
+        shape: sizes.
+        dtype: of the entries.
+        layout: "contiguous", "transposed" (the last two dimensions lie the other way round in memory) or "expanded"
+            (the first dimension that has a size above 1 has stride 0).
+        contents: "normal", "special" (normal with NaN, infinities and zeros of both signs), "integers", "ones" or
+            "zeros".
+        seed: of the entries.
+        data: the entries themselves; then `layout`, `contents` and `seed` mean nothing.
+        is_given: whether a sampler gave it, so that nothing may be changed about it.
+        is_param: whether the graph says that it is a parameter.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout = "contiguous"
+    contents: Contents = "normal"
+    seed: int = 0
+    data: torch.Tensor | None = None
+    is_given: bool = False
+    is_param: bool = False
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides in entries."""
+        return stride_of(self.shape, self.layout) if self.data is None else tuple(self.data.stride())
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, in fresh memory."""
+        if self.data is not None:
+            return _in_fresh_memory(self.data)
+        generator = torch.Generator().manual_seed(self.seed)
+        entries = _entries(self.contents, _span(self.shape, self.stride), self.dtype, generator)
+        return entries.as_strided(self.shape, self.stride)
+
+    def blank(self) -> torch.Tensor:
+        """A tensor of this shape, dtype and layout whose entries are harmless: indices in range, positive numbers."""
+        if self.data is not None:
+            return _in_fresh_memory(self.data)
+        entry = 0.5 if self.dtype.is_floating_point or self.dtype.is_complex else 0
+        entries = torch.full((_span(self.shape, self.stride),), entry, dtype=self.dtype)
+        return entries.as_strided(self.shape, self.stride)
+
+
+def stride_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+    """The strides of a layout."""
+    sizes = list(shape)
+    if layout == "transposed" and len(sizes) > 1:
+        sizes[-1], sizes[-2] = sizes[-2], sizes[-1]
+    repeated = next((dim for dim, size in enumerate(sizes) if size > 1), None) if layout == "expanded" else None
+    strides: list[int] = []
+    step = 1
+    for dim in reversed(range(len(sizes))):
+        strides.insert(0, 0 if dim == repeated else step)
+        step *= 1 if dim == repeated else max(sizes[dim], 1)
+    if layout == "transposed" and len(sizes) > 1:
+        strides[-1], strides[-2] = strides[-2], strides[-1]
+    return tuple(strides)
+
+
+def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """How many entries of memory the tensor reaches over."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _in_fresh_memory(data: torch.Tensor) -> torch.Tensor:
+    data = data.detach()
+    if data.layout is not torch.strided:
+        return data.clone()
+    entries = data.as_strided((_span(tuple(data.shape), tuple(data.stride())),), (1,)).clone()
+    return entries.as_strided(data.shape, data.stride(), 0)
+
+
+def _entries(contents: Contents, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    if contents in ("ones", "zeros"):
+        return torch.full((count,), int(contents == "ones"), dtype=dtype)
+    if not (dtype.is_floating_point or dtype.is_complex):
+        low, high = (0, 2) if contents == "special" or dtype in (torch.bool, torch.uint8) else (-3, 8)
+        return torch.randint(low, high, (count,), generator=generator).to(dtype)
+    if contents == "integers":
+        return torch.randint(-3, 4, (count,), generator=generator).to(dtype)
+    entries = torch.randn(count, generator=generator, dtype=torch.float64)
+    if contents == "special" and count:
+        chosen = torch.randint(0, len(_SPECIAL), (count,), generator=generator)
+        replaced = torch.rand(count, generator=generator) < 0.4
+        replaced[int(torch.randint(0, count, (1,), generator=generator))] = True
+        entries = torch.where(replaced, torch.tensor(_SPECIAL, dtype=torch.float64)[chosen], entries)
+    return entries.to(dtype)

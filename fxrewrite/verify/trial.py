@@ -1,0 +1,221 @@
+"""One sample put to the test: built, matched, rewritten, run before and after, compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.errors import FxRewriteError, RefusedError
+from fxrewrite.graph.copy import copy_module
+from fxrewrite.match.explain import explain
+from fxrewrite.match.program import Program
+from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
+from fxrewrite.verify.compare import Difference, Promise, compare, compare_gradients
+from fxrewrite.verify.guess import Guesses
+from fxrewrite.verify.observe import Observation, Runner, cotangents, gradients, largest_value, observe, run_here
+from fxrewrite.verify.sample import TORCH_ERRORS, Sample
+
+__all__ = ["Rewrite", "Trial", "Trials"]
+
+Rewrite = Callable[[fx.GraphModule], int]
+"""Applies a rule once to a graph in place, and returns the number of rewrites."""
+_MOST_APPLICATIONS = 8
+_FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
+_VANISHES = 1e-3
+"""A rounding error is smaller by this factor, and more, in the finer dtype: there are 13 bits and more between them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trial:
+    """What came of one sample.
+
+    Attributes:
+        status: "impossible" (no graph that runs), "unmatched", "refused", or "compared".
+        why: what stood in the way of a comparison.
+        sample: with everything decided that was guessed.
+        differences: what was found.
+        remarks: differences that the rule's promise allows.
+        raised: whether the original raises.
+        graded: whether gradients were compared.
+        drawn: whether values were not compared.
+        before, after: the graphs.
+    """
+
+    status: Literal["impossible", "unmatched", "refused", "compared"]
+    why: str = ""
+    sample: Sample | None = None
+    differences: tuple[Difference, ...] = ()
+    remarks: tuple[Difference, ...] = ()
+    raised: bool = False
+    graded: bool = False
+    drawn: bool = False
+    before: fx.GraphModule | None = None
+    after: fx.GraphModule | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trials:
+    """Tests samples of one rule.
+
+    Attributes:
+        pattern, rewrite: the rule.
+        promise: what it says of itself.
+        grad: whether gradients are compared.
+        run: runs the graphs; None runs them here.
+        mode: of the fake values of all graphs.
+        program: finds the pattern.
+    """
+
+    pattern: Pattern
+    rewrite: Rewrite
+    promise: Promise
+    grad: bool
+    run: Runner | None
+    mode: FakeMode
+    program: Program[None]
+
+    def test(self, sample: Sample, guesses: Guesses | None = None) -> Trial:
+        """Test a sample; what it leaves open is guessed."""
+        builder = Builder(sample, self.mode, guesses)
+        try:
+            before = builder.module()
+        except NoSampleError as error:
+            return Trial("impossible", str(error))
+        sample = builder.complete
+        try:
+            matches = self._matches(before.graph.nodes)
+        except TORCH_ERRORS as error:
+            return _compared(sample, before, before, [Difference("invalid", f"a constraint raises {_said(error)}")])
+        if not matches:
+            return Trial("unmatched", _nearest_miss(self.pattern, before.graph.nodes), sample, before=before)
+        after = copy_module(before)
+        try:
+            if not self.rewrite(after):
+                return Trial("refused", "the rule refuses", sample, before=before)
+        except RefusedError as error:
+            return Trial("refused", str(error), sample, before=before)
+        except (FxRewriteError, *TORCH_ERRORS) as error:
+            return _compared(sample, before, after, [Difference("invalid", f"the rewrite raises {_said(error)}")])
+        try:
+            after.graph.lint()
+        except (RuntimeError, ValueError) as error:
+            return _compared(sample, before, after, [Difference("invalid", f"the graph is malformed: {error}")])
+        trial = self._compare(sample, before, after)
+        if self.promise.numerics == "reassociates" and all(d.error < math.inf for d in trial.differences):
+            return self._less_rounding(trial)
+        return trial
+
+    def _less_rounding(self, trial: Trial) -> Trial:
+        """The trial, with differences as remarks if the same entries in a finer dtype show them to be rounding."""
+        if not trial.differences:
+            return trial
+        assert trial.sample is not None
+        finer = self.test(trial.sample.in_finer_dtype(_FINER))
+        error = max(difference.error for difference in trial.differences)
+        left = max((difference.error for difference in finer.differences), default=0.0)
+        if finer.status != "compared" or left > error * _VANISHES:
+            return trial
+        return replace(trial, differences=(), remarks=(*trial.remarks, *trial.differences))
+
+    def _matches(self, nodes: Iterable[fx.Node]) -> bool:
+        return any(next(self.program.find(node, key), None) for node, key in self.program.roots(nodes))
+
+    def _compare(self, sample: Sample, before: fx.GraphModule, after: fx.GraphModule) -> Trial:
+        specs = [spec for _, spec in sample.specs()]
+        run = self.run or run_here
+
+        def inputs() -> list[torch.Tensor]:
+            return [spec.tensor() for spec in specs]
+
+        was, is_now = observe(before, inputs(), run), observe(after, inputs(), run)
+        magnitude = 0.0
+        if was.error is None and not (self.promise.numerics == "exact" and not self.grad):
+            magnitude = self._magnitude(before, inputs(), was)
+        differences = compare(was, is_now, self.promise, inputs(), magnitude)
+        graded = self.grad and was.error is None is is_now.error and _is_finite(inputs())
+        comparable = self.promise.rng == "preserves" or not (was.has_drawn or is_now.has_drawn)
+        if graded and comparable and not any(d.kind in ("shape", "outputs") for d in differences):
+            given = cotangents(was.results)
+            grads = gradients(before, inputs(), given, run)
+            graded = isinstance(grads, list)
+            if graded:
+                others = gradients(after, inputs(), given, run)
+                names = [name for name, _ in sample.specs()]
+                differences += compare_gradients(grads, others, names, self.promise, magnitude)
+        else:
+            graded = False
+        if not self._ends(after):
+            text = f"the rule fires again on its own result, {_MOST_APPLICATIONS} times and more"
+            differences.append(Difference("endless", text))
+        return _compared(
+            sample,
+            before,
+            after,
+            differences,
+            keeps_strides=self.promise.strides,
+            raised=was.error is not None,
+            graded=graded,
+            drawn=not comparable,
+        )
+
+    def _magnitude(self, gm: fx.GraphModule, inputs: list[torch.Tensor], was: Observation) -> float:
+        if self.run is None:
+            return largest_value(gm, inputs)
+        tensors = [value for value in (*inputs, *was.results) if isinstance(value, torch.Tensor)]
+        finite = [value[torch.isfinite(value)].abs() for value in tensors if value.is_floating_point()]
+        return max((value.max().item() for value in finite if value.numel()), default=0.0)
+
+    def _ends(self, after: fx.GraphModule) -> bool:
+        again = copy_module(after)
+        return any(not self.rewrite(again) for _ in range(_MOST_APPLICATIONS))
+
+
+def _compared(
+    sample: Sample,
+    before: fx.GraphModule,
+    after: fx.GraphModule,
+    differences: list[Difference],
+    *,
+    keeps_strides: bool = True,
+    raised: bool = False,
+    graded: bool = False,
+    drawn: bool = False,
+) -> Trial:
+    allowed = [d for d in differences if d.kind == "strides" and not keeps_strides]
+    wrong = [d for d in differences if d not in allowed]
+    return Trial(
+        "compared",
+        "",
+        sample,
+        tuple(wrong),
+        tuple(allowed),
+        raised=raised,
+        graded=graded,
+        drawn=drawn,
+        before=before,
+        after=after,
+    )
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_finite(inputs: list[torch.Tensor]) -> bool:
+    """Gradients at NaN and infinities are nobody's promise: autograd's own formulas differ there."""
+    return all(bool(torch.isfinite(value).all()) for value in inputs)
+
+
+def _nearest_miss(pattern: Pattern, nodes: Iterable[fx.Node]) -> str:
+    found = explain(pattern, nodes)
+    if found.misses:
+        return str(found.misses[0])
+    keys = ", ".join(ops.key(node) for node in nodes if node.op.startswith("call"))
+    return f"no node {' or '.join(found.root_keys)} among {keys}"
