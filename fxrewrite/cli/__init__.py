@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     verify = _command(commands, "verify", "run both sides of every rule on drawn inputs and compare them")
     verify.add_argument("rules", metavar="RULES", help=_RULES)
     verify.add_argument(
-        "--samples", type=_positive, default=32, metavar="N", help="inputs a rule (default: %(default)s)"
+        "--samples", type=_positive, default=64, metavar="N", help="inputs a rule (default: %(default)s)"
     )
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs drawn (default: %(default)s)")
 
