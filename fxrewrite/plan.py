@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import time
@@ -29,6 +30,7 @@ from fxrewrite.found import Found, FoundMatch, describe
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.outputs import Promise
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
@@ -262,12 +264,15 @@ class Plan:
         self.expectations[rule_id] = at_least
         return self
 
-    def apply(self, gm: fx.GraphModule, context: Any = None) -> Report:
+    def apply(self, gm: fx.GraphModule, context: Any = None, *, bodies: bool = True) -> Report:
         """Rewrite the graph of `gm` in place, in one transaction, and recompile it once if it changed.
+
+        An output that had memory of its own still has: where a rule gives back an input instead, it is copied.
 
         Args:
             gm: the module; on any exception its graph is exactly as before.
             context: handed to steps, and to replacements as `match.context`.
+            bodies: whether bodies of higher-order operators are rewritten too.
 
         Raises:
             RefusedError: a rule of an atomic set, or a step, refused.
@@ -276,9 +281,12 @@ class Plan:
         """
         started = time.perf_counter()
         report = self._new_report()
-        with Edit(gm) as edit:
+        with Edit(gm, bodies=bodies) as edit:
+            promises = [(part, Promise(part.gm)) for part in edit.parts()]
             for stage in self.stages:
                 stage.run(edit, context, report)
+            for part, promise in promises:
+                promise.keep(part)
             self._check_expectations(edit, report)
         return _finished(report, started)
 
@@ -330,11 +338,14 @@ class Plan:
             raise FxRewriteError("commit: this is not the graph in which the matches were found; find them again")
         report = self._new_report()
         with Edit(gm) as edit:
+            promises = [(part, Promise(part.gm)) for part in edit.parts()]
             sweeps = {part.path: Sweep(part, context, report, atomic=False) for part in edit.parts()}
             for match in found:
                 self._commit_one(match, sweeps.get(match.body))
             for stage in self.stages:
                 stage.rules._check(edit)  # pyright: ignore[reportPrivateUsage]
+            for part, promise in promises:
+                promise.keep(part)
             self._check_expectations(edit, report)
         return _finished(report, started)
 
@@ -389,7 +400,8 @@ class Plan:
         After what is installed there already. Inductor's caches tell plans apart by `digest`; a plan that has none is
         never cached. See `fxrewrite.backends.installed`.
         """
-        return backends.installed(slot, self.apply, self.digest(), context=context)
+        graph_alone = functools.partial(self.apply, bodies=False)  # inductor passes the bodies itself
+        return backends.installed(slot, graph_alone, self.digest(), context=context)
 
     def apply_export(self, program: ExportedProgram, context: Any = None) -> ExportedProgram:
         """A rewritten copy of an exported program, with its signature; see `fxrewrite.backends.apply_to_export`."""

@@ -18,7 +18,15 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
 from fxrewrite.match.replace import Replacer
-from fxrewrite.match.safety import Effects, check_aliases, check_draws, check_region, insertion_point
+from fxrewrite.match.safety import (
+    Effects,
+    check_aliases,
+    check_draws,
+    check_region,
+    check_writes,
+    insertion_point,
+    stride_reader,
+)
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.where import Constraint
 
@@ -140,6 +148,8 @@ class Rule:
             ) from error
 
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
+        if match.refused is not None:
+            raise match.refused
         if effects.writers:
             check_region(match, effects)
         replacer = Replacer(edit, insertion_point(match), match.root, self.id)
@@ -148,11 +158,12 @@ class Rule:
         given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
         results = self._results(self.body(**given), match, replacer)
         created = replacer.created
-        for old, new in zip(match.outputs, results, strict=True):
-            if self.shapes == "preserves":
-                _check_value(old, new)
-            if effects.writers:
-                check_aliases(match, old, new, created, effects)
+        if self.shapes == "preserves":
+            for old, new in zip(match.outputs, results, strict=True):
+                _check_value(old, ops.value(old), ops.value(new))
+                _check_strides(old, new)
+        check_writes(match, created)
+        check_aliases(match, results, created, effects)
         draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
         check_draws(match, draws, self.rng, effects)
         made = set(created)
@@ -233,9 +244,15 @@ def rule(
     return wrap
 
 
-def _check_value(old: fx.Node, new: fx.Node) -> None:
+def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
     """Refuse a replacement with another shape, dtype or device; values that are not known are not compared."""
-    was, is_now = ops.value(old), ops.value(new)
+    if isinstance(was, (list, tuple)) and isinstance(is_now, (list, tuple)):
+        if len(was) != len(is_now):
+            reason = f"the replacement gives {len(is_now)} values, the original {len(was)}"
+            refuse(reason, hint="repair the replacement", node=old, kind=Reason.VALUE)
+        for one, other in zip(was, is_now, strict=True):
+            _check_value(old, one, other)
+        return
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
         return
     same_shape = was.ndim == is_now.ndim and all(
@@ -249,6 +266,25 @@ def _check_value(old: fx.Node, new: fx.Node) -> None:
         node=old,
         kind=Reason.VALUE,
     )
+
+
+def _check_strides(old: fx.Node, new: fx.Node) -> None:
+    """Refuse a replacement that lies in memory otherwise, where an operator below asks how it lies."""
+    was, is_now = ops.value(old), ops.value(new)
+    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
+        return
+    pairs = zip(was.stride(), is_now.stride(), strict=True)
+    if was.ndim == is_now.ndim and all(a is b or is_same_size(a, b) for a, b in pairs):
+        return
+    reader = stride_reader(old)
+    if reader is not None:
+        refuse(
+            f"the replacement has strides {tuple(is_now.stride())}, the original {tuple(was.stride())}, and "
+            f"%{reader.name} ({ops.key(reader)}) depends on them",
+            hint="make the replacement contiguous, or turn views into reshapes first (rules.normal_forms)",
+            node=old,
+            kind=Reason.VALUE,
+        )
 
 
 def _describe(tensor: torch.Tensor) -> str:

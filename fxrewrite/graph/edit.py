@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
@@ -23,8 +24,14 @@ from fxrewrite.graph.bodies import bodies
 
 __all__ = ["Edit"]
 
-_COPIED = ("stack_trace", "nn_module_stack", "custom", "recompute", "ac_graph_id")
-"""Metadata that a new node takes over from the node it stands for: where it comes from, and how it is checkpointed."""
+_COPIED = (
+    *("stack_trace", "nn_module_stack", "custom"),
+    *("recompute", "ac_graph_id"),
+    *("partitioner_tag", "autograd_backward", "seq_nr"),
+)
+"""Metadata that a new node takes over from the node it stands for: where it comes from, how it is checkpointed, and in
+a joint graph whether it is forward or backward.
+"""
 _ABSENT: Any = object()
 _COMPUTE: Any = object()
 
@@ -45,7 +52,7 @@ class Edit:
         fake_mode: the graph's own fake tensor mode, None when its nodes carry no fake values.
     """
 
-    def __init__(self, gm: fx.GraphModule, path: str = "") -> None:
+    def __init__(self, gm: fx.GraphModule, path: str = "", *, bodies: bool = True) -> None:
         self.gm = gm
         self.path = path
         self.graph: fx.Graph = gm.graph
@@ -59,7 +66,7 @@ class Edit:
         self._attributes: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._runs: dict[Any, tuple[Any, Any, Any]] = {}
-        self._bodies: list[Edit] | None = None
+        self._bodies: list[Edit] | None = None if bodies else []
 
     def __enter__(self) -> Self:
         return self
@@ -217,8 +224,8 @@ class Edit:
             return self._runs[same][0]
         function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
         quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-        with mode, quiet, torch.no_grad():
-            result = function(*args, **kwargs)  # pyright: ignore[reportCallIssue]
+        with mode, quiet:
+            result = tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))  # pyright: ignore[reportCallIssue]
         if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
             self._runs[same] = (result, args, kwargs)  # holds the arguments: the key has their addresses
         return result
@@ -337,6 +344,11 @@ def _values_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
         if found is ops.MISSING and node.op in ("call_function", "call_method", "call_module"):
             break
     return None, "val"
+
+
+def _leaf(value: torch.Tensor) -> torch.Tensor:
+    """The value without the history that led to it; whether it requires gradients stays known."""
+    return value.detach().requires_grad_() if value.requires_grad else value
 
 
 def _forget_name(graph: fx.Graph, node: fx.Node) -> None:

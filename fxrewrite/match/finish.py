@@ -9,7 +9,8 @@ from typing import Any
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import Reason
+from fxrewrite.errors import FxRewriteError, Reason, RefusedError
+from fxrewrite.graph.source import source_line
 from fxrewrite.match.lower import Link, Variant
 from fxrewrite.match.match import Match
 from fxrewrite.match.tests import REASONS, Candidate, Path, Test, found_text, holds, test_text
@@ -121,13 +122,23 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
                     return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
                 kept.add(node)
     captures = {name: None if path is None else value(path) for name, path in variant.captures.items()}
+    refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
         if any(captures[name] is None and name not in variant.literals for name in constraint.names):
             continue  # a constraint speaks of what was captured
-        why_not = constraint.why_not(captures)
+        try:
+            why_not = constraint.why_not(captures)
+        except RefusedError as refusal:
+            refused = refused or refusal
+            continue
+        except Exception as error:
+            place = f"%{outputs[0].name} ({source_line(outputs[0])})".replace(" ()", "")
+            raise FxRewriteError(
+                f"constraint {constraint} raised {type(error).__name__} at {place}: {error}"
+            ) from error
         if why_not:
             return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, outputs[0])
-    return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures)
+    return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused)
 
 
 def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, passed: int) -> Match | Failure:
@@ -162,7 +173,8 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
     captures[ROOT] = found[0].root
     nodes = dict.fromkeys(sibling.root for sibling in found) | dict.fromkeys(n for s in found for n in s.nodes)
     kept = frozenset[fx.Node]().union(*(sibling.kept for sibling in found))
-    return Match(tuple(sibling.root for sibling in found), tuple(nodes), kept, captures)
+    refused = next((sibling.refused for sibling in found if sibling.refused is not None), None)
+    return Match(tuple(sibling.root for sibling in found), tuple(nodes), kept, captures, refused)
 
 
 def _with_inputs(kept: set[fx.Node], nodes: dict[fx.Node, None]) -> frozenset[fx.Node]:

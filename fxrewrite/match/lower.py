@@ -144,13 +144,18 @@ def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
 
 def _orders(term: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """The orders in which the operands can stand; a number stands behind a value of the graph (see `Arguments`)."""
-    commutes = ops.is_commutative(term.key) and set(names) == {"self", "other"} and not term.loose
-    if not commutes or term.args[0][1] == term.args[1][1]:
+    pair = ops.exchangeable(term.key)
+    if pair is None or term.loose or set(names) != {"self", *pair}:
         return [names]
-    first_is_number, second_is_number = (_is_number(part) for _, part in term.args)
-    if first_is_number != second_is_number:
-        return [names[::-1] if first_is_number else names]
-    return [names, names[::-1]]
+    first, second = (names.index(name) for name in pair)
+    exchanged = list(names)
+    exchanged[first], exchanged[second] = names[second], names[first]
+    one, other = term.args[first][1], term.args[second][1]
+    if one == other:
+        return [names]
+    if pair[0] == "self" and _is_number(one) != _is_number(other):
+        return [tuple(exchanged) if _is_number(one) else names]
+    return [names, tuple(exchanged)]
 
 
 def _is_number(term: Term) -> bool:
@@ -196,9 +201,12 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern) -> Variant:
             if isinstance(term, Chain) or not ops.may_be_random(term.key):
                 continue  # equal pure terms are one value, computed once or twice; two draws are two values
             if term in drawn:
-                tests.append(Test("same", path, drawn[term]))
-            else:
-                drawn[term] = path
+                raise RuleDefinitionError(
+                    f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
+                    "twice or two draws; capture its result instead"
+                )
+            tests += [Test("other", path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
+            drawn[term] = path
         stages.append(tuple(tests))
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
@@ -232,12 +240,13 @@ def _climb_keys(path: Path, part: _Part) -> tuple[frozenset[str], ...]:
 
 def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
     choices: list[tuple[Path, tuple[frozenset[str], ...]]] = []
+    kinds = {capture.name: capture.kind for capture in pattern.captures}
     for name, path in part.captures:
-        if name in captures:
+        if name in captures and kinds[name] in ("node", "optional", "param"):
             choices.append((captures[name], _climb_keys(path, part)))
     if not choices:
         raise RuleDefinitionError(
-            f"pattern {pattern}: output {index} captures nothing that an earlier output captures, so it could be "
-            "anywhere; write two rules"
+            f"pattern {pattern}: output {index} captures no value of the graph that an earlier output captures, so it "
+            "could be anywhere; write two rules"
         )
     return Link(index, tuple(choices))

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from fxrewrite.errors import RefusedError
+
 __all__ = ["Match"]
 
 
@@ -24,6 +26,7 @@ class Match:
         nodes: all matched nodes: the outputs, then inner nodes, users before what they use.
         kept: inner nodes that stay because they have users outside the match.
         captures: name -> node or Python value; None for a name of an alternative that was not taken.
+        refused: what a constraint refused; the match is counted, and not rewritten.
         context: what was given to `plan.apply(gm, context=...)`.
         call: in a replacement, `match.call(target, *args, **kwargs)` makes a node that calls any callable,
             and gives its proxy.
@@ -35,6 +38,7 @@ class Match:
     nodes: tuple[fx.Node, ...]
     kept: frozenset[fx.Node]
     captures: Mapping[str, Any]
+    refused: RefusedError | None = None
     context: Any = None
     call: Callable[..., Any] = field(default=_not_replacing, repr=False)
     proxy: Callable[[fx.Node], Any] = field(default=_not_replacing, repr=False)

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from torch import fx
 
 from fxrewrite import ops
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.finish import complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
@@ -150,7 +151,11 @@ class Program(Generic[Owner]):
         run(candidate, leaves)
         for rank, index in sorted(leaves):
             owner, pattern, variants = self._owners[rank]
-            for result in complete(pattern, variants[index], candidate):
+            try:
+                results = list(complete(pattern, variants[index], candidate))
+            except FxRewriteError as error:
+                raise FxRewriteError(f"{getattr(owner, 'id', owner)}: {error}; the graph is as before") from error
+            for result in results:
                 if isinstance(result, Match):
                     yield owner, result
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import combinations
 from typing import Any
 
 from torch import fx
@@ -14,7 +15,15 @@ from fxrewrite import ops
 from fxrewrite.errors import Reason, refuse
 from fxrewrite.match.match import Match
 
-__all__ = ["Effects", "check_aliases", "check_draws", "check_region", "insertion_point"]
+__all__ = [
+    "Effects",
+    "check_aliases",
+    "check_draws",
+    "check_region",
+    "check_writes",
+    "insertion_point",
+    "stride_reader",
+]
 
 
 class Effects:
@@ -93,7 +102,7 @@ def check_region(match: Match, effects: Effects) -> None:
             )
 
 
-def check_aliases(match: Match, old: fx.Node, new: fx.Node, created: list[fx.Node], effects: Effects) -> None:
+def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], effects: Effects) -> None:
     """Refuse a replacement that shares memory otherwise than the original did, where something writes to it later.
 
     Raises:
@@ -101,12 +110,46 @@ def check_aliases(match: Match, old: fx.Node, new: fx.Node, created: list[fx.Nod
     """
     if not effects.writers:
         return
-    was = _shared_with(old, {node for node in match.nodes if node not in match.kept})
-    is_now = _shared_with(new, set(created))
-    if was == is_now:
-        return
+    own_was = {node for node in match.nodes if node not in match.kept}
+    own_is = set(created)
+    was = [_shared_with(old, own_was) for old in match.outputs]
+    is_now = [_shared_with(new, own_is) for new in results]
+    paired = _share_each_other(match.outputs) != _share_each_other(results)
+    for old, new, before, after in zip(match.outputs, results, was, is_now, strict=True):
+        if before != after or None in before or paired:
+            memory = {node for node in before | after if node is not None}
+            _check_later_writers(old, memory | {old, new}, effects)
+
+
+def check_writes(match: Match, created: list[fx.Node]) -> None:
+    """Refuse a replacement that writes to what it did not make: the graph's other users of it would read that.
+
+    Raises:
+        RefusedError: a new node writes to memory of a capture.
+    """
+    own = set(created)
+    for node in created:
+        if _writes(node):
+            for written in ops.mutated(node):
+                foreign = [origin for origin in _origins(written) if origin not in own]
+                if foreign:
+                    refuse(
+                        f"the replacement writes to %{foreign[0].name} ({ops.key(node)}), which is not its own",
+                        hint="use the operator that gives a new tensor",
+                        node=match.root,
+                        kind=Reason.EFFECT,
+                        effect=ops.key(node),
+                    )
+
+
+def _share_each_other(outputs: Sequence[fx.Node]) -> list[bool]:
+    """For each pair of outputs, whether they may share memory."""
+    return [bool(_origins(a) & _origins(b)) for a, b in combinations(outputs, 2)]
+
+
+def _check_later_writers(old: fx.Node, memory: AbstractSet[fx.Node], effects: Effects) -> None:
     for writer in effects.after(effects.writers, old):
-        if not ops.sets_mode(writer) and _may_touch(writer, was | is_now | {old, new}):
+        if not ops.sets_mode(writer) and _may_touch(writer, memory):
             refuse(
                 f"%{writer.name} ({ops.key(writer)}) writes later to memory that the replacement shares differently",
                 hint="functionalize the graph before rewriting it",
@@ -215,6 +258,36 @@ def _origins(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _shared_with(node: fx.Node, own: AbstractSet[fx.Node]) -> set[fx.Node]:
-    """The nodes, other than `own`, whose memory this node may be a view of; empty for fresh memory."""
-    return {origin for origin in _origins(node) if origin not in own and not ops.is_view(origin)}
+def _shared_with(node: fx.Node, own: AbstractSet[fx.Node]) -> set[fx.Node | None]:
+    """The nodes, other than `own`, whose memory this node may be a view of; empty for fresh memory.
+
+    None is among them where one of `own` decides only at run time whether it is a view.
+    """
+    origins = _origins(node)
+    found: set[fx.Node | None] = {o for o in origins if o not in own and not ops.is_view(o)}
+    if found and any(origin in own and ops.is_maybe_view(origin) for origin in origins):
+        found.add(None)
+    return found
+
+
+_STRIDES = frozenset({"aten::view", "aten::_unsafe_view", "aten::as_strided"})
+"""Operators that fail, or mean something else, when their input lies otherwise in memory."""
+
+
+def stride_reader(node: fx.Node) -> fx.Node | None:
+    """A node below that depends on how this value lies in memory, if there is one.
+
+    Searched through views and pointwise operators, whose results lie as their inputs do.
+    """
+    seen: set[fx.Node] = {node}
+    stack = [node]
+    while stack:
+        for user in stack.pop().users:
+            if user in seen:
+                continue
+            seen.add(user)
+            if ops.key(user) in _STRIDES:
+                return user
+            if (ops.is_view(user) or ops.is_pointwise(user)) and ops.key(user) != "aten::contiguous":
+                stack.append(user)
+    return None

@@ -84,7 +84,7 @@ class Test:
     Kinds: `operator` (value: key), `operators` (value: keys), `arguments` (value: the names that the pattern mentions;
     all others are at their defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `param` (a
     node that reads a parameter), `plain` (no node in it), `optional` (a node or None), `same` (value: path of the value
-    that it must equal).
+    that it must equal), `other` (value: path of a node that it must not be).
     """
 
     __test__ = False  # not a test class of pytest
@@ -104,6 +104,7 @@ REASONS: Mapping[str, Reason] = {
     "plain": Reason.CAPTURE,
     "optional": Reason.CAPTURE,
     "same": Reason.SAME,
+    "other": Reason.SAME,
 }
 """What it means when a test of a kind fails."""
 
@@ -194,8 +195,10 @@ def holds(test: Test, candidate: Candidate) -> bool:
         return value is not ABSENT and not _has_node(value)
     if kind == "optional":
         return value is None or isinstance(value, fx.Node)
-    assert kind == "same"
     other = candidate.value(test.value)
+    if kind == "other":
+        return value is not other
+    assert kind == "same"
     if isinstance(value, fx.Node) or isinstance(other, fx.Node):
         return value is other
     return _frozen(value) == _frozen(other)
@@ -321,6 +324,8 @@ def test_text(test: Test) -> str:
         return f"no arguments but {', '.join(test.value)} at {test.path}"
     if test.kind == "list":
         return f"a list of {test.value} at {test.path}"
+    if test.kind == "other":
+        return f"another value at {test.path} than at {test.value}"
     if test.kind == "same":
         return f"the same value at {test.path} as at {test.value}"
     words = {

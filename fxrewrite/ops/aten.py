@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fxrewrite.ops.binding import BindingError, layout_of
+from fxrewrite.ops.binding import BindingError, layout_of, overload_of
 from fxrewrite.ops.keys import key
 from fxrewrite.ops.schemas import schema_of
 from fxrewrite.ops.value import MISSING, value
@@ -38,9 +38,9 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
         return _emit_index(args[0], args[1], emit) if _is_basic(args[1]) else emit(target, args, kwargs)
     try:
         layout = layout_of(target, args, kwargs)
+        overload = overload_of(target, args, kwargs)
     except BindingError:
         return emit(target, args, kwargs)
-    overload = layout.overload
     has_tensor = any(isinstance(a, fx.Node) and not _is_number(a) for a in _leaves((args, kwargs)))
     if overload is None or not (has_tensor or isinstance(target, torch._ops.OpOverloadPacket)):
         return emit(target, args, kwargs)

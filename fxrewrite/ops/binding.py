@@ -94,6 +94,8 @@ _LAYOUTS: dict[Any, Layout | None] = {}
 """Layouts by (target, argument count, keyword names); None where the kinds of the arguments decide."""
 _TARGETS: dict[Any, Any] = {}
 """Keeps the targets alive whose ids are in the tables."""
+_OVERLOADS: dict[Any, torch._ops.OpOverload | None] = {}
+"""Overloads by the kinds of the arguments: binding is the same for `gt.Tensor` and `gt.Scalar`."""
 _BY_KINDS: dict[Any, Layout] = {}
 """Layouts by the same and the kinds of the arguments."""
 
@@ -147,7 +149,13 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """The torch overload that a call means, None when it is no single operator (a Python callable)."""
     if isinstance(target, torch._ops.OpOverload):
         return target
-    return _choose(target, args, kwargs).overload
+    name = target if type(target) is str else id(target)
+    kinds = (name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
+    found = _OVERLOADS.get(kinds, _OVERLOADS)
+    if found is _OVERLOADS:
+        _TARGETS[name] = target
+        found = _OVERLOADS[kinds] = _choose(target, args, kwargs).overload
+    return found  # pyright: ignore[reportReturnType]
 
 
 def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Layout | None:

@@ -16,8 +16,11 @@ from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
 
 __all__ = [
     "declare_pure",
+    "exchangeable",
     "is_barrier",
     "is_commutative",
+    "is_maybe_view",
+    "is_pointwise",
     "is_pure",
     "is_random",
     "is_view",
@@ -83,6 +86,21 @@ _CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
 _EFFECTS: ByTarget[tuple[bool, bool]] = ByTarget()
 _STATISTICS = ("aten::batch_norm", "aten::instance_norm")
 """They write their running statistics while training, which their schemas do not say."""
+_MAYBE_VIEWS = frozenset(
+    f"aten::{name}"
+    for name in [
+        "contiguous",
+        "flatten",
+        "ravel",
+        "reshape",
+        "reshape_as",
+        "resolve_conj",
+        "resolve_neg",
+        "to",
+        "type_as",
+    ]
+)
+"""They give a view, or their input itself, where that is possible, and else a copy."""
 _STATIC: dict[Any, tuple[bool, bool, bool]] = {}
 """(mutates, random, view) per overload."""
 
@@ -106,6 +124,13 @@ def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
     _PURE.add(target)
     _EFFECTS.forget(target)
     return target
+
+
+def exchangeable(operator_key: str) -> tuple[str, str] | None:
+    """The two arguments of the operator that may trade places (its others at their defaults), if there are such."""
+    if operator_key in COMMUTATIVE:
+        return "self", "other"
+    return ("dim0", "dim1") if operator_key == "aten::transpose" else None
 
 
 def is_commutative(operator_key: str) -> bool:
@@ -244,13 +269,29 @@ def _is_idle(bound: dict[str, Any]) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True when the result may share memory with an argument: views, `reshape`, `getitem`, dropout in evaluation."""
+    """True when the result may share memory with an argument: views, `reshape`, `getitem`, dropout in evaluation,
+    and operators that write to it.
+    """
     if node.op not in ("call_function", "call_method"):
         return False
     overload = _overload(node)
     if overload is None:
         return node.target not in _PURE
-    return _static(overload)[2]
+    return _static(overload)[2] or bool(mutated(node))
+
+
+def is_maybe_view(node: fx.Node) -> bool:
+    """True when strides or arguments at run time decide whether the result shares memory, or nothing is known."""
+    if not is_view(node) or mutated(node) or keys.key(node) == "operator.getitem":
+        return False
+    overload = _overload(node)
+    return overload is None or _MAYBE_VIEW in overload.tags or keys.key(node) in _MAYBE_VIEWS
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """True when each element of the result depends on the elements at its place, and it lies in memory as they do."""
+    overload = _overload(node) if node.op in ("call_function", "call_method") else None
+    return overload is not None and torch.Tag.pointwise in overload.tags
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -275,11 +316,11 @@ def _static(overload: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
     facts = _STATIC.get(overload)
     if facts is None:
         schema = overload._schema
-        shares = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+        shares = any(r.alias_info is not None for r in schema.returns)  # also what it wrote to and gives back
         facts = _STATIC[overload] = (
             schema.is_mutable,
             _SEEDED in overload.tags,
-            shares or _MAYBE_VIEW in overload.tags or overload.is_view,
+            shares or _MAYBE_VIEW in overload.tags or overload.is_view or keys.key(overload) in _MAYBE_VIEWS,
         )
     return facts
 

@@ -110,6 +110,8 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
         parameters = inspect.signature(function, eval_str=True).parameters
     except NameError as error:
         raise RuleDefinitionError(f"pattern {name}: {error}; annotations are read when the rule is defined") from error
+    except ValueError as error:
+        raise RuleDefinitionError(f"pattern {name}: {error}; write a Python function that calls it") from error
     captures: list[Capture] = []
     for parameter in parameters.values():
         kind = "node" if _is_tensor(parameter.annotation) else _KINDS.get(parameter.annotation)

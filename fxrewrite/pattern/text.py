@@ -72,14 +72,14 @@ def term_text(term: Term) -> str:
     if isinstance(term, Siblings):
         return f'siblings({term_text(term.each)}, on="{term.on}", least={term.least})'
     assert isinstance(term, Op)
-    if term.key == "operator.getitem" and len(term.args) == 2 and not term.shared and not term.loose:
-        (_, value), (_, index) = term.args
-        return f"{term_text(value)}[{_index_text(index)}]"
     text = f"loose({_op_text(term)})" if term.loose else _op_text(term)
     return f"shared({text})" if term.shared else text
 
 
 def _op_text(term: Op) -> str:
+    if term.key == "operator.getitem" and len(term.args) == 2:
+        (_, value), (_, index) = term.args
+        return f"{term_text(value)}[{_index_text(index)}]"
     namespace, _, name = term.key.rpartition("::")
     positional = _positional(term.key, tuple(name for name, _ in term.args))
     by_name = namespace == "aten" and name not in _WORDS

@@ -18,12 +18,12 @@ def why(pattern, function) -> str:
 
 def test_nearest_miss_first() -> None:
     def model(q, k, v):
-        return torch.softmax(q @ k.transpose(-1, -2) * 0.5, -1) @ (q @ v)
+        return torch.softmax(q @ k.transpose(-2, -3) * 0.5, -1) @ (q @ v)
 
     text = why(attention, model)
     assert "0 of 3 nodes aten::matmul match" in text
-    assert "at %matmul_2: 12 of 18 tests hold" in text.splitlines()[2]
-    assert "the literal -2 at root.self.self.self.other.dim0, found -1" in text
+    assert "at %matmul_2: 13 of 18 tests hold" in text.splitlines()[2]
+    assert "the literal -1 at root.self.self.self.other.dim1, found -3" in text
 
 
 def test_other_operator() -> None:

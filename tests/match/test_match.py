@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match import Match, Program, explain
 from fxrewrite.match.lower import lower
 from fxrewrite.pattern import Literal, Maybe, either, loose, maybe, op, shared, trace, where
@@ -175,14 +176,19 @@ def test_equal_subterms_match_one_node_or_two() -> None:
 
 def test_two_random_draws_are_two_values() -> None:
     def pattern(x):
-        return F.dropout(x, 0.5) + torch.exp(F.dropout(x, 0.5))
+        return F.dropout(x, 0.5) + torch.exp(F.dropout(x, 0.25))
 
     def once(x):
         s = F.dropout(x, 0.5)
         return s + torch.exp(s)
 
-    assert len(matches(pattern, once)) == 1
-    assert matches(pattern, pattern) == []
+    assert len(matches(pattern, pattern)) == 1
+    assert matches(pattern, once) == []
+
+
+def test_equal_draws_could_be_one_or_two() -> None:
+    with pytest.raises(RuleDefinitionError, match="one draw used twice or two draws"):
+        matches(lambda x: F.dropout(x, 0.5) + torch.exp(F.dropout(x, 0.5)), lambda x: x)
 
 
 def test_several_outputs() -> None:

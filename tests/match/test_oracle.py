@@ -90,9 +90,10 @@ def query_tree(term: Term) -> nx.DiGraph[int]:
         tree.add_node(vertex, term=part, is_root=not vertex)
         if isinstance(part, Op):
             names = {name for name, _ in part.args}
-            swaps = ops.is_commutative(part.key) and names == {"self", "other"} and not part.loose
+            pair = set(ops.exchangeable(part.key) or ())
+            swaps = pair and names == {"self"} | pair and not part.loose
             for name, value in part.args:
-                tree.add_edge(vertex, add(value), labels=names if swaps else {name})
+                tree.add_edge(vertex, add(value), labels=pair if swaps and name in pair else {name})
         elif isinstance(part, ListOf):
             for index, value in enumerate(part.items):
                 tree.add_edge(vertex, add(value), labels={index})

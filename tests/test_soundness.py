@@ -1,0 +1,174 @@
+"""True rules where memory, randomness or strides make them wrong: each rewrite is refused, or done right."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrewrite import Literal, RuleDefinitionError, RuleSet, rule
+from fxrewrite.pattern import trace
+
+X = torch.linspace(-2, 2, 16).reshape(4, 4)
+
+
+def made(pattern, replacement, **options):
+    it = rule("bug.it", **options)(pattern)
+    it.replacement(replacement)
+    return it
+
+
+def check(model, it, capture="make_fx"):
+    """Whatever the rule does, the module computes the same afterwards, results and inputs."""
+    gm = fx.symbolic_trace(model) if capture == "fx" else make_fx(model, tracing_mode="fake", pre_dispatch=True)(X)
+    expected = model(X.clone())
+    RuleSet("s", it).apply(gm)
+    gm.graph.lint()
+    found = gm(X.clone())
+    for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (expected, found)), strict=True):
+        assert torch.allclose(a, b)
+
+
+silu = lambda: made(lambda x: x * torch.sigmoid(x), lambda x: F.silu(x))  # noqa: E731
+
+
+# The result of an in-place operator is not known to be its operand (ops.is_view: alias_info.is_write is left out),
+#    so a write through it is not seen. Dynamo's `h += r` is `iadd`, and everything after reads `iadd`.
+@pytest.mark.parametrize("write", [lambda y: y.add_(1), lambda y: F.relu(y, inplace=True)], ids=["add_", "relu"])
+@pytest.mark.parametrize("capture", ["fx", "make_fx"])
+def test_write_through_the_result_of_a_write_in_between(write, capture):
+    def model(x):
+        y = x.clone()
+        z = write(y)
+        s = torch.sigmoid(y)
+        z.mul_(2)
+        return y * s
+
+    check(model, silu(), capture)
+
+
+def test_write_through_the_result_of_a_write_later():
+    def model(x):
+        y = torch.sin(x)
+        z = y.add_(1)
+        c = y.clone()
+        z.mul_(2)
+        return y, c
+
+    check(model, made(lambda x: x.clone(), lambda x: x), "fx")
+
+
+# `may be a view of` on both sides is taken for `shares the same`: contiguous() of a transpose is a copy.
+def test_a_copy_replaced_by_a_view():
+    def model(x):
+        y = torch.sin(x)
+        z = y.transpose(0, 1).contiguous()
+        y.add_(1)
+        return z, y
+
+    check(model, made(lambda x: x.transpose(0, 1).contiguous(), lambda x: x.transpose(0, 1)))
+
+
+# Two outputs become one value, one of them is written to later (each output is compared alone).
+def test_two_outputs_get_one_memory():
+    def model(x):
+        a, b = torch.relu(x), torch.clamp(x, min=0)
+        a.add_(1)
+        return a, b
+
+    def one(x):
+        y = torch.relu(x)
+        return y, y
+
+    check(model, made(lambda x: (torch.relu(x), torch.clamp(x, min=0)), one))
+
+
+# Strides are not compared: an ordinary true rule makes a later view fail at run time, with "1 rewrite" in the report.
+def test_strides_and_a_later_view():
+    check(
+        lambda x: (torch.neg(x) + torch.sin(x).transpose(0, 1)).view(16),
+        made(lambda x, y: x + torch.neg(y), lambda x, y: x - y),
+    )
+
+
+# shapes="preserves" does not look into tuples.
+def test_a_tuple_of_other_shapes():
+    check(lambda x: torch.split(x, 2), made(lambda x: torch.split(x, 2), lambda x: torch.split(x, 3)))
+
+
+# A fresh result becomes the caller's own input: who writes to the result destroys the input (or the parameter).
+#    torch._inductor's remove_noop_ops refuses this between graph inputs and outputs.
+def test_a_result_that_was_fresh_does_not_become_an_input():
+    gm = make_fx(lambda x: x.clone(), tracing_mode="fake", pre_dispatch=True)(X)
+    RuleSet("s", made(lambda x: x.clone(), lambda x: x)).apply(gm)
+    x = X.clone()
+    gm(x).add_(1)
+    assert torch.equal(x, X)
+
+
+# Outputs that have only a literal in common: accepted when defined, can never match.
+def test_outputs_linked_by_a_literal_only():
+    def pattern(x, y, c: Literal):
+        return torch.sin(x * c), torch.cos(y * c)
+
+    it = made(pattern, lambda x, y, c: (torch.sin(c * x), torch.cos(c * y)))
+    with pytest.raises(RuleDefinitionError, match="captures no value of the graph that an earlier output captures"):
+        RuleSet("s", it).apply(fx.symbolic_trace(lambda x: torch.sin(x * 2.0) + torch.cos(x * 2.0)))
+
+
+# Two draws in a pattern function are read as one draw used twice: it does not match itself, and matches one draw.
+def test_a_pattern_with_two_draws_matches_itself_or_is_refused():
+    def twice(x):
+        return F.dropout(x, 0.5) + F.dropout(x, 0.5)
+
+    def once(x):
+        d = F.dropout(x, 0.5)
+        return d + d
+
+    it = made(twice, lambda x: x, rng="changes")
+    for model in (twice, once):
+        with pytest.raises(RuleDefinitionError, match="one draw used twice or two draws"):
+            it.explain(fx.symbolic_trace(model))
+
+
+# Two different draws of a pattern match one draw of the graph: b * b is b, not bernoulli(p * p).
+def test_two_different_draws_are_two_nodes():
+    def once(x):
+        b = torch.bernoulli(x)
+        return b * b
+
+    it = made(lambda x, y: torch.bernoulli(x) * torch.bernoulli(y), lambda x, y: torch.bernoulli(x * y), rng="changes")
+    assert it.explain(fx.symbolic_trace(once)).num_matches == 0
+
+
+# A replacement that writes to what it captured, where others read it.
+def test_a_replacement_that_writes_to_a_capture_with_other_users():
+    def model(x):
+        y = torch.sin(x)
+        return torch.relu(y), y * 2
+
+    check(model, made(lambda x: torch.relu(x), lambda x: torch.relu_(x)))
+
+
+# A pattern function without a Python signature is a bare ValueError, not a RuleDefinitionError.
+def test_a_builtin_as_pattern_function():
+    with pytest.raises(RuleDefinitionError, match="write a Python function that calls it"):
+        trace(torch.relu)
+
+
+# transpose(x, -1, -2) and transpose(x, -2, -1) are one operation; matched as two.
+def test_the_two_dims_of_a_transpose_trade_places():
+    it = made(lambda x: torch.relu(x.transpose(-2, -1)), lambda x: torch.relu(x).transpose(-2, -1))
+    assert it.explain(fx.symbolic_trace(lambda x: torch.relu(x.transpose(-1, -2)))).num_matches == 1
+
+
+# A guard that refuses (or raises) escapes without rule, node and source, also from a set that is not atomic.
+def test_a_predicate_that_refuses_is_a_refusal_of_its_rule():
+    from fxrewrite import refuse, where
+
+    guard = where.predicate("x", text="guard")(lambda x: refuse("not this one"))
+    it = rule("bug.it", where=[guard])(lambda x: torch.relu(x))
+    it.replacement(lambda x: x.clamp(min=0))
+    gm = make_fx(lambda x: torch.relu(x), tracing_mode="fake")(X)
+    report = RuleSet("s", it).apply(gm)
+    assert [str(r) for r in report.refusals] == ["bug.it: not this one at %relu"]
