@@ -448,7 +448,8 @@ class Plan:
         parts = [self.text(), f"fxrewrite {_version()}", f"torch {torch.__version__}"]
         try:
             for rule in self.rules():
-                options = (rule.id, rule.numerics, rule.rng, rule.shapes, rule.optional, rule.after, rule.before)
+                promises = (rule.numerics, rule.rng, rule.shapes, rule.domain)
+                options = (rule.id, *promises, rule.optional, rule.after, rule.before)
                 parts += [
                     repr(options),
                     identity(rule.body),

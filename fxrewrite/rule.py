@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
+from fxrewrite.match.program import Program
 from fxrewrite.match.replace import Replacer
 from fxrewrite.match.safety import (
     Effects,
@@ -30,11 +32,15 @@ from fxrewrite.match.safety import (
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.where import Constraint
 
+if TYPE_CHECKING:
+    from fxrewrite.verify import Runner, Sampler, Verdict
+
 __all__ = ["Rule", "rule"]
 
 Numerics = Literal["exact", "reassociates", "approximate"]
 Rng = Literal["preserves", "removes", "duplicates", "changes"]
 Shapes = Literal["preserves", "changes"]
+Domain = Literal["all", "finite"]
 Replacement = Callable[..., Any]
 
 
@@ -49,6 +55,7 @@ class Rule:
         numerics: "exact", "reassociates" (equal in real arithmetic) or "approximate".
         rng: what it does to random draws: "preserves", "removes", "duplicates", "changes".
         shapes: "preserves", checked on fake values for every rewrite, or "changes".
+        domain: the values for which it holds: "all", or "finite" ones (NaN and infinities may come out otherwise).
         optional: whether an atomic set goes on when this rule refuses; the refusal is in the report.
         after, before: ids of rules in the same set that run earlier, or later.
         doc: first line of the docstring of the replacement, or else of the pattern function.
@@ -64,13 +71,14 @@ class Rule:
         numerics: Numerics = "exact",
         rng: Rng = "preserves",
         shapes: Shapes = "preserves",
+        domain: Domain = "all",
         optional: bool = False,
         after: Iterable[str] = (),
         before: Iterable[str] = (),
         doc: str = "",
         provider: str = "",
     ) -> None:
-        for value, kind in ((numerics, Numerics), (rng, Rng), (shapes, Shapes)):
+        for value, kind in ((numerics, Numerics), (rng, Rng), (shapes, Shapes), (domain, Domain)):
             if value not in get_args(kind):
                 raise RuleDefinitionError(f"rule {id}: {value!r} is none of {', '.join(map(repr, get_args(kind)))}")
         self.id = id
@@ -78,6 +86,7 @@ class Rule:
         self.numerics = numerics
         self.rng = rng
         self.shapes = shapes
+        self.domain: Domain = domain
         self.optional = optional
         self.after = tuple(after)
         self.before = tuple(before)
@@ -85,6 +94,7 @@ class Rule:
         self.provider = provider
         self._replacement: Replacement | None = None
         self._names: tuple[str, ...] = ()
+        self._sampler: Sampler | None = None
         if replacement is not None:
             self.replacement(replacement)
 
@@ -126,6 +136,66 @@ class Rule:
     def explain(self, gm: fx.GraphModule) -> Explanation:
         """Why the rule does or does not match, node by node, nearest misses first."""
         return explain(self.pattern, nodes_of(gm))
+
+    def sampler(self, function: Sampler) -> Sampler:
+        """Decorator: `verify` takes captures from this function, where they cannot be guessed; it is returned.
+
+        It gets a `fxrewrite.verify.Draw`, and gives values by the names of captures.
+        """
+        self._sampler = function
+        return function
+
+    def verify(
+        self,
+        *,
+        samples: int = 64,
+        seed: int = 0,
+        dtypes: Sequence[str] = ("float32", "float64", "bfloat16"),
+        grad: bool = True,
+        run: Runner | None = None,
+        **options: Any,
+    ) -> Verdict:
+        """Test the rule on graphs in which its pattern matches, before and after; `str(verdict)` says what was found.
+
+        Args:
+            samples: how many graphs.
+            seed: the same seed gives the same graphs in every process.
+            dtypes: of floating-point inputs.
+            grad: whether gradients are compared.
+            run: runs a graph, for example on simulated ranks; by default on one device.
+            options: further ones of `fxrewrite.verify.verify_rewrite`.
+        """
+        from fxrewrite.verify import verify_rewrite
+
+        return verify_rewrite(
+            self.id,
+            self.pattern,
+            self._apply,
+            numerics=self.numerics,
+            rng=self.rng,
+            shapes=self.shapes,
+            samples=samples,
+            seed=seed,
+            dtypes=dtypes,
+            grad=grad,
+            sampler=self._sampler,
+            run=run,
+            **{"non_finite": self.domain == "all", **options},
+        )
+
+    def _apply(self, gm: fx.GraphModule) -> int:
+        """Rewrite a graph by this rule alone, users first; gives the number of rewrites. Raises what it refuses."""
+        program = Program([(self, self.pattern)])
+        count = 0
+        with Edit(gm) as edit:
+            nodes = edit.nodes()
+            effects = Effects(nodes, edit.erased)
+            for node, key in program.roots(reversed(nodes)):
+                found = () if node in edit.erased else program.find(node, key)
+                for _, match in itertools.islice(found, 1):
+                    self.rewrite(edit, match, effects)
+                    count += 1
+        return count
 
     def rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
         """Replace one match; afterwards it is replaced completely, or, on any exception, nothing has changed.
@@ -212,6 +282,7 @@ def rule(
     where: Sequence[Constraint | str] = (),
     rng: Rng = "preserves",
     shapes: Shapes = "preserves",
+    domain: Domain = "all",
     optional: bool = False,
     after: Iterable[str] = (),
     before: Iterable[str] = (),
@@ -234,6 +305,7 @@ def rule(
             numerics=numerics,
             rng=rng,
             shapes=shapes,
+            domain=domain,
             optional=optional,
             after=after,
             before=before,
