@@ -17,7 +17,7 @@ from torch import fx
 from fxrewrite import Literal, Match, RuleSet, refuse, rule, where
 from fxrewrite.backends import is_model_state
 from fxrewrite.ops import key
-from fxrewrite.spmd import Replicated, Shard, is_same_size, redistribute, require_divisible, size_hint
+from fxrewrite.spmd import Replicated, Shard, SpmdContext, is_same_size, redistribute, require_divisible, size_hint
 
 __all__ = ["SEQUENCE_RULES", "shard_input_ids"]
 
@@ -49,7 +49,7 @@ def shard_input_ids(weight: torch.Tensor, ids: torch.Tensor, padding_idx: Litera
 @shard_input_ids.replacement
 def _(match: Match, weight: fx.Proxy, ids: fx.Proxy, padding_idx: int) -> fx.Proxy:
     """embedding(weight, redistribute(ids, R -> S(last)))"""
-    axis, ids_node = match.context.axis, match["ids"]
+    axis, ids_node = SpmdContext.required(match.context, "this rule").axis, match["ids"]
     last = ids_node.meta["val"].dim() - 1
     length = ids_node.meta["val"].shape[last]
     if not require_divisible(length, axis.size):

@@ -427,6 +427,7 @@ class Plan:
         lines += [f"refused  {refusal}" for refusal in entry.refusals]
         if any(rule.id == rule_id for rule in self.rules()):
             nodes = (node for part in edit.parts() for node in part.nodes())
+            lines += ["in the graph as the plan would leave it:"] if entry.rewrites else []
             lines.append(str(explain(self._rule(rule_id).pattern, nodes)))
         return "\n".join(lines)
 

@@ -93,7 +93,8 @@ class Report(BaseModel):
     def __str__(self) -> str:
         width = max([4, *(len(entry.rule) for entry in self.rules)])
         fired = sum(entry.rewrites > 0 for entry in self.rules)
-        rows = [f"{self.rewrites} rewrites by {fired} of {len(self.rules)} rules in {self.seconds:.3f} s"]
+        total = f"{self.rewrites} rewrite{'s' * (self.rewrites != 1)}"
+        rows = [f"{total} by {fired} of {len(self.rules)} rules in {self.seconds:.3f} s"]
         rows.append(f"{'rule':{width}}  {'anchors':>7}  {'matches':>7}  {'rewrites':>8}  {'refused':>7}  {'ms':>8}")
         for e in self.rules:
             counts = f"{e.anchors:7}  {e.matches:7}  {e.rewrites:8}  {len(e.refusals):7}"

@@ -29,6 +29,7 @@ from fxrewrite.spmd import (
     Replicated,
     Shard,
     Size,
+    SpmdContext,
     global_shape,
     is_same_size,
     local_shape,
@@ -118,7 +119,8 @@ def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
     sizes = [size for name, size in pieces if name != "to"]
     sizes[at] = low.shape[dst.dim] // dst.outer
     chunk = low.size(pieces[at + 1][1])
-    start = match.proxy(match.context.rank_node(match.edit)) * chunk
+    context = SpmdContext.required(match.context, "this rule")
+    start = match.proxy(context.rank_node(match.edit)) * chunk
     if len(sizes) == len(low.shape):
         return aten.narrow(x, at, start, chunk)
     cut = aten.narrow(low.reshape(x, sizes), at, start, chunk)

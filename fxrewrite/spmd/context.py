@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import Size, SizeNodes
 from fxrewrite.match import Match
@@ -33,6 +34,19 @@ class SpmdContext:
     _sizes: SizeNodes | None = field(default=None, init=False)
     _rank: fx.Node | None = field(default=None, init=False)
 
+    @staticmethod
+    def required(context: Any, by: str) -> SpmdContext:
+        """The context, if there is one.
+
+        Raises:
+            FxRewriteError: the plan was applied without; says who needs it.
+        """
+        if context is None:
+            raise FxRewriteError(
+                f"{by} needs to know the mesh axis; pass plan.apply(gm, context=SpmdContext(Axis(name, size)))"
+            )
+        return context
+
     def size_nodes(self, edit: Edit) -> SizeNodes:
         """Writes sizes as nodes in front of the graph, each once."""
         if self._sizes is None:
@@ -51,5 +65,5 @@ class SpmdContext:
 
 def size_proxy(match: Match, size: Size) -> Any:
     """A size as a replacement can use it: the int, or the proxy of the node that computes it from the inputs."""
-    node = match.context.size_nodes(match.edit)(size)
+    node = SpmdContext.required(match.context, "this rule").size_nodes(match.edit)(size)
     return match.proxy(node) if isinstance(node, fx.Node) else node

@@ -37,7 +37,7 @@ class LocalizeShapes:
         self.rules = rules
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
-        num_ranks = context.axis.size
+        num_ranks = SpmdContext.required(context, self.name).axis.size
         values = _LocalValues(num_ranks)
         changed = 0
         for node in edit.nodes():

@@ -69,6 +69,7 @@ class PropagateLayouts:
         self.rules = rules
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        context = SpmdContext.required(context, self.name)
         propagation = _Propagation(edit, self.rules, context)
         decisions = propagation.run()
         for node, decision in decisions.items():

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import nn
+from torch import fx, nn
 
 from autosp_rules import AutoSPConfig
 from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of
+from fxrewrite import FxRewriteError, RuleSet
+from fxrewrite.spmd import LocalizeShapes, PropagateLayouts, axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
+from rules.layouts import LAYOUTS
 
 IDS = torch.arange(32).reshape(2, 16) % 8
 
@@ -148,3 +150,10 @@ def test_dropout_that_draws_says_so() -> None:
 def test_three_and_eight_ranks() -> None:
     check(CLEAN["flatten and back"], num_ranks=8)
     check(CLEAN["contraction over the sequence"], num_ranks=3, ids=torch.arange(30).reshape(2, 15) % 8)
+
+
+def test_a_plan_without_its_context_says_what_it_needs() -> None:
+    gm = fx.symbolic_trace(lambda x: x + 1)
+    for step in (PropagateLayouts("shard", LAYOUTS), LocalizeShapes("localize", LAYOUTS)):
+        with pytest.raises(FxRewriteError, match=r"needs to know the mesh axis; pass plan\.apply"):
+            RuleSet("s", step).apply(gm)
