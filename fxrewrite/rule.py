@@ -167,10 +167,11 @@ class Rule:
         """
         from fxrewrite.verify import verify_rewrite
 
+        program: Program[Rule] = Program([(self, self.pattern)])  # once: of many readings it takes longer than a trial
         return verify_rewrite(
             self.id,
             self.pattern,
-            self._apply,
+            lambda gm: self._apply(gm, program),
             numerics=self.numerics,
             rng=self.rng,
             shapes=self.shapes,
@@ -183,9 +184,8 @@ class Rule:
             **{"non_finite": self.domain == "all", **options},
         )
 
-    def _apply(self, gm: fx.GraphModule) -> int:
+    def _apply(self, gm: fx.GraphModule, program: Program[Rule]) -> int:
         """Rewrite a graph by this rule alone, users first; gives the number of rewrites. Raises what it refuses."""
-        program = Program([(self, self.pattern)])
         count = 0
         with Edit(gm) as edit:
             nodes = edit.nodes()
