@@ -248,6 +248,7 @@ class Rule:
             if not node.users and node not in match.kept:
                 edit.erase(node)
         effects.add(created, draws)
+        replacer.close()
 
     def _results(self, returned: Any, match: Match, replacer: Replacer) -> list[fx.Node]:
         """The nodes that a replacement returned, one for each output."""

@@ -6,7 +6,8 @@ output nodes are chosen, every path names one value, so nothing has to be undone
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from fxrewrite.errors import Reason
 from fxrewrite.pattern.terms import freeze
 
 __all__ = [
+    "ABSENT",
     "FIRST",
     "REASONS",
     "Arguments",
@@ -25,8 +27,11 @@ __all__ = [
     "Path",
     "Test",
     "found_text",
+    "has_node",
     "holds",
+    "is_same",
     "literal_outcomes",
+    "part",
     "test_text",
 ]
 
@@ -110,14 +115,12 @@ REASONS: Mapping[str, Reason] = {
 
 
 class Candidate:
-    """Values by path for chosen output nodes; arguments are bound when they are first asked for."""
+    """Values by path for chosen output nodes; found when they are first asked for."""
 
-    __slots__ = ("_bound", "_layouts", "values")
+    __slots__ = ("values",)
 
     def __init__(self, values: dict[Path, Any]) -> None:
         self.values = values
-        self._bound: dict[Path, Any] = {}
-        self._layouts: dict[Path, ops.Layout | None] = {}
 
     def choose(self, output: int, node: fx.Node) -> Candidate:
         """A candidate in which a further output of the pattern is this node."""
@@ -129,55 +132,36 @@ class Candidate:
             return self.values[path]
         except KeyError:
             pass
-        parent, step = path.parent, path.step
-        assert parent is not None
-        layout = self._layouts.get(parent)
-        if layout is not None and step in layout.plain:
-            found = self.values[parent].args[layout.plain[step]]
-        else:
-            bound = self.bound(parent)
-            try:
-                found = bound[step]
-            except (KeyError, IndexError, TypeError):
-                found = next(iter(bound.values()), ABSENT) if step is FIRST and isinstance(bound, dict) else ABSENT
-        self.values[path] = found
+        assert path.parent is not None
+        found = self.values[path] = part(self.value(path.parent), path.step)
         return found
 
-    def layout(self, path: Path) -> ops.Layout | None:
-        """How the node at the path spells its arguments; None where they fit no signature."""
-        try:
-            return self._layouts[path]
-        except KeyError:
-            node = self.value(path)
-            try:
-                found = ops.layout_of(node.target, node.args, node.kwargs)
-            except ops.BindingError:
-                found = None
-            self._layouts[path] = found
-            return found
 
-    def bound(self, path: Path) -> Any:
-        """The bound arguments of the node at the path; the list itself where there is a list."""
-        try:
-            return self._bound[path]
-        except KeyError:
-            pass
-        value = self.value(path)
-        if isinstance(value, fx.Node):
-            calls = value.op in ("call_function", "call_method")
-            layout = self.layout(path) if calls else None
-            found = {} if layout is None else layout.bind(value.args, value.kwargs)
-        else:
-            found = value if isinstance(value, (list, tuple)) else {}
-        self._bound[path] = found
-        return found
+def part(value: Any, step: str | int) -> Any:
+    """An argument of a node, or an item of a list; ABSENT where there is none."""
+    if not isinstance(value, fx.Node):
+        is_item = isinstance(value, (list, tuple)) and isinstance(step, int) and step < len(value)
+        return value[step] if is_item else ABSENT  # pyright: ignore[reportCallIssue, reportArgumentType]
+    layout = layout_of(value) if value.op in ("call_function", "call_method") else None
+    if layout is None:
+        return ABSENT
+    bound: dict[Any, Any] = layout.bind(value.args, value.kwargs)
+    return next(iter(bound.values()), ABSENT) if step == FIRST else bound.get(step, ABSENT)
+
+
+def layout_of(node: fx.Node) -> ops.Layout | None:
+    """How the node spells its arguments; None where they fit no signature."""
+    try:
+        return ops.layout_of(node.target, node.args, node.kwargs)
+    except ops.BindingError:
+        return None
 
 
 def holds(test: Test, candidate: Candidate) -> bool:
     """Whether one test is true of a candidate."""
     kind = test.kind
     if kind == "arguments":
-        return Arguments(test).hold(candidate)
+        return Arguments(test.value).hold(test.path, candidate)
     value = candidate.value(test.path)
     if kind == "node":
         return isinstance(value, fx.Node)
@@ -188,44 +172,44 @@ def holds(test: Test, candidate: Candidate) -> bool:
     if kind == "param":
         return isinstance(value, fx.Node) and ops.is_parameter(value)
     if kind == "literal":
-        return test.value in literal_outcomes(test.path, candidate)
+        parent = test.path.parent
+        return test.value in literal_outcomes(value, test.path.step, candidate.value(parent) if parent else None)
     if kind == "list":
         return isinstance(value, (list, tuple)) and len(value) == test.value
     if kind == "plain":
-        return value is not ABSENT and not _has_node(value)
+        return value is not ABSENT and not has_node(value)
     if kind == "optional":
         return value is None or isinstance(value, fx.Node)
     other = candidate.value(test.value)
-    if kind == "other":
-        return value is not other
-    assert kind == "same"
+    return value is not other if kind == "other" else is_same(value, other)
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """One node, or equal Python values."""
     if isinstance(value, fx.Node) or isinstance(other, fx.Node):
         return value is other
     return _frozen(value) == _frozen(other)
 
 
-def literal_outcomes(path: Path, candidate: Candidate) -> Iterator[Any]:
-    """What a `literal` test may equal here: the matcher looks it up among the literals of all rules at once.
+def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
+    """What a `literal` test of a part of `parent` may equal: the matcher looks it up among the literals of all rules.
 
     A dimension has two names, from the front and from the back, when the rank is known.
     """
-    value = candidate.value(path)
-    if value is ABSENT or _has_node(value):
+    if value is ABSENT or has_node(value):
         return
     yield _frozen(value)
-    if path.step in _DIMS:
-        other = _other_dims(value, path, candidate)
+    if step in _DIMS:
+        other = _other_dims(value, parent)
         if other is not None:
             yield _frozen(other)
 
 
-def _other_dims(value: Any, path: Path, candidate: Candidate) -> Any:
+def _other_dims(value: Any, node: Any) -> Any:
     """The same dimension, or list of dimensions, counted from the other end; None when the rank is not known."""
-    assert path.parent is not None
-    node = candidate.value(path.parent)
     if not isinstance(node, fx.Node) or ops.key(node) in _OTHER_RANK:
         return None
-    first = next(iter(candidate.bound(path.parent).values()))
+    first = part(node, FIRST)
     if isinstance(first, (list, tuple)) and first:
         first = first[0]
     tensor = ops.value(first) if isinstance(first, fx.Node) else None
@@ -241,57 +225,81 @@ def _other_dims(value: Any, path: Path, candidate: Candidate) -> Any:
 
 
 class Arguments:
-    """The `arguments` test at one place: all arguments that the pattern names exist, all others are at their defaults.
+    """The `arguments` test of one pattern: all arguments that it names exist, all others are at their defaults.
 
-    What it means for a way of writing the call is worked out once. A candidate that passes has the arguments that need
-    no conversion at hand, which is what the tests behind this one ask for; of two operands that commute, the number
-    stands second.
+    What that means for a way of writing the call is worked out once.
     """
 
-    __slots__ = ("_known", "_other", "_self", "mentioned", "path")
+    __slots__ = ("_known", "_pair", "mentioned")
 
-    def __init__(self, test: Test) -> None:
-        self.path = test.path
-        self.mentioned: tuple[str, ...] = test.value
-        self._known: dict[ops.Layout, tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...], bool]] = {}
-        self._self, self._other = test.path / "self", test.path / "other"
+    def __init__(self, mentioned: tuple[str, ...]) -> None:
+        self.mentioned = mentioned
+        self._known: dict[ops.Layout, _Reading | None] = {}
+        self._pair = (
+            (mentioned.index("self"), mentioned.index("other")) if set(mentioned) == {"self", "other"} else None
+        )
 
-    def hold(self, candidate: Candidate) -> bool:
-        """Whether they are as the pattern says."""
-        path = self.path
-        layout = candidate.layout(path)
+    def read(self, node: fx.Node) -> Sequence[Any] | None:
+        """The mentioned arguments in order, or None; of two operands that commute, the number stands second."""
+        layout = layout_of(node)
         if layout is None:
-            return False
-        known = self._known.get(layout)
-        others, plain, commutes = known if known is not None else self._work_out(layout, candidate)
-        if others is None:
-            return False
-        values = candidate.values
-        args = values[path].args
-        for child, index in plain:
-            values[child] = args[index]
-        if commutes:
-            first, second = candidate.value(self._self), candidate.value(self._other)
-            if not isinstance(first, fx.Node) and isinstance(second, fx.Node):
-                values[self._self], values[self._other] = second, first
-        return not others or all(_is_default(candidate.value(path / name), layout.defaults[name]) for name in others)
+            return None
+        try:
+            reading = self._known[layout]
+        except KeyError:
+            reading = self._known[layout] = self._work_out(layout, node)
+        if reading is None:
+            return None
+        found = reading.read(node)
+        if found is not None and reading.commutes:
+            first, second = self._pair or (0, 0)
+            if not isinstance(found[first], fx.Node) and isinstance(found[second], fx.Node):
+                return found[::-1]
+        return found
 
-    def _work_out(
-        self, layout: ops.Layout, candidate: Candidate
-    ) -> tuple[tuple[str, ...] | None, tuple[tuple[Path, int], ...], bool]:
-        """The names to compare with their defaults, None where the call cannot be it; where plain arguments are; and
-        whether the operands commute.
-        """
+    def hold(self, path: Path, candidate: Candidate) -> bool:
+        """Whether the call at the path is such; afterwards the candidate has its mentioned arguments."""
+        node = candidate.value(path)
+        found = self.read(node) if isinstance(node, fx.Node) else None
+        if found is None:
+            return False
+        candidate.values.update((path / name, value) for name, value in zip(self.mentioned, found, strict=True))
+        return True
+
+    def _work_out(self, layout: ops.Layout, node: fx.Node) -> _Reading | None:
         others = tuple(name for name in layout.given if name not in self.mentioned)
-        fits = set(self.mentioned) <= set(layout.names) and set(others) <= layout.defaults.keys()
-        plain = tuple((self.path / name, index) for name, index in layout.plain.items() if name in self.mentioned)
-        commutes = set(self.mentioned) == {"self", "other"} and ops.is_commutative(ops.key(candidate.value(self.path)))
-        self._known[layout] = known = (others if fits else None, plain, commutes)
-        return known
+        if not set(self.mentioned) <= set(layout.names) or not set(others) <= layout.defaults.keys():
+            return None
+        commutes = self._pair is not None and ops.is_commutative(ops.key(node))
+        return _Reading(layout, self.mentioned, others, commutes)
+
+
+class _Reading:
+    """How the arguments of one way of writing a call are read."""
+
+    __slots__ = ("_get", "_layout", "_mentioned", "_others", "commutes")
+
+    def __init__(self, layout: ops.Layout, mentioned: tuple[str, ...], others: tuple[str, ...], commutes: bool) -> None:
+        self._layout = layout
+        self._mentioned = mentioned
+        self._others = others
+        self.commutes = commutes
+        plain = [layout.plain[name] for name in mentioned if name in layout.plain]
+        is_plain = len(plain) == len(mentioned) > 1 and not others
+        self._get = operator.itemgetter(*plain) if is_plain else None
+
+    def read(self, node: fx.Node) -> Sequence[Any] | None:
+        if self._get is not None:
+            return self._get(node.args)
+        bound = self._layout.bind(node.args, node.kwargs)
+        defaults = self._layout.defaults
+        if not all(_is_default(bound[name], defaults[name]) for name in self._others):
+            return None
+        return [bound[name] for name in self._mentioned]
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (not _has_node(value) and _frozen(value) == _frozen(default))
+    return value is default or (not has_node(value) and _frozen(value) == _frozen(default))
 
 
 def _frozen(value: Any) -> Any:
@@ -302,13 +310,13 @@ def _frozen(value: Any) -> Any:
         return id(value)
 
 
-def _has_node(value: Any) -> bool:
+def has_node(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return any(map(_has_node, value))
+        return any(map(has_node, value))
     if isinstance(value, slice):
-        return any(map(_has_node, (value.start, value.stop, value.step)))
+        return any(map(has_node, (value.start, value.stop, value.step)))
     if isinstance(value, dict):
-        return any(map(_has_node, value.values()))
+        return any(map(has_node, value.values()))
     return isinstance(value, fx.Node)
 
 
@@ -344,7 +352,7 @@ def found_text(test: Test, candidate: Candidate) -> str:
     """What stands at the path of the test, in words."""
     value = candidate.value(test.path)
     if test.kind == "arguments":
-        layout = candidate.layout(test.path)
+        layout = layout_of(value)
         if layout is None:
             return "arguments that fit no signature"
         return ", ".join(f"{name}={candidate.value(test.path / name)!r}" for name in layout.given)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from fxrewrite.ops import keys
+from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, schema_of, schemas_of
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper
 from fxrewrite.ops.value import value
@@ -94,6 +95,7 @@ _LAYOUTS: dict[Any, Layout | None] = {}
 """Layouts by (target, argument count, keyword names); None where the kinds of the arguments decide."""
 _TARGETS: dict[Any, Any] = {}
 """Keeps the targets alive whose ids are in the tables."""
+_SOLE: ByTarget[torch._ops.OpOverload | Literal[False]] = ByTarget()
 _OVERLOADS: dict[Any, torch._ops.OpOverload | None] = {}
 """Overloads by the kinds of the arguments: binding is the same for `gt.Tensor` and `gt.Scalar`."""
 _BY_KINDS: dict[Any, Layout] = {}
@@ -149,6 +151,11 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     """The torch overload that a call means, None when it is no single operator (a Python callable)."""
     if isinstance(target, torch._ops.OpOverload):
         return target
+    sole = _SOLE.get(target)
+    if sole is None:
+        sole = _SOLE.set(target, _sole_overload(target))
+    if sole and "out" not in kwargs:
+        return sole
     name = target if type(target) is str else id(target)
     kinds = (name, len(args), tuple(kwargs), *map(_kind, args), *map(_kind, kwargs.values()))
     found = _OVERLOADS.get(kinds, _OVERLOADS)
@@ -156,6 +163,15 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         _TARGETS[name] = target
         found = _OVERLOADS[kinds] = _choose(target, args, kwargs).overload
     return found  # pyright: ignore[reportReturnType]
+
+
+def _sole_overload(target: Any) -> torch._ops.OpOverload | Literal[False]:
+    """The overload of a function that has no other; False where there are several, or none, or arguments decide."""
+    if isinstance(target, str) or keys.wrapper_of(target) is not None:
+        return False
+    schemas = _candidates(target, ())
+    overload = schemas[0].overload if schemas is not None and len(schemas) == 1 else None
+    return False if overload is None else overload
 
 
 def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Layout | None:

@@ -1,0 +1,176 @@
+"""A tree of tests as a Python function: an `if` for each test, values in local variables, a lookup where rules differ.
+
+The function is called with a root, and appends `(leaf, values by path)` for every leaf all of whose tests hold. The
+tests are those of tests.py; what is written out here is only what would cost a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.match.tests import ABSENT, Arguments, Path, Test, has_node, is_same, literal_outcomes, part
+
+__all__ = ["Leaf", "Run", "Tree", "compile_tree"]
+
+Leaf: TypeAlias = tuple[int, int]
+Run: TypeAlias = Callable[[fx.Node, list[tuple[Leaf, dict[Path, Any]]]], None]
+
+_MAX_DEPTH = 60
+"""Python takes a hundred levels of indentation; what is deeper goes on in a function of its own."""
+
+
+class Tree:
+    """Tests that share a beginning: (kind, path) -> value -> what comes after."""
+
+    __slots__ = ("branches", "leaves")
+
+    def __init__(self) -> None:
+        self.branches: dict[tuple[str, Path], dict[Any, tuple[Test, Tree]]] = {}
+        self.leaves: list[Leaf] = []
+
+    def insert(self, tests: Sequence[Test], leaf: Leaf) -> None:
+        tree = self
+        for test in tests:
+            targets = tree.branches.setdefault((test.kind, test.path), {})
+            tree = targets.setdefault(test.value, (test, Tree()))[1]
+        tree.leaves.append(leaf)
+
+
+def compile_tree(tree: Tree, root: Path) -> Run:
+    """The function that finds the leaves below a root whose operator is known."""
+    writer = _Writer()
+    return writer.globals[writer.function(tree, {root: "root"})]
+
+
+def follow(table: Mapping[Any, Callable[..., None]], outcomes: Iterable[Any], *arguments: Any) -> None:
+    """Go on where the outcomes lead."""
+    for outcome in outcomes:
+        then = table.get(outcome)
+        if then is not None:
+            then(*arguments)
+
+
+class _Writer:
+    """Writes functions; constants and helpers are their globals."""
+
+    def __init__(self) -> None:
+        self.globals: dict[str, Any] = {
+            "ABSENT": ABSENT,
+            "Node": fx.Node,
+            "follow": follow,
+            "has_node": has_node,
+            "is_parameter": ops.is_parameter,
+            "is_same": is_same,
+            "key": ops.key,
+            "outcomes": literal_outcomes,
+            "part": part,
+        }
+        self._constants: dict[int, str] = {}
+        self._lines: list[str] = []
+        self._count = 0
+
+    def function(self, tree: Tree, known: dict[Path, str]) -> str:
+        """Write a function of the values that are known, and give its name."""
+        outer, self._lines = self._lines, []
+        name = self._new("f")
+        self._line(0, f"def {name}({', '.join(known.values())}, found):")
+        self._tree(tree, known, 1)
+        exec("\n".join(self._lines), self.globals)
+        self._lines = outer
+        return name
+
+    def _new(self, prefix: str) -> str:
+        self._count += 1
+        return f"{prefix}{self._count}"
+
+    def _constant(self, value: Any) -> str:
+        """The name of a global that is this object, which lives as long as the function."""
+        name = self._constants.get(id(value))
+        if name is None:
+            name = self._constants[id(value)] = self._new("c")
+            self.globals[name] = value
+        return name
+
+    def _line(self, depth: int, text: str) -> None:
+        self._lines.append(" " * depth + text)
+
+    def _tree(self, tree: Tree, known: dict[Path, str], depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            self._line(depth, f"{self.function(tree, known)}({', '.join(known.values())}, found)")
+            return
+        for leaf in tree.leaves:
+            values = ", ".join(f"{self._constant(path)}: {name}" for path, name in known.items())
+            self._line(depth, f"found.append(({leaf}, {{{values}}}))")
+        for (kind, path), targets in tree.branches.items():
+            self._branch(kind, path, list(targets.values()), dict(known), depth)
+
+    def _value(self, path: Path, known: dict[Path, str], depth: int) -> str:
+        """The variable that holds the value at a path, assigned here if no test before has read it."""
+        found = known.get(path)
+        if found is None:
+            assert path.parent is not None
+            above = self._value(path.parent, known, depth)
+            found = known[path] = self._new("v")
+            self._line(depth, f"{found} = part({above}, {path.step!r})")
+        return found
+
+    def _branch(
+        self, kind: str, path: Path, targets: list[tuple[Test, Tree]], known: dict[Path, str], depth: int
+    ) -> None:
+        """All tests of one kind at one place."""
+        value = self._value(path, known, depth)
+        if kind == "operator" and len(targets) > 1:
+            self._line(depth, f"if isinstance({value}, Node):")
+            self._follow(f"(key({value}),)", targets, known, depth + 1)
+        elif kind == "literal":
+            above = self._value(path.parent, known, depth) if path.parent is not None else "None"
+            outcomes = f"outcomes({value}, {path.step!r}, {above})"
+            if len(targets) > 1:
+                self._follow(outcomes, targets, known, depth)
+            else:
+                test, tree = targets[0]
+                self._line(depth, f"if {self._constant(test.value)} in {outcomes}:")
+                self._tree(tree, known, depth + 1)
+        else:
+            for test, tree in targets:
+                inside = dict(known)
+                if kind == "arguments":
+                    self._arguments(test, value, inside, depth)
+                else:
+                    self._line(depth, f"if {self._condition(test, value, inside, depth)}:")
+                self._tree(tree, inside, depth + 1)
+
+    def _follow(self, outcomes: str, targets: list[tuple[Test, Tree]], known: dict[Path, str], depth: int) -> None:
+        """A function for each outcome, and a table that leads to it."""
+        table = {test.value: self.globals[self.function(tree, dict(known))] for test, tree in targets}
+        self._line(depth, f"follow({self._constant(table)}, {outcomes}, {', '.join(known.values())}, found)")
+
+    def _arguments(self, test: Test, value: str, known: dict[Path, str], depth: int) -> None:
+        arguments = Arguments(test.value)
+        read = self._new("r")
+        self._line(depth, f"{read} = {self._constant(arguments.read)}({value})")
+        self._line(depth, f"if {read} is not None:")
+        for name in arguments.mentioned:
+            known[test.path / name] = self._new("v")
+        if arguments.mentioned:
+            names = "".join(f"{known[test.path / name]}, " for name in arguments.mentioned)
+            self._line(depth + 1, f"{names}= {read}")
+
+    def _condition(self, test: Test, value: str, known: dict[Path, str], depth: int) -> str:
+        kind = test.kind
+        if kind in ("same", "other"):
+            other = self._value(test.value, known, depth)
+            return f"is_same({value}, {other})" if kind == "same" else f"{value} is not {other}"
+        return {
+            "operator": f"isinstance({value}, Node) and key({value}) == {test.value!r}",
+            "operators": f"isinstance({value}, Node) and key({value}) in {test.value!r}",
+            "node": f"isinstance({value}, Node)",
+            "param": f"isinstance({value}, Node) and is_parameter({value})",
+            "list": f"isinstance({value}, (list, tuple)) and len({value}) == {test.value!r}",
+            "plain": f"{value} is not ABSENT and not has_node({value})",
+            "optional": f"{value} is None or isinstance({value}, Node)",
+        }[kind]
