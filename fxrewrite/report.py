@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 
-from fxrewrite.errors import Refusal
+from fxrewrite.errors import Reason, Refusal
 
 __all__ = ["Report", "RuleReport"]
 
@@ -90,15 +90,24 @@ class Report(BaseModel):
         """Number of refusals by reason, most frequent first."""
         return dict(Counter(refusal.reason for refusal in self.refusals).most_common())
 
-    def __str__(self) -> str:
+    def refused_by(self) -> dict[Reason, int]:
+        """Number of refusals by kind of reason, most frequent first."""
+        return dict(Counter(refusal.kind for refusal in self.refusals).most_common())
+
+    def text(self, *, times: bool = True) -> str:
+        """A table of rules, then refusals and lines; without times it is the same in every run, for snapshots."""
         width = max([4, *(len(entry.rule) for entry in self.rules)])
         fired = sum(entry.rewrites > 0 for entry in self.rules)
-        total = f"{self.rewrites} rewrite{'s' * (self.rewrites != 1)}"
-        rows = [f"{total} by {fired} of {len(self.rules)} rules in {self.seconds:.3f} s"]
-        rows.append(f"{'rule':{width}}  {'anchors':>7}  {'matches':>7}  {'rewrites':>8}  {'refused':>7}  {'ms':>8}")
+        total = f"{self.rewrites} rewrite{'s' * (self.rewrites != 1)} by {fired} of {len(self.rules)} rules"
+        rows = [total + (f" in {self.seconds:.3f} s" if times else "")]
+        head = f"{'rule':{width}}  {'anchors':>7}  {'matches':>7}  {'rewrites':>8}  {'refused':>7}"
+        rows.append(head + (f"  {'ms':>8}" if times else ""))
         for e in self.rules:
-            counts = f"{e.anchors:7}  {e.matches:7}  {e.rewrites:8}  {len(e.refusals):7}"
-            rows.append(f"{e.rule:{width}}  {counts}  {e.seconds * 1e3:8.2f}")
+            counts = f"{e.rule:{width}}  {e.anchors:7}  {e.matches:7}  {e.rewrites:8}  {len(e.refusals):7}"
+            rows.append(counts + (f"  {e.seconds * 1e3:8.2f}" if times else ""))
         rows += [f"refused  {refusal}" for refusal in self.refusals]
         rows += self.lines
         return "\n".join(rows)
+
+    def __str__(self) -> str:
+        return self.text()

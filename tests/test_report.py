@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from fxrewrite.errors import Refusal
+from fxrewrite.errors import Reason, Refusal
 from fxrewrite.report import Report, RuleReport
 
 
@@ -53,3 +53,13 @@ def test_an_entry_is_one_object() -> None:
     assert report.rule("a") is report.rule("a") is report["a"]
     assert isinstance(report["a"], RuleReport)
     assert str(Report()).startswith("0 rewrites by 0 of 0 rules")
+
+
+def test_refusals_are_counted_by_kind_and_a_snapshot_has_no_times(fx_snapshot) -> None:
+    report = Report(seconds=0.5)
+    entry = report.rule("a.first")
+    entry.anchors, entry.matches, entry.rewrites, entry.seconds = 3, 2, 1, 0.25
+    for kind in (Reason.EFFECT, Reason.DRAW, Reason.EFFECT):
+        entry.refuse(Refusal(rule="a.first", reason=f"{kind} {len(entry.refusals)}", node="x", kind=kind))
+    assert report.refused_by() == {Reason.EFFECT: 2, Reason.DRAW: 1}
+    assert report == fx_snapshot

@@ -10,19 +10,23 @@ from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 from torch import fx
 
 from fxrewrite.graph.text import GraphWriter
+from fxrewrite.report import Report
 
 __all__ = ["FxTextExtension"]
 
 
 class FxTextExtension(SingleFileSnapshotExtension):
-    """Compares a GraphModule by its canonical text, anything else by `str()`; a failure names the rule behind it."""
+    """Compares a GraphModule by its canonical text, a report without its times, anything else by `str()`; a failure
+    names the rule behind it.
+    """
 
     file_extension = "fx.txt"
     _write_mode = WriteMode.TEXT
 
     def serialize(self, data: Any, **_: Any) -> str:
         written = list(GraphWriter(data).lines()) if isinstance(data, fx.GraphModule) else []
-        lines = [line for _, line in written] if written else str(data).splitlines()
+        text = data.text(times=False) if isinstance(data, Report) else str(data)
+        lines = [line for _, line in written] if written else text.splitlines()
         self._makers = {
             i: node.meta["fxrewrite"] for i, (node, _) in enumerate(written) if node and "fxrewrite" in node.meta
         }
