@@ -85,7 +85,7 @@ class Builder:
         for name, part in term.args:
             if any(isinstance(below, Op) for below in subterms(part)):
                 ready[name] = self._below(part, f"{path}.{name}")
-        mark = (set(self.bindings), len(self._graph.nodes))
+        mark = (set(self.bindings), set(self._graph.nodes))
         problem = ""
         for attempt in range(_GUESSES if self._guesses is not None else 1):
             try:
@@ -109,11 +109,12 @@ class Builder:
             for index, item in enumerate(part.items)
         ]
 
-    def _take_back(self, names: set[str], count: int) -> None:
+    def _take_back(self, names: set[str], nodes: set[fx.Node]) -> None:
+        """Forget all bindings and nodes but these; inputs stand in front of nodes that are older."""
         for name in [name for name in self.bindings if name not in names]:
             del self.bindings[name]
             self._nodes.pop(name, None)
-        for node in list(reversed(self._graph.nodes))[: len(self._graph.nodes) - count]:
+        for node in reversed([node for node in self._graph.nodes if node not in nodes]):
             self._graph.erase_node(node)
         inputs = self._graph.find_nodes(op="placeholder")
         self._last_input = inputs[-1] if inputs else None

@@ -23,6 +23,13 @@ Form: TypeAlias = Literal["aten", "torch"]
 Emit: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 _VALUES = ("Tensor", "List[Tensor]", "List[Optional[Tensor]]")
 _NEVER_CHOSEN = ("Device", "Layout", "Generator", "Dimname", "List[Dimname]", "Stream", "Storage")
+_BUILTINS = {
+    "torch.Tensor.type": (
+        Parameter("arg0", "Tensor", False, False, NO_DEFAULT),
+        Parameter("arg1", "ScalarType", False, False, NO_DEFAULT),
+    )
+}
+"""What builtins take that have no signature; `argN` is what `ops.bind` calls their arguments."""
 _BY_KEY = {f"aten::{name}": function for function, name in reversed(list(OPERATORS.items()))}
 
 
@@ -56,7 +63,7 @@ def _python_signature(key: str) -> Schema:
     try:
         parameters = inspect.signature(_function(key)).parameters.values()
     except (TypeError, ValueError):
-        return Schema((), None)
+        return Schema(_BUILTINS.get(key, ()), None)
     fixed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     kinds = [
         Parameter(
@@ -122,16 +129,14 @@ def _may_stand(term: Term, parameter: Parameter, *, strict: bool) -> bool:
 
 
 def first_name(key: str) -> str:
-    """The name of the first argument of an operator.
+    """The name of the first argument of an operator; `arg0`, as `ops.bind` has it, of a builtin without a signature.
 
     Raises:
-        NoCallError: it has none.
+        NoCallError: there is no such callable.
     """
     packet = _packet(key)
     found = schemas_of(packet)[0].names if packet is not None else _python_signature(key).names
-    if not found:
-        raise NoCallError(f"{key} takes no argument")
-    return found[0]
+    return next(iter(found), "arg0")
 
 
 def emit(form: Form, key: str, schema: Schema, given: Mapping[str, Any], make: Emit) -> Any:
@@ -153,7 +158,7 @@ def emit(form: Form, key: str, schema: Schema, given: Mapping[str, Any], make: E
 
 def _emit_function(form: Form, key: str, given: Mapping[str, Any], make: Emit) -> Any:
     function = _function(key)
-    names = _python_signature(key).names
+    names = _python_signature(key).names or tuple(given)
     args: list[Any] = []
     rest = dict(given)
     for name in names:
@@ -188,5 +193,5 @@ def _spellings(
             function = getattr(module, name, None)
             if function is not None and callable(function):
                 yield function, tuple(args), kwargs
-        if hasattr(torch.Tensor, name) and args:
+        if callable(getattr(torch.Tensor, name, None)) and args:  # `mT` is none: it is a property
             yield name, tuple(args), kwargs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -10,7 +10,7 @@ import torch
 
 from fxrewrite.verify.calls import Form
 from fxrewrite.verify.readings import Reading
-from fxrewrite.verify.tensors import TensorSpec
+from fxrewrite.verify.tensors import Contents, TensorSpec
 
 __all__ = ["TORCH_ERRORS", "Binding", "Sample"]
 
@@ -55,15 +55,37 @@ class Sample:
     def in_finer_dtype(self, finer: Mapping[torch.dtype, torch.dtype]) -> Sample:
         """The same entries in other dtypes."""
 
-        def converted(binding: Binding) -> Binding:
-            if isinstance(binding, list):
-                return [converted(item) for item in binding]
-            if not isinstance(binding, TensorSpec) or binding.dtype not in finer:
-                return binding
-            entries = binding.tensor().to(finer[binding.dtype])
-            return replace(binding, dtype=entries.dtype, data=entries)
+        def converted(spec: TensorSpec) -> TensorSpec:
+            if spec.dtype not in finer:
+                return spec
+            entries = spec.tensor().to(finer[spec.dtype])
+            return replace(spec, dtype=entries.dtype, data=entries)
 
-        return replace(self, bindings={name: converted(binding) for name, binding in self.bindings.items()})
+        return self._with_specs(converted)
+
+    def in_dtype(self, dtype: torch.dtype) -> Sample:
+        """The same, drawn in one floating-point dtype, but for what a sampler gave."""
+
+        def converted(spec: TensorSpec) -> TensorSpec:
+            return replace(spec, dtype=dtype) if spec.dtype.is_floating_point and not spec.is_given else spec
+
+        return self._with_specs(converted)
+
+    def plain(self, contents: Contents) -> Sample:
+        """The same with contiguous inputs and other entries, but for those that a sampler gave."""
+
+        def made_plain(spec: TensorSpec) -> TensorSpec:
+            return spec if spec.is_given else replace(spec, layout="contiguous", contents=contents)
+
+        return self._with_specs(made_plain)
+
+    def _with_specs(self, change: Callable[[TensorSpec], TensorSpec]) -> Sample:
+        def changed(binding: Binding) -> Binding:
+            if isinstance(binding, list):
+                return [changed(item) for item in binding]
+            return change(binding) if isinstance(binding, TensorSpec) else binding
+
+        return replace(self, bindings={name: changed(binding) for name, binding in self.bindings.items()})
 
     def specs(self) -> Iterator[tuple[str, TensorSpec]]:
         """The names of the graph's inputs, in order, and how to make them."""

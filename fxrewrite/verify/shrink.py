@@ -10,34 +10,40 @@ from typing import Any
 import torch
 
 from fxrewrite.verify.sample import Sample
-from fxrewrite.verify.tensors import TensorSpec
+from fxrewrite.verify.tensors import Contents, TensorSpec
 
 __all__ = ["shrunk"]
 
+_PLAINER: tuple[Contents, ...] = ("zeros", "ones", "integers", "normal", "special")
 _MOST_ENTRIES = 12
 """Single entries are simplified in tensors that have no more."""
 
 
 def shrunk(sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int) -> tuple[Sample, int]:
     """The smallest sample found for which `is_wrong` holds, and how many were tried; at most `steps`."""
-    tried = 0
-    improved = True
-    while improved:
-        improved = False
-        for candidate in _smaller(sample):
+    tried = skipped = 0
+    while True:
+        candidates = list(_smaller(sample))
+        for index in range(len(candidates)):
+            place = (skipped + index) % len(candidates)  # what failed for a larger sample is tried again last
             if tried == steps:
                 return sample, tried
             tried += 1
-            if is_wrong(candidate):
-                sample, improved = candidate, True
+            if is_wrong(candidates[place]):
+                sample, skipped = candidates[place], place
                 break
-    return sample, tried
+        else:
+            return sample, tried
 
 
 def _smaller(sample: Sample) -> Iterator[Sample]:
     """Samples that are one step simpler, the biggest steps first."""
     if sample.twice or sample.exposed:
         yield replace(sample, twice=False, exposed=False)
+    for contents in _PLAINER[:-1]:
+        changed = {name: _with_contents(spec, contents) for name, spec in _free_specs(sample)}
+        if any(spec is not sample.bindings[name] for name, spec in changed.items()):
+            yield replace(sample, bindings={**sample.bindings, **changed})
     yield from _with_sizes(sample)
     for name, spec in _free_specs(sample):
         yield from (sample.with_binding(name, simpler) for simpler in _simpler_spec(spec))
@@ -96,14 +102,19 @@ def _reshaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     return replace(spec, shape=shape, data=entries.repeat(max(repeats, 1))[: math.prod(shape)].reshape(shape))
 
 
+def _with_contents(spec: TensorSpec, contents: Contents) -> TensorSpec:
+    """The spec with these contents, unless it has as plain ones already."""
+    is_plain = spec.data is not None or _PLAINER.index(spec.contents) <= _PLAINER.index(contents)
+    return spec if is_plain else replace(spec, contents=contents)
+
+
 def _simpler_spec(spec: TensorSpec) -> Iterator[TensorSpec]:
     if spec.data is None:
         if spec.layout != "contiguous":
             yield replace(spec, layout="contiguous")
-        plainer = ("zeros", "ones", "integers", "normal", "special")
-        for contents in plainer[: plainer.index(spec.contents)]:
+        for contents in _PLAINER[: _PLAINER.index(spec.contents)]:
             yield replace(spec, contents=contents)
-        if spec.layout == "contiguous" and math.prod(spec.shape) <= _MOST_ENTRIES and spec.contents not in plainer[:2]:
+        if spec.layout == "contiguous" and math.prod(spec.shape) <= _MOST_ENTRIES and spec.contents != "zeros":
             yield replace(spec, data=spec.tensor())
         return
     for index in range(spec.data.numel()):

@@ -17,7 +17,7 @@ from fxrewrite.match.explain import explain
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
-from fxrewrite.verify.compare import Difference, Promise, compare, compare_gradients
+from fxrewrite.verify.compare import Difference, Kind, Promise, compare, compare_gradients
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Observation, Runner, cotangents, gradients, largest_value, observe, run_here
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
@@ -68,6 +68,7 @@ class Trials:
         pattern, rewrite: the rule.
         promise: what it says of itself.
         grad: whether gradients are compared.
+        terminates: whether the rule must stop firing on its own results.
         run: runs the graphs; None runs them here.
         mode: of the fake values of all graphs.
         program: finds the pattern.
@@ -77,12 +78,19 @@ class Trials:
     rewrite: Rewrite
     promise: Promise
     grad: bool
+    terminates: bool
     run: Runner | None
     mode: FakeMode
-    program: Program[None]
+    program: Program[str]
 
-    def test(self, sample: Sample, guesses: Guesses | None = None) -> Trial:
-        """Test a sample; what it leaves open is guessed."""
+    def test(self, sample: Sample, guesses: Guesses | None = None, *, only: Kind | None = None) -> Trial:
+        """Test a sample; what it leaves open is guessed. With `only`, look for no more than shows this difference."""
+        trial = self._test(sample, guesses, only)
+        if self.promise.numerics == "reassociates" and all(d.error < math.inf for d in trial.differences):
+            return self._less_rounding(trial, only)
+        return trial
+
+    def _test(self, sample: Sample, guesses: Guesses | None, only: Kind | None) -> Trial:
         builder = Builder(sample, self.mode, guesses)
         try:
             before = builder.module()
@@ -91,8 +99,8 @@ class Trials:
         sample = builder.complete
         try:
             matches = self._matches(before.graph.nodes)
-        except TORCH_ERRORS as error:
-            return _compared(sample, before, before, [Difference("invalid", f"a constraint raises {_said(error)}")])
+        except FxRewriteError as error:
+            return _compared(sample, before, before, [Difference("invalid", f"it cannot be matched: {error}")])
         if not matches:
             return Trial("unmatched", _nearest_miss(self.pattern, before.graph.nodes), sample, before=before)
         after = copy_module(before)
@@ -107,17 +115,16 @@ class Trials:
             after.graph.lint()
         except (RuntimeError, ValueError) as error:
             return _compared(sample, before, after, [Difference("invalid", f"the graph is malformed: {error}")])
-        trial = self._compare(sample, before, after)
-        if self.promise.numerics == "reassociates" and all(d.error < math.inf for d in trial.differences):
-            return self._less_rounding(trial)
-        return trial
+        return self._compare(sample, before, after, only)
 
-    def _less_rounding(self, trial: Trial) -> Trial:
+    def _less_rounding(self, trial: Trial, only: Kind | None) -> Trial:
         """The trial, with differences as remarks if the same entries in a finer dtype show them to be rounding."""
         if not trial.differences:
             return trial
         assert trial.sample is not None
-        finer = self.test(trial.sample.in_finer_dtype(_FINER))
+        if not any(spec.dtype in _FINER for _, spec in trial.sample.specs()):
+            return trial
+        finer = self._test(trial.sample.in_finer_dtype(_FINER), None, only)
         error = max(difference.error for difference in trial.differences)
         left = max((difference.error for difference in finer.differences), default=0.0)
         if finer.status != "compared" or left > error * _VANISHES:
@@ -127,7 +134,7 @@ class Trials:
     def _matches(self, nodes: Iterable[fx.Node]) -> bool:
         return any(next(self.program.find(node, key), None) for node, key in self.program.roots(nodes))
 
-    def _compare(self, sample: Sample, before: fx.GraphModule, after: fx.GraphModule) -> Trial:
+    def _compare(self, sample: Sample, before: fx.GraphModule, after: fx.GraphModule, only: Kind | None) -> Trial:
         specs = [spec for _, spec in sample.specs()]
         run = self.run or run_here
 
@@ -139,7 +146,7 @@ class Trials:
         if was.error is None and not (self.promise.numerics == "exact" and not self.grad):
             magnitude = self._magnitude(before, inputs(), was)
         differences = compare(was, is_now, self.promise, inputs(), magnitude)
-        graded = self.grad and was.error is None is is_now.error and _is_finite(inputs())
+        graded = self.grad and only in (None, "gradient") and was.error is None is is_now.error and _is_finite(inputs())
         comparable = self.promise.rng == "preserves" or not (was.has_drawn or is_now.has_drawn)
         if graded and comparable and not any(d.kind in ("shape", "outputs") for d in differences):
             given = cotangents(was.results)
@@ -151,7 +158,7 @@ class Trials:
                 differences += compare_gradients(grads, others, names, self.promise, magnitude)
         else:
             graded = False
-        if not self._ends(after):
+        if self.terminates and only in (None, "endless") and not self._ends(after):
             text = f"the rule fires again on its own result, {_MOST_APPLICATIONS} times and more"
             differences.append(Difference("endless", text))
         return _compared(

@@ -1,0 +1,315 @@
+"""Rules that are false are caught, each by the kind of difference that it makes, and shown as a small program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxrewrite import Literal, Rule, any_, cap, either, loose, maybe, op, where
+from fxrewrite.errors import VerificationError
+from fxrewrite.ops import declare_pure
+from fxrewrite.verify import verify_rewrite
+from tests.verify.rules import rule_of, verify
+
+aten = torch.ops.aten
+X: Any = cap("x")
+Y: Any = cap("y")
+DIM: Any = cap("dim", Literal)
+
+
+def calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def graph_rewrite(change: Callable[[fx.Graph], int]) -> Callable[[fx.GraphModule], int]:
+    """A rewrite that no rule of ours could make."""
+
+    def rewrite(gm: fx.GraphModule) -> int:
+        count = change(gm.graph)
+        gm.recompile()
+        return count
+
+    return rewrite
+
+
+FALSE: dict[str, tuple[str, Rule]] = {
+    # the permutation is ignored, as in pytorch issue 195320
+    "an ignored permutation": (
+        "value",
+        rule_of(
+            op("permute", op("permute", X, any_), any_), lambda x: x, where.rank("x", 3), where.size("x", 0, "==", 2),
+            where.size("x", 1, "==", 2), where.size("x", 2, "==", 2)
+        ),
+    ),
+    "an ignored permutation, seen in the shape": (
+        "shape",
+        rule_of(
+            op("permute", op("permute", X, any_), any_),
+            lambda x: x,
+            where.rank("x", 2),
+            where.size("x", 0, "==", 2),
+            where.size("x", 1, "==", 3),
+        ),
+    ),
+    "an ignored argument of a loose operator": (
+        "value",
+        rule_of(loose(op("gelu", X)), lambda x: aten.gelu(x), numerics="reassociates"),
+    ),
+    "a wrong dimension": (
+        "value",
+        rule_of(torch.cumsum(torch.neg(X), DIM), lambda x, dim: torch.neg(torch.cumsum(x, 0)), numerics="reassociates"),
+    ),
+    "a gradient that is cut off": (
+        "gradient",
+        rule_of(X * torch.sigmoid(X), lambda x: x * torch.sigmoid(x.detach()), numerics="reassociates"),
+    ),
+    "a promotion": ("dtype", rule_of(X + Y, lambda x, y: torch.add(x, y.type_as(x)) + 0)),
+    "true without broadcasting": (
+        "value",
+        rule_of(
+            torch.sum(X * Y), lambda x, y: torch.sum(x) * torch.sum(y) / torch.numel(x), where.rank("x", 1),
+            where.rank("y", 1), where.size("x", 0, "==", 2), numerics="reassociates"
+        ),
+    ),
+    "true but for size one": (
+        "shape",
+        rule_of(
+            op("squeeze", op("unsqueeze", X, 0)), lambda x: x * 1, where.rank("x", 2), numerics="reassociates"
+        ),
+    ),
+    "true but for NaN and infinities": ("value", rule_of(X - X, lambda x: torch.zeros_like(x))),
+    "true but for the sign of zero": ("value", rule_of(X + 0.0, lambda x: x * 1.0)),
+    "an alternative that is wrong": (
+        "value",
+        rule_of(
+            torch.exp(maybe(X + Y)), lambda x, y: torch.exp(x) if y is None else torch.exp(x) + torch.exp(y),
+            numerics="reassociates",
+        ),
+    ),
+    "a wrong option": (
+        "value",
+        rule_of(either(torch.sin(X), torch.cos(X)), lambda x: torch.sin(x) * 1, numerics="reassociates"),
+    ),
+    "an operand that may not trade places": (
+        "value", rule_of(op("sub", X, Y), lambda x, y: torch.neg(x - y) * 1, numerics="reassociates")
+    ),
+    "a constant that is only near": (
+        "value",
+        rule_of(X * cap("c", Literal), lambda x, c: torch.mul(x, c + 1e-4) / 1, numerics="reassociates"),
+    ),
+    "fewer outputs of a split": (
+        "value",
+        rule_of(
+            op("chunk", X, 2, 0)[1], lambda x: torch.chunk(x, 2, 0)[0] * 1, where.rank("x", 1),
+            where.divisible("x", 0, 2)
+        ),
+    ),
+    "a dropout that is removed": ("random", rule_of(torch.dropout(X, 0.5, True), lambda x: x * 1)),
+    "a draw that is new": ("random", rule_of(torch.neg(X), lambda x: torch.dropout(x, 0.5, True) * -1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_a_false_rule_is_caught(name: str) -> None:
+    kind, rule = FALSE[name]
+    options: dict[str, Any] = {"terminates": False, "rng": "preserves", "shapes": "preserves"}
+    verdict = verify(rule, **options)
+    assert verdict.counterexample is not None, str(verdict)
+    assert verdict.counterexample.difference.kind == kind, str(verdict)
+    assert not verdict.ok
+    assert str(verdict).startswith(f"test.rule: false: {kind}: ")
+    with pytest.raises(VerificationError, match=r"^test\.rule: false"):
+        verdict.raise_if_false()
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_the_snippet_shows_the_difference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, rule = FALSE[name]
+    verdict = verify(rule, terminates=False, rng="preserves", shapes="preserves")
+    assert verdict.counterexample is not None
+    ran = execute(verdict.counterexample.snippet)
+    assert not same(ran["expected"], ran["found"]) or verdict.counterexample.difference.kind == "random"
+    printed = capsys.readouterr().out
+    assert printed.startswith("original: ")
+    assert "rewritten: " in printed
+
+
+def execute(snippet: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {}
+    exec(snippet, namespace)
+    return namespace
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, Exception) or isinstance(b, Exception):
+        return type(a) is type(b)
+    return all(
+        x.shape == y.shape
+        and x.dtype == y.dtype
+        and torch.equal(torch.nan_to_num(x, nan=7.0).signbit(), torch.nan_to_num(y, nan=7.0).signbit())
+        and torch.equal(torch.nan_to_num(x, nan=7.0), torch.nan_to_num(y, nan=7.0))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def test_a_counterexample_is_small() -> None:
+    verdict = verify(FALSE["true but for NaN and infinities"][1])
+    assert verdict.counterexample is not None
+    assert "    x = torch.tensor(float(" in verdict.counterexample.snippet
+    assert verdict.counterexample.snippet.count("v0 = ") == 2
+
+
+def test_the_snippet_is_the_program_that_one_would_write() -> None:
+    rule = rule_of(torch.cumsum(torch.neg(X), DIM), lambda x, dim: torch.neg(torch.cumsum(x, 0)), rng="preserves")
+    counterexample = verify(rule, terminates=False, numerics="reassociates", dtypes=["float32"]).counterexample
+    assert counterexample is not None
+    snippet = counterexample.snippet
+    assert snippet.startswith("# test.rule is false\n# value: output 0[")
+    x = execute(snippet)["inputs"]()[0]
+    assert x.ndim == 2
+    assert x.numel() <= 2
+    assert set(x.flatten().tolist()) <= {0.0, 1.0}
+
+
+def test_an_error_that_is_swallowed() -> None:
+    """The original raises on an index that is out of range; the rewritten graph clamps it."""
+    rule = rule_of(
+        op("index_select", X, 0, cap("index")),
+        lambda match, x, index: torch.index_select(x, 0, torch.clamp(index, 0, match["x"].meta["val"].shape[0] - 1)),
+        where.rank("x", 1),
+        where.dtype("index", torch.int64),
+    )
+
+    def sampler(draw: Any) -> dict[str, torch.Tensor]:
+        size = draw.size()
+        return {"x": draw.tensor(size), "index": draw.indices(draw.size(), below=size + 1)}
+
+    verdict = verify(rule, sampler=sampler, terminates=False)
+    assert verdict.counterexample is not None
+    assert verdict.counterexample.difference.kind == "raises"
+    ran = execute(verdict.counterexample.snippet)
+    assert isinstance(ran["expected"], (IndexError, RuntimeError))
+    assert isinstance(ran["found"], tuple)
+    assert len(ran["inputs"]()[0]) == 1, "a sampler is asked again for smaller sizes"
+
+
+def test_errors_before_and_after_are_equal() -> None:
+    rule = rule_of(
+        torch.index_select(torch.neg(X), 0, cap("index")), lambda x, index: torch.index_select(x, 0, index) * -1
+    )
+
+    def sampler(draw: Any) -> dict[str, torch.Tensor]:
+        return {"x": draw.tensor(3), "index": draw.indices(2, below=4)}
+
+    verdict = verify(rule, sampler=sampler)
+    assert verdict.ok, str(verdict)
+    assert 0 < verdict.raised < verdict.samples
+    always = verify(rule, sampler=lambda draw: {"x": draw.tensor(1), "index": torch.tensor([5])}, samples=4)
+    assert always.error == "the original raises on every sample: write a sampler"
+
+
+def test_strides_are_a_remark_unless_they_are_asked_for() -> None:
+    rule = rule_of(torch.neg(X), lambda x: torch.clone(x * -1, memory_format=torch.contiguous_format))
+    verdict = verify(rule)
+    assert verdict.ok
+    assert verdict.remarks[0].startswith("allowed, on ")
+    assert "strides: output 0: " in verdict.remarks[0]
+    strict = verify(rule, strides=True).counterexample
+    assert strict is not None
+    assert strict.difference.kind == "strides"
+    ran = execute(strict.snippet)
+    assert ran["expected"][0].stride() != ran["found"][0].stride()
+
+
+def test_a_gradient_that_is_wrong_is_printed() -> None:
+    counterexample = verify(FALSE["a gradient that is cut off"][1]).counterexample
+    assert counterexample is not None
+    assert "requires_grad_()" in counterexample.snippet
+    ran = execute(counterexample.snippet)
+    assert ran["expected"][0].item() != ran["found"][0].item()
+
+
+def test_a_replacement_that_raises_is_a_difference() -> None:
+    verdict = verify(rule_of(torch.neg(X), lambda match: match["x"].meta["val"].shape[1]))
+    assert verdict.counterexample is not None
+    assert verdict.counterexample.difference.kind == "invalid"
+    assert "the replacement raised IndexError" in verdict.counterexample.difference.text
+    assert "found" not in execute(verdict.counterexample.snippet)
+
+
+def test_a_constraint_that_raises_is_a_difference() -> None:
+    broken = where.predicate("root", text="broken")(lambda root: root.nothing)
+    verdict = verify(rule_of(torch.neg(X), lambda x: x * -1, broken))
+    assert verdict.counterexample is not None
+    assert "constraint broken(root) raised AttributeError" in verdict.counterexample.difference.text
+
+
+@declare_pure
+def accurate(x: torch.Tensor) -> torch.Tensor:
+    return torch.sum(x.double(), -1).to(x.dtype)
+
+
+def test_rounding_is_told_from_error_in_a_finer_dtype() -> None:
+    """A sum that cancels is beyond any bound in float32, and right in float64."""
+    rule = rule_of(
+        torch.sum(X, -1), lambda match, x: match.call(accurate, x), where.rank("x", 1), numerics="reassociates"
+    )
+
+    def cancelling(draw: Any) -> dict[str, torch.Tensor]:
+        return {"x": torch.tensor([1.0, 1e8, 1.0, -1e8], dtype=draw.dtype)}
+
+    assert verify(rule, sampler=cancelling, dtypes=["float32"], samples=4, grad=False, tolerance=1e-12).ok
+    wrong = rule_of(torch.sum(X, -1), lambda x: torch.sum(x, -1) * 1.001 + 0, where.rank("x", 1))
+    verdict = verify(wrong, numerics="reassociates", terminates=False)
+    assert verdict.counterexample is not None
+    assert verdict.counterexample.difference.kind == "value"
+    assert verify(wrong, numerics="approximate", tolerance=1e-2, terminates=False).ok
+
+
+def test_a_rewrite_that_leaves_a_malformed_graph() -> None:
+    def change(graph: fx.Graph) -> int:
+        first, second = calls(graph)
+        first.args, second.args = (second,), (first,)
+        return 1
+
+    pattern = rule_of(aten.neg.default(aten.abs.default(X)), lambda x: x).pattern
+    verdict = verify_rewrite("test.cycle", pattern, lambda gm: change(gm.graph), samples=4)
+    assert verdict.counterexample is not None
+    assert verdict.counterexample.difference.text.startswith("the graph is malformed: ")
+
+
+def test_an_input_that_is_written_to() -> None:
+    def write(graph: fx.Graph) -> int:
+        calls(graph)[0].target = aten.relu_.default
+        return 1
+
+    pattern = rule_of(torch.relu(X), lambda x: x).pattern
+    verdict = verify_rewrite("test.write", pattern, graph_rewrite(write), samples=8, terminates=False)
+    assert verdict.counterexample is not None
+    assert verdict.counterexample.difference.kind == "mutation"
+
+
+def test_outputs_that_get_lost() -> None:
+    def drop(graph: fx.Graph) -> int:
+        output = graph.output_node()
+        output.args = (output.args[0][:1],)  # pyright: ignore[reportIndexIssue, reportArgumentType, reportOptionalSubscript]
+        return 1
+
+    pattern = rule_of((torch.sin(X), torch.cos(X)), lambda x: (x, x)).pattern
+    verdict = verify_rewrite("test.drop", pattern, graph_rewrite(drop), samples=4)
+    assert verdict.counterexample is not None
+    assert verdict.counterexample.difference.kind == "outputs"
+
+
+def test_a_rule_that_may_draw_other_numbers_is_compared_in_shape() -> None:
+    rule = rule_of(
+        torch.dropout(torch.dropout(X, 0.5, True), 0.5, True), lambda x: torch.dropout(x, 0.75, True), rng="changes"
+    )
+    verdict = verify(rule)
+    assert verdict.ok
+    assert verdict.drawn == verdict.samples
+    assert "the rule may draw other numbers" in str(verdict)

@@ -1,0 +1,209 @@
+"""Rules that are true pass, with every alternative met, and the verdict says on what they were tested."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+
+from fxrewrite import Literal, Param, Rule, cap, chain, either, loose, maybe, op, shared, siblings, where
+from fxrewrite.errors import VerificationError
+from tests.verify.rules import rule_of, verify
+
+aten = torch.ops.aten
+X: Any = cap("x")
+Y: Any = cap("y")
+DIM: Any = cap("dim", Literal)
+
+TRUE: dict[str, Rule] = {
+    "silu": rule_of(X * torch.sigmoid(X), lambda x: F.silu(x), numerics="reassociates"),
+    "relu twice": rule_of(torch.relu(torch.relu(X)), lambda x: torch.relu(x)),
+    "maybe": rule_of(torch.neg(maybe(X + cap("bias"))), lambda x, bias: (x if bias is None else x + bias) * -1),
+    "either": rule_of(
+        either(torch.pow(X, 2), torch.square(X), X * X),
+        lambda x: torch.addcmul(torch.zeros_like(x), x, x),
+        numerics="reassociates",
+    ),
+    "a captured dimension": rule_of(torch.flip(torch.flip(X, [DIM]), [DIM]), lambda x: x),
+    "a reduction": rule_of(
+        torch.sum(X, DIM, keepdim=True) / cap("n", Literal),
+        lambda match, x, dim, n: torch.sum(x / n, dim, keepdim=True),
+        where.predicate("n", text="is_a_power_of_two")(lambda n: n in (1, 2, 4, 8)),
+        numerics="reassociates",
+    ),
+    "linear": rule_of(
+        op("linear", X, cap("w", Param), cap("b", Param)),
+        lambda x, w, b: torch.matmul(x, torch.transpose(w, 0, 1)) + b,
+        where.rank("w", 2),
+        numerics="reassociates",
+    ),
+    "a view and back": rule_of(
+        op("reshape", op("reshape", X, ...), cap("shape", "any")), lambda x, shape: torch.reshape(x, shape)
+    ),
+    "constraints": rule_of(
+        torch.cat([X, Y], 1),
+        lambda x, y: torch.cat([x.transpose(0, 1), y.transpose(0, 1)], 0).transpose(0, 1),
+        where.rank("x", 2),
+        where.shape_eq("x", "y"),
+        where.divisible("x", 1, 4),
+        where.dtype("x", torch.float32),
+        where.same_dtype("x", "y"),
+    ),
+    "two outputs": rule_of((torch.sin(X), torch.cos(X)), lambda x: (torch.sin(x), torch.cos(x))),
+    "siblings": rule_of(siblings(op("add", X, cap("y")), on="x"), lambda x, y: tuple(torch.add(x, each) for each in y)),
+    "a chain": rule_of(
+        torch.relu(chain(X, "neg", "abs", least=1, most=2)), lambda match: torch.relu(match.proxy(match.root.args[0]))
+    ),
+    "shared": rule_of(torch.exp(shared(torch.neg(X))), lambda x: torch.exp(torch.neg(x))),
+    "loose": rule_of(
+        torch.neg(loose(op("clamp", X))), lambda match: torch.neg(match.proxy(match.root.all_input_nodes[0]))
+    ),
+    "dropout that does not draw": rule_of(torch.dropout(X, cap("p", Literal), False), lambda x: x),
+}
+ENDLESS = {"two outputs", "siblings", "a chain", "shared", "loose"}
+"""They rewrite to what they match: one application is what is tested."""
+
+
+@pytest.mark.parametrize("name", sorted(TRUE.keys() - ENDLESS))
+def test_a_true_rule_passes(name: str) -> None:
+    verdict = verify(TRUE[name], samples=32)
+    assert verdict.ok, str(verdict)
+    assert verdict.samples >= 32
+    assert not verdict.uncovered
+    assert verdict.gradients > 10
+    verdict.raise_if_false()
+
+
+@pytest.mark.parametrize("name", sorted(ENDLESS))
+def test_a_rule_that_keeps_firing_is_endless(name: str) -> None:
+    verdict = verify(TRUE[name], samples=8)
+    assert verdict.counterexample is not None
+    assert verdict.counterexample.difference.kind == "endless"
+    assert verify(TRUE[name], samples=16, terminates=False).ok
+
+
+def test_the_verdict_says_what_was_tested_and_never_that_it_is_proved() -> None:
+    verdict = verify(TRUE["maybe"])
+    assert verdict.variants == (
+        "maybe(add(x, bias)): taken",
+        "maybe(add(x, bias)): left out",
+        "add(x, bias): as written",
+        "add(x, bias): operands swapped",
+    )
+    text = str(verdict)
+    assert text.startswith("test.rule: tested on 64 samples, no difference\n  gradients compared on ")
+    assert "4 of 4 alternatives of the pattern were met" in text
+    assert "prove" not in text
+
+
+def test_half_of_the_samples_hold_fewer_sizes_than_dimensions_and_some_are_strided() -> None:
+    seen: list[torch.Tensor] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(inputs)
+        return list(gm(*inputs))
+
+    verify(TRUE["relu twice"], run=keep, samples=64, grad=False)
+    assert {tensor.ndim for tensor in seen} >= {0, 1, 2, 3}
+    assert {size for tensor in seen for size in tensor.shape} >= {1, 2, 3, 5}
+    assert {tensor.dtype for tensor in seen} == {torch.float32, torch.float64, torch.bfloat16}
+    assert any(not tensor.is_contiguous() for tensor in seen)
+    assert any(0 in tensor.stride() for tensor in seen)
+    assert any(tensor.isnan().any() for tensor in seen)
+    assert any(tensor.isinf().any() for tensor in seen)
+    assert any((tensor == 0).all() for tensor in seen)
+
+
+PROGRAM = """
+import torch
+from tests.verify.test_true_rules import TRUE
+from tests.verify.rules import verify
+def keep(gm, inputs):
+    print([(tuple(x.shape), x.stride(), str(x.dtype), x.double().sum().item()) for x in inputs], gm.code)
+    return list(gm(*inputs))
+print(verify(TRUE["maybe"], samples=12, run=keep, grad=False))
+"""
+
+
+def test_the_same_seed_gives_the_same_samples_in_every_process() -> None:
+    def output(hash_seed: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    first, second = output("1"), output("2")
+    assert first.count("def forward") == 24
+    assert first == second
+
+
+def test_another_seed_gives_other_samples() -> None:
+    shapes: dict[int, list[Any]] = {0: [], 1: []}
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        shapes[seed].extend(x.shape for x in inputs)
+        return list(gm(*inputs))
+
+    for seed in shapes:
+        verify(TRUE["relu twice"], run=keep, samples=16, seed=seed)
+    assert shapes[0] != shapes[1]
+
+
+def test_a_rule_of_five_nodes_takes_seconds() -> None:
+    verify(TRUE["silu"], samples=4)  # what torch loads when it is first used
+    start = time.perf_counter()
+    rule = rule_of(X * 0.5 * (1 + torch.erf(X * 0.7071067811865476)), lambda x: F.gelu(x), numerics="reassociates")
+    assert verify(rule, non_finite=False).ok
+    assert time.perf_counter() - start < 30  # about one; the machine may be busy
+
+
+def test_no_sample_is_an_error_that_says_how_near_it_came() -> None:
+    never = where.predicate("x", text="never")(lambda x: "it is never so")
+    verdict = verify(rule_of(torch.relu(torch.relu(X)), lambda x: torch.relu(x), never), samples=2)
+    assert not verdict.ok
+    assert verdict.samples == 0
+    assert "no sample matches: write a sampler; nearest miss: relu(x): NoSampleError: never(x) does not hold" in str(
+        verdict
+    )
+    with pytest.raises(VerificationError, match="no sample matches"):
+        verdict.raise_if_false()
+
+
+def test_a_rule_that_refuses_everything_is_an_error() -> None:
+    rule = rule_of(torch.relu(X), lambda x: torch.sum(x), shapes="preserves", rng="preserves")
+    verdict = verify(rule, samples=2, dtypes=["float64"])
+    assert "matches are refused" in verdict.error or verdict.counterexample is not None
+
+
+def test_an_alternative_that_is_never_met_is_an_error_unless_there_is_a_sampler() -> None:
+    no_bias = where.predicate("bias", text="no_bias")(lambda bias: False)
+    rule = rule_of(
+        torch.relu(torch.relu(maybe(X + cap("bias")))), lambda match: torch.relu(match.proxy(match["x"])), no_bias
+    )
+    verdict = verify(rule, samples=8)
+    assert verdict.uncovered == (
+        "maybe(add(x, bias)): taken",
+        "add(x, bias): as written",
+        "add(x, bias): operands swapped",
+    )
+    assert "3 alternatives were never met" in verdict.error
+    assert verify(rule, samples=8, sampler=lambda draw: {"x": draw.tensor(draw.size())}).ok
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="'int64' is no floating-point dtype"):
+        verify(TRUE["silu"], dtypes=["int64"])
+    with pytest.raises(ValueError, match="a number of samples above 0"):
+        verify(TRUE["silu"], samples=0)
+    with pytest.raises(ValueError, match=r"the sampler gives \['z'\], the pattern captures \['x'\]"):
+        verify(TRUE["silu"], sampler=lambda draw: {"z": 1})
