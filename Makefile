@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
-.PHONY: help env demo test check clean
+.PHONY: help env demo test check bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -24,6 +24,9 @@ check: .venv/dev.stamp  ## lint, types, then all tests
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(PYTEST)
+
+bench: env  ## the tables of docs/benchmarks.md, some minutes on a quiet machine
+	$(BIN)/python tests/bench/engines.py
 
 clean:  ## remove the environment and every cache
 	rm -rf .venv dist .pytest_cache .ruff_cache .hypothesis

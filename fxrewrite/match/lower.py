@@ -93,10 +93,11 @@ def lower(pattern: Pattern) -> tuple[Variant, ...]:
     Raises:
         RuleDefinitionError: there are more than MAX_VARIANTS, or an output has nothing in common with the others.
     """
+    captures = pattern.captures
     per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs)]
     variants: dict[tuple[object, ...], Variant] = {}
     for parts in itertools.product(*per_output):
-        variant = _variant(parts, pattern)
+        variant = _variant(parts, pattern, captures)
         variants.setdefault((variant.stages, tuple(variant.captures.items())), variant)
         if len(variants) > MAX_VARIANTS:
             raise RuleDefinitionError(f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules")
@@ -183,14 +184,14 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
     return itertools.product(*choices)
 
 
-def _variant(parts: tuple[_Part, ...], pattern: Pattern) -> Variant:
+def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[Capture, ...]) -> Variant:
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
     stages: list[tuple[Test, ...]] = []
     links: list[Link] = []
     for index, part in enumerate(parts):
         if index:
-            links.append(_link(index, part, captures, pattern))
+            links.append(_link(index, part, captures, pattern, named_captures))
         tests = list(part.tests)
         for name, path in part.captures:
             if name in captures:
@@ -210,10 +211,10 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern) -> Variant:
         stages.append(tuple(tests))
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
-    named = {capture.name: captures.get(capture.name) for capture in pattern.captures}
+    named = {capture.name: captures.get(capture.name) for capture in named_captures}
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
-    literals = frozenset(c.name for c in pattern.captures if c.kind == "literal" and c.name in captures)
+    literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)
     first = pattern.outputs[0]
     if not isinstance(first, Siblings):
         return Variant(tuple(stages), tuple(links), named, inner, shared, literals)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -210,6 +211,7 @@ def is_random(node: fx.Node) -> bool:
     return _static(overload)[1] and not _is_idle(bind(node))
 
 
+@functools.cache
 def may_be_random(operator_key: str) -> bool:
     """True when some call of the operator draws random numbers."""
     if operator_key in _OTHERS_RANDOM:
