@@ -239,7 +239,10 @@ def _climb_keys(path: Path, part: _Part) -> tuple[frozenset[str], ...]:
     return tuple(keys[above] for above in _above(path) if above in keys)
 
 
-def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
+def _link(
+    index: int, part: _Part, captures: dict[str, Path], pattern: Pattern, named_captures: tuple[Capture, ...]
+) -> Link:
+    kinds = {capture.name: capture.kind for capture in named_captures}
     choices: list[tuple[Path, tuple[frozenset[str], ...]]] = []
     kinds = {capture.name: capture.kind for capture in pattern.captures}
     for name, path in part.captures:
