@@ -65,5 +65,7 @@ class SpmdContext:
 
 def size_proxy(match: Match, size: Size) -> Any:
     """A size as a replacement can use it: the int, or the proxy of the node that computes it from the inputs."""
+    if isinstance(size, int):
+        return size
     node = SpmdContext.required(match.context, "this rule").size_nodes(match.edit)(size)
     return match.proxy(node) if isinstance(node, fx.Node) else node
