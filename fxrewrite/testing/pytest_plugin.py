@@ -12,7 +12,33 @@ if TYPE_CHECKING:
     from syrupy.assertion import SnapshotAssertion
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["fake_mesh", "fx_snapshot"]
+    from fxrewrite.rule import Rule
+
+__all__ = ["fake_mesh", "fx_snapshot", "pytest_generate_tests"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with an argument `registered_rule` runs once for every rule that an installed package registers.
+
+    Its ids are those of the rules, after the name of the set where two sets have different rules of one id. An entry
+    point that is broken is an error of the collection, and no rule at all is a test that is skipped.
+    """
+    if "registered_rule" not in metafunc.fixturenames:
+        return
+    from fxrewrite.registry import registered
+
+    found: dict[str, dict[str, Rule]] = {}
+    for name, rules in registered().items():
+        for rule in rules.rules():
+            of_one_id = found.setdefault(rule.id, {})
+            if not any(rule is other for other in of_one_id.values()):
+                of_one_id[name] = rule
+    named = {
+        f"{name}/{rule_id}" if len(by_set) > 1 else rule_id: rule
+        for rule_id, by_set in found.items()
+        for name, rule in by_set.items()
+    }
+    metafunc.parametrize("registered_rule", list(named.values()), ids=list(named))
 
 
 @pytest.fixture

@@ -1,0 +1,99 @@
+"""A sampler draws what cannot be guessed, and the rest is guessed; what it gives is never changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+
+from fxrewrite import Literal, Maybe, cap, op, where
+from fxrewrite.verify import Draw, Verdict
+from tests.verify.rules import rule_of, verify
+
+aten = torch.ops.aten
+LOSS: Any = aten.cross_entropy_loss(cap("logits"), cap("target"), cap("weight", Maybe), 2, -100, 0.0)
+SUM_OF_LOGS = rule_of(
+    LOSS,
+    lambda logits, target, weight: F.nll_loss(F.log_softmax(logits, -1), target, weight, reduction="sum"),
+    numerics="reassociates",
+)
+
+
+def classes(draw: Draw) -> dict[str, Any]:
+    num_tokens, num_classes = draw.size(), draw.size()
+    return {
+        "logits": draw.tensor(num_tokens, num_classes),
+        "target": draw.indices(num_tokens, below=num_classes),
+        "weight": draw.choice(None, draw.tensor(num_classes)),
+    }
+
+
+def test_a_loss_needs_targets_that_are_classes() -> None:
+    verdict = verify(SUM_OF_LOGS, sampler=classes)
+    assert verdict.ok, str(verdict)
+    assert verdict.raised == 0
+    assert verdict.gradients > 20
+
+
+def test_what_the_sampler_leaves_out_is_guessed() -> None:
+    rule = rule_of(op("index_select", cap("x"), cap("dim", Literal), cap("index")), lambda x, dim, index: x * 0)
+    seen: list[tuple[int, ...]] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(tuple(inputs[0].shape))
+        return []
+
+    verdict = verify(rule, sampler=lambda draw: {"index": torch.tensor([0])}, run=keep, samples=16)
+    assert verdict.ok, str(verdict)
+    assert len(set(seen)) > 4
+
+
+def test_a_sampler_may_give_lists_literals_and_parameters() -> None:
+    rule = rule_of(
+        op("cat", cap("tensors", "any"), cap("dim", Literal)),
+        lambda match, tensors, dim: torch.flip(torch.cat([torch.flip(x, [dim]) for x in tensors[::-1]], dim), [dim]),
+        where.value("dim", "in", [0]),
+    )
+
+    def two(draw: Draw) -> dict[str, Any]:
+        return {"tensors": [draw.tensor(draw.size(), 2), draw.tensor(draw.size(), 2)], "dim": 0}
+
+    assert verify(rule, sampler=two, terminates=False).ok
+
+
+def test_the_smallest_sizes_are_drawn_again() -> None:
+    wrong = rule_of(LOSS, lambda logits, target, weight: F.nll_loss(logits, target, weight, reduction="sum"))
+    verdict: Verdict = verify(wrong, sampler=classes)
+    assert verdict.counterexample is not None
+    namespace: dict[str, Any] = {}
+    exec(verdict.counterexample.snippet, namespace)
+    logits, target = namespace["inputs"]()[:2]
+    assert max(logits.shape) <= 2
+    assert target.max() < logits.shape[1]
+    assert not torch.equal(namespace["expected"][0], namespace["found"][0])
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    def drawn(seed: str) -> list[Any]:
+        draw = Draw(seed, torch.float32)
+        return [draw.size(), draw.shape(3), draw.integer(0, 99), draw.flag(), draw.choice(*"abc")]
+
+    assert drawn("1") == drawn("1")
+    assert len({str(drawn(str(seed))) for seed in range(9)}) == 9
+    a, b = (Draw("7", torch.float32) for _ in range(2))
+    assert torch.equal(a.tensor(3, 2).nan_to_num(), b.tensor(3, 2).nan_to_num())
+    assert torch.equal(a.indices(9, below=4), b.indices(9, below=4))
+    assert torch.equal(a.mask(9), b.mask(9))
+
+
+def test_what_a_draw_makes_is_within_its_limits() -> None:
+    for seed in range(50):
+        draw = Draw(str(seed), torch.float64, most=2, non_finite=False)
+        assert max(draw.shape(4)) <= 2
+        tensor = draw.tensor(2, 3)
+        assert (tensor.dtype, tensor.shape) == (torch.float64, (2, 3))
+        assert tensor.isfinite().all()
+        assert draw.indices(5, below=3).max() < 3
+        assert draw.mask(3).dtype == torch.bool
