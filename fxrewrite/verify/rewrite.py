@@ -76,7 +76,7 @@ def verify_rewrite(
         run: runs a graph, for example on simulated ranks; gradients are compared if its outputs can be differentiated.
         strides: whether other strides of an output are a difference; else they are a remark.
         non_finite: whether inputs may hold NaN and infinities.
-        tolerance: the largest error by the magnitude of the values, in place of the one for numerics and dtype.
+        tolerance: the largest error by the magnitude of the values, in place of the table's; not for "exact".
         terminates: whether it is a difference that the rule fires on its own result again and again.
 
     Raises:
