@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Refusal,
         RefusedError,
         RuleDefinitionError,
+        VerificationError,
         refuse,
     )
     from fxrewrite.graph import Edit, graph_diff, graph_digest, graph_text, normalize
@@ -59,6 +60,7 @@ __all__ = [
     "Rule",
     "RuleDefinitionError",
     "RuleSet",
+    "VerificationError",
     "any_",
     "cap",
     "chain",
@@ -88,6 +90,7 @@ lazy_package(
         "RefusedError": "fxrewrite.errors",
         "Refusal": "fxrewrite.errors",
         "RuleDefinitionError": "fxrewrite.errors",
+        "VerificationError": "fxrewrite.errors",
         "refuse": "fxrewrite.errors",
         "Edit": "fxrewrite.graph",
         "graph_diff": "fxrewrite.graph",
