@@ -12,7 +12,7 @@ float32 for all others: "scale is 1.702, not 0.7978845608028654". So the fast ge
 0.7978845608, stays in float64. The quick gelu `x * sigmoid(1.702 * x)` is no silu and does not match.
 Shapes: any, of a real floating-point dtype ("x has dtype int64").
 Numerics: reassociates. In half precision the operator rounds once and the spelling after each step, so the operator is
-nearer to the real number.
+nearer to the real number. The erf rule holds for finite values: torch's gelu of inf is NaN on CPU.
 Source: Hugging Face transformers, activations.py (GELUActivation, NewGELUActivation, FastGELUActivation); PyTorch,
 aten/src/ATen/native/cpu/Activation.cpp.
 
@@ -79,7 +79,8 @@ def _gelu(name: str, approximate: str, spellings: tuple[Any, ...], **constants: 
     checks = (_is(constant, number) for constant, number in {"half": 0.5, "one": 1.0, **constants}.items())
     product: Any = either(*spellings) if len(spellings) > 1 else next(iter(spellings))
     pattern = Pattern((product,), (_IS_FLOAT, *checks))
-    made = Rule(f"activations.{name}", pattern, numerics="reassociates", optional=True)
+    domain = "finite" if approximate == "none" else "all"  # torch's vectorized gelu of inf is NaN
+    made = Rule(f"activations.{name}", pattern, numerics="reassociates", domain=domain, optional=True)
 
     @made.replacement
     def _(x: torch.Tensor) -> torch.Tensor:

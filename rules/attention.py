@@ -56,6 +56,7 @@ from rules.attention_parts import (
     V,
     add,
     attend,
+    fused,
     fusion,
     is_mask,
     keys,
@@ -141,7 +142,8 @@ def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, kept: Any, hid
 def _drawing(rule: Rule) -> Rule:
     """The same rule, allowed to draw other numbers."""
     name = rule.id.replace("attention.", "attention_dropout.")
-    return Rule(name, rule.pattern, rule.body, numerics="reassociates", rng="changes", optional=True)
+    promises: dict[str, Any] = {"numerics": rule.numerics, "domain": rule.domain, "rng": "changes"}
+    return fused(Rule(name, rule.pattern, rule.body, optional=True, **promises))
 
 
 _FUSIONS = (fuse, fuse_scaled_bias, fuse_filled, *HEADS)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, cap, chain, either, maybe, op, refuse, where
+from fxrewrite import Literal, Match, cap, either, maybe, op, refuse, where
 from fxrewrite.ops import key, value
 from fxrewrite.spmd import is_same_size
 from rules.attention_parts import BIAS, KT, MASK, Q, V, add, attend, fusion, is_mask, is_number, keys, scaled, weights
@@ -29,8 +29,13 @@ __all__ = ["HEADS"]
 _bmm: Any = op("bmm", Q, KT)
 _baddbmm: Any = op("baddbmm", BIAS, Q, KT, beta=cap("beta", Literal), alpha=cap("alpha", Literal))
 _scores: Any = either(_baddbmm, scaled(_bmm))
-_split: Any = cap("split", "any")
-_heads: Any = either(op("view", _scores, _split), op("reshape", _scores, _split))
+
+
+def _viewed(x: Any, shape: str) -> Any:
+    return either(op("view", x, cap(shape, "any")), op("reshape", x, cap(shape, "any")))
+
+
+_heads: Any = _viewed(_scores, "split")
 
 fuse_bmm = fusion(
     "fuse_bmm",
@@ -42,7 +47,7 @@ fuse_bmm = fusion(
 )
 fuse_split_heads = fusion(
     "fuse_split_heads",
-    op("bmm", chain(weights(maybe(_heads + MASK)), "view", "reshape", least=1, most=1), V),
+    op("bmm", _viewed(weights(maybe(_heads + MASK)), "merged"), V),
     is_number("beta"),
     is_number("alpha"),
     *is_mask("bias"),
@@ -75,13 +80,14 @@ def _(match: Match, q: Any, kt: Any, v: Any, bias: Any, mask: Any, split: Any) -
         refuse(f"the softmax is over {found}, the scores are {scores}")
     if mask is not None and mask.ndim < 2:
         refuse(f"the mask has rank {mask.ndim}, the scores have 4")
-    if bias is not None and not is_same_size(bias_first := value(match["bias"]).shape[0], scores[0]):
+    is_per_head = bias is not None and bias.ndim == 3
+    if is_per_head and not is_same_size(bias_first := value(match["bias"]).shape[0], scores[0]):
         refuse(f"the bias has {bias_first} entries in the first dimension, q has {scores[0]}")
 
     def heads(x: Any) -> Any:
         return torch.reshape(x, [split[0], split[1], x.shape[1], x.shape[2]])
 
-    scale, mask = _scale_and_mask(match, None if bias is None else heads(bias), mask)
+    scale, mask = _scale_and_mask(match, heads(bias) if is_per_head else bias, mask)
     attended = attend(match, heads(q), heads(keys(kt)), heads(v), mask, scale=scale)
     return torch.reshape(attended, [q.shape[0], q.shape[1], v.shape[2]])
 

@@ -7,7 +7,7 @@ batch, or batch and heads. k and v may have size 1 there where q has more; they 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
@@ -16,6 +16,9 @@ from torch import fx
 from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, where
 from fxrewrite.ops import value
 from fxrewrite.spmd import is_same_size
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
 
 __all__ = [
     "BIAS",
@@ -28,6 +31,7 @@ __all__ = [
     "add",
     "attend",
     "divides",
+    "fused",
     "fusion",
     "is_mask",
     "is_number",
@@ -61,7 +65,59 @@ def weights(scores: Any) -> Any:
 def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
     """A rule whose pattern is a product of `weights` and V; it lacks its replacement."""
     pattern = Pattern((weighted,), (*_OPERANDS, *_SCALES, *_SOFTMAX, *conditions))
-    return Rule(f"attention.{name}", pattern, numerics="reassociates", optional=True)
+    return fused(Rule(f"attention.{name}", pattern, numerics="reassociates", domain="finite", optional=True))
+
+
+def fused(rule: Rule) -> Rule:
+    """The rule, with samples of what attention is called with."""
+    captured = {capture.name for capture in rule.pattern.captures}
+
+    @rule.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        is_flat = "beta" in captured or draw.flag()  # rules with baddbmm have batch and heads in one dimension
+        return {name: value for name, value in _sample(draw, is_flat).items() if name in captured}
+
+    return rule
+
+
+def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
+    """Operands that fit and masks that broadcast, for every capture that an attention rule has.
+
+    A fill of -inf comes with masks that keep a key in every row: where none is kept the original is NaN.
+    """
+    length, num_keys, depth, width = draw.shape(4)
+    heads = draw.shape(2)
+    batch = (math.prod(heads),) if is_flat else heads
+    repeated = 0.0 if is_flat else 0.3
+    k_batch, v_batch = ([1 if draw.flag(repeated) else size for size in batch] for _ in range(2))
+
+    def like_scores(batch: tuple[int, ...] = batch) -> list[int]:
+        return [draw.choice(size, size, 1) for size in (*batch, length, num_keys)[draw.integer(0, len(batch)) :]]
+
+    fill = draw.choice(-math.inf, -65504.0)  # a lower one would be what errors are measured by
+    kept, hidden = draw.mask(*like_scores()), draw.mask(*like_scores())
+    if fill == -math.inf:
+        kept[..., 0], hidden[..., 0] = True, False
+    return {
+        "q": draw.tensor(*batch, length, depth),
+        "kt": draw.tensor(*k_batch, depth, num_keys),
+        "v": draw.tensor(*v_batch, num_keys, width),
+        "bias": draw.tensor(*like_scores()),
+        "mask": draw.tensor(*like_scores(draw.choice(batch, heads))),
+        "kept": kept,
+        "hidden": hidden,
+        "fill": fill,
+        "scale": draw.choice(0.125, -0.5, 1, 2),
+        "divisor": draw.choice(8.0, -2.0, 1, 3),
+        "beta": draw.choice(1, 0.5, 0),
+        "alpha": draw.choice(1, 0.125, -2),
+        "split": [*heads, length, num_keys],
+        "merged": [*batch, length, num_keys],
+        "wide": draw.choice(draw.dtype, torch.float32, torch.float64),
+        "dtype": draw.choice(None, draw.dtype, torch.float32, torch.float64),
+        "p": draw.choice(0.0, 0.0, 0.1),
+        "train": draw.flag(),
+    }
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
@@ -25,6 +25,9 @@ from torch import fx
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, either, op, shared, where
 from fxrewrite.ops import key, value
 from rules.attention_parts import DIVISOR, SCALE, divides, is_number
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
 
 __all__ = ["CLEANUP", "EINSUM"]
 
@@ -66,6 +69,16 @@ def _(equation: str, x: fx.Proxy, y: fx.Proxy) -> Any:
     batch = "".join(index for index in result if index in a and index in b)
     product = torch.matmul(_permuted(x, a, f"{batch}{row}{summed}"), _permuted(y, b, f"{batch}{summed}{column}"))
     return _permuted(product, f"{batch}{row}{column}", result)
+
+
+@einsum_to_matmul.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Products with up to two batch indices, in every order of indices."""
+    batch = "bh"[: draw.integer(0, 2)]
+    a, b, result = ("".join(draw.rng.sample(f"{batch}{more}", len(batch) + 2)) for more in ("rs", "cs", "rc"))
+    sizes = {index: draw.size() for index in "bhrcs"}
+    x, y = (draw.tensor(*(sizes[index] for index in operand)) for operand in (a, b))
+    return {"equation": f"{a},{b}->{result}", "x": x, "y": y}
 
 
 def _permuted(x: Any, have: str, want: str) -> Any:

@@ -30,7 +30,8 @@ Language Models, arXiv 2411.09009.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
@@ -39,6 +40,9 @@ from torch import fx
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, where
 from fxrewrite.graph import is_same_size
 from fxrewrite.ops import declare_pure
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
 
 __all__ = ["LINEAR_CROSS_ENTROPY", "linear_cross_entropy", "linear_cross_entropy_rules"]
 
@@ -135,7 +139,27 @@ def linear_cross_entropy_rules(rows: int | None = None) -> RuleSet:
         how = _REDUCTIONS[match["reduction"]], ignored, smoothing, rows
         return match.call(linear_cross_entropy, x, w, b, target, class_weight, *how)
 
+    fuse.sampler(_sample)
     return RuleSet("linear_cross_entropy", fuse)
+
+
+def _sample(draw: Draw) -> dict[str, Any]:
+    """Hidden states of two dimensions or three, and class indices of which some do not count."""
+    tokens, depth, classes = draw.shape(draw.integer(1, 2)), draw.size(), draw.size()
+    ignored = draw.choice(-100, 0)
+    target = draw.indices(math.prod(tokens), below=classes)
+    return {
+        "x": draw.tensor(*tokens, depth),
+        "w": draw.tensor(classes, depth),
+        "b": draw.choice(None, draw.tensor(classes)),
+        "target": torch.where(draw.mask(*target.shape, probability=0.3), ignored, target),
+        "class_weight": draw.choice(None, draw.tensor(classes).abs()),
+        "dtype": draw.dtype,
+        "shape": draw.choice([-1, classes], [math.prod(tokens), classes]),
+        "reduction": draw.integer(0, 2),
+        "ignore_index": ignored,
+        "label_smoothing": draw.choice(0.0, 0.0, 0.1),
+    }
 
 
 def _check(match: Match, rows: int | None) -> None:

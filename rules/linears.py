@@ -6,7 +6,7 @@
 Matches all linears of one value whose weights are parameters, those with a bias and those without one apart: q, k and
 v; gate and up; with them the MLP of a parallel block (GPT-J), k and v of all layers of a decoder on one encoder (T5).
 Does not match a weight that is computed ("expected a parameter at root.weight, found aten::mul (%mul)") or has one
-dimension ("w has rank 1").
+dimension ("w has rank 1"), nor a bias that is broadcast over the rows ("size(b, 0) is 1, size(w, 0) is 6").
 Refuses weights of several dtypes or devices: "the weights are float32 on cpu, bfloat16 on cpu".
 Shapes: x [..., d], weights [n_i, d], biases [n_i].
 Numerics: reassociates. On CPU, oneMKL chooses its kernel by the number of rows: results were bitwise equal in bfloat16
@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Param, Pattern, Rule, RuleSet, cap, op, refuse, siblings, where
+from fxrewrite import Constraint, Param, Pattern, Rule, RuleSet, cap, op, refuse, siblings, where
 
 __all__ = ["LINEARS"]
 
@@ -44,17 +44,19 @@ aten = torch.ops.aten
 _x, _w, _b = cap("x"), cap("w", Param), cap("b", Param)
 
 
-def _rule(name: str, linear: Any) -> Rule:
+def _rule(name: str, linear: Any, *conditions: Constraint) -> Rule:
     return Rule(
         f"linears.{name}",
-        Pattern((siblings(linear, on="x"),), (where.rank("w", 2),)),
+        Pattern((siblings(linear, on="x"),), (where.rank("w", 2), *conditions)),
         numerics="reassociates",
         optional=True,
     )
 
 
 merge = _rule("merge", op("linear", _x, _w))
-merge_biased = _rule("merge_biased", op("linear", _x, _w, _b))
+merge_biased = _rule(
+    "merge_biased", op("linear", _x, _w, _b), where.rank("b", 1), where.size("b", 0, "==", "size(w, 0)")
+)
 
 
 @merge.replacement

@@ -11,13 +11,16 @@ Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (cross_entropy_loss).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
 from fxrewrite import Literal, Match, Maybe, RuleSet, refuse, rule
 from fxrewrite.spmd import product, size_proxy
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
 
 __all__ = ["LOSSES", "mean_to_sum"]
 
@@ -48,6 +51,23 @@ def _(
         classes = aten.where(counts, target, aten.zeros_like(target))
         counts = aten.mul(aten.index(weight, [classes]), counts)
     return aten.div(total, aten.sum(counts))
+
+
+@mean_to_sum.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Class indices, of which some do not count, or probabilities."""
+    classes, rest = draw.size(), draw.shape(draw.integer(0, 2))
+    shape = (draw.size(), classes, *rest) if rest or draw.flag(0.8) else (classes,)
+    ignored = draw.choice(-100, 0)
+    indices = draw.indices(*shape[:1], *rest, below=classes) if len(shape) > 1 else draw.indices(below=classes)
+    indices = torch.where(draw.mask(*indices.shape, probability=0.3), ignored, indices)
+    return {
+        "logits": draw.tensor(*shape),
+        "target": indices if draw.flag(0.7) else draw.tensor(*shape),
+        "weight": draw.choice(None, draw.tensor(classes).abs()),
+        "ignore_index": ignored,
+        "label_smoothing": draw.choice(0.0, 0.1),
+    }
 
 
 LOSSES = RuleSet("losses", mean_to_sum)

@@ -13,7 +13,7 @@ Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self o
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -21,6 +21,9 @@ from torch import fx
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, refuse, where
 from fxrewrite.ops import bind
 from fxrewrite.spmd import is_same_size
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
 
 __all__ = ["NORMAL_FORMS"]
 
@@ -85,6 +88,17 @@ def _(match: Match) -> fx.Proxy:
     """the one tensor that is not empty: what a cache that was empty gives"""
     (kept,) = _not_empty(match["tensors"])
     return match.proxy(kept)
+
+
+@drop_empty_cat.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """One tensor among others that are empty, as a cache is before its first token."""
+    shape = draw.shape(draw.integer(1, 4))
+    dim = draw.integer(0, len(shape) - 1)
+    empty = draw.choice((0,), (*shape[:dim], 0, *shape[dim + 1 :]))
+    tensors = [draw.tensor(*empty) for _ in range(draw.integer(1, 2))]
+    tensors.insert(draw.integer(0, len(tensors)), draw.tensor(*shape))
+    return {"tensors": tensors}
 
 
 squeeze_to_select = Rule(

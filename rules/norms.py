@@ -34,7 +34,7 @@ modeling_t5.py (T5LayerNorm), modeling_gemma.py (GemmaRMSNorm), modeling_cohere.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -42,11 +42,15 @@ from torch import fx
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, shared, where
 from fxrewrite.graph import is_same_size
 
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
+
 __all__ = ["NORMS"]
 
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 _FLOAT = (*_HALF, torch.float32, torch.float64)
+_HAS_ROWS = where.parse("rank(x) >= 1")
 
 
 @where.predicate("power", text="is_two")
@@ -76,13 +80,13 @@ _wide: Any = maybe(shared(op("to", _x, dtype=cap("wide", Literal))))
 
 to_layer_norm = Rule(
     "norms.to_layer_norm",
-    Pattern((_over_root(_centered, _variance),), (_is_two, where.dtype("x", *_FLOAT))),
+    Pattern((_over_root(_centered, _variance),), (_is_two, _HAS_ROWS, where.dtype("x", *_FLOAT))),
     numerics="reassociates",
     optional=True,
 )
 to_rms_norm = Rule(
     "norms.to_rms_norm",
-    Pattern((_over_root(_x, _square(_wide).mean(-1, keepdim=True)),), (_is_two, where.dtype("x", *_FLOAT))),
+    Pattern((_over_root(_x, _square(_wide).mean(-1, keepdim=True)),), (_is_two, _HAS_ROWS, where.dtype("x", *_FLOAT))),
     numerics="reassociates",
     optional=True,
 )
@@ -147,6 +151,13 @@ def _narrow(norm: str, in_wide: Any, *fitting: Any) -> Rule:
         optional=True,
         after=[f"norms.to_{norm}"],
     )
+
+    @made.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        size = draw.size()
+        scales = {constraint.names[0]: draw.tensor(size) for constraint in fitting}
+        x, wide = draw.tensor(*draw.shape(2), size), torch.promote_types(draw.dtype, torch.float32)
+        return {"x": x, "shape": [size], "eps": draw.choice(1e-6, 0.5), "wide": wide, **scales}
 
     @made.replacement
     def _(match: Match, x: torch.Tensor, shape: Any, eps: float | None, wide: torch.dtype) -> Any:

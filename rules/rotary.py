@@ -67,15 +67,16 @@ _end = cap("end", Literal)
 
 
 @where.predicate("cut", "x", text="is_half")
-def _is_half(cut: int, x: fx.Node) -> bool | str:
+def _is_half(cut: int | None, x: fx.Node) -> bool | str:
     size = x.meta["val"].shape[-1]
-    return 2 * cut == size or f"cut at {cut} of {size}"
+    return (cut is not None and 2 * cut == size) or f"cut at {cut} of {size}"
 
 
 @where.predicate("end", "x", text="is_end")
-def _is_end(end: int, x: fx.Node) -> bool | str:
+def _is_end(end: int | None, x: fx.Node) -> bool | str:
+    """None, or a number from the size on, is the end."""
     size = x.meta["val"].shape[-1]
-    return end >= size or f"the last part ends at {end} of {size}"
+    return end is None or end >= size or f"the last part ends at {end} of {size}"
 
 
 def _rule(name: str, turned: Any, *checks: Constraint, interleaved: bool) -> Rule:
