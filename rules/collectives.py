@@ -7,7 +7,7 @@
     P -> S      reduce-scatter                         backward: all-gather
 
 Matches `redistribute(x, src, dst, axis)` as `fxrewrite.spmd.PropagateLayouts` writes it, on local shapes.
-Refuses a move between run counts of one dimension by way of the whole value only.
+Other runs of one dimension are cut from the whole value: an all-gather and a slice.
 Numerics: exact but for the order of the sums. Collectives run on dimension 0, so chunks come to the front and go back;
 an inductor backend fuses these permutes into their neighbours.
 Source: PyTorch, torch/distributed/_functional_collectives.py.
@@ -91,7 +91,7 @@ class _Lowering:
         if "src" in names:
             at = names.index("src")
             x = aten.permute(x, [*range(1, at + 1), 0, *range(at + 1, len(names) + 1)])
-        return self.settled(self.reshape(x, local_shape(self.shape, dst, self.num_ranks)))
+        return self.reshape(x, local_shape(self.shape, dst, self.num_ranks))
 
     def settled(self, x: fx.Proxy) -> fx.Proxy:
         """The result, with the value that it replaces: `P * (S // P)` is S again, which the ShapeEnv does not see."""
@@ -153,15 +153,17 @@ def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
 @all_gather.replacement
 def _(match: Match, x: fx.Proxy, src: Shard, dst: Layout) -> fx.Proxy:
     """all-gather"""
-    return _Lowering(match).exchange("all_gather", x, src, dst)
+    low = _Lowering(match)
+    return low.settled(low.exchange("all_gather", x, src, dst))
 
 
 @all_to_all.replacement
 def _(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
     """all-to-all"""
+    low = _Lowering(match)
     if src.dim == dst.dim:  # other runs of one dimension: by way of the whole value
-        return take_chunk(match, _Lowering(match).exchange("all_gather", x, src, Replicated()), dst)
-    return _Lowering(match).exchange("all_to_all", x, src, dst)
+        return take_chunk(match, low.exchange("all_gather", x, src, Replicated()), dst)
+    return low.settled(low.exchange("all_to_all", x, src, dst))
 
 
 @all_reduce.replacement
@@ -173,7 +175,8 @@ def _(match: Match, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
 @reduce_scatter.replacement
 def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
     """reduce-scatter"""
-    return _Lowering(match).exchange("reduce_scatter", x, src, dst)
+    low = _Lowering(match)
+    return low.settled(low.exchange("reduce_scatter", x, src, dst))
 
 
 COLLECTIVE_RULES = RuleSet("collectives", slice_chunk, all_gather, all_to_all, all_reduce, reduce_scatter)
