@@ -5,7 +5,8 @@
 Propagation finds that attention needs the sequence whole and its heads do not need each other, and so moves q, k, v
 and the result between sequence and heads: four all-to-alls a layer. With grouped queries k and v would travel as often
 as they are repeated; this rule moves the all-to-all in front of the repeat: 0.625 of the bytes with 32 / 8 heads.
-Refuses kv heads that do not divide over the axis; k and v then travel repeated, which is as exact.
+Refuses kv heads that do not divide over the axis, and an expand and a reshape that are no repeat of heads; k and v then
+travel repeated, which is as exact.
 Shapes: k [B, KV, S, D] -> [B, KV, R, S, D] -> [B, KV * R, S, D].
 Numerics: exact. Source: DeepSpeed-Ulysses (arXiv 2309.14509, section 3).
 """
@@ -40,7 +41,7 @@ all_to_all_before_repeat_kv = Rule(
                 cap("axis", Literal),
             ),
         ),
-        (where.rank("k", 4), _is_sequence_to_heads),
+        (where.rank("k", 4), where.rank("root", 4), _is_sequence_to_heads),
     ),
     optional=True,
 )
@@ -58,6 +59,8 @@ def _(match: Match, k: fx.Proxy, src: Layout, dst: Layout, axis: Axis) -> fx.Pro
             kv_heads=kv_heads,
             size=axis.size,
         )
+    if heads % kv_heads:
+        refuse(f"{heads} heads are no multiple of {kv_heads} kv heads", hint="k and v travel after they are repeated")
     repeats = heads // kv_heads
     moved = match.call(redistribute, k, src, dst, axis)
     one = aten.unsqueeze(moved, 2)

@@ -1,0 +1,122 @@
+"""Every rule that an installed package registers is true, or is verified elsewhere, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from autosp_rules.attention import all_to_all_before_repeat_kv
+from autosp_rules.sequence import shard_input_ids
+from fxrewrite import Literal, Pattern, Rule, RuleSet, cap, op
+from fxrewrite.registry import registered
+from fxrewrite.spmd import Axis, Shard, SpmdContext, redistribute
+from fxrewrite.verify import Draw, Sampler, verify_rewrite
+
+ON_RANKS = "it lowers to what ranks tell each other"
+WITH_LAYOUT = "it reads a layout that propagation found"
+ON_WHOLE_VALUES = "it needs a mesh axis; a redistribution is the identity on whole values"
+IN_A_GRAPH = "it reads who uses the result, which its own pattern does not hold"
+HERE = Path(__file__).name
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "collectives.slice": (ON_RANKS, "test_collectives.py"),
+    "collectives.all_gather": (ON_RANKS, "test_collectives.py"),
+    "collectives.all_to_all": (ON_RANKS, "test_collectives.py"),
+    "collectives.all_reduce": (ON_RANKS, "test_collectives.py"),
+    "collectives.reduce_scatter": (ON_RANKS, "test_collectives.py"),
+    "autosp.shard_label_ids": (ON_RANKS, "test_collectives.py"),
+    "autosp.shard_position_ids": (ON_RANKS, "test_collectives.py"),
+    "reductions.mean_over_shards": (WITH_LAYOUT, "test_layouts.py"),
+    "autosp.shard_input_ids": (ON_WHOLE_VALUES, HERE),
+    "autosp.all_to_all_before_repeat_kv": (ON_WHOLE_VALUES, HERE),
+    "attention.untranspose_key": (IN_A_GRAPH, HERE),
+}
+"""Why a rule cannot be verified from its pattern alone, and the file that does it."""
+SAMPLES, SEED = 24, 0
+AXIS = Axis("sp", 2)
+
+
+def test_a_registered_rule_is_true(registered_rule: Rule) -> None:
+    if registered_rule.id in ELSEWHERE:
+        pytest.skip("{}: see {}".format(*ELSEWHERE[registered_rule.id]))
+    verdict = registered_rule.verify(samples=SAMPLES, seed=SEED)
+    verdict.raise_if_false()
+    assert verdict.samples >= SAMPLES, str(verdict)
+    assert not verdict.uncovered, str(verdict)
+
+
+def test_what_is_verified_elsewhere_is_registered_and_cannot_be_verified_here() -> None:
+    rules = {rule.id: rule for rule_set in registered().values() for rule in rule_set.rules()}
+    assert ELSEWHERE.keys() <= rules.keys()
+    for rule_id, (_, file) in ELSEWHERE.items():
+        assert not rules[rule_id].verify(samples=1, seed=SEED).ok, f"{rule_id} can be verified: take it off the list"
+        assert (Path(__file__).parent / file).is_file()
+
+
+_k, _literals = cap("k"), {name: cap(name, Literal) for name in ("src", "dst", "axis")}
+_many: Any = op("expand", op("unsqueeze", _k, 2), cap("repeated", "any"))
+REPEATED_KEYS = Pattern((op(redistribute, op("reshape", _many, cap("heads", "any")), **_literals),))
+"""What the rule of AutoSP matches, with names for the two shapes that it ignores."""
+
+
+def _ids(draw: Draw) -> Mapping[str, Any]:
+    words, batch, length = draw.integer(1, 8), draw.size(), AXIS.size * draw.size()
+    ids = draw.indices(batch, length, below=words)
+    return {"weight": draw.tensor(words, draw.size()), "ids": ids, "padding_idx": draw.choice(-1, 0)}
+
+
+def _repeated_keys(draw: Draw) -> Mapping[str, Any]:
+    batch, heads, repeats, length, depth = draw.shape(5)
+    heads, length = AXIS.size * heads, AXIS.size * length
+    return {
+        "k": draw.tensor(batch, heads, length, depth),
+        "repeated": [draw.choice(-1, batch), heads, repeats, length, draw.choice(-1, depth)],
+        "heads": [batch, draw.choice(-1, heads * repeats), length, depth],
+        "src": Shard(2),
+        "dst": Shard(1),
+        "axis": AXIS,
+    }
+
+
+def _keys_repeated_somehow(draw: Draw) -> Mapping[str, Any]:
+    """The shapes are guessed: most are no repeat of heads, and must be left alone."""
+    found = _repeated_keys(draw)
+    return {name: found[name] for name in ("k", "src", "dst", "axis")}
+
+
+def _interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Layouts are no literals of Python: a graph that holds them is not run as code."""
+    return pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("rule", "pattern", "sampler"),
+    [
+        (shard_input_ids, shard_input_ids.pattern, _ids),
+        (all_to_all_before_repeat_kv, REPEATED_KEYS, _repeated_keys),
+        (all_to_all_before_repeat_kv, all_to_all_before_repeat_kv.pattern, _keys_repeated_somehow),
+    ],
+)
+def test_a_rule_on_whole_values_is_true(rule: Rule, pattern: Pattern, sampler: Sampler) -> None:
+    def rewrite(gm: fx.GraphModule) -> int:
+        return RuleSet("one", rule).apply(gm, context=SpmdContext(AXIS)).rewrites
+
+    options: dict[str, Any] = {"numerics": rule.numerics, "sampler": sampler, "run": _interpreted}
+    verdict = verify_rewrite(rule.id, pattern, rewrite, samples=SAMPLES, seed=SEED, **options)
+    verdict.raise_if_false()
+    assert verdict.samples >= SAMPLES or sampler is _keys_repeated_somehow, str(verdict)
+    assert verdict.gradients, str(verdict)
+
+
+def test_keys_are_untransposed_wherever_they_are_used() -> None:
+    """Without the condition that attention reads the result: it says where the rule pays, not where it is true."""
+    (rule,) = (r for r in registered()["attention"].rules() if r.id == "attention.untranspose_key")
+    (is_key,) = rule.pattern.where
+    assert is_key.names == ("root",)
+    anywhere = Rule(rule.id, Pattern(rule.pattern.outputs), rule.body, numerics=rule.numerics)
+    anywhere.verify(samples=SAMPLES, seed=SEED).raise_if_false()
