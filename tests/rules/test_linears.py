@@ -106,6 +106,14 @@ def test_leaves_alone(forward: Forward, reason: str) -> None:
     assert reason in str(LINEARS.once().explain(gm, "linears.merge"))
 
 
+def test_leaves_a_bias_alone_that_is_broadcast() -> None:
+    model = Model(lambda m, x: (F.linear(x, m.q.weight, m.one), F.linear(x, m.k.weight, m.one)))
+    model.one = nn.Parameter(torch.rand(1))
+    gm, _ = exported(model.float(), torch.float32)
+    assert LINEARS.apply(gm).rewrites == 0
+    assert "size(b, 0) is 1" in str(LINEARS.once().explain(gm, "linears.merge_biased"))
+
+
 def test_refuses_weights_of_several_dtypes() -> None:
     def autocast(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return m.q(x), m.k(x)
