@@ -27,8 +27,8 @@ from fxrewrite.match.safety import (
     check_region,
     check_writes,
     insertion_point,
-    stride_reader,
 )
+from fxrewrite.match.strides import is_laid_out_alike, stride_reader
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.where import Constraint
 
@@ -231,7 +231,7 @@ class Rule:
         if self.shapes == "preserves":
             for old, new in zip(match.outputs, results, strict=True):
                 _check_value(old, ops.value(old), ops.value(new))
-                _check_strides(old, new)
+                _check_strides(edit, old, new)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
         draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
@@ -341,15 +341,14 @@ def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
     )
 
 
-def _check_strides(old: fx.Node, new: fx.Node) -> None:
+def _check_strides(edit: Edit, old: fx.Node, new: fx.Node) -> None:
     """Refuse a replacement that lies in memory otherwise, where an operator below asks how it lies."""
     was, is_now = ops.value(old), ops.value(new)
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
         return
-    pairs = zip(was.stride(), is_now.stride(), strict=True)
-    if was.ndim == is_now.ndim and all(a is b or is_same_size(a, b) for a, b in pairs):
+    if is_laid_out_alike(was, is_now):
         return
-    reader = stride_reader(old)
+    reader = stride_reader(edit, old, is_now)
     if reader is not None:
         refuse(
             f"the replacement has strides {tuple(is_now.stride())}, the original {tuple(was.stride())}, and "

@@ -216,19 +216,32 @@ class Edit:
 
     def _run(self, node: fx.Node) -> Any:
         """The node's value: only its operator is run, on fake values."""
-        mode = self.fake_mode
-        assert mode is not None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore[reportArgumentType]
         same = (node.target, _identity(args), _identity(kwargs))
         if same in self._runs:
             return self._runs[same][0]
-        function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
-        quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-        with mode, quiet:
-            result = tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))  # pyright: ignore[reportCallIssue]
+        result = self._call(node.target, args, kwargs)
         if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
             self._runs[same] = (result, args, kwargs)  # holds the arguments: the key has their addresses
         return result
+
+    def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """What the node would give on these values of its inputs, and its others as they are; nothing is changed."""
+
+        def value_of(used: fx.Node) -> Any:
+            return values[used] if used in values else self._input_value(used)
+
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
+        return self._call(node.target, args, kwargs)
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """The result on fake values, under the graph's own mode and without guards."""
+        mode = self.fake_mode
+        assert mode is not None
+        function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+        quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+        with mode, quiet:
+            return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
 
     def _input_value(self, node: fx.Node) -> Any:
         found = ops.value(node)

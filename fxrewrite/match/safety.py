@@ -22,7 +22,6 @@ __all__ = [
     "check_region",
     "check_writes",
     "insertion_point",
-    "stride_reader",
 ]
 
 
@@ -268,26 +267,3 @@ def _shared_with(node: fx.Node, own: AbstractSet[fx.Node]) -> set[fx.Node | None
     if found and any(origin in own and ops.is_maybe_view(origin) for origin in origins):
         found.add(None)
     return found
-
-
-_STRIDES = frozenset({"aten::view", "aten::_unsafe_view", "aten::as_strided"})
-"""Operators that fail, or mean something else, when their input lies otherwise in memory."""
-
-
-def stride_reader(node: fx.Node) -> fx.Node | None:
-    """A node below that depends on how this value lies in memory, if there is one.
-
-    Searched through views and pointwise operators, whose results lie as their inputs do.
-    """
-    seen: set[fx.Node] = {node}
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
-            if user in seen:
-                continue
-            seen.add(user)
-            if ops.key(user) in _STRIDES:
-                return user
-            if (ops.is_view(user) or ops.is_pointwise(user)) and ops.key(user) != "aten::contiguous":
-                stack.append(user)
-    return None

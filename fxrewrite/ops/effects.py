@@ -21,7 +21,6 @@ __all__ = [
     "is_barrier",
     "is_commutative",
     "is_maybe_view",
-    "is_pointwise",
     "is_pure",
     "is_random",
     "is_view",
@@ -288,12 +287,6 @@ def is_maybe_view(node: fx.Node) -> bool:
         return False
     overload = _overload(node)
     return overload is None or _MAYBE_VIEW in overload.tags or keys.key(node) in _MAYBE_VIEWS
-
-
-def is_pointwise(node: fx.Node) -> bool:
-    """True when each element of the result depends on the elements at its place, and it lies in memory as they do."""
-    overload = _overload(node) if node.op in ("call_function", "call_method") else None
-    return overload is not None and torch.Tag.pointwise in overload.tags
 
 
 def is_pure(node: fx.Node) -> bool:

@@ -1,0 +1,56 @@
+"""What depends on how a value lies in memory: the operators below it are run on fake values that lie otherwise."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.sizes import is_same_size
+
+__all__ = ["is_laid_out_alike", "stride_reader"]
+
+
+def is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fake tensors have equal strides, for every length that the graph admits."""
+    pairs = zip(a.stride(), b.stride(), strict=False)
+    return a.ndim == b.ndim and all(m is n or is_same_size(m, n) for m, n in pairs)
+
+
+def stride_reader(edit: Edit, old: fx.Node, new: torch.Tensor) -> fx.Node | None:
+    """The first node that fails, or draws other random numbers, when `old` lies in memory as `new` does.
+
+    Operators are run in graph order, each once, until results lie as before. Bodies of higher-order operators and
+    Python callables are not looked into.
+    """
+    values: dict[fx.Node, Any] = {old: new}
+    waiting = list(old.users)
+    heapq.heapify(waiting)
+    seen = set(waiting)
+    while waiting:
+        node = heapq.heappop(waiting)
+        was = ops.value(node)
+        if not isinstance(was, torch.Tensor) or "::" not in ops.key(node) or not _is_operator(node):
+            continue
+        if ops.is_random(node):
+            return node
+        try:
+            result = edit.run_with(node, values)
+        except Exception:  # noqa: BLE001  # whatever it is, the operator cannot take such a value
+            return node
+        if isinstance(result, torch.Tensor) and not is_laid_out_alike(was, result):
+            values[node] = result
+            for user in node.users:
+                if user not in seen:
+                    seen.add(user)
+                    heapq.heappush(waiting, user)
+    return None
+
+
+def _is_operator(node: fx.Node) -> bool:
+    higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return node.op in ("call_function", "call_method") and not higher_order and not ops.mutates(node)
