@@ -14,7 +14,8 @@ Refuses:
   - "label smoothing in chunks", "the number of rows is symbolic", with `rows`;
   - "torch 2.11.0 has no torch.nn.functional.linear_cross_entropy".
 Shapes: x [..., d], w [V, d], b [V], target [product of ...] of int64.
-Numerics: exact; with `rows` reassociates, and a second derivative is an error.
+Numerics: reassociates. The same two operators on rows, where the logits were a batch of rows: the product may be by
+another kernel, which adds the bias before it rounds, or after. With `rows` a second derivative is an error.
 Source: PyTorch, torch/nn/functional.py (linear_cross_entropy); Wijmans et al., Cut Your Losses in Large-Vocabulary
 Language Models, arXiv 2411.09009.
 
@@ -126,8 +127,7 @@ def linear_cross_entropy_rules(rows: int | None = None) -> RuleSet:
     """
     if rows is not None and rows < 1:
         raise ValueError(f"linear_cross_entropy_rules takes a positive number of rows or None, not {rows}")
-    numerics = "exact" if rows is None else "reassociates"
-    fuse = Rule("linear_cross_entropy.fuse", _pattern(), numerics=numerics, optional=True)
+    fuse = Rule("linear_cross_entropy.fuse", _pattern(), numerics="reassociates", optional=True)
 
     @fuse.replacement
     def _(match: Match, x: Any, w: Any, b: Any, target: Any, class_weight: Any) -> Any:

@@ -114,6 +114,7 @@ def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     shape = match["x"].meta["val"].shape
     dims = bind(match.root).get("dim")
     dims = range(len(shape)) if dims is None else dims if isinstance(dims, (list, tuple)) else [dims]
+    dims = dims if shape else ()  # a scalar takes 0 and -1, which are none of its dimensions
     for dim in sorted({dim % len(shape) for dim in dims if is_same_size(shape[dim], 1)}, reverse=True):
         x = torch.ops.aten.select(x, dim, 0)
     return x

@@ -19,7 +19,8 @@ Refuses, since the operator computes in float32 and rounds once:
 A weight or bias of another shape than [d] does not match ("the weight is [4, 8], the norm takes [8]").
 Shapes: x [..., d], weight and bias [d].
 Numerics: reassociates. On CPU the value of rms_norm is bitwise what it replaces, and in float32 and float64 its
-gradients are too; layer_norm sums in another order.
+gradients are too; layer_norm sums in another order, and holds for finite values: with infinite weights NaN and
+infinities trade places.
 Source: PyTorch, aten/src/ATen/native/layer_norm.cpp; Hugging Face transformers, modeling_llama.py (LlamaRMSNorm),
 modeling_t5.py (T5LayerNorm), modeling_gemma.py (GemmaRMSNorm), modeling_cohere.py (CohereLayerNorm).
 
@@ -82,6 +83,7 @@ to_layer_norm = Rule(
     "norms.to_layer_norm",
     Pattern((_over_root(_centered, _variance),), (_is_two, _HAS_ROWS, where.dtype("x", *_FLOAT))),
     numerics="reassociates",
+    domain="finite",
     optional=True,
 )
 to_rms_norm = Rule(
@@ -148,6 +150,7 @@ def _narrow(norm: str, in_wide: Any, *fitting: Any) -> Rule:
         f"norms.narrow_{norm}",
         Pattern((_narrowed(in_wide),), (*fitting, where.dtype("x", *_FLOAT))),
         numerics="reassociates",
+        domain="finite" if norm == "layer_norm" else "all",
         optional=True,
         after=[f"norms.to_{norm}"],
     )
@@ -178,6 +181,7 @@ def _scale(norm: str, scaled: Any, *fitting: Any) -> Rule:
         f"norms.scale_{norm}",
         Pattern((scaled,), (*fitting, where.dtype("x", *_FLOAT))),
         numerics="reassociates",
+        domain="finite" if norm == "layer_norm" else "all",
         optional=True,
         after=[f"norms.narrow_{norm}"],
     )

@@ -53,7 +53,8 @@ class Sample:
         return replace(self, bindings=bindings)
 
     def in_finer_dtype(self, finer: Mapping[torch.dtype, torch.dtype]) -> Sample:
-        """The same entries in other dtypes."""
+        """The same entries in other dtypes; a dtype that is captured, and that an input has, changes with it."""
+        had = {spec.dtype for _, spec in self.specs()}
 
         def converted(spec: TensorSpec) -> TensorSpec:
             if spec.dtype not in finer:
@@ -61,7 +62,10 @@ class Sample:
             entries = spec.tensor().to(finer[spec.dtype])
             return replace(spec, dtype=entries.dtype, data=entries)
 
-        return self._with_specs(converted)
+        sample = self._with_specs(converted)
+        dtypes = {name: value for name, value in sample.bindings.items() if isinstance(value, torch.dtype)}
+        other = {name: finer[dtype] for name, dtype in dtypes.items() if dtype in had and dtype in finer}
+        return replace(sample, bindings={**sample.bindings, **other})
 
     def in_dtype(self, dtype: torch.dtype) -> Sample:
         """The same, drawn in one floating-point dtype, but for what a sampler gave."""
