@@ -90,6 +90,12 @@ class RuleSet:
         self.members = members
         self.atomic = atomic
         self.invariant = invariant
+        wrong = [member for member in members if not isinstance(member, (Rule, RuleSet, Step))]  # pyright: ignore[reportUnnecessaryIsInstance]
+        if wrong or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            found = wrong[0] if wrong else name
+            raise RuleDefinitionError(
+                f"RuleSet(name, member, ...) takes a name, then rules, sets and steps one by one, not {found!r}"
+            )
         seen: dict[str, str] = {}
         for label, provider in _labels(self):
             if label in seen:
@@ -112,9 +118,11 @@ class RuleSet:
 
     def fixpoint(self, limit: int = 8, *, order: Order = "top_down", overlap: Overlap = "first") -> Plan:
         """The plan that runs the set until nothing changes; more than `limit` rounds with changes are an error."""
+        if limit < 1:
+            raise RuleDefinitionError(f"fixpoint(limit={limit}): at least one round")
         return Plan((_Stage(self, limit, Strategy(order, overlap)),))
 
-    def __rshift__(self, other: RuleSet | Plan) -> Plan:
+    def __rshift__(self, other: RuleSet | Rule | Plan) -> Plan:
         """The plan that runs this set once, and then the other."""
         return self.once() >> other
 
@@ -160,6 +168,10 @@ class RuleSet:
     def _check(self, edit: Edit) -> None:
         if self.invariant is not None:
             wrong = self.invariant(edit.nodes())
+            if wrong is not None and not isinstance(wrong, str):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
+                raise InvariantError(
+                    f"set {self.name}: the invariant gave {wrong!r}; it gives a text that says what is wrong, or ''"
+                )
             if wrong:
                 raise InvariantError(f"set {self.name}: after it, {wrong}; the graph is as before")
 
@@ -241,7 +253,8 @@ class Plan:
         self.stages = stages
         self.expectations: dict[str, int] = {}
 
-    def __rshift__(self, other: RuleSet | Plan) -> Plan:
+    def __rshift__(self, other: RuleSet | Rule | Plan) -> Plan:
+        other = RuleSet(other.id, other) if isinstance(other, Rule) else other
         then = other.once() if isinstance(other, RuleSet) else other
         plan = Plan(self.stages + then.stages)
         plan.expectations = {**self.expectations, **then.expectations}
@@ -279,6 +292,11 @@ class Plan:
             MatchExpectationError: an expectation does not hold; says how near the nearest place came.
             FixpointError: a fixpoint did not end.
         """
+        if not isinstance(gm, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FxRewriteError(
+                f"apply takes an fx.GraphModule, not {type(gm).__name__}; for an exported program there is "
+                "plan.apply_export, for a model torch.compile(model, backend=plan.backend(...))"
+            )
         started = time.perf_counter()
         report = self._new_report()
         with Edit(gm, bodies=bodies) as edit:

@@ -78,6 +78,8 @@ class Rule:
         doc: str = "",
         provider: str = "",
     ) -> None:
+        if not isinstance(id, str) or not id or any(c.isspace() for c in id):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(f"{id!r} is no id of a rule; write it as family.verb_object")
         for value, kind in ((numerics, Numerics), (rng, Rng), (shapes, Shapes), (domain, Domain)):
             if value not in get_args(kind):
                 raise RuleDefinitionError(f"rule {id}: {value!r} is none of {', '.join(map(repr, get_args(kind)))}")
@@ -88,8 +90,8 @@ class Rule:
         self.shapes = shapes
         self.domain: Domain = domain
         self.optional = optional
-        self.after = tuple(after)
-        self.before = tuple(before)
+        self.after = (after,) if isinstance(after, str) else tuple(after)
+        self.before = (before,) if isinstance(before, str) else tuple(before)
         self.doc = doc
         self.provider = provider
         self._replacement: Replacement | None = None
@@ -297,6 +299,9 @@ def rule(
         RuleDefinitionError: the pattern cannot be traced; see `fxrewrite.pattern.trace`.
     """
 
+    if not isinstance(id, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # `@rule` without an id
+        raise RuleDefinitionError('a rule needs an id: write @rule("family.verb_object")')
+
     def wrap(function: Callable[..., Any]) -> Rule:
         pattern = trace(function, where)
         doc, provider = _first_line(function), _place(function)
@@ -326,7 +331,12 @@ def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
         for one, other in zip(was, is_now, strict=True):
             _check_value(old, one, other)
         return
-    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
+    if was is ops.MISSING or is_now is ops.MISSING or was is is_now:
+        return
+    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
+        if isinstance(was, (torch.Tensor, list, tuple)) or isinstance(is_now, (torch.Tensor, list, tuple)):
+            reason = f"the replacement gives {_kind(is_now)}, the original {_kind(was)}"
+            refuse(reason, hint="repair the replacement", node=old, kind=Reason.VALUE)
         return
     same_shape = was.ndim == is_now.ndim and all(
         a is b or is_same_size(a, b) for a, b in zip(was.shape, is_now.shape, strict=True)
@@ -357,6 +367,10 @@ def _check_strides(edit: Edit, old: fx.Node, new: fx.Node) -> None:
             node=old,
             kind=Reason.VALUE,
         )
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _describe(tensor: torch.Tensor) -> str:

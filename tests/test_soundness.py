@@ -6,7 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxrewrite import Literal, RuleDefinitionError, RuleSet, rule
+from fxrewrite import FxRewriteError, Literal, Pattern, RuleDefinitionError, RuleSet, normalize, rule
+from fxrewrite.backends import capture
 from fxrewrite.pattern import trace
 
 X = torch.linspace(-2, 2, 16).reshape(4, 4)
@@ -18,9 +19,9 @@ def made(pattern, replacement, **options):
     return it
 
 
-def check(model, it, capture="make_fx"):
+def check(model, it, how="make_fx"):
     """Whatever the rule does, the module computes the same afterwards, results and inputs."""
-    gm = fx.symbolic_trace(model) if capture == "fx" else make_fx(model, tracing_mode="fake", pre_dispatch=True)(X)
+    gm = fx.symbolic_trace(model) if how == "fx" else make_fx(model, tracing_mode="fake", pre_dispatch=True)(X)
     expected = model(X.clone())
     RuleSet("s", it).apply(gm)
     gm.graph.lint()
@@ -172,3 +173,108 @@ def test_a_predicate_that_refuses_is_a_refusal_of_its_rule():
     gm = make_fx(lambda x: torch.relu(x), tracing_mode="fake")(X)
     report = RuleSet("s", it).apply(gm)
     assert [str(r) for r in report.refusals] == ["bug.it: not this one at %relu"]
+
+
+NEG = rule("bug.neg")(lambda x: torch.neg(torch.neg(x)))
+NEG.replacement(lambda x: x)
+DROP_NEG = RuleSet("neg", NEG)
+
+
+def under_autocast(x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = torch.mm(x, x)
+    return h.to(torch.float32) + 1, torch.mm(h, h)
+
+
+def test_autocast_has_no_normal_form():
+    with pytest.raises(FxRewriteError, match="an autocast region has no normal form"):
+        normalize(capture(under_autocast, {"x": X}))
+    gm = capture(lambda x: torch.mm(x, x), {"x": X})
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(FxRewriteError, match="compiled under autocast"):
+        normalize(gm)
+    found = torch.compile(under_autocast, backend=DROP_NEG.once().backend("eager"))(X)
+    assert [t.dtype for t in found] == [torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda h: F.celu(h, inplace=True),
+        lambda h: F.rrelu(h, inplace=True),
+        lambda h: F.threshold(h, 0.5, 9.0, True),
+        lambda h: h.sum_to_size(4, 4).add_(4),
+        lambda h: torch.einsum("ij->ij", h).add_(4),
+        lambda h: F.batch_norm(torch.ones(3, 4), h[0], h[1].exp(), training=True),
+        lambda h: F.embedding(torch.tensor([1]), h, max_norm=0.1),
+    ],
+    ids=["celu", "rrelu", "threshold", "sum_to_size", "einsum", "batch_norm", "embedding"],
+)
+def test_writes_that_an_argument_switches_on(write):
+    def model(x):
+        h = x + 0.0
+        y = torch.neg(torch.neg(h))
+        write(h)
+        return y + 0
+
+    check(model, NEG, "fx")
+
+
+def test_a_tensor_is_no_number_and_no_tuple():
+    for replacement in (lambda x: torch.max(x, 0), lambda match, x: match.call(torch.ops.aten.sym_size.int, x, 0)):
+        gm = make_fx(lambda x: torch.relu(x) + 1, tracing_mode="fake")(X)
+        report = RuleSet("s", made(lambda x: torch.relu(x), replacement)).apply(gm)
+        assert (report.rewrites, report.refusals[0].kind) == (0, "value")
+
+
+@pytest.mark.parametrize("capture", ["fx", "make_fx"])
+def test_a_tensor_from_outside_does_not_enter_a_graph(capture):
+    gm = fx.symbolic_trace(lambda x: torch.relu(x)) if capture == "fx" else make_fx(torch.relu, tracing_mode="fake")(X)
+    constant = torch.ones(4)
+    with pytest.raises(FxRewriteError, match=r"used a tensor that is no value of the graph \(float32\[4\]\)"):
+        RuleSet("s", made(lambda x: torch.relu(x), lambda x: x + constant)).apply(gm)
+
+
+def test_the_output_that_a_rule_made_is_the_one_that_is_copied():
+    def model(x):
+        a = torch.exp(x)
+        return a, torch.neg(torch.neg(a))
+
+    x = torch.zeros(2, requires_grad=True)
+    a, b = torch.compile(model, backend=DROP_NEG.once().backend("aot_eager"))(x)
+    with torch.no_grad():
+        b.add_(1)
+    a.sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+
+
+def test_fields_of_named_tuples_in_replacements():
+    gm = make_fx(lambda x: torch.relu(x), tracing_mode="fake")(X)
+    it = made(lambda x: torch.relu(x), lambda x: torch.sort(x, dim=0).values.clamp(min=0), numerics="approximate")
+    assert RuleSet("s", it).apply(gm).rewrites == 1
+    wrong = RuleSet("s", made(lambda x: torch.relu(x), lambda x: x.foo))
+    gm = make_fx(torch.relu, tracing_mode="fake")(X)
+    with pytest.raises(FxRewriteError, match="a tensor has no attribute 'foo'"):
+        wrong.apply(gm)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: rule(lambda x: x), "write @rule"),
+        (lambda: rule("a b")(lambda x: torch.relu(x)), "no id of a rule"),
+        (lambda: rule("a.b", where="rank(x) == 4")(lambda x: torch.relu(x)), "takes a list of constraints"),
+        (lambda: Pattern("relu(x)"), "takes tuples"),
+        (lambda: RuleSet("s", [NEG]), "one by one"),
+        (lambda: RuleSet(NEG, NEG), "takes a name"),
+        (lambda: DROP_NEG.fixpoint(0), "at least one round"),
+        (lambda: DROP_NEG.apply(None), "takes an fx.GraphModule, not NoneType"),
+        (
+            lambda: RuleSet("s", NEG, invariant=lambda nodes: False).apply(fx.symbolic_trace(lambda x: x + 1)),
+            "the invariant gave False",
+        ),
+    ],
+    ids=range(9),
+)
+def test_mistakes_are_named(wrong, message):
+    with pytest.raises(FxRewriteError, match=message):
+        wrong()

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.errors import FxRewriteError, refuse
+from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.sizes import hoist_sizes
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import is_parameter
@@ -39,9 +40,10 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     """`gm`'s computation as pre-dispatch ATen over the same inputs and outputs; `gm` is not changed.
 
     Placeholders must carry fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; sizes that they
-    hold as symbols stay symbols of the same ShapeEnv. Raises RefusedError on a higher-order op other than a plain
-    activation checkpoint, naming it and its source line.
+    hold as symbols stay symbols of the same ShapeEnv. Raises RefusedError under autocast, and on a higher-order op
+    other than a plain activation checkpoint, naming it and its source line.
     """
+    _refuse_autocast(gm)
     placeholders = gm.graph.find_nodes(op="placeholder")
     inputs = [_fake_value(node) for node in placeholders]
     inliner = _Inliner(gm)
@@ -66,6 +68,16 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     normal.graph.eliminate_dead_code()
     normal.recompile()
     return normal
+
+
+def _refuse_autocast(gm: fx.GraphModule) -> None:
+    """Casts of autocast come below the operators that are traced here: what they give would be lost."""
+    hint = "cast the model, model.to(torch.bfloat16), or rewrite Dynamo's graph as it is"
+    for node in nodes_of(gm):
+        if node.target is torch.amp.autocast_mode._enter_autocast:
+            refuse("an autocast region has no normal form", node=node, hint=hint)
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        refuse("a graph compiled under autocast has no normal form", hint=hint)
 
 
 def _fake_value(node: fx.Node) -> Any:

@@ -60,7 +60,10 @@ class Promise:
         """Places of the outputs that must be copied: those that were most on their own come first."""
         shared = _shared(outputs)
         copied: set[fx.Node | int] = set()
-        for index in sorted(range(len(outputs)), key=lambda index: len(self._shared[index])):
+        order = sorted(
+            range(len(outputs)), key=lambda index: (outputs[index] is self._outputs[index], len(self._shared[index]))
+        )
+        for index in order:  # outputs that are another node now come first: the others stand where they stood
             if not shared[index] - copied <= self._shared[index]:
                 copied.add(index)
         return [index for index in range(len(outputs)) if index in copied]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,6 +37,19 @@ class NodeProxy(fx.Proxy):
         replacer = next(a.tracer for a in _flat((*args, *kwargs.values())) if isinstance(a, NodeProxy))
         return replacer.call(orig_method.__name__ if _is_method(orig_method) else orig_method, args, kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Fields of a named tuple, as `torch.topk` gives one, and transposed views; methods are FX's business."""
+        target = self.node.target
+        if isinstance(target, torch._ops.OpOverload):
+            fields = [returned.name for returned in target._schema.returns]
+            if name in fields:
+                return self.tracer.call(operator.getitem, (self, fields.index(name)), {})
+        if name == "mT" or (name == "T" and self.ndim == 2):
+            return self.transpose(-2, -1)
+        if isinstance(ops.value(self.node), torch.Tensor) and not hasattr(torch.Tensor, name):
+            raise AttributeError(f"a tensor has no attribute {name!r}")
+        return super().__getattr__(name)
+
     def _tensor(self) -> torch.Tensor:
         found = ops.value(self.node)
         if not isinstance(found, torch.Tensor):
@@ -66,6 +80,10 @@ class NodeProxy(fx.Proxy):
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 @functools.cache
@@ -157,6 +175,11 @@ class Replacer(TracerBase):
             return {name: self.unwrap(item) for name, item in value.items()}
         if isinstance(value, slice):
             return slice(*map(self.unwrap, (value.start, value.stop, value.step)))
+        if isinstance(value, torch.Tensor):
+            raise RuleDefinitionError(
+                f"a replacement used a tensor that is no value of the graph ({_describe(value)}); make it in the "
+                "graph, match.call(torch.full, ...), or use a number"
+            )
         return value
 
     def create_proxy(

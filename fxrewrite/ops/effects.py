@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[reportPrivateUsage]
 
@@ -89,13 +91,18 @@ _STATISTICS = ("aten::batch_norm", "aten::instance_norm")
 _MAYBE_VIEWS = frozenset(
     f"aten::{name}"
     for name in [
+        "atleast_1d",
+        "atleast_2d",
+        "atleast_3d",
         "contiguous",
+        "einsum",
         "flatten",
         "ravel",
         "reshape",
         "reshape_as",
         "resolve_conj",
         "resolve_neg",
+        "sum_to_size",
         "to",
         "type_as",
     ]
@@ -152,6 +159,9 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
     out = node.kwargs.get("out")
     if out is not None:
         return _nodes_in(out)
+    written = _written_by_function(node)
+    if written is not None:
+        return written
     overload = _overload(node)
     if overload is None:
         inplace = isinstance(node.target, str) and node.target.endswith("_") and not node.target.endswith("__")
@@ -166,6 +176,42 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
         bound = bind(node)
         return _nodes_in(bound.get("running_mean")) + _nodes_in(bound.get("running_var"))
     return ()
+
+
+_WRITING_FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
+    F.batch_norm: ("training", ("running_mean", "running_var")),
+    F.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
+    F.embedding: ("max_norm", ("weight",)),
+    F.embedding_bag: ("max_norm", ("weight",)),
+}
+"""Functions of torch that write when an argument says so: its name, and what they write to."""
+
+
+def _written_by_function(node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """What a Python function of torch.nn.functional writes to, where an argument decides; None for all others."""
+    target = node.target
+    if isinstance(target, str) or getattr(target, "__module__", "") != "torch.nn.functional":
+        return None
+    names = _parameters(target)
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if target in _WRITING_FUNCTIONS:
+        switch, written = _WRITING_FUNCTIONS[target]
+        return tuple(n for name in written for n in _nodes_in(given.get(name))) if given.get(switch) else None
+    if "inplace" in names and given.get("inplace"):
+        return _nodes_in(given.get(names[0]))
+    return None
+
+
+def _python_parameters(target: Any) -> tuple[str, ...]:
+    return _parameters(target) if getattr(target, "__module__", "") == "torch.nn.functional" else ()
+
+
+@functools.cache
+def _parameters(target: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(target).parameters)
+    except (TypeError, ValueError):  # a builtin: its schema says what it writes
+        return ()
 
 
 def _updates_statistics(node: fx.Node) -> bool:
@@ -246,6 +292,8 @@ def may_draw(target: Any) -> bool:
 def _possible_effects(target: Any) -> tuple[bool, bool]:
     """(may write, may draw)"""
     name = keys.key(target)
+    if target in _WRITING_FUNCTIONS or (not isinstance(target, str) and "inplace" in _python_parameters(target)):
+        return True, True
     if isinstance(target, torch._ops.OpOverload):
         mutable, seeded, _ = _static(target)
         return mutable or name in _STATISTICS or target in _side_effectful_functions, seeded

@@ -41,9 +41,13 @@ class Pattern:
     where: tuple[Constraint, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.outputs, tuple) or not all(isinstance(output, Term) for output in self.outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(
+                "Pattern((output, ...), (constraint, ...)) takes tuples; for a text form use parse()"
+            )
         if not self.outputs:
             raise RuleDefinitionError("a pattern needs an output")
-        read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in self.where)
+        read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
         for output in self.outputs:
             if not _is_anchored(output):
@@ -87,6 +91,16 @@ class Pattern:
         return str(self)
 
 
+def _listed(where: Iterable[Any]) -> tuple[Any, ...]:
+    """The constraints as a tuple; a text alone would be read letter by letter."""
+    items = (where,) if isinstance(where, str) else tuple(where)
+    wrong = [item for item in items if not isinstance(item, str) and not hasattr(item, "why_not")]
+    if isinstance(where, str) or wrong:
+        found = where if isinstance(where, str) else wrong[0]
+        raise RuleDefinitionError(f"where takes a list of constraints, or of their texts, not {found!r}")
+    return items
+
+
 def _is_anchored(term: Term) -> bool:
     if isinstance(term, Maybe):
         return _is_anchored(term.base)
@@ -125,7 +139,7 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
     except (TypeError, AttributeError) as error:  # what torch says to a wrong call, in the words of the function
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
-    pattern = Pattern(outputs, tuple(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
+    pattern = Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
     unused = set(captures) - set(pattern.captures)
     if unused:
         raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} stand nowhere in {pattern}")
@@ -145,4 +159,4 @@ def parse(text: str, where: Iterable[Constraint | str] = ()) -> Pattern:
     term = parse_term(text)
     items = getattr(term, "items", None)
     outputs = tuple(items) if isinstance(items, tuple) else (term,)
-    return Pattern(outputs, tuple(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
+    return Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
