@@ -120,6 +120,10 @@ class RewritingBackend(Generic[R]):
         self._context = context
         self._on_report = on_report
 
+    def __repr__(self) -> str:
+        inner = self.inner if isinstance(self.inner, str) else getattr(self.inner, "__qualname__", repr(self.inner))
+        return f"<RewritingBackend graph={self.graph!r}, inner={inner!r}>"
+
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """The compiled program; `options` are the `mode` and `options` of `torch.compile`, for the inner backend."""
         if torch._dynamo.config.caching_precompile:

@@ -47,7 +47,7 @@ class Miss:
                 return f"allow %{instead.name} with maybe() or chain(), or run rules.normal_forms first"
             return ""
         if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
-            return "propagate fake values through the graph first, for example by fxrewrite.normalize"
+            return "the graph was traced without values; torch.compile, torch.export and make_fx leave them on it"
         return _HINTS.get(self.reason, "")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from itertools import combinations
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -38,16 +39,17 @@ class Effects:
         self.writers: list[fx.Node] = []
         self.draws: list[fx.Node] = []
         inert: set[int] = set()  # ids of targets, which hash faster than overloads
+        unless_out: set[int] = set()  # they write only to what they are given as out=, which an overload says itself
         for node in nodes:
+            target = node.target
+            if id(target) in inert or (id(target) in unless_out and not node.kwargs):
+                continue
             op = node.op
             if op in ("placeholder", "get_attr", "output"):
                 continue
-            if id(node.target) not in inert:
-                if op == "call_function" and not ops.may_have_effects(node.target):
-                    inert.add(id(node.target))
-                self._note(node)
-            elif node.kwargs:
-                self._note(node)
+            if op == "call_function" and not ops.may_have_effects(target):
+                (inert if isinstance(target, torch._ops.OpOverload) else unless_out).add(id(target))
+            self._note(node)
 
     def add(self, nodes: Iterable[fx.Node], draws: Iterable[fx.Node]) -> None:
         """Take in new nodes, and those of them that draw."""

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fxrewrite.ops.binding import BindingError, layout_of, overload_of
+from fxrewrite.ops.binding import BindingError, Layout, layout_of, overload_of
 from fxrewrite.ops.keys import key
 from fxrewrite.ops.schemas import schema_of
 from fxrewrite.ops.value import MISSING, value
@@ -53,18 +53,29 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
     ):
         return _emit_reflected(key(target), left, bound["other"], emit)
     overload = _TENSOR_OVERLOADS.get(overload, overload)
-    positional: list[Any] = []
-    by_keyword: dict[str, Any] = {}
+    places = _PLACES.get((layout, id(overload)))
+    if places is None:
+        places = _PLACES[layout, id(overload)] = _places(layout, overload)
+    positional, by_keyword = places
+    return emit(overload, tuple(bound[name] for name in positional), {name: bound[name] for name in by_keyword})
+
+
+_PLACES: dict[tuple[Layout, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+"""Which arguments stand by position and which by keyword, by the way a call is written and its overload."""
+
+
+def _places(layout: Layout, overload: torch._ops.OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    positional: list[str] = []
+    by_keyword: list[str] = []
     skipped = False
     for parameter in schema_of(overload).parameters:
-        given = bound[parameter.name]
         if parameter.name not in layout.given and parameter.name in layout.defaults:
             skipped = True
         elif parameter.keyword_only or skipped:
-            by_keyword[parameter.name] = given
+            by_keyword.append(parameter.name)
         else:
-            positional.append(given)
-    return emit(overload, tuple(positional), by_keyword)
+            positional.append(parameter.name)
+    return tuple(positional), tuple(by_keyword)
 
 
 def _emit_reflected(operator_key: str, number: Any, tensor: Any, emit: Emit) -> Any:
