@@ -33,6 +33,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import fx
 
 from fxrewrite import Constraint, Literal, Pattern, Rule, RuleSet, cap, either, rule, where
+from fxrewrite.ops import fake_value
 
 __all__ = ["ACTIVATIONS"]
 
@@ -55,7 +56,7 @@ def _is(name: str, number: float) -> Constraint:
     """The literal is this number, as exactly as an operator on `x` reads it."""
 
     def check(found: float, x: fx.Node) -> bool | str:
-        if x.meta["val"].dtype == torch.float64:
+        if fake_value(x).dtype == torch.float64:
             equal = math.isclose(found, number, rel_tol=4e-16)  # sqrt(0.5) and 1 / sqrt(2) differ in the last bit
         else:
             equal = _in_float32(found) == _in_float32(number)

@@ -59,6 +59,8 @@ def _scale_and_mask(match: Match, bias: Any, mask: Any) -> tuple[float | None, A
     """The scale that a baddbmm has, and its bias added to the mask; else what the match says."""
     if bias is None:
         return None, mask
+    if match["beta"] == 0:  # then the bias is not read: it may be memory that nobody wrote
+        return float(match["alpha"]), mask
     return float(match["alpha"]), add(bias if match["beta"] == 1 else bias * match["beta"], mask)
 
 

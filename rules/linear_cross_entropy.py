@@ -40,7 +40,7 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, where
 from fxrewrite.graph import is_same_size
-from fxrewrite.ops import declare_pure
+from fxrewrite.ops import declare_pure, fake_value
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
@@ -96,8 +96,8 @@ def linear_cross_entropy(
 
 @where.predicate("shape", "w", text="keeps_classes")
 def _keeps_classes(shape: list[Any], w: fx.Node) -> bool | str:
-    sizes = [size.meta["val"] if isinstance(size, fx.Node) else size for size in shape]
-    classes = w.meta["val"].shape[0]
+    sizes = [fake_value(size) if isinstance(size, fx.Node) else size for size in shape]
+    classes = fake_value(w).shape[0]
     fits = len(sizes) == 2 and is_same_size(sizes[1], classes)
     return fits or f"the logits are viewed as {sizes}, there are {classes} classes"
 
@@ -163,7 +163,7 @@ def _sample(draw: Draw) -> dict[str, Any]:
 
 
 def _check(match: Match, rows: int | None) -> None:
-    x, target = match["x"].meta["val"], match["target"].meta["val"]
+    x, target = fake_value(match["x"]), fake_value(match["target"])
     if not _IS_THERE:
         refuse(
             f"torch {torch.__version__} has no torch.nn.functional.linear_cross_entropy",

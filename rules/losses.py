@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Literal, Match, Maybe, RuleSet, refuse, rule
+from fxrewrite.ops import fake_value
 from fxrewrite.spmd import product, size_proxy
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _(
     match: Match, logits: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int, label_smoothing: float
 ) -> Any:
     total = aten.cross_entropy_loss(logits, target, weight, _SUM, ignore_index, label_smoothing)
-    targets = match["target"].meta["val"]
+    targets = fake_value(match["target"])
     if targets.is_floating_point() and targets.dim() < 2:
         refuse("class probabilities of a single row", hint="it is left as it is")
     if targets.is_floating_point():  # class probabilities: every row counts once

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, refuse, where
-from fxrewrite.ops import bind
+from fxrewrite.ops import bind, fake_value
 from fxrewrite.spmd import is_same_size
 
 if TYPE_CHECKING:
@@ -30,12 +30,13 @@ __all__ = ["NORMAL_FORMS"]
 
 @where.predicate("x", "root", text="changes_nothing")
 def _changes_nothing(x: fx.Node, root: fx.Node) -> bool:
-    before, after = x.meta["val"], root.meta["val"]
+    before, after = fake_value(x), fake_value(root)
     return (
         before.dtype == after.dtype
         and before.device == after.device
         and len(before.shape) == len(after.shape)
         and all(is_same_size(a, b) for a, b in zip(before.shape, after.shape, strict=True))
+        and all(is_same_size(a, b) for a, b in zip(before.stride(), after.stride(), strict=True))
     )
 
 
@@ -73,7 +74,7 @@ def _only_one_is_not_empty(tensors: Any) -> bool:
 
 
 def _not_empty(tensors: Any) -> list[Any]:
-    return [t for t in tensors if not any(is_same_size(size, 0) for size in t.meta["val"].shape)]
+    return [t for t in tensors if not any(is_same_size(size, 0) for size in fake_value(t).shape)]
 
 
 drop_empty_cat = Rule(
@@ -111,7 +112,7 @@ squeeze_to_select = Rule(
 @squeeze_to_select.replacement
 def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     """select(x, dim, 0) for each dimension that goes away: which ones they are is said, not found out from sizes"""
-    shape = match["x"].meta["val"].shape
+    shape = fake_value(match["x"]).shape
     dims = bind(match.root).get("dim")
     dims = range(len(shape)) if dims is None else dims if isinstance(dims, (list, tuple)) else [dims]
     dims = dims if shape else ()  # a scalar takes 0 and -1, which are none of its dimensions
@@ -128,8 +129,8 @@ type_as_to_to = Rule(
 @type_as_to_to.replacement
 def _(match: Match, x: fx.Proxy, other: fx.Proxy) -> fx.Proxy:
     """to(x, dtype of other): nothing else of it is read"""
-    wanted = match["other"].meta["val"]
-    if wanted.device != match["x"].meta["val"].device:
+    wanted = fake_value(match["other"])
+    if wanted.device != fake_value(match["x"]).device:
         refuse("the two are on different devices", hint="it is left as it is")
     return torch.ops.aten.to(x, wanted.dtype)
 

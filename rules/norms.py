@@ -42,6 +42,7 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, shared, where
 from fxrewrite.graph import is_same_size
+from fxrewrite.ops import fake_value
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
@@ -120,7 +121,7 @@ def _fits(scale: str) -> Any:
     """A weight or bias has the shape of what is normalized: [d]."""
 
     def check(found: fx.Node, shape: list[Any]) -> bool | str:
-        sizes = found.meta["val"].shape
+        sizes = fake_value(found).shape
         fits = len(sizes) == len(shape) == 1 and is_same_size(sizes[0], _size(shape[0]))
         return fits or f"the {scale} is {list(sizes)}, the norm takes {shape}"
 
@@ -128,7 +129,7 @@ def _fits(scale: str) -> Any:
 
 
 def _size(size: Any) -> Any:
-    return size.meta["val"] if isinstance(size, fx.Node) else size
+    return fake_value(size) if isinstance(size, fx.Node) else size
 
 
 _shape, _eps, _cast = cap("shape", "any"), cap("eps", Literal), cap("wide", Literal)
@@ -165,7 +166,7 @@ def _narrow(norm: str, in_wide: Any, *fitting: Any) -> Rule:
     @made.replacement
     def _(match: Match, x: torch.Tensor, shape: Any, eps: float | None, wide: torch.dtype) -> Any:
         """norm(x, weight, bias)"""
-        result = match.root.meta["val"].dtype
+        result = fake_value(match.root).dtype
         if result != x.dtype or wide != (torch.float32 if x.dtype in _HALF else x.dtype):
             refuse(f"x is {_name(x.dtype)}, normalized in {_name(wide)}, given back in {_name(result)}")
         if eps is None and wide != x.dtype:
@@ -200,7 +201,7 @@ def _call(match: Match, norm: str, x: torch.Tensor, shape: Any, eps: float | Non
     scales: list[Any] = []
     for name in ("weight", "bias")[: 1 if norm == "rms_norm" else 2]:
         scale = match.captures.get(name)
-        if scale is not None and scale.meta["val"].dtype != x.dtype:
+        if scale is not None and fake_value(scale).dtype != x.dtype:
             refuse(f"the {name} is {_name(scale.meta['val'].dtype)}, x is {_name(x.dtype)}")
         scales.append(None if scale is None else match.proxy(scale))
     return getattr(aten, norm)(x, shape, *scales, eps)

@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Constraint, Literal, Match, Pattern, Rule, RuleSet, cap, either, op, where
-from fxrewrite.ops import declare_pure
+from fxrewrite.ops import declare_pure, fake_value
 
 __all__ = ["INLINE_ROTARY", "ROTARY", "rotary_embedding"]
 
@@ -68,14 +68,14 @@ _end = cap("end", Literal)
 
 @where.predicate("cut", "x", text="is_half")
 def _is_half(cut: int | None, x: fx.Node) -> bool | str:
-    size = x.meta["val"].shape[-1]
+    size = fake_value(x).shape[-1]
     return (cut is not None and 2 * cut == size) or f"cut at {cut} of {size}"
 
 
 @where.predicate("end", "x", text="is_end")
 def _is_end(end: int | None, x: fx.Node) -> bool | str:
     """None, or a number from the size on, is the end."""
-    size = x.meta["val"].shape[-1]
+    size = fake_value(x).shape[-1]
     return end is None or end >= size or f"the last part ends at {end} of {size}"
 
 

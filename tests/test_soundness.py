@@ -1,14 +1,22 @@
 """True rules where memory, randomness or strides make them wrong: each rewrite is refused, or done right."""
 
+import math
+import operator
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 from fxrewrite import FxRewriteError, Literal, Pattern, RuleDefinitionError, RuleSet, normalize, rule
 from fxrewrite.backends import capture
 from fxrewrite.pattern import trace
+from rules.activations import ACTIVATIONS
+from rules.attention import ATTENTION
+from rules.normal_forms import NORMAL_FORMS
+from rules.norms import NORMS
 
 X = torch.linspace(-2, 2, 16).reshape(4, 4)
 
@@ -278,3 +286,84 @@ def test_fields_of_named_tuples_in_replacements():
 def test_mistakes_are_named(wrong, message):
     with pytest.raises(FxRewriteError, match=message):
         wrong()
+
+
+class Halves(torch.nn.Module):
+    """A buffer that a no_grad region updates, as moving averages do; torch.export puts the region into a body."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("ema", torch.arange(4.0) - 1.5)
+
+    def forward(self, x):
+        gate = torch.sigmoid(self.ema)
+        with torch.no_grad():
+            self.ema.mul_(0.5)
+        return x + self.ema * gate
+
+
+def test_writes_in_the_body_of_a_higher_order_operator():
+    program = torch.export.export(Halves(), (torch.ones(4),))
+    expected = program.module()(torch.ones(4))
+    found = RuleSet("s", silu()).once().apply_export(torch.export.export(Halves(), (torch.ones(4),))).module()
+    assert torch.allclose(found(torch.ones(4)), expected)
+
+
+def test_writes_in_a_checkpointed_body():
+    def model(b, x):
+        b = b * 1
+        gate = torch.sigmoid(b)
+
+        def body(t):
+            t.add_(1)
+            return t.sum()
+
+        return (b * gate) * checkpoint(body, b, use_reentrant=False) + x
+
+    b, x = torch.randn(3), torch.randn(3)
+    found = torch.compile(model, backend=RuleSet("s", silu()).once().backend("eager"))(b, x)
+    assert torch.allclose(found, model(b, x))
+
+
+@pytest.mark.parametrize("name", ["ipow", "imod", "ifloordiv", "iadd", "itruediv"])
+def test_operators_that_write(name):
+    def model(x):
+        h = x + 3.0
+        y = torch.neg(torch.neg(h))
+        getattr(operator, name)(h, 2.0)
+        return y + 0
+
+    check(model, NEG, "fx")
+
+
+def test_a_bias_that_is_not_read_may_hold_anything():
+    def attention(q, k, v):
+        bias = torch.full((3, 5, 6), float("nan"))  # stands for torch.empty
+        scores = torch.baddbmm(bias, q, k.transpose(1, 2), beta=0, alpha=0.5)
+        return torch.bmm(scores.softmax(-1), v)
+
+    inputs = torch.randn(3, 5, 4), torch.randn(3, 6, 4), torch.randn(3, 6, 4)
+    backend = ATTENTION.once().backend("eager")
+    torch.testing.assert_close(torch.compile(attention, backend=backend)(*inputs), attention(*inputs))
+    assert backend.reports[0].rewrites
+
+
+def test_general_rules_read_dynamo_graphs_as_they_are():
+    def model(x, w):
+        h = x.to(torch.float32).expand(2, 4, 8)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6) * w
+        return 0.5 * h * (1 + torch.erf(h / math.sqrt(2.0)))
+
+    x, w = torch.randn(2, 4, 8), torch.rand(8)
+    plan = NORMAL_FORMS.fixpoint() >> NORMS.once() >> ACTIVATIONS.once()
+    backend = plan.backend("eager")
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x, w), model(x, w))
+    assert backend.reports[0].rewrites >= 4
+
+
+def test_a_cast_to_another_memory_format_is_no_no_op():
+    def model(x):
+        return x.to(memory_format=torch.channels_last).as_strided((4,), (1,))
+
+    gm = make_fx(model, tracing_mode="fake", pre_dispatch=True)(torch.randn(1, 2, 3, 4))
+    assert NORMAL_FORMS.apply(gm)["normal_forms.drop_to"].rewrites == 0

@@ -19,7 +19,10 @@ from fxrewrite import ops
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.edit import Edit
 
-__all__ = ["Promise"]
+__all__ = ["FRESH", "Promise"]
+
+FRESH = "plan.fresh_output"
+"""What stands in the place of a rule's id on the copy of an output."""
 
 
 class Promise:
@@ -73,7 +76,9 @@ class Promise:
         outputs, spec = tree_flatten(end.args)
         for index in indices:
             like = self._outputs[index]  # what was fresh says where it came from, the input that stands there does not
-            outputs[index] = edit.call(torch.ops.aten.clone.default, (outputs[index],), before=end, like=like)
+            outputs[index] = edit.call(
+                torch.ops.aten.clone.default, (outputs[index],), before=end, like=like, rule=FRESH
+            )
         edit.set_args(end, tree_unflatten(outputs, spec))
 
 

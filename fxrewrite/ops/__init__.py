@@ -20,7 +20,7 @@ from fxrewrite.ops.effects import (
     sets_mode,
 )
 from fxrewrite.ops.keys import call_key, key, possible_keys
-from fxrewrite.ops.value import MISSING, is_parameter, is_scalar, value, value_key
+from fxrewrite.ops.value import MISSING, fake_value, is_parameter, is_scalar, value, value_key
 
 __all__ = [
     "MISSING",
@@ -32,6 +32,7 @@ __all__ = [
     "declare_pure",
     "emit_aten",
     "exchangeable",
+    "fake_value",
     "is_barrier",
     "is_commutative",
     "is_maybe_view",

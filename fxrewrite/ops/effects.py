@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -82,11 +83,15 @@ _FUNCTIONAL_BODIES = frozenset(
         "wrap_with_set_grad_enabled",
     ]
 )
-"""Higher-order operators that write nothing of ours: Dynamo refuses to capture a body that mutates its inputs."""
+"""Higher-order operators that do nothing but run their bodies."""
+_INPLACE_OPERATORS = frozenset(
+    getattr(operator, f"i{name}")
+    for name in ["add", "and", "concat", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub"]
+) | {operator.itruediv, operator.ixor}
 _CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
 """Parts of the names of operators that must stay where they are but change nothing."""
 _EFFECTS: ByTarget[tuple[bool, bool]] = ByTarget()
-_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
+_STATISTICS = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm")
 """They write their running statistics while training, which their schemas do not say."""
 _MAYBE_VIEWS = frozenset(
     f"aten::{name}"
@@ -159,6 +164,8 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
     out = node.kwargs.get("out")
     if out is not None:
         return _nodes_in(out)
+    if node.target in _INPLACE_OPERATORS:
+        return _nodes_in(node.args[0])
     written = _written_by_function(node)
     if written is not None:
         return written
@@ -237,8 +244,22 @@ def is_barrier(node: fx.Node) -> bool:
         return False
     name = keys.key(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return name not in _FUNCTIONAL_BODIES
+        return name not in _FUNCTIONAL_BODIES or _body_writes(node)
     return "::" not in name and not name.startswith(_PURE_MODULES) and name not in _PURE_BUILTINS
+
+
+def _body_writes(node: fx.Node) -> bool:
+    """Whether a body of a higher-order operator writes; torch.export puts every no_grad region into one."""
+    owner = node.graph.owning_module
+    for argument in node.all_input_nodes:
+        if argument.op == "get_attr":
+            if owner is None:
+                return True
+            parent, _, name = str(argument.target).rpartition(".")
+            body = getattr(owner.get_submodule(parent), name)
+            if isinstance(body, fx.GraphModule) and any(mutates(inner) for inner in body.graph.nodes):
+                return True
+    return False
 
 
 def sets_mode(node: fx.Node) -> bool:
@@ -292,7 +313,11 @@ def may_draw(target: Any) -> bool:
 def _possible_effects(target: Any) -> tuple[bool, bool]:
     """(may write, may draw)"""
     name = keys.key(target)
-    if target in _WRITING_FUNCTIONS or (not isinstance(target, str) and "inplace" in _python_parameters(target)):
+    if (
+        target in _INPLACE_OPERATORS
+        or target in _WRITING_FUNCTIONS
+        or (not isinstance(target, str) and "inplace" in _python_parameters(target))
+    ):
         return True, True
     if isinstance(target, torch._ops.OpOverload):
         mutable, seeded, _ = _static(target)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["MISSING", "is_parameter", "is_scalar", "value", "value_key"]
+from fxrewrite.errors import refuse
+
+__all__ = ["MISSING", "fake_value", "is_parameter", "is_scalar", "value", "value_key"]
 
 
 class _Missing:
@@ -27,6 +29,22 @@ def value(node: fx.Node) -> Any:
     if "val" in meta:
         return meta["val"]
     return meta.get("example_value", MISSING)
+
+
+def fake_value(node: fx.Node) -> Any:
+    """`value`, for rules that cannot go on without it.
+
+    Raises:
+        RefusedError: the graph was traced without values.
+    """
+    found = value(node)
+    if found is MISSING:
+        refuse(
+            f"%{node.name} has no value in its metadata",
+            hint="trace with torch.compile, torch.export or make_fx, which leave values on the graph",
+            node=node,
+        )
+    return found
 
 
 def value_key(node: fx.Node) -> str:

@@ -112,7 +112,5 @@ def test_a_pattern_with_too_many_readings_is_refused() -> None:
 
 
 def test_outputs_without_a_common_value_are_refused() -> None:
-    with pytest.raises(
-        RuleDefinitionError, match="output 1 captures no value of the graph that an earlier"
-    ):
+    with pytest.raises(RuleDefinitionError, match="output 1 captures no value of the graph that an earlier"):
         Program([("apart", trace(lambda x, y: (torch.relu(x), torch.relu(y))))])

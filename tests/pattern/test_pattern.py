@@ -164,7 +164,9 @@ def test_annotations_that_mean_nothing_are_refused() -> None:
     def pattern(x: int):
         return torch.relu(x)
 
-    with pytest.raises(RuleDefinitionError, match="parameter x: int must be plain, or annotated Literal, Maybe, Param or Any"):
+    with pytest.raises(
+        RuleDefinitionError, match="parameter x: int must be plain, or annotated Literal, Maybe, Param or Any"
+    ):
         trace(pattern)
 
 
