@@ -22,7 +22,9 @@ Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be other
 Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite one the original
 attends to all keys alike, without a gradient to q and k, and so does the replacement, at the cost of a mean. Where it
 is the bias that hides all kept keys of a row, values are equal, and gradients of q and k are not. A mask that is added
-is handed on; only where it is -inf in a whole row is the original NaN and the operator 0.
+is handed on: where it is -inf in a whole row the original is NaN and the operator 0; where it is the lowest number of
+the dtype in a whole row, values are equal, but torch 2.13's kernel for CPUs gives such a row, if a gradient reaches it,
+other gradients (rows of left padding, which no loss counts, get none).
 Numerics: reassociates. In half precision the operator rounds once, at the end, the original after each step. Fused
 kernels have a first derivative, and no second.
 Source: Hugging Face transformers, eager_attention_forward of each modeling_*.py; PyTorch,

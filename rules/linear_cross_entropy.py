@@ -15,7 +15,8 @@ Refuses:
   - "torch 2.11.0 has no torch.nn.functional.linear_cross_entropy".
 Shapes: x [..., d], w [V, d], b [V], target [product of ...] of int64.
 Numerics: reassociates. The same two operators on rows, where the logits were a batch of rows: the product may be by
-another kernel, which adds the bias before it rounds, or after. With `rows` a second derivative is an error.
+another kernel, which adds the bias before it rounds, or after. With `rows` a second derivative is an error, and where
+no target counts at all, and the loss is NaN on both sides, gradients are NaN instead of 0.
 Source: PyTorch, torch/nn/functional.py (linear_cross_entropy); Wijmans et al., Cut Your Losses in Large-Vocabulary
 Language Models, arXiv 2411.09009.
 

@@ -292,6 +292,18 @@ def test_verify_ends_with_status_1_when_a_rule_fails(run: Any, verified: list[tu
     assert done.data[1]["verdict"] == "no inputs can be drawn"
 
 
+def test_verify_really_runs_both_sides(run: Any, folder: Path) -> None:
+    (folder / "signs.toml").write_text(
+        '[[rule]]\nid = "signs.true"\npattern = "neg(neg(x))"\nreplace = "x"\n'
+        '[[rule]]\nid = "signs.false"\npattern = "abs(neg(x))"\nreplace = "neg(x)"\n'
+    )
+    done = run("verify", "signs.toml", "--samples", "8")
+    assert done.status == 1
+    assert "ok      signs.true   tested on 8 samples, no difference" in done.out
+    assert "FAILED  signs.false  false: value" in done.out
+    assert "1 of 2 rules passed" in done.out
+
+
 # apply
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -45,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)  # noqa: T201  # printing is what a command does
+    try:
+        print(text, flush=True)  # noqa: T201  # printing is what a command does
+    except BrokenPipeError:  # the reader has seen enough: `fxrewrite ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _nothing(text: str) -> None:
