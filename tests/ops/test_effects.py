@@ -1,5 +1,6 @@
 """What nodes do besides computing: from schemas, and from the small tables where there is none."""
 
+import inspect
 import operator
 
 import pytest
@@ -105,3 +106,38 @@ def test_targets_without_effects_are_recognised() -> None:
     assert not ops.may_have_effects(torch.matmul)
     assert not ops.may_have_effects("softmax")
     assert not ops.may_have_effects(operator.getitem)
+
+
+INPLACE_FUNCTIONS = sorted(
+    name
+    for name in dir(F)
+    if inspect.isfunction(getattr(F, name)) and "inplace" in inspect.signature(getattr(F, name)).parameters
+)
+INPLACE_OPERATORS = sorted(
+    name
+    for name in dir(operator)
+    if name.startswith("i") and f"__{name}__" in dir(operator) and name not in ("index", "inv", "invert")
+)
+
+
+def node_of(target, *more, **options) -> fx.Node:
+    graph = fx.Graph()
+    return graph.call_function(target, (graph.placeholder("x"), *more), options)
+
+
+@pytest.mark.parametrize("name", INPLACE_FUNCTIONS)
+def test_every_function_with_an_inplace_flag_is_known_to_write(name: str) -> None:
+    function = getattr(F, name)
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    required = [0.5 for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    writes, reads = (node_of(function, *required, inplace=flag) for flag in (True, False))
+    assert ops.may_write(function)
+    assert [node.name for node in ops.mutated(writes)] == ["x"]
+    assert ops.mutated(reads) == ()
+
+
+@pytest.mark.parametrize("name", INPLACE_OPERATORS)
+def test_every_in_place_operator_is_known_to_write(name: str) -> None:
+    node = node_of(getattr(operator, name), 2)
+    assert ops.may_write(node.target)
+    assert [written.name for written in ops.mutated(node)] == ["x"]
