@@ -116,15 +116,4 @@ def _owners(output: Any) -> frozenset[fx.Node]:
     """The nodes whose memory the output may be a view of, at least itself; none for what is not known as a tensor."""
     if not isinstance(output, fx.Node) or not isinstance(ops.value(output), torch.Tensor):
         return frozenset()
-    found: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    stack = [output]
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            if ops.is_view(node):
-                stack += node.all_input_nodes
-            else:
-                found.add(node)
-    return frozenset(found)
+    return frozenset(node for node in ops.memory_origins(output) if not ops.is_view(node))

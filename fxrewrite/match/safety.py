@@ -42,7 +42,7 @@ class Effects:
         unless_out: set[int] = set()  # they write only to what they are given as out=, which an overload says itself
         for node in nodes:
             target = node.target
-            if id(target) in inert or (id(target) in unless_out and not node.kwargs):
+            if id(target) in inert or (id(target) in unless_out and "out" not in node.kwargs):
                 continue
             op = node.op
             if op in ("placeholder", "get_attr", "output"):
@@ -132,7 +132,7 @@ def check_writes(match: Match, created: list[fx.Node]) -> None:
     for node in created:
         if _writes(node):
             for written in ops.mutated(node):
-                foreign = [origin for origin in _origins(written) if origin not in own]
+                foreign = [origin for origin in ops.memory_origins(written) if origin not in own]
                 if foreign:
                     refuse(
                         f"the replacement writes to %{foreign[0].name} ({ops.key(node)}), which is not its own",
@@ -145,7 +145,7 @@ def check_writes(match: Match, created: list[fx.Node]) -> None:
 
 def _share_each_other(outputs: Sequence[fx.Node]) -> list[bool]:
     """For each pair of outputs, whether they may share memory."""
-    return [bool(_origins(a) & _origins(b)) for a, b in combinations(outputs, 2)]
+    return [bool(ops.memory_origins(a) & ops.memory_origins(b)) for a, b in combinations(outputs, 2)]
 
 
 def _check_later_writers(old: fx.Node, memory: AbstractSet[fx.Node], effects: Effects) -> None:
@@ -230,7 +230,7 @@ def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
     """Whether a writer may write to memory of these nodes. Inputs of the graph may be views of each other."""
     if ops.is_barrier(writer):
         return True
-    written = {origin for node in ops.mutated(writer) for origin in _origins(node)}
+    written = {origin for node in ops.mutated(writer) for origin in ops.memory_origins(node)}
     outside = ("placeholder", "get_attr")
     return bool(written & memory) or (
         any(node.op in outside for node in written) and any(node.op in outside for node in memory)
@@ -242,20 +242,7 @@ def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     found: set[fx.Node] = set()
     for node in nodes:
         for start in (node, *node.all_input_nodes):
-            found |= _origins(start)
-    return found
-
-
-def _origins(node: fx.Node) -> set[fx.Node]:
-    """The node and everything that it may be a view of."""
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current not in found:
-            found.add(current)
-            if ops.is_view(current):
-                stack += current.all_input_nodes
+            found |= ops.memory_origins(start)
     return found
 
 
@@ -264,7 +251,7 @@ def _shared_with(node: fx.Node, own: AbstractSet[fx.Node]) -> set[fx.Node | None
 
     None is among them where one of `own` decides only at run time whether it is a view.
     """
-    origins = _origins(node)
+    origins = ops.memory_origins(node)
     found: set[fx.Node | None] = {o for o in origins if o not in own and not ops.is_view(o)}
     if found and any(origin in own and ops.is_maybe_view(origin) for origin in origins):
         found.add(None)

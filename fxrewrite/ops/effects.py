@@ -31,6 +31,7 @@ __all__ = [
     "may_draw",
     "may_have_effects",
     "may_write",
+    "memory_origins",
     "mutated",
     "mutates",
     "sets_mode",
@@ -352,6 +353,19 @@ def is_view(node: fx.Node) -> bool:
     if overload is None:
         return node.target not in _PURE
     return _static(overload)[2] or bool(mutated(node))
+
+
+def memory_origins(node: fx.Node) -> set[fx.Node]:
+    """The node and everything that it may be a view of."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in found:
+            found.add(current)
+            if is_view(current):
+                stack += current.all_input_nodes
+    return found
 
 
 def is_maybe_view(node: fx.Node) -> bool:
