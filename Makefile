@@ -6,7 +6,7 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
-.PHONY: help env demo test check bench clean
+.PHONY: help env demo test check bench zoo cells clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -25,11 +25,20 @@ check: .venv/dev.stamp  ## lint, types, then all tests
 	$(BIN)/pyright
 	$(PYTEST)
 
-bench: env  ## the tables of docs/benchmarks.md, some minutes on a quiet machine
+bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hour on a quiet machine
 	$(BIN)/python tests/bench/engines.py
+	$(BIN)/python tests/bench/masks.py
+	$(BIN)/python tests/bench/saved.py
+	$(BIN)/python tests/bench/long_context.py --table steps longest layers
+
+zoo: env  ## the table of docs/zoo.md: every model against one device, resumed where it was stopped (zoo.jsonl)
+	$(BIN)/python -m tests.zoo --table docs/zoo.md
+
+cells: env  ## the table of docs/attention-cells.md: every strategy of attention, resumed where it was stopped (cells.jsonl)
+	$(BIN)/python -m tests.zoo.attention --table docs/attention-cells.md
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from autosp_rules.inputs import prepare_autosp_inputs
     from autosp_rules.report import AutoSPReport
     from autosp_rules.rule_set import RULES
+    from autosp_rules.tiled import tiled_compute
 
 __all__ = [
     "RULES",
@@ -21,6 +22,7 @@ __all__ = [
     "autosp",
     "dry_run",
     "prepare_autosp_inputs",
+    "tiled_compute",
 ]
 
 lazy_package(
@@ -34,5 +36,6 @@ lazy_package(
         "autosp": "autosp_rules.backend",
         "dry_run": "autosp_rules.backend",
         "prepare_autosp_inputs": "autosp_rules.inputs",
+        "tiled_compute": "autosp_rules.tiled",
     },
 )

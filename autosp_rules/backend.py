@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosp_rules.checkpoint import checkpoint_text
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
+from autosp_rules.inputs import why_not_called
+from autosp_rules.offload import offloaded
+from autosp_rules.random import generator_text
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError, graph_text
-from fxrewrite.backends import capture, find_backend, graph_break_reason
+from fxrewrite.backends import capture, find_backend, graph_break_hint, graph_break_reason
 from fxrewrite.spmd import Axis, agree, axis_of
 
 __all__ = ["AutoSPBackend", "autosp", "autosp_backend", "dry_run"]
@@ -31,23 +36,29 @@ class AutoSPBackend:
         self.reports: list[AutoSPReport] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        axis = _axis(self.mesh, self.config.axis)
+        why = _why_left_alone(self.config, axis)
+        if why:
+            self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
+            return find_backend(self.config.inner)(gm, list(example_inputs))
         reason = graph_break_reason(gm)
         if reason:
             raise AutoSPError.of(
                 f"the model does not compile to one graph: {reason}",
-                hint="use torch.compile(..., fullgraph=True) to see the break, and remove it",
+                hint=graph_break_hint(reason),
             )
-        axis = _axis(self.mesh, self.config.axis)
-        if axis.size == 1:
-            self.reports.append(AutoSPReport.of_one_rank(axis))
-            return find_backend(self.config.inner)(gm, list(example_inputs))
         program, report = transform(gm, self.config, axis)
         try:
-            agree(axis, graph_text(program), timeout=self.config.timeout)
+            agree(
+                axis,
+                generator_text(program) + checkpoint_text(program) + graph_text(program),
+                timeout=self.config.timeout,
+            )
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
         self.reports.append(report)
-        return find_backend(self.config.inner)(program, list(example_inputs))
+        run = find_backend(self.config.inner)(program, list(example_inputs))
+        return offloaded(run) if self.config.offload else run
 
 
 def autosp(
@@ -83,12 +94,26 @@ def dry_run(
     """What AutoSP would do with `model(**inputs)` on `num_ranks` ranks: the program of every rank, and the report.
 
     Needs no process group and runs nothing but the capture; the program cannot run, its axis has no group.
+
+    Raises:
+        AutoSPError: the model cannot be run exactly, or cannot be called so; `num_ranks` is no int of 1 or more.
     """
-    if num_ranks < 1:
-        raise AutoSPError.of(f"{num_ranks} ranks", hint="pass num_ranks=1 or more")
     config = config or AutoSPConfig()
-    gm = capture(model, inputs)
-    return transform(gm, config, Axis(config.axis, num_ranks))
+    try:
+        axis, gm = Axis(config.axis, num_ranks), capture(model, inputs)
+    except FxRewriteError as error:
+        raise why_not_called(model, inputs) or AutoSPError.of(str(error)) from error
+    why = _why_left_alone(config, axis)
+    return (gm, AutoSPReport.of_graph_left_alone(axis, why)) if why else transform(gm, config, axis)
+
+
+def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
+    """Why a graph that is compiled now runs whole on every rank, or ''."""
+    if axis.size == 1:
+        return f"axis {axis.name} has one rank"
+    if config.disable_in_eval and not torch.is_grad_enabled():
+        return "gradients are disabled, and so is AutoSP then (disable_in_eval)"
+    return ""
 
 
 def _axis(mesh: DeviceMesh | None, name: str) -> Axis:

@@ -30,6 +30,7 @@ _DEMO = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
+_ATTENTION = ("auto", "ulysses", "gather_kv", "ring", "ring_ulysses")
 _INNER = ("eager", "aot_eager", "inductor")
 
 
@@ -103,6 +104,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=512, help="tokens in a row (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="rows in a batch (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--attention", choices=_ATTENTION, default="auto", help="how it runs (default: %(default)s)")
 
 
 def _job(arguments: argparse.Namespace, **more: Any) -> Job:
@@ -114,6 +116,7 @@ def _job(arguments: argparse.Namespace, **more: Any) -> Job:
         seq_len=arguments.seq_len,
         batch=arguments.batch,
         ranks=arguments.ranks,
+        attention=arguments.attention,
         **more,
     )
 
@@ -139,16 +142,19 @@ def _inspect(arguments: argparse.Namespace) -> int:
     import torch
 
     from autosp_rules.backend import dry_run
+    from autosp_rules.config import AutoSPConfig
     from autosp_rules.job import build_config, build_model, check_sizes, is_masked, make_batch, text_files
     from fxrewrite.graph import graph_text
 
     job = _job(arguments, files=text_files(None))
-    config = build_config(job.model, job.overrides)
-    check_sizes(job, config)
+    model_config = build_config(job.model, job.overrides)
+    check_sizes(job, model_config)
     with torch.device("meta"):  # shapes only: a model of any size fits
-        model = build_model(config)
+        model = build_model(model_config)
     batch = make_batch(job, 1, masked=is_masked(model))
-    gm, report = dry_run(model, {name: value.to("meta") for name, value in batch.items()}, num_ranks=job.ranks)
+    config = AutoSPConfig(attention=job.attention)
+    inputs = {name: value.to("meta") for name, value in batch.items()}
+    gm, report = dry_run(model, inputs, num_ranks=job.ranks, config=config)
     print(report.model_dump_json(indent=2) if arguments.json else report)
     if arguments.graph:
         print(f"\n{graph_text(gm)}")
@@ -176,7 +182,7 @@ def _train_rank(job: Job) -> tuple[list[StepRow], str]:
     from autosp_rules.backend import autosp
     from autosp_rules.train import compare
 
-    backend = autosp(inner=job.inner)
+    backend = autosp(inner=job.inner, attention=job.attention)
     rows: list[StepRow] = []
     with _Progress(job.steps, shown=dist.get_rank() == 0) as progress:
         for row in compare(job, backend, progress.doing):

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["AutoSPConfig"]
+from autosp_rules.checkpoint import CheckpointOption
+from autosp_rules.mlps import MlpTileOption
+from rules.tiled_loss import TILE_BYTES
+
+__all__ = ["AttentionOption", "AutoSPConfig"]
+
+AttentionOption: TypeAlias = Literal["auto", "ulysses", "gather_kv", "ring", "ring_ulysses"]
 
 
 class AutoSPConfig(BaseModel):
@@ -23,10 +29,53 @@ class AutoSPConfig(BaseModel):
         default=False,
         description="refuse an operator without a layout rule instead of running it on the gathered value",
     )
+    attention: AttentionOption = Field(
+        default="auto",
+        description="how attention runs: whole sequences of some heads on each rank (ulysses), own queries to gathered "
+        "keys (gather_kv), own queries to keys that travel (ring), both over groups of ranks (ring_ulysses), or auto: "
+        "what costs least, by bytes sent and operations of the busiest rank; one that cannot serve is refused",
+    )
+    skip_all_but_last_attention: bool = Field(
+        default=False,
+        description="measure whether a length fits into memory in a part of the time: every attention but the last "
+        "computes nothing, so results and gradients are not the model's",
+    )
     outputs: Literal["auto", "shard", "gather"] = Field(
         default="auto",
         description="how sharded outputs other than scalars return: each rank's own chunk (shard), whole on every rank "
         "(gather), or auto: chunks where the graph also returns a scalar loss, else whole",
+    )
+    rng: Literal["local", "global"] = Field(
+        default="local",
+        description="numbers that dropout draws on sharded values: each rank its own (local), or those of one device, "
+        "drawn whole on every rank (global), with which training with dropout is equal to one device's",
+    )
+    checkpoint: CheckpointOption = Field(
+        default="auto",
+        description="what layers keep for the backward pass: what the partitioner chooses (none), their input and "
+        "attention's result (attention), their input alone (full), what costs most to compute again and fits into so "
+        "many bytes (a number), or auto: everything where it fits, else what keeps recomputation below 8 % of a step",
+    )
+    logits: Literal["keep", "drop"] = Field(
+        default="keep",
+        description="whether the logits that a loss is made of are returned: dropped, they are None, are never held "
+        "whole, and the loss is computed in tiles",
+    )
+    loss_tile: int = Field(
+        default=TILE_BYTES, gt=0, description="bytes of logits that a loss computed in tiles holds at once"
+    )
+    mlp_tile: MlpTileOption = Field(
+        default="auto",
+        description="bytes that an MLP's inner linears compute which it holds at once, forward and backward, None for "
+        "all, or auto: 128 MiB where the backward pass computes them again in any case and they outweigh the rest",
+    )
+    offload: bool = Field(
+        default=False,
+        description="hold in host memory what layers keep for the backward pass; see `checkpoint` for what that is",
+    )
+    disable_in_eval: bool = Field(
+        default=False,
+        description="run what is called with gradients disabled (torch.no_grad) as it is, whole on every rank",
     )
     timeout: float = Field(
         default=300.0, gt=0, description="seconds to wait at compile time for the other ranks to show the same graph"

@@ -1,11 +1,39 @@
-"""DeepSpeed's optional entry: marks and tags a batch before the first step."""
+"""What a model is called with: names that it does not take, and DeepSpeed's optional entry for a batch."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
-__all__ = ["prepare_autosp_inputs"]
+import torch
+from torch import Tensor, nn
+
+from autosp_rules.errors import AutoSPError
+
+__all__ = ["prepare_autosp_inputs", "why_not_called"]
+
+
+def why_not_called(model: Callable[..., Any], inputs: Mapping[str, Any]) -> AutoSPError | None:
+    """The error of a model that cannot be called as `model(**inputs)`, by the names of its arguments, if that is so.
+
+    For a call that failed: hooks and decorators may take names that the signature does not show.
+    """
+    function = model.forward if isinstance(model, nn.Module) else model
+    name = f"{type(model).__name__}.forward" if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
+    if not isinstance(inputs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        return AutoSPError.of(f"the inputs are a {type(inputs).__name__}", hint="pass a mapping: {name: value}")
+    parameters = inspect.signature(function).parameters.values()
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = [] if takes_all else sorted(set(inputs) - {p.name for p in named})
+    missing = [p.name for p in named if p.default is p.empty and p.name not in inputs]
+    said = [f"takes no argument {', '.join(unknown)}"] if unknown else []
+    said += [f"is called without {', '.join(missing)}"] if missing else []
+    if not said:
+        return None
+    takes = ", ".join(p.name if p.default is p.empty else f"{p.name} (optional)" for p in named)
+    return AutoSPError.of(f"{name} {' and '.join(said)}", hint=f"its arguments are {takes or 'none'}")
 
 
 def prepare_autosp_inputs(

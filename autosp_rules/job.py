@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autosp_rules.config import AttentionOption
+
 __all__ = [
     "Job",
     "JobError",
@@ -56,6 +58,7 @@ class Job:
     ranks: int = 2
     steps: int = 20
     inner: str = "inductor"
+    attention: AttentionOption = "auto"
     seed: int = 0
 
 
@@ -215,12 +218,11 @@ def num_parameters(config: Any) -> int:
 def check_sizes(job: Job, config: Any) -> None:
     """Raise JobError where the job's sizes contradict each other or the model's."""
     for name in ("seq_len", "batch", "ranks", "steps"):
-        if getattr(job, name) < 1:
+        value = getattr(job, name)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise JobError(f"--{name.replace('_', '-')} must be an int, not {value!r}")
+        if value < 1:
             raise JobError(f"--{name.replace('_', '-')} must be at least 1")
-    if job.seq_len % job.ranks:
-        low = job.seq_len - job.seq_len % job.ranks
-        use = f"{low} or {low + job.ranks}" if low else f"{job.ranks}"
-        raise JobError(f"--seq-len {job.seq_len} does not divide over {job.ranks} ranks; use {use}")
     longest = getattr(config, "max_position_embeddings", None) or job.seq_len
     if 0 < longest < job.seq_len:
         raise JobError(

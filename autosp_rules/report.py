@@ -6,11 +6,14 @@ import torch
 from pydantic import BaseModel
 from torch import fx
 
+from autosp_rules.attention.strategy import sends_of
+from autosp_rules.checkpoint import is_recomputed
 from fxrewrite import Refusal, Report
 from fxrewrite.spmd import COLLECTIVES, Axis, size_hint
 
 __all__ = ["AutoSPReport", "Collective"]
 
+_DIRECTIONS = ("forward", "again", "backward")
 _ADJOINT = {
     "all_to_all": "all_to_all",
     "all_gather": "reduce_scatter",
@@ -24,7 +27,7 @@ class Collective(BaseModel):
 
     kind: str
     direction: str
-    """forward or backward"""
+    """forward, backward, or again: what the backward pass recomputes"""
     count: int
     bytes_sent: int
     """bytes that one rank sends, with a ring where all ranks take part"""
@@ -36,7 +39,7 @@ class AutoSPReport(BaseModel):
     axis: str
     num_ranks: int
     tokens_per_rank: int = 0
-    """tokens of the batch whose hidden states one rank holds"""
+    """tokens of the batch whose hidden states one rank holds, with the padding of uneven chunks"""
     rewrites: dict[str, int]
     slices: int
     collectives: list[Collective]
@@ -47,11 +50,11 @@ class AutoSPReport(BaseModel):
     """time of the transform, without the inner compiler"""
 
     @staticmethod
-    def of_one_rank(axis: Axis) -> AutoSPReport:
+    def of_graph_left_alone(axis: Axis, why: str) -> AutoSPReport:
         """The report of a graph that was left alone."""
-        line = f"axis {axis.name} has one rank: the graph went to the inner backend as it was"
+        line = f"{why}: the graph went to the inner backend as it was"
         return AutoSPReport(
-            axis=axis.name, num_ranks=1, rewrites={}, slices=0, collectives=[], refusals=[], lines=[line]
+            axis=axis.name, num_ranks=axis.size, rewrites={}, slices=0, collectives=[], refusals=[], lines=[line]
         )
 
     @property
@@ -80,7 +83,7 @@ def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int, secon
     return AutoSPReport(
         axis=axis.name,
         num_ranks=axis.size,
-        tokens_per_rank=tokens // axis.size,
+        tokens_per_rank=tokens,
         rewrites=rewrites,
         slices=sum(count for rule, count in rewrites.items() if rule in _SLICES),
         collectives=_collectives(gm, axis),
@@ -112,9 +115,20 @@ def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
             found.setdefault((kind, "forward"), []).append(sent)
             if node in grads:
                 found.setdefault((_ADJOINT[kind], "backward"), []).append(sent)
+            if is_recomputed(node):
+                found.setdefault((kind, "again"), []).append(sent)
+        inside = sends_of(node)
+        if inside is not None:
+            found.setdefault((inside.kind, "forward"), []).append(inside.forward)
+            if node in grads:
+                found.setdefault((inside.kind, "backward"), []).append(inside.backward)
+            if is_recomputed(node):
+                found.setdefault((inside.kind, "again"), []).append(inside.forward)
     return [
         Collective(kind=kind, direction=direction, count=len(sent), bytes_sent=sum(sent))
-        for (kind, direction), sent in sorted(found.items(), key=lambda item: (item[0][1] == "backward", item[0][0]))
+        for (kind, direction), sent in sorted(
+            found.items(), key=lambda item: (_DIRECTIONS.index(item[0][1]), item[0][0])
+        )
     ]
 
 

@@ -1,37 +1,103 @@
 """AutoSP, as a rule set: `print(RULES)` is the whole method on a page.
 
-    canonicalize                  one spelling; a mean over tokens becomes a sum by a global count
-    shard_input_ids               hidden states start sharded on the sequence
+    canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; attention that is
+                                  written out becomes one operator where that is equal in every row; a dense mask
+                                  becomes what it means
+    fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
+    shard_inputs                  hidden states start sharded on the sequence
+    choose_attention              how each attention runs, by its heads; what that strategy needs is written out
     shard_seq_dim                 layout rules by worklist; a redistribution wherever two layouts disagree
-    insert_attention_all_to_all   those at attention move in front of the repeat of k and v
+    insert_attention_all_to_all   those at attention move in front of the repeat of k and v, and go together
     propagate_shapes              S -> S/P
+    draw_by_rank                  dropout on a chunk draws other numbers on each rank
+    lower_ring                    attention over a ring becomes the operator that sends k and v round
     shard_label_ids, ...          redistributions become slices and collectives
+    write_out_slots               the operators of experts again, on the slots of a rank's tokens
+    attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
+    tiled_loss                    the head and its loss in tiles, where nobody reads the logits
+    checkpoint                    tags: what layers keep, and what they compute again
+    tile_mlps                     MLPs in tiles, where layers compute them again; before the tags where asked for
+    skip_attention                if asked for, every attention but the last gives zeros, to measure memory
 
 Numerics and sources stand with the rules, each in its own file.
 """
 
-from autosp_rules.attention import ATTENTION_RULES
-from autosp_rules.sequence import SEQUENCE_RULES
+from functools import cache
+from typing import Literal
+
+from autosp_rules.attention import (
+    ATTENTION_RULES,
+    RING_LAYOUTS,
+    RING_RULES,
+    SKIP_ALL_BUT_LAST,
+    AttentionOption,
+    choose_attention,
+)
+from autosp_rules.checkpoint import CheckpointOption, TagCheckpoints
+from autosp_rules.masks import DescribeMasks
+from autosp_rules.mlps import MlpTileOption, tile_mlps
+from autosp_rules.sequence import ShardInputs
 from autosp_rules.slices import SLICE_RULES
-from fxrewrite import RuleSet
-from fxrewrite.spmd import LocalizeShapes, PropagateLayouts
+from fxrewrite import DeadCode, RuleSet
+from fxrewrite.spmd import LayoutRules, LocalizeShapes, PropagateLayouts
+from rules.attention import ATTENTION_UNBIASED
+from rules.attention_by_rows import BY_ROWS
+from rules.attention_sinks import SINK_LAYOUTS
+from rules.bundles import BUNDLE_RULES
 from rules.collectives import COLLECTIVE_RULES
+from rules.experts import FuseSlots
 from rules.layouts import LAYOUTS
 from rules.losses import LOSSES
+from rules.mask_kinds import NameMasks
+from rules.masks import MASKS
 from rules.normal_forms import NORMAL_FORMS
+from rules.random import DRAW_BY_RANK, DRAW_WHOLE
 from rules.reductions import REDUCTIONS
+from rules.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
+from rules.tiled_loss import TILE_BYTES, tiled_loss_rules
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "rule_set"]
 
-RULES = RuleSet(
-    "autosp",
-    RuleSet("canonicalize", NORMAL_FORMS, LOSSES),
-    SEQUENCE_RULES,
-    PropagateLayouts("shard_seq_dim", LAYOUTS),
-    ATTENTION_RULES,
-    REDUCTIONS,
-    LocalizeShapes("propagate_shapes", LAYOUTS),
-    SLICE_RULES,
-    COLLECTIVE_RULES,
-    atomic=True,
-)
+_ALL_LAYOUTS = LayoutRules((*LAYOUTS, *SINK_LAYOUTS, *SLOT_LAYOUTS, *RING_LAYOUTS))
+
+
+@cache
+def rule_set(
+    attention: AttentionOption = "auto",
+    rng: Literal["local", "global"] = "local",
+    checkpoint: CheckpointOption = "auto",
+    loss_tile: int = TILE_BYTES,
+    mlp_tile: MlpTileOption = "auto",
+    *,
+    skip_all_but_last_attention: bool = False,
+) -> RuleSet:
+    """AutoSP with these settings of `AutoSPConfig`."""
+    tags, tiles = TagCheckpoints(checkpoint), () if mlp_tile is None else (tile_mlps(mlp_tile),)
+    return RuleSet(
+        "autosp",
+        RuleSet("canonicalize", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, MASKS, DeadCode()),
+        *((DRAW_WHOLE,) if rng == "global" else ()),
+        FuseSlots("fuse_slots", LAYOUTS),
+        ShardInputs("shard_inputs", LAYOUTS),
+        NameMasks(),
+        choose_attention(attention),
+        PropagateLayouts("shard_seq_dim", _ALL_LAYOUTS),
+        ATTENTION_RULES,
+        REDUCTIONS,
+        LocalizeShapes("propagate_shapes", _ALL_LAYOUTS),
+        DRAW_BY_RANK,
+        SLICE_RULES,
+        RING_RULES,
+        BUNDLE_RULES,
+        COLLECTIVE_RULES,
+        WRITE_OUT_SLOTS,
+        BY_ROWS,
+        DescribeMasks(),
+        tiled_loss_rules(loss_tile),
+        *((tags, *tiles) if mlp_tile == "auto" else (*tiles, tags)),
+        *((SKIP_ALL_BUT_LAST,) if skip_all_but_last_attention else ()),
+        atomic=True,
+    )
+
+
+RULES = rule_set()

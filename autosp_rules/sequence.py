@@ -1,9 +1,20 @@
-"""Where sharding starts: the lookup that turns token ids into hidden states.
+"""Where sharding starts: at the first operators that make hidden states of what the model is called with.
 
-    embedding(weight, ids)  ->  embedding(weight, redistribute(ids, R -> S(last)))
+    embedding(weight, ids)     ->  embedding(weight, redistribute(ids, R -> S))
+    linear(features, weight)   ->  linear(redistribute(features, R -> S), weight)
 
-Matches an embedding whose index is an integer input of the model's call, [B, S]: token ids, segment ids, positions.
-Refuses a sequence that does not divide over the axis.
+Every value is traced to where its numbers come from: the model alone (parameters, positions, tables), the call, or
+hidden states. Two kinds of operator start hidden states, whatever model they stand in:
+
+- a lookup by integers that come from the call: token ids, shifted labels, hashed ids, positions counted from a mask;
+- a projection or norm over the last dimension of floating values [batch, sequence, features] that come from the call:
+  `inputs_embeds`, one-hot vectors, patches and frames after their convolution, an encoder's states.
+
+The sequence is the last dimension of ids, and the dimension beside the features; it is followed through transposes
+from the inputs on. Of a floating input that is passed as [a, b, features] it is the longer of a and b. A dimension that
+alone is marked dynamic is the sequence. All this decides only what is fast: layouts are exact whatever is sharded.
+A length that the ranks do not divide is cut into padded chunks, with a line; a shorter one than there are ranks stays
+whole beside a longer one, with a line.
 All else is sharded because something sharded asks for it. Rotary tables, learned positions and shifted labels are
 computed from whole inputs and sliced, so a label is shifted before it is sliced.
 Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids, labels and positions at the inputs.
@@ -11,57 +22,242 @@ Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids,
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, RuleSet, refuse, rule, where
-from fxrewrite.backends import is_model_state
-from fxrewrite.ops import key
-from fxrewrite.spmd import Replicated, Shard, SpmdContext, is_same_size, redistribute, require_divisible, size_hint
+from fxrewrite import Edit, Report
+from fxrewrite.graph import source_line
+from fxrewrite.ops import bind, is_parameter, key
+from fxrewrite.spmd import (
+    Axis,
+    Call,
+    LayoutRules,
+    Replicated,
+    Shard,
+    Size,
+    SpmdContext,
+    is_divided_by,
+    is_read_from_data,
+    is_same_size,
+    local_shape,
+    product,
+    redistribute,
+    size_hint,
+)
 
-__all__ = ["SEQUENCE_RULES", "shard_input_ids"]
+__all__ = ["ShardInputs", "tokens_per_rank"]
 
-_VIEWS = {"aten::view", "aten::reshape", "aten::expand", "aten::unsqueeze"}
-_SAME_IDS = {*_VIEWS, "aten::to", "aten::contiguous", "aten::clone"}
-"""Operators through which an input is still the same ids."""
-
-
-@where.predicate("ids", text="is_call_input")
-def _is_call_input(ids: fx.Node) -> bool:
-    shape = ids.meta["val"].shape
-    if len(shape) < 2 or is_same_size(shape[-1], 1):
-        return False  # one id for a whole sequence: a language, a task
-    return (source := _source(ids)).op == "placeholder" and not is_model_state(source)
-
-
-def _source(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and key(node) in _SAME_IDS:
-        node = node.all_input_nodes[0]
-    return node
+_LOOKUPS = {"aten::embedding": ("weight", "indices"), "aten::index": ("self", "indices")}
+"""Operators that look up rows of a table, and the names of the table and the ids."""
+_PROJECTIONS = {
+    **dict.fromkeys(("aten::linear", "aten::layer_norm", "aten::rms_norm"), "input"),
+    **dict.fromkeys(("aten::matmul", "aten::mm"), "self"),
+    "aten::addmm": "mat1",
+}
+"""Operators over the last dimension of a value, and the name of the value."""
+_SAME_VALUE = {
+    f"aten::{name}" for name in ("view", "reshape", "flatten", "expand", "unsqueeze", "to", "contiguous", "clone")
+}
+"""Operators through which a value is still the same numbers in the same order."""
 
 
-@rule("autosp.shard_input_ids", where=[_is_call_input])
-def shard_input_ids(weight: torch.Tensor, ids: torch.Tensor, padding_idx: Literal) -> torch.Tensor:
-    """hidden states start sharded on the sequence, the last dimension of the ids"""
-    return torch.ops.aten.embedding(weight, ids, padding_idx)
+class Origin(IntEnum):
+    """Where the numbers of a value come from; of several operands the highest counts."""
+
+    MODEL = 0
+    CALL = 1
+    HIDDEN = 2
 
 
-@shard_input_ids.replacement
-def _(match: Match, weight: fx.Proxy, ids: fx.Proxy, padding_idx: int) -> fx.Proxy:
-    """embedding(weight, redistribute(ids, R -> S(last)))"""
-    axis, ids_node = SpmdContext.required(match.context, "this rule").axis, match["ids"]
-    last = ids_node.meta["val"].dim() - 1
-    length = ids_node.meta["val"].shape[last]
-    if not require_divisible(length, axis.size):
-        refuse(
-            f"sequence length {size_hint(length)} does not divide over axis {axis.name} (size {axis.size})",
-            node=_source(ids_node),
-            hint=f"pad the batch to a multiple of {axis.size} (labels with -100)",
-            length=size_hint(length),
-            size=axis.size,
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Where a value comes from, and which of its dimensions is the sequence as far as that could be followed."""
+
+    origin: Origin = Origin.MODEL
+    dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Hidden states start at `node`; `reader`, itself or what makes it two-dimensional, reads `value`."""
+
+    node: fx.Node
+    reader: fx.Node
+    value: fx.Node
+    dim: int
+
+    @property
+    def length(self) -> Size:
+        return _shape(self.value)[self.dim]
+
+
+class ShardInputs:
+    """The step of a plan that shards the sequence where hidden states start."""
+
+    def __init__(self, name: str, rules: LayoutRules) -> None:
+        self.name = name
+        self.rules = rules
+
+    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        axis = SpmdContext.required(context, self.name).axis
+        starts = list(_Tracing(self.rules).starts(edit.nodes()))
+        longest = max((size_hint(start.length) for start in starts), default=0)
+        for start in starts:
+            where = f"%{start.node.name} {source_line(start.node)} starts hidden states"
+            if is_divided_by(start.length, axis.size):
+                self._shard(edit, start, axis)
+            elif axis.size <= size_hint(start.length) or size_hint(start.length) == longest:
+                self._shard(edit, start, axis, uneven=True)
+                report.lines.append(f"padded: {where} in {_padded_chunks(start, axis)}")
+            else:
+                length = f"a length of {size_hint(start.length)} for {axis.size} ranks"
+                report.lines.append(f"whole: {where} whole: {length}")
+        return len(starts)
+
+    def _shard(self, edit: Edit, start: Start, axis: Axis, *, uneven: bool = False) -> None:
+        layout = Shard(start.dim, uneven=uneven)
+        moved = edit.call(
+            redistribute,
+            (start.value, Replicated(), layout, axis),
+            before=start.reader,
+            like=start.reader,
+            rule=self.name,
+            val=start.value.meta["val"],
         )
-    shard = match.call(redistribute, ids, Replicated(), Shard(last), axis)
-    return torch.ops.aten.embedding(weight, shard, padding_idx)
+        edit.replace_uses(start.value, moved, users=[start.reader])
+        held = local_shape(_token_shape(start.value), layout, axis.size)
+        edit.set_meta(start.node, "tokens_per_rank", size_hint(product(held)))
+
+    def text(self) -> str:
+        return "lookups by integers of the call, projections and norms of its features: sharded on the sequence"
 
 
-SEQUENCE_RULES = RuleSet("shard_input_ids", shard_input_ids)
+def tokens_per_rank(gm: fx.GraphModule) -> int:
+    """Tokens of the batch in a rank's chunks, from the operators at which sharding started; 0 where there are none."""
+    return max((node.meta.get("tokens_per_rank", 0) for node in gm.graph.nodes), default=0)
+
+
+class _Tracing:
+    """One walk over a graph, in the order in which it runs."""
+
+    def __init__(self, rules: LayoutRules) -> None:
+        self._rules = rules
+        self._traces: dict[fx.Node, Trace] = {}
+
+    def starts(self, nodes: Iterable[fx.Node]) -> Iterator[Start]:
+        for node in nodes:
+            if node.op == "placeholder":
+                self._traces[node] = _of_input(node)
+            elif node.op == "call_function":
+                start = self._start(node)
+                self._traces[node] = Trace(Origin.HIDDEN) if start else self._followed(node)
+                if start:
+                    yield start
+
+    def _trace(self, node: fx.Node) -> Trace:
+        return self._traces.get(node, Trace())
+
+    def _followed(self, node: fx.Node) -> Trace:
+        if not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
+            return Trace()  # a size, which says nothing of the numbers
+        origin = max((self._trace(operand).origin for operand in node.all_input_nodes), default=Origin.MODEL)
+        return Trace(origin, self._dim(node) if origin == Origin.CALL else None)
+
+    def _dim(self, node: fx.Node) -> int | None:
+        """Where the sequence of the first operand that has one is in the result, by the operator's layout rule."""
+        if not isinstance(node.target, torch._ops.OpOverload) or not _is_tensor(node):
+            return None
+        call = Call.of(node)
+        rule = self._rules.get(call.key)
+        indices = rule.map(call) if rule is not None else None
+        if indices is None:
+            return None
+        for terms, operand in zip(indices.operands, call.operands, strict=True):
+            dim = self._trace(operand).dim
+            part = indices.locate(terms, Shard(dim)) if dim is not None else None
+            if part is not None:
+                layout = indices.layout(indices.results[0], part)
+                return layout.dim if isinstance(layout, Shard) and is_same_size(layout.outer, 1) else None
+        return None
+
+    def _start(self, node: fx.Node) -> Start | None:
+        name, start = key(node), None
+        if name in _LOOKUPS:
+            start = self._lookup(node, *_LOOKUPS[name])
+        elif name in _PROJECTIONS:
+            start = self._projection(node, _PROJECTIONS[name])
+        if start is None or any(is_read_from_data(size) for size in _shape(start.value)):
+            return None  # a length that the data says is of something else
+        return start
+
+    def _lookup(self, node: fx.Node, table: str, indices: str) -> Start | None:
+        args = bind(node)
+        ids = args[indices]
+        if isinstance(ids, (list, tuple)):  # x[ids] gives one index for each leading dimension of x
+            ids = ids[0] if len(ids) == 1 else None
+        if not isinstance(ids, fx.Node) or _is_floating(ids) or not _is_floating(args[table]):
+            return None
+        shape, trace = _shape(ids), self._trace(ids)
+        if trace.origin != Origin.CALL or len(shape) < 2 or self._trace(args[table]).origin != Origin.MODEL:
+            return None
+        dim = trace.dim if trace.dim is not None else len(shape) - 1
+        pairs = sum(is_same_size(size, shape[dim]) for size in shape[1:]) > 1  # an id for each pair of tokens
+        if pairs or is_same_size(shape[dim], 1):  # or one id for a whole sequence: a language, a task
+            return None
+        return Start(node, node, ids, dim)
+
+    def _projection(self, node: fx.Node, operand: str) -> Start | None:
+        reader, value = node, bind(node)[operand]
+        others = [n for n in node.all_input_nodes if n is not value]
+        while len(_shape(value)) == 2 and key(value) in _SAME_VALUE:
+            reader, value = value, value.all_input_nodes[0]
+        shape, trace = _shape(value), self._trace(value)
+        if trace.origin != Origin.CALL or len(shape) != 3 or not _is_floating(value):
+            return None
+        if any(self._trace(other).origin != Origin.MODEL for other in others):
+            return None
+        likely = (trace.dim if trace.dim in (0, 1) else 1, 0)
+        return next((Start(node, reader, value, dim) for dim in likely if not is_same_size(shape[dim], 1)), None)
+
+
+def _of_input(placeholder: fx.Node) -> Trace:
+    if not _is_tensor(placeholder) or is_parameter(placeholder):
+        return Trace()
+    shape = _shape(placeholder)
+    dims = range(min(len(shape), 2)) if _is_floating(placeholder) else range(len(shape))
+    if len(shape) < 2 or (_is_floating(placeholder) and len(shape) > 3):
+        return Trace(Origin.CALL)
+    marked = [dim for dim in dims if not isinstance(shape[dim], int)]
+    if len(marked) == 1:
+        return Trace(Origin.CALL, marked[0])
+    inner = dims if _is_floating(placeholder) and len(shape) == 3 else dims[1:]
+    return Trace(Origin.CALL, max(inner, key=lambda dim: (size_hint(shape[dim]), dim)))
+
+
+def _padded_chunks(start: Start, axis: Axis) -> str:
+    length = size_hint(start.length)
+    chunk = -(-length // axis.size)
+    padding = f"of which the last {chunk * axis.size - length} entries are padding, which nothing reads"
+    others = (size_hint(size) for dim, size in enumerate(_shape(start.value)[:2]) if dim != start.dim)
+    hint = "; if another dimension is the sequence, mark it: torch._dynamo.mark_dynamic(tensor, dim)"
+    return f"{axis.size} chunks of {chunk}, {padding}" + hint * any(other > length for other in others)
+
+
+def _token_shape(value: fx.Node) -> Sequence[Size]:
+    return _shape(value)[:-1] if _is_floating(value) else _shape(value)
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    return node.meta["val"].is_floating_point()
+
+
+def _shape(node: fx.Node) -> Sequence[Size]:
+    return node.meta["val"].shape

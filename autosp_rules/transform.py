@@ -7,15 +7,18 @@ import time
 import torch
 from torch import fx
 
+from autosp_rules.checkpoint import is_recomputed
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
+from autosp_rules.logits import drop_logits, why_not_tiled
+from autosp_rules.offload import MIN_BYTES
+from autosp_rules.random import refuse_own_draws
 from autosp_rules.report import AutoSPReport, summarize
-from autosp_rules.rule_set import RULES
-from autosp_rules.sequence import shard_input_ids
+from autosp_rules.rule_set import rule_set
+from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import FxRewriteError, RefusedError
 from fxrewrite.graph import normalize
-from fxrewrite.ops import key
-from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext, product, size_hint
+from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext, num_entries, size_hint
 
 __all__ = ["transform"]
 
@@ -28,19 +31,35 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
     started = time.perf_counter()
     try:
         normal = normalize(gm)
-        outputs = _OutputPolicy(normal, config)
+        dropped = drop_logits(normal) if config.logits == "drop" else {}
+        outputs = _OutputPolicy(normal, config, axis)
         context = SpmdContext(axis, strict=config.strict, output_layout=outputs)
-        report = RULES.once().apply(normal, context=context)
+        rules = rule_set(
+            config.attention,
+            config.rng,
+            config.checkpoint,
+            config.loss_tile,
+            config.mlp_tile,
+            skip_all_but_last_attention=config.skip_all_but_last_attention,
+        )
+        report = rules.apply(normal, context=context)
+        if config.rng == "global":
+            refuse_own_draws(normal)
     except RefusedError as error:
         raise AutoSPError(error.refusal, error.located_at) from error
     except FxRewriteError as error:
         raise AutoSPError.of(str(error)) from error
-    report.lines.extend(outputs.lines)
-    tokens = _num_tokens(normal)
+    report.lines.extend([*dropped.values(), *why_not_tiled(normal, dropped, config.loss_tile), *outputs.lines])
+    if config.inner == "eager" and any(map(is_recomputed, normal.graph.nodes)):
+        report.lines.append("checkpoint: inner='eager' reads no tags, so every layer keeps all; 'aot_eager' reads them")
+    if config.offload:
+        report.lines.append(f"offload: kept values of {MIN_BYTES:,} bytes and more wait in host memory for backward")
+    tokens = tokens_per_rank(normal)
     if not tokens:
         raise AutoSPError.of(
-            "no sequence found: no embedding looks up an integer input [batch, sequence] of the model's call as it is",
-            hint="pass token ids, not inputs_embeds, with the sequence as the last dimension",
+            "no sequence found: nothing looks up integers [batch, sequence] of the model's call, or projects or "
+            "normalizes floating values [batch, sequence, features] of it",
+            hint="pass token ids with the sequence as their last dimension, or hidden states with features as the last",
         )
     return normal, summarize(normal, report, axis, tokens, time.perf_counter() - started)
 
@@ -48,7 +67,8 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
 class _OutputPolicy:
     """How the graph's outputs return: see `AutoSPConfig.outputs`."""
 
-    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig) -> None:
+    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> None:
+        self._num_ranks = axis.size
         self.lines: list[str] = []
         values = [node.meta.get("val") for node in gm.graph.output_node().all_input_nodes]
         has_loss = any(isinstance(v, torch.Tensor) and v.dim() == 0 and v.is_floating_point() for v in values)
@@ -60,13 +80,13 @@ class _OutputPolicy:
         shape = tuple(size_hint(n) for n in node.meta["val"].shape)
         if self._keep:
             what = f"output %{node.name} {shape} returns as this rank's chunk {layout}"
-            self.lines.append(f"{what}; outputs='gather' returns it whole")
+            self.lines.append(f"{what}{self._padding(node, layout)}; outputs='gather' returns it whole")
             return layout
         return Replicated()
 
-
-def _num_tokens(gm: fx.GraphModule) -> int:
-    """Tokens of the whole batch, from the lookups that are sharded; 0 where there are none."""
-    made = [node for node in gm.graph.nodes if shard_input_ids.id in node.meta.get("fxrewrite", ())]
-    shapes = [n.meta["global_shape"] for n in made if key(n) == "aten::embedding" and "global_shape" in n.meta]
-    return max((size_hint(product(shape[:-1])) for shape in shapes), default=0)
+    def _padding(self, node: fx.Node, layout: Shard) -> str:
+        if not layout.uneven:
+            return ""
+        entries = size_hint(num_entries(node.meta["val"].shape, layout))
+        held = -(-entries // self._num_ranks) * self._num_ranks
+        return f", and the last {held - entries} of {held} entries, at the end of the last ranks, are padding"

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from fxrewrite.lazy import lazy_package
 
 if TYPE_CHECKING:
+    from fxrewrite.dead_code import DeadCode
     from fxrewrite.errors import (
         FixpointError,
         FxRewriteError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Constraint",
+    "DeadCode",
     "Edit",
     "FixpointError",
     "FxRewriteError",
@@ -82,6 +84,7 @@ __all__ = [
 lazy_package(
     __name__,
     {
+        "DeadCode": "fxrewrite.dead_code",
         "FixpointError": "fxrewrite.errors",
         "FxRewriteError": "fxrewrite.errors",
         "InvariantError": "fxrewrite.errors",

@@ -190,9 +190,8 @@ class Rule:
         """Rewrite a graph by this rule alone, users first; gives the number of rewrites. Raises what it refuses."""
         count = 0
         with Edit(gm) as edit:
-            nodes = edit.nodes()
-            effects = Effects(nodes, edit.erased)
-            for node, key in program.roots(reversed(nodes)):
+            effects = Effects(edit)
+            for node, key in program.roots(reversed(program.candidates(edit))):
                 found = () if node in edit.erased else program.find(node, key)
                 for _, match in itertools.islice(found, 1):
                     self.rewrite(edit, match, effects)
@@ -232,8 +231,10 @@ class Rule:
         created = replacer.created
         if self.shapes == "preserves":
             for old, new in zip(match.outputs, results, strict=True):
-                _check_value(old, ops.value(old), ops.value(new))
-                _check_strides(edit, old, new)
+                was, is_now = ops.value(old), ops.value(new)
+                if was is not ops.MISSING and is_now is not ops.MISSING:
+                    _check_value(old, was, is_now)
+                    _check_strides(edit, old, was, is_now)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
         draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
@@ -323,7 +324,7 @@ def rule(
 
 
 def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
-    """Refuse a replacement with another shape, dtype or device; values that are not known are not compared."""
+    """Refuse a replacement with another shape, dtype or device."""
     if isinstance(was, (list, tuple)) and isinstance(is_now, (list, tuple)):
         if len(was) != len(is_now):
             reason = f"the replacement gives {len(is_now)} values, the original {len(was)}"
@@ -331,7 +332,7 @@ def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
         for one, other in zip(was, is_now, strict=True):
             _check_value(old, one, other)
         return
-    if was is ops.MISSING or is_now is ops.MISSING or was is is_now:
+    if was is is_now:
         return
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
         if isinstance(was, (torch.Tensor, list, tuple)) or isinstance(is_now, (torch.Tensor, list, tuple)):
@@ -351,9 +352,8 @@ def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
     )
 
 
-def _check_strides(edit: Edit, old: fx.Node, new: fx.Node) -> None:
+def _check_strides(edit: Edit, old: fx.Node, was: Any, is_now: Any) -> None:
     """Refuse a replacement that lies in memory otherwise, where an operator below asks how it lies."""
-    was, is_now = ops.value(old), ops.value(new)
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
         return
     if is_laid_out_alike(was, is_now):

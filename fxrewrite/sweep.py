@@ -69,14 +69,13 @@ class Sweep:
         self._context = context
         self._report = report
         self._atomic = atomic
-        self._nodes = edit.nodes()
         self._matches: Counter[Rule] = Counter()
         self._rewrites: Counter[Rule] = Counter()
         self._seconds: defaultdict[Rule, float] = defaultdict(float)
 
     def run(self, program: Program[Rule], strategy: Strategy) -> None:
         """Rewrite what the program finds in the nodes that are there now; new nodes are for the next sweep."""
-        nodes = reversed(self._nodes) if strategy.order == "top_down" else self._nodes
+        nodes = self._candidates(program, strategy)
         anchors: Counter[str] = Counter()
         try:
             if strategy.overlap == "first":
@@ -89,21 +88,24 @@ class Sweep:
 
     def find(self, program: Program[Rule], strategy: Strategy) -> list[Found]:
         """What `run` would rewrite, as far as that can be said before anything is: the graph is only read."""
-        nodes = reversed(self._nodes) if strategy.order == "top_down" else self._nodes
-        found = list(self._all(program, nodes, Counter()))
+        found = list(self._all(program, self._candidates(program, strategy), Counter()))
         if strategy.overlap == "first":
             return found
         return [found[index] for index in choose([match for _, match in found], strategy.overlap)]
 
+    def _candidates(self, program: Program[Rule], strategy: Strategy) -> list[fx.Node]:
+        nodes = program.candidates(self.edit)
+        return nodes[::-1] if strategy.order == "top_down" else nodes
+
     @functools.cached_property
     def _effects(self) -> Effects:
         """Asked for by the first rewrite, before it changes anything."""
-        return Effects(self._nodes, self.edit.erased)
+        return Effects(self.edit)
 
     @functools.cached_property
     def names(self) -> dict[str, fx.Node]:
         """The nodes by name."""
-        return {node.name: node for node in self._nodes}
+        return {node.name: node for node in self.edit.nodes()}
 
     def commit(self, program: Program[Rule], rule: Rule, match: Match, *, atomic: bool) -> None:
         """Rewrite a match that was found before, if it is still there."""

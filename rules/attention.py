@@ -9,7 +9,7 @@ Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or non
 q's dtype or a wider one, cast back or not; a dropout that does not draw. `q @ k^T` is any product of matrices: what
 stands for k^T is transposed, and rules/attention_spellings.py merges that with the transpose that was there. It turns
 einsum into such products too. Products by bmm and baddbmm are in rules/attention_heads.py.
-Leaves alone: weights that are used elsewhere, a softcap, a sink (a column that is concatenated), a softmax over another
+Leaves alone: weights that are used elsewhere, a softcap, a softmax over another
 dimension, scores scaled by a tensor, and, in these words:
     "q has dtype int64"; "dtypes are float32, float32, float64"; "the ranks are 4, 4, 3"
     "batch and heads of k are (2, 4), of q (2, 1)": q would have to be repeated
@@ -17,6 +17,8 @@ dimension, scores scaled by a tensor, and, in these words:
     "the softmax is in torch.float32, the operands in torch.float64": the operator would not round there. So the eager
     attention of Llama, whose softmax is always in float32, stays in a float64 model.
     "a score may be as low as -100.0", a fill that does not hide: it must be -65504 or less
+ATTENTION_UNBIASED does the same without a mask or bias that is added: see what is said of such rows below. It takes
+rules/attention_sinks.py in, which does it with sinks.
 Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be others, of the same distribution
 (fused kernels draw in their own order).
 Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite one the original
@@ -46,7 +48,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Rule, RuleSet, cap, either, maybe, op, refuse, where
+from fxrewrite import Match, Rule, RuleSet, either, maybe, refuse
 from rules.attention_heads import HEADS
 from rules.attention_parts import (
     BIAS,
@@ -58,21 +60,23 @@ from rules.attention_parts import (
     V,
     add,
     attend,
+    filled,
     fused,
     fusion,
+    hides,
     is_mask,
     keys,
     scaled,
     weights,
 )
-from rules.attention_spellings import CLEANUP, EINSUM
+from rules.attention_sinks import ATTENTION_SINKS
+from rules.attention_spellings import CLEANUP, EINSUM, KEYS
 
-__all__ = ["ATTENTION", "ATTENTION_DROPOUT"]
+__all__ = ["ATTENTION", "ATTENTION_DROPOUT", "ATTENTION_UNBIASED"]
 
 _product: Any = torch.matmul(Q, KT)
 _scores: Any = scaled(_product)
 _scaled_bias: Any = either((_product + BIAS) * SCALE, (_product + BIAS) / DIVISOR)
-_kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
 _biased: Any = maybe(_scores + BIAS)
 
 fuse = fusion(
@@ -87,31 +91,13 @@ fuse_scaled_bias = fusion(
     *is_mask("bias"),
     *is_mask("mask"),
 )
-
-
-@where.predicate("fill", text="hides")
-def _hides(fill: Any) -> bool | str:
-    """exp(fill - score) is 0 in every dtype, for any score that comes up: -65504 is the least float16."""
-    is_real = isinstance(fill, (int, float)) and not isinstance(fill, bool)
-    return (is_real and fill <= -65504.0) or f"a score may be as low as {fill!r}"
-
-
 fuse_filled = fusion(
     "fuse_filled",
-    torch.matmul(
-        weights(
-            either(
-                op("masked_fill", _biased, _hidden, _fill),
-                op("where", _kept, _biased, _fill),
-                op("where", _hidden, _fill, _biased),
-            )
-        ),
-        V,
-    ),
+    torch.matmul(weights(filled(_biased)), V),
     *is_mask("bias"),
     *is_mask("kept", torch.bool),
     *is_mask("hidden", torch.bool),
-    _hides,
+    hides,
 )
 
 
@@ -131,6 +117,10 @@ def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, bias: fx.Proxy, mask
 @fuse_filled.replacement
 def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, kept: Any, hidden: Any, fill: float) -> Any:
     """sdpa(q, k, v, where(kept, bias, fill), scale), or the mean of v in rows that keep no key"""
+    return _attend_to_kept(match, q, kt, v, kept, hidden, bias, fill)
+
+
+def _attend_to_kept(match: Match, q: Any, kt: Any, v: Any, kept: Any, hidden: Any, bias: Any, fill: float) -> Any:
     kept = torch.logical_not(hidden) if kept is None else kept
     mask = kept if bias is None else torch.ops.aten.where.ScalarOther(kept, bias, fill)
     attended = attend(match, q, keys(kt), v, mask)
@@ -139,6 +129,28 @@ def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, kept: Any, hid
     if match["p"] and match["train"]:
         refuse("a dropout draws in rows that may keep no key", hint="fill with -inf")
     return torch.where(torch.any(kept, -1, True), attended, torch.mean(v, -2, True))
+
+
+fuse_unbiased = fusion("fuse_unbiased", torch.matmul(weights(_scores), V))
+fuse_unbiased_filled = fusion(
+    "fuse_unbiased_filled",
+    torch.matmul(weights(filled(_scores)), V),
+    *is_mask("kept", torch.bool),
+    *is_mask("hidden", torch.bool),
+    hides,
+)
+
+
+@fuse_unbiased.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy) -> Any:
+    """sdpa(q, k, v, scale)"""
+    return attend(match, q, keys(kt), v, None)
+
+
+@fuse_unbiased_filled.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, kept: Any, hidden: Any, fill: float) -> Any:
+    """sdpa(q, k, v, kept, scale), or the mean of v in rows that keep no key"""
+    return _attend_to_kept(match, q, kt, v, kept, hidden, None, fill)
 
 
 def _drawing(rule: Rule) -> Rule:
@@ -154,3 +166,12 @@ ATTENTION = RuleSet("attention", EINSUM, RuleSet("attention.fusions", *_FUSIONS)
 ATTENTION_DROPOUT = RuleSet(
     "attention_dropout", EINSUM, RuleSet("attention_dropout.fusions", *map(_drawing, _FUSIONS)), CLEANUP
 )
+ATTENTION_UNBIASED = RuleSet(
+    "attention_unbiased",
+    EINSUM,
+    RuleSet("attention_unbiased.fusions", fuse_unbiased, fuse_unbiased_filled),
+    ATTENTION_SINKS,
+    KEYS,
+)
+"""Where nothing is added to the scores, or sinks stand beside them: values and gradients are equal in every row, of
+padding too."""

@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, where
-from fxrewrite.ops import value
+from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, cap, chain, either, maybe, op, where
+from fxrewrite.ops import declare_pure, key, value
 from fxrewrite.spmd import is_same_size
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
 __all__ = [
+    "ATTENTIONS",
     "BIAS",
     "DIVISOR",
     "KT",
@@ -30,13 +31,21 @@ __all__ = [
     "V",
     "add",
     "attend",
+    "attend_with_sinks",
+    "attention_call",
     "divides",
+    "expanded",
+    "filled",
     "fused",
     "fusion",
+    "hides",
     "is_mask",
     "is_number",
     "keys",
+    "no_narrower",
+    "scale_of",
     "scaled",
+    "sinks_call",
     "weights",
 ]
 
@@ -48,11 +57,42 @@ BIAS: Any = cap("bias")
 MASK: Any = cap("mask")
 SCALE: Any = cap("scale", Literal)
 DIVISOR: Any = cap("divisor", Literal)
+_kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
+
+
+@declare_pure
+def attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    sinks: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """scaled_dot_product_attention whose softmax has a column more, which no value is read by: sinks [*, L, 1]."""
+    scores = query @ key.transpose(-2, -1) * scale
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ value
+
+
+ATTENTIONS = frozenset({"aten::scaled_dot_product_attention", key(attend_with_sinks)})
+"""Operators with operands `query`, `key`, `value` and `attn_mask`, by their keys."""
 
 
 def scaled(scores: Any) -> Any:
     """Scores by a number, or as they are."""
     return either(scores * SCALE, scores / DIVISOR, scores)
+
+
+def filled(scores: Any) -> Any:
+    """Scores of which some are replaced by a number that hides them."""
+    return either(
+        op("masked_fill", scores, _hidden, _fill),
+        op("where", _kept, scores, _fill),
+        op("where", _hidden, _fill, scores),
+    )
 
 
 def weights(scores: Any) -> Any:
@@ -109,15 +149,29 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
         "fill": fill,
         "scale": draw.choice(0.125, -0.5, 1, 2),
         "divisor": draw.choice(8.0, -2.0, 1, 3),
+        "sinks": draw.tensor(*batch, length, 1),
         "beta": draw.choice(1, 0.5, 0),
         "alpha": draw.choice(1, 0.125, -2),
         "split": [*heads, length, num_keys],
         "merged": [*batch, length, num_keys],
         "wide": draw.choice(draw.dtype, torch.float32, torch.float64),
         "dtype": draw.choice(None, draw.dtype, torch.float32, torch.float64),
+        "end": draw.choice(-1, num_keys, num_keys + 1),
+        "length": num_keys,
         "p": draw.choice(0.0, 0.0, 0.1),
         "train": draw.flag(),
     }
+
+
+def attention_call(**given: Any) -> Any:
+    """scaled_dot_product_attention with every argument captured by its name, but for what is `given`."""
+    literals = {name: cap(name, Literal) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
+    return op("scaled_dot_product_attention", Q, cap("k"), V, **{"attn_mask": cap("mask", Maybe), **literals, **given})
+
+
+def sinks_call() -> Any:
+    """attend_with_sinks with every argument captured by its name."""
+    return op(attend_with_sinks, Q, cap("k"), V, cap("mask", Maybe), cap("sinks"), SCALE)
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:
@@ -125,9 +179,9 @@ def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | No
 
     Operands of three dimensions get a batch of one around them: no fused kernel takes three.
     """
-    k, v = _expanded(k, q), _expanded(v, q)
+    k, v = expanded(k, q), expanded(v, q)
     dropout_p = float(match["p"]) if match["p"] and match["train"] else 0.0
-    scale = _scale(match) if scale is None else scale
+    scale = scale_of(match) if scale is None else scale
     if q.ndim == 4:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
     q, k, v = (torch.unsqueeze(x, 0) for x in (q, k, v))
@@ -146,13 +200,14 @@ def add(bias: Any, mask: Any) -> Any:
     return mask if bias is None else bias if mask is None else bias + mask
 
 
-def _scale(match: Match) -> float:
+def scale_of(match: Match) -> float:
+    """What the scores of the match are multiplied by."""
     if match["divisor"] is not None:
         return 1.0 / match["divisor"]
     return 1.0 if match["scale"] is None else float(match["scale"])
 
 
-def _expanded(x: Any, q: Any) -> Any:
+def expanded(x: Any, q: Any) -> Any:
     """`x` with the batch and heads of q: the fused kernels do not broadcast."""
     pairs = zip(value(x.node).shape[:-2], value(q.node).shape[:-2], strict=True)
     fits = [is_same_size(a, b) for a, b in pairs]
@@ -175,6 +230,13 @@ def _broadcasts_to_scores(mask: fx.Node, q: fx.Node, kt: fx.Node) -> bool | str:
     return fits or f"the mask has shape {found}, the scores have {scores}"
 
 
+@where.predicate("fill", text="hides")
+def hides(fill: Any) -> bool | str:
+    """exp(fill - score) is 0 in every dtype, for any score that comes up: -65504 is the least float16."""
+    is_real = isinstance(fill, (int, float)) and not isinstance(fill, bool)
+    return (is_real and fill <= -65504.0) or f"a score may be as low as {fill!r}"
+
+
 @where.predicate("q", "kt", "v", text="fit")
 def _fit(q: fx.Node, kt: fx.Node, v: fx.Node) -> bool | str:
     """A product broadcasts q to the batch of k and v too; q would have to be repeated for that, which nobody writes."""
@@ -190,7 +252,7 @@ def _fit(q: fx.Node, kt: fx.Node, v: fx.Node) -> bool | str:
 
 
 def _is_no_narrower(q: fx.Node, dtype: Any) -> bool | str:
-    """The operator's softmax is never narrower than its operands: it would not round where a narrower one does."""
+    """What stands for it is never narrower than its operands: it would not round where a narrower one does."""
     own = value(q).dtype
     if dtype is None:
         return True
@@ -223,4 +285,11 @@ _OPERANDS = (
     _fit,
 )
 _SCALES = (is_number("scale"), divides("divisor"))
-_SOFTMAX = tuple(where.predicate("q", name, text="is_no_narrower")(_is_no_narrower) for name in ("wide", "dtype"))
+
+
+def no_narrower(x: str) -> tuple[Constraint, ...]:
+    """A softmax of the captured value is in its dtype or a wider one."""
+    return tuple(where.predicate(x, name, text="is_no_narrower")(_is_no_narrower) for name in ("wide", "dtype"))
+
+
+_SOFTMAX = no_narrower("q")

@@ -24,12 +24,12 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, either, op, shared, where
 from fxrewrite.ops import key, value
-from rules.attention_parts import DIVISOR, SCALE, divides, is_number
+from rules.attention_parts import ATTENTIONS, DIVISOR, SCALE, divides, is_number
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["CLEANUP", "EINSUM"]
+__all__ = ["CLEANUP", "EINSUM", "KEYS"]
 
 
 def _indices(equation: str) -> tuple[str, str, str]:
@@ -95,7 +95,7 @@ _transposed: Any = either(
 
 @where.predicate("root", text="is_key")
 def _is_key(root: fx.Node) -> bool | str:
-    others = {key(reader) for reader in _readers(root)} - {"aten::scaled_dot_product_attention"}
+    others = {key(reader) for reader in _readers(root)} - ATTENTIONS
     return not others or f"{', '.join(sorted(others))} uses it"
 
 
@@ -166,5 +166,6 @@ fold_query_scale = _fold("fold_query_scale", _factor, cap("other"))
 fold_key_scale = _fold("fold_key_scale", cap("other"), _factor, after=("attention.fold_query_scale",))
 
 EINSUM = RuleSet("attention.einsum", einsum_to_matmul)
-CLEANUP = RuleSet("attention.cleanup", RuleSet("attention.keys", untranspose_key), fold_query_scale, fold_key_scale)
+KEYS = RuleSet("attention.keys", untranspose_key)
+CLEANUP = RuleSet("attention.cleanup", KEYS, fold_query_scale, fold_key_scale)
 """Runs behind the fusions."""

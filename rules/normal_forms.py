@@ -1,24 +1,26 @@
 """Normal forms: one spelling of a view, and operators that give back their input go away.
 
     slice(x, 2, 0, S)  ->  x        expand(x, shape of x)  ->  x        to(x, dtype of x)  ->  x        alias(x)  ->  x
-    view(x, shape)  ->  reshape(x, shape)                                cat([empty, x])  ->  x
-    squeeze(x, 1)  ->  select(x, 1, 0)
+    view(x, shape)  ->  reshape(x, shape)     new_zeros(x, size)  ->  zeros(size)           cat([empty, x])  ->  x
+    squeeze(x, 1)  ->  select(x, 1, 0)        repeat_interleave(x, 2, 1, output_size=n)  ->  repeat_interleave(x, 2, 1)
 
 Matches an operator to drop where the result has the shape, dtype and device of its input, for every length that the
 graph admits. A view demands strides that only the value at hand has; a reshape is that view where there is one. What a
-squeeze takes away depends on sizes at run time; a select says it.
+squeeze takes away depends on sizes at run time; a select says it. Of the tensor that a new one is made from, nothing is
+read but dtype and device, which are known.
 Numerics: exact; the result is the input itself, as the operators themselves promise.
 Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self or a whole view of it).
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, refuse, where
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, loose, op, refuse, where
 from fxrewrite.ops import bind, fake_value
 from fxrewrite.spmd import is_same_size
 
@@ -135,6 +137,60 @@ def _(match: Match, x: fx.Proxy, other: fx.Proxy) -> fx.Proxy:
     return torch.ops.aten.to(x, wanted.dtype)
 
 
+@where.predicate("root", text="states_its_size")
+def _states_its_size(root: fx.Node) -> bool:
+    return bind(root).get("output_size") is not None
+
+
+_repeated = op(
+    "aten::repeat_interleave", cap("x"), cap("repeats", Literal), cap("dim", Literal), output_size=cap("size", "any")
+)
+drop_output_size = Rule("normal_forms.drop_output_size", Pattern((_repeated,), (_states_its_size,)), optional=True)
+
+
+@drop_output_size.replacement
+def _(x: fx.Proxy, repeats: int, dim: int | None) -> fx.Proxy:
+    """repeat_interleave(x, repeats, dim): the size follows from one number of repeats"""
+    return torch.ops.aten.repeat_interleave(x, repeats, dim)
+
+
+@drop_output_size.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Some repeats along any dimension, or of all entries, and the size that they come to."""
+    shape, repeats = draw.shape(draw.integer(1, 4)), draw.integer(1, 3)
+    dim = draw.choice(None, draw.integer(-len(shape), len(shape) - 1))
+    size = repeats * (math.prod(shape) if dim is None else shape[dim])
+    return {"x": draw.tensor(*shape), "repeats": repeats, "dim": dim, "size": size}
+
+
+def _new_to(name: str, *values: str) -> Rule:
+    pattern = Pattern((loose(op(f"aten::new_{name}", cap("x"), cap("size", "any"), *(cap(v, "any") for v in values))),))
+    made = Rule(f"normal_forms.new_{name}_to_{name}", pattern, optional=True)
+
+    @made.replacement
+    def _(match: Match, x: fx.Proxy) -> fx.Proxy:
+        """a tensor of the size, in the dtype and on the device of x"""
+        args, like = bind(match.root), fake_value(match["x"])
+        if args["layout"] not in (None, torch.strided):
+            refuse(f"its layout is {args['layout']}", hint="it is left as it is")
+        return match.call(
+            getattr(torch.ops.aten, name).default,
+            args["size"],
+            *(args[value] for value in values),
+            dtype=like.dtype if args["dtype"] is None else args["dtype"],
+            device=like.device if args["device"] is None else args["device"],
+            pin_memory=args["pin_memory"],
+        )
+
+    @made.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        """Any size, and a value to fill with."""
+        size = list(draw.shape(draw.integer(0, 3)))
+        return {"x": draw.tensor(3), "size": size, **{value: draw.integer(-2, 2) for value in values}}
+
+    return made
+
+
 NORMAL_FORMS = RuleSet(
     "normal_forms",
     _drop("slice"),
@@ -145,6 +201,10 @@ NORMAL_FORMS = RuleSet(
     drop_empty_cat,
     squeeze_to_select,
     type_as_to_to,
+    drop_output_size,
     _to_reshape("view"),
     _to_reshape("_unsafe_view"),
+    _new_to("zeros"),
+    _new_to("ones"),
+    _new_to("full", "fill_value"),
 )

@@ -1,5 +1,6 @@
 """What every test starts from: one thread, one seed, nothing compiled and no process group left by another test."""
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
+
+gc.set_threshold(200_000, 20, 20)  # a captured graph is many objects that stay: looking for garbage took a tenth
 
 
 @pytest.fixture(autouse=True)

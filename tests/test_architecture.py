@@ -10,17 +10,20 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAYERS = (
     *("lazy", "errors", "ops", "graph", "pattern", "match", "verify", "backends", "report", "rule"),
-    *("order", "sweep", "found", "plan"),
+    *("dead_code", "order", "sweep", "found", "plan"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
 
 # Files that may touch private torch, and why. Whatever else needs such a thing asks one of these files for it.
 PRIVATE_TORCH = {
     "fxrewrite/backends/": "outside compilers: Dynamo, inductor and export have no public hooks for passes",
+    "fxrewrite/graph/autocast.py": "autocast's kernels, which know what is cast, and its switches in a graph",
+    "fxrewrite/graph/functionalize.py": "schemas of operators, and how a graph switches autograd off",
     "fxrewrite/graph/edit.py": "fake tensors, to propagate new nodes only",
     "fxrewrite/graph/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",
     "fxrewrite/graph/sizes.py": "symbolic sizes: sympy expressions to graph nodes",
     "fxrewrite/ops/": "where operators live, to give every spelling one key",
+    "fxrewrite/graph/vmap.py": "functorch's switches in a graph, and its batching rules",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/trial.py": "fake tensors, to trace one operator",
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -314,3 +315,21 @@ def test_a_digest_follows_globals_and_not_attributes_of_their_name() -> None:
     exec("def replacement(x):\n    return F.relu(x)", namespace)
     plan = RuleSet("s", Rule("t.relu", Pattern((op("tanh", cap("x")),)), namespace["replacement"])).once()
     assert plan.digest() is not None
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda x: F.silu(x), lambda x: F.relu(x, False), lambda x: F.relu(x, inplace=False)],
+    ids=["default", "position", "keyword"],
+)
+def test_what_a_function_takes_beside_its_operator_is_not_emitted_on_aten(call: Any) -> None:
+    again = Rule("again", Pattern((op("sigmoid", cap("x")),)))
+
+    @again.replacement
+    def _(x: Any) -> Any:
+        return call(x)
+
+    x = torch.randn(3)
+    gm = make_fx(lambda x: torch.sigmoid(x), tracing_mode="fake")(x)
+    assert RuleSet("again", again).apply(gm).rewrites == 1
+    torch.testing.assert_close(gm(x), call(x))

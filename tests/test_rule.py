@@ -233,6 +233,17 @@ def test_a_replacement_that_shares_memory_is_refused_where_something_writes_late
     assert apply(fx.symbolic_trace(lambda x: torch.exp(x).clone() + 1), no_clone).rewrites == 1
 
 
+@pytest.mark.parametrize(("dtype", "rewrites"), [(torch.float32, 0), (torch.float64, 1)])
+def test_an_input_that_is_written_to_may_be_another_of_its_dtype(dtype: torch.dtype, rewrites: int) -> None:
+    def model(x, written):
+        y = x.clone()
+        written.mul_(2)
+        return y + 1
+
+    gm = traced(model, X, X.to(dtype))
+    assert apply(gm, made(lambda x: x.clone(), lambda x: x)).rewrites == rewrites
+
+
 def test_another_shape_or_dtype_is_refused_unless_declared() -> None:
     gm = traced(lambda x: torch.relu(x), X)
     wrong = lambda **options: made(lambda x: torch.relu(x), lambda x: x.sum(-1), **options)  # noqa: E731

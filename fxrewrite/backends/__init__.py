@@ -9,8 +9,8 @@ if TYPE_CHECKING:
         RewritingBackend,
         capture,
         find_backend,
+        graph_break_hint,
         graph_break_reason,
-        is_model_state,
         rewriting_backend,
     )
     from fxrewrite.backends.export import apply_to_export
@@ -23,9 +23,9 @@ __all__ = [
     "apply_to_export",
     "capture",
     "find_backend",
+    "graph_break_hint",
     "graph_break_reason",
     "installed",
-    "is_model_state",
     "rewriting_backend",
 ]
 
@@ -35,8 +35,8 @@ lazy_package(
         "RewritingBackend": "fxrewrite.backends.dynamo",
         "capture": "fxrewrite.backends.dynamo",
         "find_backend": "fxrewrite.backends.dynamo",
+        "graph_break_hint": "fxrewrite.backends.dynamo",
         "graph_break_reason": "fxrewrite.backends.dynamo",
-        "is_model_state": "fxrewrite.backends.dynamo",
         "rewriting_backend": "fxrewrite.backends.dynamo",
         "apply_to_export": "fxrewrite.backends.export",
         "GraphPass": "fxrewrite.backends.inductor",

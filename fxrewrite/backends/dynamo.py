@@ -20,8 +20,8 @@ __all__ = [
     "RewritingBackend",
     "capture",
     "find_backend",
+    "graph_break_hint",
     "graph_break_reason",
-    "is_model_state",
     "rewriting_backend",
 ]
 
@@ -58,7 +58,8 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
         torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
         if not graphs:
-            raise FxRewriteError(f"the model does not compile to one graph: {_first_line(error)}") from error
+            hint = graph_break_hint(str(error))
+            raise FxRewriteError(f"the model does not compile to one graph: {_first_line(error)}; {hint}") from error
     return graphs[0]
 
 
@@ -80,14 +81,20 @@ def graph_break_reason(gm: fx.GraphModule) -> str:
     return f"{text} ({frames[-1]})" if frames else text
 
 
-def is_model_state(placeholder: fx.Node) -> bool:
-    """Whether a graph input is a parameter or buffer of the model, not an argument of its call."""
-    if isinstance(placeholder.meta.get("example_value", placeholder.meta.get("val")), torch.nn.Parameter):
-        return True
-    source = getattr(placeholder.meta.get("grapharg"), "source", None)
-    if source is None:
-        source = getattr(placeholder.meta.get("example_value"), "_dynamo_source", None)
-    return source is not None and source.guard_source.is_unspecialized_nn_module()
+def graph_break_hint(reason: str) -> str:
+    """What helps against a graph break with this reason of Dynamo's."""
+    return next((hint for words, hint in _BREAK_HINTS if words in reason.lower()), _ANY_BREAK_HINT)
+
+
+_BREAK_HINTS = (
+    (
+        "logging.logger",
+        "let Dynamo skip the logger's method, such as warning: "
+        "torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning)",
+    ),
+    ("data-dependent", "the model branches on values: choose a variant that computes both sides (torch.where)"),
+)
+_ANY_BREAK_HINT = "use torch.compile(..., fullgraph=True) to see the break, and remove it"
 
 
 class RewritingBackend(Generic[R]):

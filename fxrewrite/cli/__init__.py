@@ -30,12 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     arguments = _parser().parse_args(argv)
     # Only now: torch takes seconds to import, and --help, --version and a mistyped option need none of it.
-    from fxrewrite.cli import commands
+    if arguments.command == "spmd":
+        from fxrewrite.cli import layouts as commands
+    else:
+        from fxrewrite.cli import commands
 
     say = _nothing if arguments.json else _print
     try:
         with _current_folder():
-            answer = getattr(commands, arguments.command)(arguments, say)
+            answer = getattr(commands, arguments.action or arguments.command)(arguments, say)
     except (FixpointError, MatchExpectationError, RefusedError) as error:
         return _fail(error, 1)
     except (FxRewriteError, OSError) as error:
@@ -89,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="`fxrewrite COMMAND --help` says more. Exit status: 0 done, 1 a rule or the graph failed a check, "
         "2 the command cannot be run as given.",
     )
+    parser.set_defaults(action="")
     parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -126,7 +130,28 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RULE=N",
         help="fail, with the nearest miss, when the rule makes fewer than N rewrites; can be repeated",
     )
+    _add_spmd(commands)
     return parser
+
+
+def _add_spmd(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    summary = "layout rules: which dimensions of operators are independent"
+    spmd = commands.add_parser("spmd", help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    actions = spmd.add_subparsers(dest="action", required=True, metavar="ACTION")
+    discover = _command(actions, "discover", "run an operator on slices, and propose its rule")
+    discover.add_argument("operator", metavar="OP", help="linear, aten::sum.dim_IntList, mine::op, or module:OBJECT")
+    discover.add_argument(
+        "--args",
+        metavar="TEXT",
+        help='what to call it with, as in "f(4, 6, 8), i(6, below=8), dim=-1": f is float64, i integers, c complex, '
+        "b booleans; sizes of unrelated dimensions should differ (default: guessed from its schema)",
+    )
+    table = _command(actions, "table", "print the rules as a Markdown table")
+    table.add_argument("--update", type=Path, metavar="FILE.md", help="replace the table in a document")
+    for action in (discover, table):
+        action.add_argument(
+            "--layouts", metavar="OBJECT", help="package.module:OBJECT (default: those of installed packages)"
+        )
 
 
 def _command(

@@ -1,6 +1,7 @@
 """Facts about FX graphs: one spelling, canonical text, what changed, where a node comes from, how large a value is."""
 
 from fxrewrite.graph.bodies import bodies, nodes_of
+from fxrewrite.graph.closed import ClosedValues, OpenValueError, expression, symbols_of
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.diff import graph_diff
 from fxrewrite.graph.digest import graph_digest
@@ -11,10 +12,13 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.graph.text import graph_text
 
 __all__ = [
+    "ClosedValues",
     "Edit",
+    "OpenValueError",
     "bodies",
     "copy_module",
     "divide_exactly",
+    "expression",
     "graph_diff",
     "graph_digest",
     "graph_text",
@@ -24,4 +28,5 @@ __all__ = [
     "product",
     "size_hint",
     "source_line",
+    "symbols_of",
 ]

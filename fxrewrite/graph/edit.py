@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -120,6 +121,23 @@ class Edit:
         erased = self.erased
         return [node for node in self.graph.nodes if node not in erased] if erased else list(self.graph.nodes)
 
+    def calls(self) -> Iterator[tuple[str, Any, Collection[fx.Node]]]:
+        """The call nodes of `nodes()` in groups (opcode, target, nodes), each group in no particular order.
+
+        FX keeps the functions that a graph calls in a table, so this does not walk the graph.
+        """
+        erased = self.erased
+        for (op, target), found in list(self.graph._find_nodes_lookup_table.table.items()):
+            nodes = [node for node in found if node not in erased] if erased else found
+            if op == "call_function":
+                yield op, target, nodes
+            elif op in ("call_method", "call_module"):
+                groups: defaultdict[Any, list[fx.Node]] = defaultdict(list)
+                for node in nodes:
+                    groups[node.target].append(node)
+                for name, group in groups.items():
+                    yield op, name, group
+
     def savepoint(self) -> Savepoint:
         """`with edit.savepoint():` is a part that is undone alone when an exception leaves the block."""
         return Savepoint(self)
@@ -161,7 +179,7 @@ class Edit:
         op = "call_method" if isinstance(target, str) else "call_function"
         name = self._names.get(target)
         if name is None:
-            name = self._names[target] = graph._target_to_str(target)
+            name = self._names[target] = graph._target_to_str(target).replace(".", "_")  # as FX does for every name
         with graph.inserting_before(before):
             node = graph.create_node(op, target, name=name)
         node._update_args_kwargs(tuple(args), dict(kwargs) if kwargs else {})  # create_node walks them with pytree
@@ -281,7 +299,7 @@ class Edit:
         erased = self.erased
         for record in self._journal:
             kind, node = record[0], record[1]
-            if node in erased or kind == "meta":
+            if kind == "erase" or kind == "meta" or node in erased:
                 continue
             for used in node.all_input_nodes:
                 if used in erased or used.graph is not self.graph:

@@ -2,12 +2,16 @@
 
 Kept: the calling convention (placeholders, their names and metadata, and the outputs), symbolic shapes, source lines
 (`stack_trace`, `nn_module_stack`, `from_node`) and gradient checkpointing, whose bodies are inlined and whose nodes
-carry the tags that AOTAutograd itself would give them. The only file that runs torch's tracer.
+carry the tags that AOTAutograd itself would give them. Gone: bodies of other wrappers, vmap, the casts that autocast
+leaves unsaid, writes to intermediate values. The only file that runs torch's tracer over a whole graph.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,9 +22,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.errors import FxRewriteError, refuse
-from fxrewrite.graph.bodies import nodes_of
+from fxrewrite.graph.autocast import ENTER, EXIT, Casting, Regions, casts, drop_regions, shield
+from fxrewrite.graph.custom_backward import APPLY, NormalBodies
+from fxrewrite.graph.functionalize import Functional, functional_writes
 from fxrewrite.graph.sizes import hoist_sizes
 from fxrewrite.graph.source import source_line
+from fxrewrite.graph.vmap import without_vmap
 from fxrewrite.ops import is_parameter
 
 __all__ = ["normalize"]
@@ -29,9 +36,15 @@ _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
 _checkpoint_ids = itertools.count(1)
 
+_INVOKE = torch.ops.higher_order.invoke_subgraph
+_WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
+    torch.ops.higher_order.wrap: nullcontext,
+    torch.ops.higher_order.wrap_with_set_grad_enabled: torch.set_grad_enabled,
+    torch.ops.higher_order.wrap_with_autocast: torch.autocast,
+    _INVOKE: nullcontext,
+}
+"""Higher-order ops that run their body under a mode: what makes the mode of the arguments before the body."""
 _NO_HIGHER_ORDER_OP = {
-    "autograd_function_apply": "it holds a custom backward that a retrace would lose; "
-    "use a model variant without a custom torch.autograd.Function",
     "flex_attention": "its score and mask functions index the whole sequence; use attn_implementation='sdpa'",
 }
 
@@ -40,29 +53,25 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     """`gm`'s computation as pre-dispatch ATen over the same inputs and outputs; `gm` is not changed.
 
     Placeholders must carry fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; sizes that they
-    hold as symbols stay symbols of the same ShapeEnv. Raises RefusedError under autocast, and on a higher-order op
-    other than a plain activation checkpoint, naming it and its source line.
+    hold as symbols stay symbols of the same ShapeEnv. A graph that is compiled under torch.autocast is normalized under
+    it, too. Raises RefusedError on a higher-order op that is neither a plain activation checkpoint nor a custom
+    autograd function, naming it and its source line.
     """
-    _refuse_autocast(gm)
+    return _normalized(gm)
+
+
+def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
     placeholders = gm.graph.find_nodes(op="placeholder")
-    inputs = [_fake_value(node) for node in placeholders]
     inliner = _Inliner(gm)
-    try:
-        with fx_traceback.preserve_node_meta():
-            normal = make_fx(inliner.run, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
-    except FxRewriteError:
-        raise
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0]
-        raise FxRewriteError(
-            f"%{inliner.current.name} ({source_line(inliner.current)}) cannot be traced to ATen: "
-            f"{type(error).__name__}: {reason}; compile the model without it"
-        ) from error
-    for node, original in zip(normal.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-        # the tracer's own fake value: under torch.compile it lives in another mode than Dynamo's example value
-        node.meta = {**original.meta, "val": node.meta["val"], "is_parameter": is_parameter(original)}
-        node._rename(original.name)
-        node.target = node.name
+    inliner.bodies = NormalBodies.of(gm, functools.partial(_normalized, is_body=True))
+    normal = _traced(inliner, placeholders)
+    if casts(normal):
+        normal = _traced(_CastingInliner(normal), placeholders)
+        drop_regions(normal.graph)
+        if not is_body:  # what calls the body is shielded
+            shield(normal.graph)
+    if writes := functional_writes(normal.graph):
+        normal = _traced(_FunctionalInliner(normal, writes), placeholders)
     normal.meta = dict(gm.meta)
     hoist_sizes(normal.graph)
     normal.graph.eliminate_dead_code()
@@ -70,14 +79,28 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     return normal
 
 
-def _refuse_autocast(gm: fx.GraphModule) -> None:
-    """Casts of autocast come below the operators that are traced here: what they give would be lost."""
-    hint = "cast the model, model.to(torch.bfloat16), or rewrite Dynamo's graph as it is"
-    for node in nodes_of(gm):
-        if node.target is torch.amp.autocast_mode._enter_autocast:
-            refuse("an autocast region has no normal form", node=node, hint=hint)
-    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
-        refuse("a graph compiled under autocast has no normal form", hint=hint)
+def _traced(program: _Inliner, placeholders: Sequence[fx.Node]) -> fx.GraphModule:
+    """What the program does with the placeholders' fake values, as a graph with placeholders that look like them."""
+    inputs = [_fake_value(node) for node in placeholders]
+    try:
+        with fx_traceback.preserve_node_meta():
+            traced = make_fx(program.run, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
+    except FxRewriteError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise FxRewriteError(
+            f"%{program.current.name} ({source_line(program.current)}) cannot be traced to ATen: "
+            f"{type(error).__name__}: {reason}; compile the model without it"
+        ) from error
+    finally:
+        program.regions.close()
+    for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        # the tracer's own fake value: under torch.compile it lives in another mode than Dynamo's example value
+        node.meta = {**original.meta, "val": node.meta.get("val"), "is_parameter": is_parameter(original)}
+        node._rename(original.name)
+        node.target = node.name
+    return traced
 
 
 def _fake_value(node: fx.Node) -> Any:
@@ -88,9 +111,14 @@ def _fake_value(node: fx.Node) -> Any:
 
 
 class _Inliner(fx.Interpreter):
-    """Runs a Dynamo graph with the bodies of plain activation checkpoints inlined and tagged."""
+    """Runs a Dynamo graph with the bodies of wrappers inlined, those of plain activation checkpoints also tagged."""
 
-    current: fx.Node
+    bodies = NormalBodies()
+
+    def __init__(self, gm: fx.GraphModule, **options: Any) -> None:
+        super().__init__(without_vmap(gm), **options)
+        self.current = gm.graph.output_node()
+        self.regions = Regions()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is _CHECKPOINT:
@@ -102,7 +130,15 @@ class _Inliner(fx.Interpreter):
                     hint="checkpoint the layer without context_fn",
                 )
             named = {key: value for key, value in kwargs.items() if key not in _CHECKPOINT_OPTIONS}
-            return _Inliner(_tagged(body)).run(*operands, *named.values())
+            return self._inlined(_tagged(body), *operands, *named.values())
+        if target in _WRAPPERS:
+            return self._unwrapped(target, *args, **kwargs)
+        if target is ENTER:
+            return self.regions.enter(*args)
+        if target is EXIT:
+            return self.regions.exit()
+        if target is APPLY:
+            return self.bodies.call(self.current, args, kwargs)
         if isinstance(target, HigherOrderOperator):
             name = target.name()
             refuse(
@@ -111,6 +147,21 @@ class _Inliner(fx.Interpreter):
                 hint=_NO_HIGHER_ORDER_OP.get(name, "rewrite the model without it"),
             )
         return super().call_function(target, args, kwargs)
+
+    def _unwrapped(self, wrapper: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+        """What the body of a wrapper gives, under the mode that the wrapper sets."""
+        at = next(at for at, value in enumerate(args) if isinstance(value, fx.GraphModule))
+        options, body, operands = args[:at], args[at], args[at + 1 :]
+        if wrapper is _INVOKE:
+            operands = operands[1:]  # the first one names the body
+        mode = _WRAPPERS[wrapper](*options)
+        with mode:
+            return self._inlined(body, *operands, *kwargs.values())
+
+    def _inlined(self, body: fx.GraphModule, *operands: Any) -> Any:
+        inner = _Inliner(body)
+        inner.bodies, inner.regions = self.bodies, self.regions
+        return inner.run(*operands)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = self.current.meta.get("example_value")
@@ -121,6 +172,14 @@ class _Inliner(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.current = n
         return super().run_node(n)
+
+
+class _CastingInliner(Casting, _Inliner):
+    """Runs a graph that is ATen already, with the casts of autocast."""
+
+
+class _FunctionalInliner(Functional, _Inliner):
+    """Runs a graph that is ATen already, with writes in functional form."""
 
 
 def _tagged(body: fx.GraphModule) -> fx.GraphModule:

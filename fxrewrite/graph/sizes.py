@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
-    guarding_hint_or_throw,
+    optimization_hint,
     statically_known_true,
 )
 from torch.fx.node import map_arg
@@ -28,6 +28,7 @@ __all__ = [
     "hoist_sizes",
     "is_always",
     "is_broadcast",
+    "is_divided_by",
     "is_read_from_data",
     "is_same_size",
     "product",
@@ -37,6 +38,8 @@ __all__ = [
 
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
+_GUESS = 1024
+"""For costs, of a size that data decide."""
 
 
 def is_same_size(a: Size, b: Size) -> bool:
@@ -77,8 +80,8 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def size_hint(size: Size) -> int:
-    """The size of the inputs at hand, for messages and byte counts; adds no guard."""
-    return size if isinstance(size, int) else guarding_hint_or_throw(size)
+    """The size of the inputs at hand, for messages and byte counts; adds no guard. A guess where data decide it."""
+    return size if isinstance(size, int) else optimization_hint(size, fallback=_GUESS)
 
 
 def require_divisible(size: Size, by: int) -> bool:
@@ -87,28 +90,56 @@ def require_divisible(size: Size, by: int) -> bool:
     return bool(size % by == 0)
 
 
+def is_divided_by(size: Size, by: int) -> bool:
+    """Whether `by` divides the size of the inputs at hand. Only where it does, a symbolic size is guarded: a program
+    for sizes that are not divided serves those that are as well."""
+    return size_hint(size) % by == 0 and require_divisible(size, by)
+
+
 class SizeNodes:
     """Graph nodes that hold sizes, computed from the graph's inputs alone, shared, and placed before any other node.
 
     Inputs keep their global shape whatever happens to the values between, so a size that is a function of the
     inputs cannot change its meaning when a value becomes a shard.
 
-    `create(target, args, before)` makes a call_function node; the default writes to the graph at once.
+    `create(target, args, before)` makes a call_function node; the default writes to the graph at once. Symbols are read
+    from inputs that are integers, and with `of_tensors` where there is none from the shapes of inputs.
     """
 
-    def __init__(self, graph: fx.Graph, create: Create | None = None) -> None:
-        self._anchor = next(node for node in graph.nodes if node.op != "placeholder")
-        self._tracer = _SizeTracer(graph, self._anchor, create or _write(graph))
+    def __init__(self, graph: fx.Graph, create: Create | None = None, *, of_tensors: bool = True) -> None:
+        self._graph = graph
+        self._front: list[fx.Node] = []
+        self._tracer = _SizeTracer(self, graph, create or _write(graph))
         self._symbols: dict[sympy.Symbol, fx.Node | tuple[fx.Node, int]] = {}
         self._nodes: dict[sympy.Expr, fx.Node] = {}
-        for node in graph.find_nodes(op="placeholder"):
-            value = node.meta.get("val")
+        inputs = [(node, node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
+        for node, value in inputs:
             if isinstance(value, torch.SymInt):
                 self._symbols.setdefault(value.node.expr, node)  # two symbols may have turned out to be one length
-            elif isinstance(value, torch.Tensor):
+        for node, value in inputs:
+            if isinstance(value, torch.Tensor) and of_tensors:
                 for dim, size in enumerate(value.shape):
                     if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
                         self._symbols.setdefault(size.node.expr, (node, dim))
+
+    @property
+    def anchor(self) -> fx.Node:
+        """The node in front of which sizes are written: behind those that stand in front, before all others."""
+        while self._front and not _is_there(self._front[-1]):
+            self._front.pop()
+        if self._front:
+            return self._front[-1].next
+        return next(node for node in self._graph.nodes if node.op != "placeholder")
+
+    def stand_in_front(self, node: fx.Node) -> fx.Node:
+        """From here on sizes are written behind `node`, which was written in front of `anchor`; the node."""
+        self._front.append(node)
+        return node
+
+    def stand_first(self, node: fx.Node) -> fx.Node:
+        """From here on sizes are written behind `node`, which was written in front of all others; the node."""
+        self._front.insert(0, node)
+        return node
 
     def can_express(self, size: Size) -> bool:
         return isinstance(size, int) or size.node.expr.free_symbols <= self._symbols.keys()
@@ -118,7 +149,7 @@ class SizeNodes:
         if isinstance(size, int) or size.node.expr.is_Integer:
             return int(size)
         expr = size.node.expr
-        if expr not in self._nodes:
+        if expr not in self._nodes or not _is_there(self._nodes[expr]):
             env = {symbol: fx.Proxy(self._symbol(symbol), self._tracer) for symbol in expr.free_symbols}
             node = sympy_interp(PythonReferenceAnalysis, env, expr).node
             node.meta["val"] = size
@@ -127,22 +158,28 @@ class SizeNodes:
 
     def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
         found = self._symbols[symbol]
-        if isinstance(found, tuple):
-            tensor, dim = found
-            found = self._tracer.create_node("call_function", torch.ops.aten.sym_size.int, (tensor, dim), {})
-            self._symbols[symbol] = found
-        return found
+        if isinstance(found, fx.Node):
+            return found
+        if symbol not in self._nodes or not _is_there(self._nodes[symbol]):
+            read = self._tracer.create_node("call_function", torch.ops.aten.sym_size.int, found, {})
+            self._nodes[symbol] = read
+        return self._nodes[symbol]
+
+
+def _is_there(node: fx.Node) -> bool:
+    """Whether a node that was written is still in its graph: what a transaction takes back, or erases, is not."""
+    return node.next.prev is node and bool(node.args)
 
 
 class _SizeTracer(GraphAppendingTracer):
     """Puts what Python arithmetic on proxies makes before the anchor."""
 
-    def __init__(self, graph: fx.Graph, anchor: fx.Node, create: Create) -> None:
+    def __init__(self, sizes: SizeNodes, graph: fx.Graph, create: Create) -> None:
         super().__init__(graph)
-        self._anchor, self._create = anchor, create
+        self._sizes, self._create = sizes, create
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
-        node = self._create(target, args, self._anchor)
+        node = self._sizes.stand_in_front(self._create(target, args, self._sizes.anchor))
         node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
         return node
 

@@ -6,6 +6,7 @@ tests are those of tests.py; what is written out here is only what would cost a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -52,6 +53,17 @@ def follow(table: Mapping[Any, Callable[..., None]], outcomes: Iterable[Any], *a
         then = table.get(outcome)
         if then is not None:
             then(*arguments)
+
+
+def _is_plainly(frozen: Any, value: str) -> str:
+    """Code that is true only of that literal itself: most are one number, and need not be frozen to be compared."""
+    kind, literal = frozen
+    if literal is None:
+        return f"{value} is None"
+    if kind is float:
+        number = float(literal)
+        return f"type({value}) is float and {value} == {literal}" if math.isfinite(number) and number else "False"
+    return f"type({value}) is {kind.__name__} and {value} == {literal!r}" if kind in (int, bool, str) else "False"
 
 
 class _Writer:
@@ -133,7 +145,8 @@ class _Writer:
                 self._follow(outcomes, targets, known, depth)
             else:
                 test, tree = targets[0]
-                self._line(depth, f"if {self._constant(test.value)} in {outcomes}:")
+                frozen = self._constant(test.value)
+                self._line(depth, f"if {_is_plainly(test.value, value)} or {frozen} in {outcomes}:")
                 self._tree(tree, known, depth + 1)
         else:
             for test, tree in targets:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,14 +52,16 @@ def failed(test: Test, candidate: Candidate, passed: int, node: fx.Node) -> Fail
     return Failure(passed, REASONS[test.kind], test_text(test), found_text(test, candidate), node, instead)
 
 
-def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int = 0) -> Iterator[Match | Failure]:
+def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int = 0) -> Iterable[Match | Failure]:
     """The matches of one variant below a candidate that passed the tests of output 0, and what failed on the way."""
     if variant.siblings is not None:
-        yield _family(pattern, variant, variant.siblings, candidate, passed)
-        return
+        return (_family(pattern, variant, variant.siblings, candidate, passed),)
     if len(variant.stages) == 1:
-        yield _match(pattern, variant, candidate, passed)
-        return
+        return (_match(pattern, variant, candidate, passed),)
+    return _with_outputs(pattern, variant, candidate, passed)
+
+
+def _with_outputs(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int) -> Iterator[Match | Failure]:
     for chosen in _choose_outputs(variant, candidate, 1, passed):
         if isinstance(chosen, Failure):
             yield chosen
@@ -104,15 +106,13 @@ def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
 
 
 def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int) -> Match | Failure:
-    value = candidate.value
-    outputs: tuple[fx.Node, ...] = tuple(value(Path.root(index)) for index in range(len(variant.stages)))
-    nodes: dict[fx.Node, None] = dict.fromkeys(outputs)
-    for path in variant.inner:
-        nodes[value(path)] = None
+    values = candidate.known(variant.paths)
+    outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
+    inner: list[fx.Node] = [values[path] for path in variant.inner]
+    nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *inner))
     kept: set[fx.Node] = set()
-    for path in variant.inner:
-        node: fx.Node = value(path)
-        if node in outputs:
+    for path, node in zip(variant.inner, inner, strict=True):
+        if node.users.keys() <= nodes.keys() or node in outputs:
             continue
         for user in node.users:
             if user not in nodes:
@@ -121,7 +121,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
                     found = f"%{user.name} uses %{node.name}"
                     return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
                 kept.add(node)
-    captures = {name: None if path is None else value(path) for name, path in variant.captures.items()}
+    captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
         if any(captures[name] is None and name not in variant.literals for name in constraint.names):

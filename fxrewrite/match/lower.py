@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
@@ -58,6 +58,8 @@ class Variant:
         literals: captures for which None is a value like any other.
         siblings: for a pattern of siblings, the way from what they share up to one of them.
         least: how many siblings there must be.
+        outputs: paths of the outputs.
+        paths: all paths whose values make the match.
     """
 
     stages: tuple[tuple[Test, ...], ...]
@@ -68,6 +70,14 @@ class Variant:
     literals: frozenset[str] = frozenset()
     siblings: Link | None = None
     least: int = 0
+    outputs: tuple[Path, ...] = field(init=False)
+    paths: frozenset[Path] = field(init=False)
+
+    def __post_init__(self) -> None:
+        outputs = tuple(Path.root(index) for index in range(len(self.stages)))
+        captured = [path for path in self.captures.values() if path is not None]
+        object.__setattr__(self, "outputs", outputs)
+        object.__setattr__(self, "paths", frozenset([*outputs, *self.inner, *captured]))
 
     @property
     def root_key(self) -> str:

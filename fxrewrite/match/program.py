@@ -14,6 +14,7 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.edit import Edit
 from fxrewrite.match.compile import Leaf, Tree, compile_tree
 from fxrewrite.match.finish import complete
 from fxrewrite.match.lower import Variant, lower
@@ -47,18 +48,22 @@ class Program(Generic[Owner]):
                 tree.insert(variant.stages[0][1:], (rank, index))  # the operator of the root chose the tree
         self._runs = {key: compile_tree(tree, _ROOT) for key, tree in trees.items()}
 
+    def candidates(self, edit: Edit) -> list[fx.Node]:
+        """The nodes that `roots` has to look at, in graph order: calls of functions that some pattern begins with."""
+        runs, found = self._runs.keys(), list[fx.Node]()
+        for op, target, nodes in edit.calls():
+            if op != "call_function" or not runs.isdisjoint(ops.possible_keys(target)):
+                found += nodes
+        found.sort()
+        return found
+
     def roots(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
         """The nodes at which some pattern can have its first output, with their operators."""
         runs = self._runs
-        hopeless: set[int] = set()  # ids of targets none of whose calls can be a root; overloads hash slowly
         for node in nodes:
-            if id(node.target) in hopeless or node.op in ("placeholder", "get_attr", "output"):
-                continue
             key = ops.key(node)
             if key in runs:
                 yield node, key
-            elif node.op == "call_function" and runs.keys().isdisjoint(ops.possible_keys(node.target)):
-                hopeless.add(id(node.target))
 
     def find(self, node: fx.Node, key: str) -> Iterator[tuple[Owner, Match]]:
         """The matches whose first output is this node with this operator, by priority of their owners."""
@@ -70,7 +75,7 @@ class Program(Generic[Owner]):
         for (rank, index), values in leaves if len(leaves) < 2 else sorted(leaves, key=itemgetter(0)):
             owner, pattern, variants = self._owners[rank]
             try:
-                results = list(complete(pattern, variants[index], Candidate(values)))
+                results = tuple(complete(pattern, variants[index], Candidate(values)))
             except FxRewriteError as error:
                 raise FxRewriteError(f"{getattr(owner, 'id', owner)}: {error}; the graph is as before") from error
             for result in results:

@@ -34,8 +34,8 @@ class NodeProxy(fx.Proxy):
     ) -> NodeProxy:
         """FX's own looks for the tracer by mapping over all arguments, twice; this is the hot path of rewriting."""
         args, kwargs = args or (), kwargs or {}
-        replacer = next(a.tracer for a in _flat((*args, *kwargs.values())) if isinstance(a, NodeProxy))
-        return replacer.call(orig_method.__name__ if _is_method(orig_method) else orig_method, args, kwargs)
+        first = args[0] if args and isinstance(args[0], NodeProxy) else _first((*args, *kwargs.values()))
+        return first.tracer.call(orig_method.__name__ if _is_method(orig_method) else orig_method, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Fields of a named tuple, as `torch.topk` gives one, and transposed views; methods are FX's business."""
@@ -89,6 +89,10 @@ def _describe(tensor: torch.Tensor) -> str:
 @functools.cache
 def _is_method(function: Any) -> bool:
     return torch.overrides.is_tensor_method_or_property(function)
+
+
+def _first(items: Iterable[Any]) -> NodeProxy:
+    return next(item for item in _flat(items) if isinstance(item, NodeProxy))
 
 
 def _flat(items: Iterable[Any]) -> Iterator[Any]:
@@ -202,7 +206,9 @@ class Replacer(TracerBase):
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeProxy:
         """A new node that calls `target`; in a graph of ATen overloads, calls of torch functions become overloads."""
-        args, kwargs = self.unwrap(tuple(args)), self.unwrap(dict(kwargs))
+        unwrap = self.unwrap
+        args = tuple([unwrap(item) for item in args])
+        kwargs = {name: unwrap(item) for name, item in kwargs.items()} if kwargs else {}
         is_packet = isinstance(target, torch._ops.OpOverloadPacket)
         if is_packet or (self._is_aten and not isinstance(target, torch._ops.OpOverload)):
             return self.proxy(ops.emit_aten(target, args, kwargs, self._create))

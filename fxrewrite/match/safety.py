@@ -5,15 +5,15 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.errors import Reason, refuse
+from fxrewrite.graph.edit import Edit
 from fxrewrite.match.match import Match
 
 __all__ = [
@@ -34,22 +34,17 @@ class Effects:
 
     __slots__ = ("_erased", "draws", "writers")
 
-    def __init__(self, nodes: Iterable[fx.Node], erased: AbstractSet[fx.Node]) -> None:
-        self._erased = erased
+    def __init__(self, edit: Edit) -> None:
+        self._erased = edit.erased
         self.writers: list[fx.Node] = []
         self.draws: list[fx.Node] = []
-        inert: set[int] = set()  # ids of targets, which hash faster than overloads
-        unless_out: set[int] = set()  # they write only to what they are given as out=, which an overload says itself
-        for node in nodes:
-            target = node.target
-            if id(target) in inert or (id(target) in unless_out and "out" not in node.kwargs):
-                continue
-            op = node.op
-            if op in ("placeholder", "get_attr", "output"):
-                continue
-            if op == "call_function" and not ops.may_have_effects(target):
-                (inert if isinstance(target, torch._ops.OpOverload) else unless_out).add(id(target))
-            self._note(node)
+        for op, target, nodes in edit.calls():
+            if op == "call_module" or ops.may_have_effects(target):
+                self._note(nodes)
+            elif ops.may_take_out(target):
+                self._note([node for node in nodes if "out" in node.kwargs])
+        self.writers.sort()
+        self.draws.sort()
 
     def add(self, nodes: Iterable[fx.Node], draws: Iterable[fx.Node]) -> None:
         """Take in new nodes, and those of them that draw."""
@@ -59,11 +54,12 @@ class Effects:
         for node in draws:
             bisect.insort(self.draws, node)
 
-    def _note(self, node: fx.Node) -> None:
-        if _writes(node):
-            self.writers.append(node)
-        if ops.may_draw(node.target) and ops.is_random(node):
-            self.draws.append(node)
+    def _note(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            if _writes(node):
+                self.writers.append(node)
+            if ops.may_draw(node.target) and ops.is_random(node):
+                self.draws.append(node)
 
     def between(self, nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         """Those of `nodes` (writers or draws) that stand strictly between two nodes."""
@@ -231,10 +227,18 @@ def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
     if ops.is_barrier(writer):
         return True
     written = {origin for node in ops.mutated(writer) for origin in ops.memory_origins(node)}
-    outside = ("placeholder", "get_attr")
-    return bool(written & memory) or (
-        any(node.op in outside for node in written) and any(node.op in outside for node in memory)
-    )
+    pairs = product(_from_outside(written), _from_outside(memory))
+    return bool(written & memory) or any(_may_be_one_memory(a, b) for a, b in pairs)
+
+
+def _from_outside(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if node.op in ("placeholder", "get_attr")]
+
+
+def _may_be_one_memory(a: fx.Node, b: fx.Node) -> bool:
+    """Whether two inputs may be views of each other: nobody passes one memory as two dtypes."""
+    first, second = (getattr(node.meta.get("val"), "dtype", None) for node in (a, b))
+    return first is None or second is None or first == second
 
 
 def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:

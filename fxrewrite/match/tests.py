@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +127,13 @@ class Candidate:
         """A candidate in which a further output of the pattern is this node."""
         return Candidate({**self.values, Path.root(output): node})
 
+    def known(self, paths: AbstractSet[Path]) -> dict[Path, Any]:
+        """Values by path, these among them."""
+        if not paths <= self.values.keys():
+            for path in paths:
+                self.value(path)
+        return self.values
+
     def value(self, path: Path) -> Any:
         """The value at the path, or ABSENT."""
         try:
@@ -230,26 +238,31 @@ class Arguments:
     What that means for a way of writing the call is worked out once.
     """
 
-    __slots__ = ("_known", "_pair", "mentioned")
+    __slots__ = ("_known", "_pair", "_spelled", "mentioned")
 
     def __init__(self, mentioned: tuple[str, ...]) -> None:
         self.mentioned = mentioned
         self._known: dict[ops.Layout, _Reading | None] = {}
+        self._spelled: dict[tuple[Any, ...], _Reading] = {}
         self._pair = (
             (mentioned.index("self"), mentioned.index("other")) if set(mentioned) == {"self", "other"} else None
         )
 
     def read(self, node: fx.Node) -> Sequence[Any] | None:
         """The mentioned arguments in order, or None; of two operands that commute, the number stands second."""
-        layout = layout_of(node)
-        if layout is None:
-            return None
-        try:
-            reading = self._known[layout]
-        except KeyError:
-            reading = self._known[layout] = self._work_out(layout, node)
+        spelling = ops.spelling(node)
+        reading = self._spelled.get(spelling)
         if reading is None:
-            return None
+            layout = layout_of(node)
+            if layout is None:
+                return None
+            if layout not in self._known:
+                self._known[layout] = self._work_out(layout, node)
+            reading = self._known[layout]
+            if reading is None:
+                return None
+            if ops.is_settled(spelling):
+                self._spelled[spelling] = reading
         found = reading.read(node)
         if found is not None and reading.commutes:
             first, second = self._pair or (0, 0)

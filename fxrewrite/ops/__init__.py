@@ -1,7 +1,17 @@
 """What an operator is: canonical key, argument binding, effects, commutation. The leaf that all others trust."""
 
 from fxrewrite.ops.aten import emit_aten
-from fxrewrite.ops.binding import BindingError, Layout, bind, bind_call, layout_of, overload_of
+from fxrewrite.ops.binding import (
+    BindingError,
+    Layout,
+    bind,
+    bind_call,
+    is_settled,
+    layout_of,
+    overload_of,
+    spelling,
+)
+from fxrewrite.ops.communicating import bodies_of_communicating, communicates
 from fxrewrite.ops.effects import (
     declare_pure,
     exchangeable,
@@ -14,11 +24,13 @@ from fxrewrite.ops.effects import (
     may_be_random,
     may_draw,
     may_have_effects,
+    may_take_out,
     may_write,
     memory_origins,
     mutated,
     mutates,
     sets_mode,
+    updates_statistics,
 )
 from fxrewrite.ops.keys import call_key, key, possible_keys
 from fxrewrite.ops.value import MISSING, fake_value, is_parameter, is_scalar, value, value_key
@@ -29,7 +41,9 @@ __all__ = [
     "Layout",
     "bind",
     "bind_call",
+    "bodies_of_communicating",
     "call_key",
+    "communicates",
     "declare_pure",
     "emit_aten",
     "exchangeable",
@@ -41,12 +55,14 @@ __all__ = [
     "is_pure",
     "is_random",
     "is_scalar",
+    "is_settled",
     "is_view",
     "key",
     "layout_of",
     "may_be_random",
     "may_draw",
     "may_have_effects",
+    "may_take_out",
     "may_write",
     "memory_origins",
     "mutated",
@@ -54,6 +70,8 @@ __all__ = [
     "overload_of",
     "possible_keys",
     "sets_mode",
+    "spelling",
+    "updates_statistics",
     "value",
     "value_key",
 ]

@@ -41,22 +41,22 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
         overload = overload_of(target, args, kwargs)
     except BindingError:
         return emit(target, args, kwargs)
-    has_tensor = any(isinstance(a, fx.Node) and not _is_number(a) for a in _leaves((args, kwargs)))
-    if overload is None or not (has_tensor or isinstance(target, torch._ops.OpOverloadPacket)):
+    if overload is None or not (_has_tensor(args, kwargs) or isinstance(target, torch._ops.OpOverloadPacket)):
         return emit(target, args, kwargs)
-    bound = layout.bind(args, kwargs)
-    left = bound.get("self")
-    if (
-        key(target) in ("aten::add", "aten::mul", "aten::sub", "aten::div")
-        and _is_number(left)
-        and "rounding_mode" not in bound
-    ):
-        return _emit_reflected(key(target), left, bound["other"], emit)
-    overload = _TENSOR_OVERLOADS.get(overload, overload)
+    operator_key = key(target)
+    if operator_key in ("aten::add", "aten::mul", "aten::sub", "aten::div"):
+        bound = layout.bind(args, kwargs)
+        if _is_number(bound.get("self")) and "rounding_mode" not in bound:
+            return _emit_reflected(operator_key, bound["self"], bound["other"], emit)
+        overload = _TENSOR_OVERLOADS.get(overload, overload)
     places = _PLACES.get((layout, id(overload)))
     if places is None:
         places = _PLACES[layout, id(overload)] = _places(layout, overload)
     positional, by_keyword = places
+    as_written = len(args) == len(positional) and set(kwargs) == set(by_keyword)
+    if as_written and layout.is_plain and (positional, by_keyword) == layout.written:
+        return emit(overload, args, kwargs)
+    bound = layout.bind(args, kwargs)
     return emit(overload, tuple(bound[name] for name in positional), {name: bound[name] for name in by_keyword})
 
 
@@ -119,6 +119,12 @@ def _is_basic(index: Any) -> bool:
         (isinstance(i, plain) and not isinstance(i, bool)) or (isinstance(i, fx.Node) and _is_number(i)) for i in items
     )
     return basic and any(i is not ... and i != slice(None) for i in items)
+
+
+def _has_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if args and isinstance(args[0], fx.Node) and not _is_number(args[0]):
+        return True
+    return any(isinstance(a, fx.Node) and not _is_number(a) for a in _leaves((args, kwargs)))
 
 
 def _is_number(item: Any) -> bool:

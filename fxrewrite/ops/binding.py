@@ -16,7 +16,7 @@ from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, schema_of
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper
 from fxrewrite.ops.value import value
 
-__all__ = ["BindingError", "Layout", "bind", "bind_call", "layout_of", "overload_of"]
+__all__ = ["BindingError", "Layout", "bind", "bind_call", "is_settled", "layout_of", "overload_of", "spelling"]
 
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
@@ -45,6 +45,8 @@ class Layout:
         positions: (name, index in args) of what is passed by position.
         keywords: (name, keyword) of what is passed by keyword.
         plain: (position by name) for what is passed by position and needs no conversion.
+        written: the given names as they are written: by position, and by keyword, the keywords being the names.
+        is_plain: whether nothing that is given needs a conversion.
         rest: name and first index of a list that is spread over the positional arguments.
         convert: name -> function of the Python value, for wrappers.
     """
@@ -63,10 +65,15 @@ class Layout:
     rest: tuple[str, int] | None = None
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     plain: dict[str, int] = field(init=False)
+    written: tuple[tuple[str, ...], tuple[str, ...]] = field(init=False)
+    is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         converted = {*self.listed, *self.floats, *self.convert}
+        keywords = tuple(keyword for _, keyword in self.keywords)
         object.__setattr__(self, "plain", {name: i for name, i in self.positions if name not in converted})
+        object.__setattr__(self, "written", (tuple(name for name, _ in self.positions), keywords))
+        object.__setattr__(self, "is_plain", not converted and self.rest is None)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The values by schema name, in schema order, defaults filled in."""
@@ -123,7 +130,7 @@ def bind_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 def layout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
     """The layout of one call, cached per (target, argument count, keyword names) unless argument kinds decide."""
     name = target if type(target) is str else id(target)  # as in ByTarget: an overload hashes slowly
-    spelling = (name, len(args), tuple(kwargs)) if kwargs else (name, len(args))
+    spelling = (name, len(args), *kwargs) if kwargs else (name, len(args))
     found = _LAYOUTS.get(spelling, _LAYOUTS)
     if found is _LAYOUTS:
         _TARGETS[name] = target
@@ -134,6 +141,18 @@ def layout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         if found is None:
             found = _BY_KINDS[kinds] = _choose(target, args, kwargs)
     return found  # pyright: ignore[reportReturnType]
+
+
+def spelling(node: fx.Node) -> tuple[Any, ...]:
+    """The way in which a call is written: its target, told apart by identity, argument count and keyword names."""
+    target, kwargs = node.target, node.kwargs
+    name = target if type(target) is str else id(target)
+    return (name, len(node.args), *kwargs) if kwargs else (name, len(node.args))
+
+
+def is_settled(spelling: tuple[Any, ...]) -> bool:
+    """Whether all calls that are written so have one layout, and some such call was bound already."""
+    return _LAYOUTS.get(spelling) is not None
 
 
 def _kind(argument: Any) -> Any:

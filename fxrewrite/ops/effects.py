@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[reportPrivateUsage]
 
 from fxrewrite.ops import keys
-from fxrewrite.ops.binding import BindingError, bind, layout_of
+from fxrewrite.ops.binding import BindingError, Layout, bind, layout_of
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
 
@@ -30,11 +30,13 @@ __all__ = [
     "may_be_random",
     "may_draw",
     "may_have_effects",
+    "may_take_out",
     "may_write",
     "memory_origins",
     "mutated",
     "mutates",
     "sets_mode",
+    "updates_statistics",
 ]
 
 _PURE: set[Any] = set()
@@ -180,7 +182,7 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
         return tuple(n for name in written if name in bound for n in _nodes_in(bound[name]))
     if keys.key(node).endswith("_") and not keys.key(node).endswith("__"):  # a wrapper called with inplace=True
         return _nodes_in(node.args[0] if node.args else next(iter(node.kwargs.values())))
-    if _updates_statistics(node):
+    if updates_statistics(node):
         bound = bind(node)
         return _nodes_in(bound.get("running_mean")) + _nodes_in(bound.get("running_var"))
     return ()
@@ -222,7 +224,7 @@ def _parameters(target: Any) -> tuple[str, ...]:
         return ()
 
 
-def _updates_statistics(node: fx.Node) -> bool:
+def updates_statistics(node: fx.Node) -> bool:
     """Batch and instance norm write their running statistics while training."""
     if keys.key(node) not in _STATISTICS:
         return False
@@ -251,16 +253,29 @@ def is_barrier(node: fx.Node) -> bool:
 
 def _body_writes(node: fx.Node) -> bool:
     """Whether a body of a higher-order operator writes; torch.export puts every no_grad region into one."""
+    bodies = _bodies(node)
+    return bodies is None or any(mutates(inner) for body in bodies for inner in body.graph.nodes)
+
+
+def _body_draws(node: fx.Node) -> bool:
+    """Whether a body of a higher-order operator draws random numbers, or nobody can say."""
+    bodies = _bodies(node) if keys.key(node) in _FUNCTIONAL_BODIES else None
+    return not bodies or any(is_random(inner) for body in bodies for inner in body.graph.nodes)
+
+
+def _bodies(node: fx.Node) -> list[fx.GraphModule] | None:
+    """The bodies that a node reads; None in a graph without a module, which does not hold them."""
+    attributes = [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
     owner = node.graph.owning_module
-    for argument in node.all_input_nodes:
-        if argument.op == "get_attr":
-            if owner is None:
-                return True
-            parent, _, name = str(argument.target).rpartition(".")
-            body = getattr(owner.get_submodule(parent), name)
-            if isinstance(body, fx.GraphModule) and any(mutates(inner) for inner in body.graph.nodes):
-                return True
-    return False
+    found: list[fx.GraphModule] = []
+    if owner is None:
+        return None if attributes else found
+    for attribute in attributes:
+        parent, _, name = str(attribute.target).rpartition(".")
+        body = getattr(owner.get_submodule(parent), name)
+        if isinstance(body, fx.GraphModule):
+            found.append(body)
+    return found
 
 
 def sets_mode(node: fx.Node) -> bool:
@@ -273,9 +288,11 @@ def is_random(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     overload = _overload(node)
-    if overload is None:  # nobody looked into the body of a higher-order operator
-        return keys.key(node) in _OTHERS_RANDOM or isinstance(node.target, torch._ops.HigherOrderOperator)
-    return _static(overload)[1] and not _is_idle(bind(node))
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _body_draws(node)
+    if overload is None:
+        return keys.key(node) in _OTHERS_RANDOM
+    return _static(overload)[1] and not _is_idle(node)
 
 
 @functools.cache
@@ -293,6 +310,11 @@ def may_be_random(operator_key: str) -> bool:
 def may_have_effects(target: Any) -> bool:
     """False when no call of the target mutates, draws or is a barrier, but for one with `out=`."""
     return may_write(target) or may_draw(target)
+
+
+def may_take_out(target: Any) -> bool:
+    """False when no call of the target writes to a keyword `out=`, or its schema says so, as overloads' do."""
+    return isinstance(target, str) or not (isinstance(target, torch._ops.OpOverload) or target in OPERATORS)
 
 
 def may_write(target: Any) -> bool:
@@ -335,8 +357,22 @@ def _possible_effects(target: Any) -> tuple[bool, bool]:
     return inplace or any(writes for writes, _ in effects), any(draws for _, draws in effects)
 
 
-def _is_idle(bound: dict[str, Any]) -> bool:
-    """True when the arguments switch the randomness off."""
+def _is_idle(node: fx.Node) -> bool:
+    """True when the arguments switch the randomness off; where the call gives none that could, its defaults say so."""
+    layout = layout_of(node.target, node.args, node.kwargs)
+    if not _SWITCHES.isdisjoint(layout.given):
+        return _switch_off(layout.bind(node.args, node.kwargs))
+    found = _IDLE.get(layout)
+    if found is None:
+        found = _IDLE[layout] = _switch_off(layout.bind(node.args, node.kwargs))
+    return found
+
+
+_SWITCHES = frozenset({"train", "training", "dropout_p", "p"})
+_IDLE: dict[Layout, bool] = {}
+
+
+def _switch_off(bound: dict[str, Any]) -> bool:
     if bound.get("train", True) is False or bound.get("training", True) is False:
         return True
     probability = bound.get("dropout_p", bound.get("p") if "train" in bound or "training" in bound else None)
@@ -352,6 +388,8 @@ def is_view(node: fx.Node) -> bool:
     overload = _overload(node)
     if overload is None:
         return node.target not in _PURE
+    if keys.key(node) in _STATISTICS:
+        return False  # a new value, whatever is written beside it
     return _static(overload)[2] or bool(mutated(node))
 
 

@@ -4,6 +4,8 @@ from fxrewrite.graph.sizes import (
     Size,
     divide_exactly,
     is_broadcast,
+    is_divided_by,
+    is_read_from_data,
     is_same_size,
     product,
     require_divisible,
@@ -11,18 +13,25 @@ from fxrewrite.graph.sizes import (
 )
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.context import SpmdContext, size_proxy
+from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
 from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape
+from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
 from fxrewrite.spmd.localize import LocalizeShapes, global_shape
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
-from fxrewrite.spmd.propagate import PropagateLayouts, layout_of, redistribute
-from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
-from fxrewrite.spmd.trial import LayoutTrial, try_layouts
+from fxrewrite.spmd.padding import EntryNodes
+from fxrewrite.spmd.propagate import PropagateLayouts, layout_of, redistribute, without_padding
+from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
+from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
+from fxrewrite.spmd.table import layout_table, with_table
+from fxrewrite.spmd.trial import LayoutTrial, free_dims, try_layout, try_layouts
 
 __all__ = [
     "COLLECTIVES",
     "Axis",
     "Call",
+    "Comparison",
+    "Discovery",
+    "EntryNodes",
     "IndexMap",
     "IndexPart",
     "Layout",
@@ -30,29 +39,43 @@ __all__ = [
     "LayoutRules",
     "LayoutTrial",
     "LocalizeShapes",
+    "Neutral",
     "Partial",
     "PropagateLayouts",
     "Replicated",
+    "SampleError",
     "Shard",
     "Size",
     "SpmdContext",
+    "TensorSpec",
     "Terms",
     "agree",
     "axis_of",
     "axis_rank",
+    "compare",
+    "discover",
     "divide_exactly",
+    "free_dims",
     "global_shape",
     "is_broadcast",
+    "is_divided_by",
+    "is_read_from_data",
     "is_same_layout",
     "is_same_size",
     "layout_of",
+    "layout_table",
     "local_shape",
+    "num_entries",
     "parse",
+    "parse_call",
     "product",
     "redistribute",
     "require_divisible",
     "size_hint",
     "size_proxy",
+    "try_layout",
     "try_layouts",
     "view_map",
+    "with_table",
+    "without_padding",
 ]

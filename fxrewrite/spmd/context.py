@@ -14,6 +14,7 @@ from fxrewrite.graph.sizes import Size, SizeNodes
 from fxrewrite.match import Match
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.layout import Axis, Layout, Replicated
+from fxrewrite.spmd.padding import EntryNodes
 
 __all__ = ["SpmdContext", "size_proxy"]
 
@@ -31,8 +32,9 @@ class SpmdContext:
     """Refuse an operator without a layout rule instead of gathering its operands."""
     output_layout: Callable[[fx.Node, Layout], Layout] = _whole
     """How an output of the graph that lies as the given layout is returned."""
-    _sizes: SizeNodes | None = field(default=None, init=False)
+    _sizes: dict[fx.Graph, SizeNodes] = field(default_factory=dict[fx.Graph, SizeNodes], init=False)
     _rank: fx.Node | None = field(default=None, init=False)
+    _entries: EntryNodes | None = field(default=None, init=False)
 
     @staticmethod
     def required(context: Any, by: str) -> SpmdContext:
@@ -48,19 +50,30 @@ class SpmdContext:
         return context
 
     def size_nodes(self, edit: Edit) -> SizeNodes:
-        """Writes sizes as nodes in front of the graph, each once."""
-        if self._sizes is None:
-            self._sizes = SizeNodes(edit.graph, lambda op, args, before: edit.call(op, args, before=before, val=None))
-        return self._sizes
+        """Writes sizes as nodes in front of the graph, each once; in a body from its integer inputs alone."""
+        if edit.graph not in self._sizes:
+            self._sizes[edit.graph] = SizeNodes(
+                edit.graph,
+                lambda op, args, before: edit.call(op, args, before=before, val=None),
+                of_tensors=not edit.path,  # the tensors that a body is given may be chunks
+            )
+        return self._sizes[edit.graph]
 
     def rank_node(self, edit: Edit) -> fx.Node:
         """The node that holds this rank's position on the axis."""
         if self._rank is None:
+            sizes = self.size_nodes(edit)
             first = next(node for node in edit.graph.nodes if node.op != "placeholder")
             # its value is 0 for shape computations only: shapes are equal on all ranks, and so is the graph's text
-            self._rank = edit.call(axis_rank, (self.axis.group,), before=first, val=0)
+            self._rank = sizes.stand_first(edit.call(axis_rank, (self.axis.group,), before=first, val=0))
             edit.set_meta(self._rank, "axis", self.axis.name)
         return self._rank
+
+    def entry_nodes(self, edit: Edit) -> EntryNodes:
+        """Writes nodes over the entries of chunks that are padded."""
+        if self._entries is None:
+            self._entries = EntryNodes(edit, self.size_nodes(edit), self.rank_node(edit), self.axis.size)
+        return self._entries
 
 
 def size_proxy(match: Match, size: Size) -> Any:

@@ -20,7 +20,7 @@ from fxrewrite.spmd.layout import Axis
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "global_ranks", "store_of"]
+__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "global_ranks", "is_fake", "store_of"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -54,6 +54,11 @@ def _name(group: str) -> GroupName:
 def global_ranks(axis: Axis) -> list[int]:
     """The ranks of the default process group that make up the axis, in the order of their positions on it."""
     return dist.get_process_group_ranks(_resolve_process_group(_name(axis.group)))
+
+
+def is_fake(axis: Axis) -> bool:
+    """Whether this rank runs alone, over torch's fake process group."""
+    return dist.get_backend(_resolve_process_group(_name(axis.group))) == "fake"
 
 
 def store_of(axis: Axis) -> dist.Store:

@@ -6,18 +6,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import Size, is_same_size
 
-__all__ = ["Axis", "Layout", "Partial", "Replicated", "Shard", "is_same_layout", "local_shape"]
+__all__ = [
+    "Axis",
+    "Layout",
+    "Partial",
+    "Replicated",
+    "Shard",
+    "check_num_ranks",
+    "is_same_layout",
+    "local_shape",
+    "num_entries",
+]
+
+
+def check_num_ranks(value: object) -> None:
+    """Raise FxRewriteError where `value` is no number of ranks: an int, 1 or more."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise FxRewriteError(f"{value!r} is no number of ranks; pass an int, 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A mesh axis: its name, how many ranks it has, and the process group that joins them (none in a dry run)."""
+    """A mesh axis: its name, how many ranks it has, and the process group that joins them (none in a dry run).
+
+    Raises:
+        FxRewriteError: the size is no int, or less than 1.
+    """
 
     name: str
     size: int
     group: str = ""
+
+    def __post_init__(self) -> None:
+        check_num_ranks(self.size)
 
     def __str__(self) -> str:
         return f"{self.name}={self.size}"
@@ -37,14 +61,21 @@ class Shard:
 
     The dimension reads as `outer x (P chunks)`: of each of its `outer` runs a rank holds one contiguous chunk. A
     flattened batch of sequences `[B * S]` that is sharded on the sequence is `Shard(0, outer=B)`.
+
+    Where `uneven`, P need not divide the number of entries S of a run. Chunks then have `ceil(S / P)` entries, each of
+    `inner` elements, and what lies beyond S, at the end of the last chunks, is padding: entries as finite as real
+    ones, which no real entry depends on. So `[B * S * K]` may be `Shard(0, outer=B, inner=K, uneven=True)`.
     """
 
     dim: int
     outer: Size = 1
+    inner: Size = 1
+    uneven: bool = False
 
     def __str__(self) -> str:
-        runs = "" if isinstance(self.outer, int) and self.outer == 1 else f", outer={self.outer}"
-        return f"S({self.dim}{runs})"
+        counts = {"outer": self.outer, "inner": self.inner}
+        runs = "".join(f", {name}={n}" for name, n in counts.items() if not (isinstance(n, int) and n == 1))
+        return f"S({self.dim}{runs}{', uneven' if self.uneven else ''})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +92,21 @@ Layout: TypeAlias = Replicated | Shard | Partial
 def is_same_layout(a: Layout, b: Layout) -> bool:
     """Whether both say the same, with symbolic run counts compared without a guard."""
     if isinstance(a, Shard) and isinstance(b, Shard):
-        return a.dim == b.dim and is_same_size(a.outer, b.outer)
+        is_same_run = is_same_size(a.outer, b.outer) and is_same_size(a.inner, b.inner)
+        return (a.dim, a.uneven) == (b.dim, b.uneven) and is_same_run
     return type(a) is type(b)
+
+
+def num_entries(shape: Sequence[Size], layout: Shard) -> Size:
+    """How many entries of a value of global `shape` are cut into chunks, in each run: S."""
+    size: Any = shape[layout.dim]  # torch's stubs let quotients of sizes be floats
+    return size // layout.outer // layout.inner
 
 
 def local_shape(shape: Sequence[Size], layout: Layout, num_ranks: int) -> list[Size]:
     """The shape that one rank holds of a value of global `shape`."""
     local = list(shape)
     if isinstance(layout, Shard):
-        outer: Any = layout.outer  # torch's stubs let quotients of sizes be floats
-        local[layout.dim] = outer * (local[layout.dim] // outer // num_ranks)
+        entries: Any = num_entries(shape, layout) + (num_ranks - 1 if layout.uneven else 0)
+        local[layout.dim] = layout.outer * (entries // num_ranks) * layout.inner
     return local

@@ -1,24 +1,26 @@
 """From global shapes to local ones: after it, every value's `val` is what one rank holds.
 
 A sharded value keeps the shape that it had before as `meta["global_shape"]`; arguments that state a result's shape
-(view, reshape, expand) state the local one.
+(view, reshape, expand) state the local one, and those that count runs of a dimension (groups) count the local ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxrewrite.errors import refuse
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.sizes import Size, SizeNodes
+from fxrewrite.graph.sizes import Size, SizeNodes, divide_exactly, is_same_size
 from fxrewrite.ops import bind, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.layout import Shard, local_shape
+from fxrewrite.spmd.layout import Partial, Shard, local_shape, num_entries
 from fxrewrite.spmd.rule import LayoutRules, tensor_of
 
 __all__ = ["LocalizeShapes", "global_shape"]
@@ -40,20 +42,32 @@ class LocalizeShapes:
         num_ranks = SpmdContext.required(context, self.name).axis.size
         values = _LocalValues(num_ranks)
         changed = 0
-        for node in edit.nodes():
+        for part, node in ((body, node) for body in edit.parts() for node in body.nodes()):
             layouts = node.meta.get("layout")
             if layouts is None:
                 continue
             value = node.meta.get("val")
             if isinstance(layouts, tuple) and isinstance(value, (list, tuple)):
                 local = [values.of(v, layout) for v, layout in zip(value, layouts, strict=True)]
-                edit.set_meta(node, "val", type(value)(local))
+                part.set_meta(node, "val", type(value)(local))
+            elif isinstance(layouts, Partial):
+                self._refuse_unwritten(node)
             elif isinstance(layouts, Shard):
-                changed += self._localize_shape_arg(edit, node, layouts, context.size_nodes(edit), num_ranks)
+                changed += self._localize_shape_arg(part, node, layouts, context.size_nodes(part), num_ranks)
+                changed += self._localize_run_args(part, node, layouts, context.size_nodes(part), num_ranks)
                 whole = tensor_of(node)
-                edit.set_meta(node, "global_shape", tuple(whole.shape))
-                edit.set_meta(node, "val", values.of(whole, layouts))
+                part.set_meta(node, "global_shape", tuple(whole.shape))
+                part.set_meta(node, "val", values.of(whole, layouts))
         return changed
+
+    def _refuse_unwritten(self, node: fx.Node) -> None:
+        rule = self.rules.get(key(node))
+        if rule is not None and rule.rewritten_by:
+            refuse(
+                f"{key(node)} over a sharded dimension counts a rank's entries alone",
+                node=node,
+                hint=f"run {rule.rewritten_by} between propagation and {self.name}",
+            )
 
     def _localize_shape_arg(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:
         rule = self.rules.get(key(node))
@@ -67,15 +81,36 @@ class LocalizeShapes:
         if not 0 <= at < len(stated) or stated[at] == -1:
             return 0
         stated[at] = sizes(local_shape(node.meta["val"].shape, layout, num_ranks)[layout.dim])
-        position = list(args).index(rule.shape_arg)
-        if position < len(node.args):
-            edit.set_args(node, (*node.args[:position], stated, *node.args[position + 1 :]))
-        else:
-            edit.set_args(node, node.args, {**node.kwargs, rule.shape_arg: stated})
+        _set_argument(edit, node, args, rule.shape_arg, stated)
         return 1
+
+    def _localize_run_args(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:
+        """Where ranks hold whole runs, they hold so many fewer; chunks within runs leave their number as it is."""
+        rule = self.rules.get(key(node))
+        changed = 0
+        for name, dim in rule.run_args if rule is not None else ():
+            args = bind(node)
+            if layout.uneven:
+                holds_runs = is_same_size(args[name], layout.outer * num_entries(tensor_of(node).shape, layout))
+            else:
+                holds_runs = divide_exactly(args[name], layout.outer * num_ranks) is not None
+            if dim % tensor_of(node).dim() == layout.dim and holds_runs:
+                runs = local_shape([args[name]], replace(layout, dim=0, inner=1), num_ranks)[0]
+                _set_argument(edit, node, args, name, sizes(runs))
+                changed += 1
+        return changed
 
     def text(self) -> str:
         return "values and stated shapes become local (S -> S/P)"
+
+
+def _set_argument(edit: Edit, node: fx.Node, args: dict[str, Any], name: str, value: Any) -> None:
+    """Give a call another value for one of its bound arguments."""
+    position = list(args).index(name)
+    if position < len(node.args):
+        edit.set_args(node, (*node.args[:position], value, *node.args[position + 1 :]))
+    else:
+        edit.set_args(node, node.args, {**node.kwargs, name: value})
 
 
 class _LocalValues:
@@ -88,7 +123,8 @@ class _LocalValues:
     def of(self, value: torch.Tensor, layout: object) -> torch.Tensor:
         if not isinstance(layout, Shard):
             return value
-        looks = (value.dtype, value.device, layout.dim, *map(_term, (layout.outer, *value.shape, *value.stride())))
+        counts = (layout.outer, layout.inner, *value.shape, *value.stride())
+        looks = (value.dtype, value.device, layout.dim, layout.uneven, *map(_term, counts))
         if looks not in self._made:
             size = local_shape(value.shape, layout, self._num_ranks)[layout.dim]
             shape_env = value.fake_mode.shape_env  # pyright: ignore[reportAttributeAccessIssue]

@@ -35,6 +35,10 @@ class IndexPart:
 
     index: str
     within: Size = 1
+    inner: Size = 1
+    """Elements of an entry, where chunks are padded to whole entries."""
+    uneven: bool = False
+    """Whether the ranks need not divide it: the last chunks are padded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +62,24 @@ class IndexMap:
                 return None
             size = self.sizes[index]
             if not is_same_size(within, size) and divide_exactly(within, size) is None:
-                return IndexPart(index, within) if divide_exactly(size, within) is not None else None
+                below = self._below(terms[layout.dim], index) if layout.uneven else 1
+                inner = divide_exactly(layout.inner, below)
+                if inner is None or divide_exactly(size, within) is None:
+                    return None
+                return IndexPart(index, within, inner, layout.uneven)
             before = before * size
         return None
+
+    def _below(self, dim: Dim, index: str) -> Size:
+        return product(self.sizes[other] for other in dim[dim.index(index) + 1 :])
 
     def layout(self, terms: Terms, part: IndexPart) -> Layout:
         """How a tensor over `terms` lies when `part` is sharded; replicated where it does not have that index."""
         for dim, indices in enumerate(terms):
             if part.index in indices:
                 before = product(self.sizes[index] for index in indices[: indices.index(part.index)])
-                return Shard(dim, before * part.within)
+                inner = part.inner * self._below(indices, part.index) if part.uneven else 1
+                return Shard(dim, before * part.within, inner, part.uneven)
         return Replicated()
 
     def has(self, terms: Terms, index: str) -> bool:

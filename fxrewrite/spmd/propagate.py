@@ -1,8 +1,9 @@
 """Layout propagation: how every value lies over the axis, found by worklist, written into the graph as `redistribute`.
 
 1. forward   a node's operands lie somehow; its layout rule says how it wants them and how its results then lie.
-2. backward  a value that every user wants sharded the same way is computed sharded in the first place.
-3. write     where an operand lies otherwise than its user wants it, a `redistribute` node stands on that edge.
+2. relocate  where operators need the sequence whole, a region moves to another dimension if fewer bytes travel so.
+3. backward  a value that every user wants sharded the same way is computed sharded in the first place.
+4. write     where an operand lies otherwise than its user wants it, a `redistribute` node stands on that edge.
 
 The graph keeps its global meaning: `redistribute` is the identity on whole values, so a graph with these nodes still
 computes what it did. Nothing is guessed: an operator without a rule gets its operands whole, with a line in the report.
@@ -10,7 +11,8 @@ computes what it did. Nothing is guessed: an operator without a rule gets its op
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,19 +21,35 @@ from torch.fx.node import map_arg
 
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
+from fxrewrite.graph.custom_backward import custom_function
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.sizes import require_divisible, size_hint
+from fxrewrite.graph.sizes import Size, is_read_from_data, is_same_size, require_divisible, size_hint
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import declare_pure, is_pure, is_random, is_view, key, mutated, mutates
+from fxrewrite.ops import (
+    declare_pure,
+    is_pure,
+    is_random,
+    is_view,
+    key,
+    memory_origins,
+    mutated,
+    mutates,
+    updates_statistics,
+)
 from fxrewrite.report import Report
+from fxrewrite.spmd.bodies import CustomFunctions, stays_a_sum
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout
+from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, num_entries
 from fxrewrite.spmd.notation import IndexMap, IndexPart
+from fxrewrite.spmd.relocate import PRODUCTS, relocate
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, tensor_of
 
-__all__ = ["PropagateLayouts", "layout_of", "redistribute"]
+__all__ = ["PropagateLayouts", "layout_of", "redistribute", "without_padding"]
 
 R = Replicated()
+_BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
+"""Operators whose result depends on how their operand lies in memory, not on its values alone."""
 
 
 def redistribute(x: torch.Tensor, src: Layout, dst: Layout, axis: Axis) -> torch.Tensor:
@@ -40,19 +58,13 @@ def redistribute(x: torch.Tensor, src: Layout, dst: Layout, axis: Axis) -> torch
     return x
 
 
+def without_padding(x: torch.Tensor, layout: Shard, axis: Axis, fill: float) -> torch.Tensor:
+    """`x`, whose padded entries are `fill` from here on. The identity on global values, which have none."""
+    return x
+
+
 declare_pure(redistribute)
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """How one node runs: its operands as `wants`, its results as `gives`, which its users see as `shows`."""
-
-    wants: tuple[Layout, ...]
-    gives: tuple[Layout, ...]
-    shows: tuple[Layout, ...]
-    why: str = ""
-    gathered: str = ""
-    """Why operands had to be made whole, where they had."""
+declare_pure(without_padding)
 
 
 def layout_of(node: fx.Node) -> Layout:
@@ -70,11 +82,15 @@ class PropagateLayouts:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
+        _drop_redistributions_in_bodies(edit)
         propagation = _Propagation(edit, self.rules, context)
         decisions = propagation.run()
         for node, decision in decisions.items():
-            if decision.gathered:
-                report.lines.append(_gather_line(node, decision))
+            if node in edit.erased:
+                continue
+            whole = _gathered(node, decisions)
+            if whole:
+                report.lines.append(_gather_line(node, decision.gathered or f"{key(node)} reads it whole", whole))
             if is_random(node):
                 sharded = any(isinstance(layout, Shard) for layout in decision.gives)
                 what = (
@@ -84,6 +100,7 @@ class PropagateLayouts:
                 )
                 report.lines.append(f"random: %{node.name} {source_line(node)}: {what}")
         report.lines.extend(_whole_products(decisions))
+        propagation.functions.write(report)
         return _write(edit, decisions, context.axis, self.name)
 
     def text(self) -> str:
@@ -92,52 +109,115 @@ class PropagateLayouts:
 
 
 class _Propagation:
-    def __init__(self, edit: Edit, rules: LayoutRules, context: SpmdContext) -> None:
+    def __init__(
+        self, edit: Edit, rules: LayoutRules, context: SpmdContext, given: Mapping[fx.Node, Layout] | None = None
+    ) -> None:
         self.graph, self.erased = edit.graph, edit.erased
+        self.functions = CustomFunctions(edit, context, self._in_body)
+        self._given = given
+        """In a body, how its inputs lie."""
         self.rules, self.context, self.axis = rules, context, context.axis
         self._calls: dict[fx.Node, tuple[Call, LayoutRule | None, IndexMap | None]] = {}
         self.decisions: dict[fx.Node, Decision] = {}
+        self._derived: set[fx.Node] = set()
+        """Nodes that are computed from sharded values."""
+        self._lengths: list[tuple[Size, bool]] = []
+        """Of the dimensions that sharding starts with, and whether their chunks are padded."""
+        self._written = _memory_written(self.graph)
 
     def run(self) -> dict[fx.Node, Decision]:
         solve(self.graph, self._forward, facts=self.decisions)
+        if self._given is None:  # bodies hold no redistribution, so nothing in them can move
+            relocate(self.graph, self.decisions, self._movable, self._derived, self.axis)
         self._backward()
         return self.decisions
 
     # forward
 
     def _forward(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
+        decision = self._run(node, facts)
+        sharded = any(layout != R for layout in decision.gives + decision.shows)
+        if sharded or any(operand in self._derived for operand in node.all_input_nodes):
+            self._derived.add(node)
+            return self._home(node, decision)
+        return decision
+
+    def _home(self, node: fx.Node, decision: Decision) -> Decision:
+        """A value that was computed whole from sharded ones is shown sharded where it is as long as the sequence."""
+        if any(layout != R for layout in decision.gives + decision.shows) or node in self._written:
+            return decision
+        if node.target is redistribute:
+            return decision  # whole, as asked for
+        values = node.meta.get("val")
+        values = values if isinstance(values, (list, tuple)) else [values]
+        return replace(decision, shows=tuple(map(self._along_sequence, values[: len(decision.shows)])))
+
+    def _along_sequence(self, value: Any) -> Layout:
+        shape = value.shape if isinstance(value, torch.Tensor) else ()
+        found = (
+            Shard(dim, uneven=uneven)
+            for dim, size in enumerate(shape)
+            for length, uneven in self._lengths
+            if is_same_size(size, length)
+        )
+        return next(found, R)
+
+    def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         if node.op == "output":
             return self._output(node)
         if node.op != "call_function" or node in self.erased:
-            return Decision((), (R,), (R,))
+            lies = (self._given or {}).get(node, R)
+            return Decision((), (lies,), (lies,))
         if node.target is redistribute:
-            _, src, dst, _ = node.args
-            return Decision((src,), (dst,), (dst,), "asked for")  # pyright: ignore[reportArgumentType]
-        if _is_getitem(node):
+            dst: Any = node.args[2]
+            if isinstance(dst, Shard):
+                length = num_entries(tensor_of(node).shape, dst)
+                if not any(is_same_size(length, known) for known, _ in self._lengths):
+                    self._lengths.append((length, dst.uneven))
+            return Decision((dst,), (dst,), (dst,), "asked for")
+        if node.target is without_padding:
+            layout: Any = node.args[1]
+            return Decision((layout,), (layout,), (layout,), "asked for")
+        if is_getitem(node):
             source, index = node.args
             if isinstance(source, fx.Node) and isinstance(index, int):
-                made = facts[source]
-                return Decision((), (made.gives[index],), (made.shows[index],), "part of a result")
+                return facts[source].item(index)
         operands = operands_of(node)
         layouts = [self._shown(operand) for operand in operands]
         num_results = _num_results(node)
+        if key(node) in _BY_STRIDES and any(operand in self._derived for operand in operands):
+            refuse(
+                "it reads memory by strides, which are others than on one device behind sharded values",
+                node=node,
+                hint="write it with narrow, unfold, view or permute",
+            )
         if all(layout == R for layout in layouts) and not self._writes_through_a_copy(node):
-            return _replicated(len(operands), num_results)
+            return replicated(len(operands), num_results)
+        if updates_statistics(node):
+            return replace(replicated(len(operands), num_results), gathered="it writes statistics of all tokens")
         if mutates(node):
             refuse(
                 "an in-place operation on a sharded value",
                 node=node,
                 hint="write it out of place (x = x + 1, not x += 1)",
             )
+        function = custom_function(node)
+        if function is not None and self._given is None:
+            return self.functions.decide(node, function, layouts)
+        if self._given is not None and stays_a_sum(node, operands, layouts):
+            return Decision(tuple(layouts), (Partial(),), (Partial(),), "a sum stays one")
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
+            why = (
+                f"{call.key} has a size that depends on data" if call.reads_sizes else f"{call.key} has no layout rule"
+            )
             if self.context.strict:
                 refuse(
-                    f"operator {call.key} has no layout rule",
+                    f"operator {why}",
                     node=node,
                     hint="add a LayoutRule for it, or drop strict=True to run it on the gathered value",
                 )
-            return replace(_replicated(len(operands), num_results), gathered=f"{call.key} has no layout rule")
+            return replace(replicated(len(operands), num_results), gathered=why)
         try:
             return self._decide(call, rule, indices, layouts)
         except RefusedError as error:
@@ -163,17 +243,18 @@ class _Propagation:
         free = [part for part in parts if part is not None and part.index not in indices.whole]
         free = [part for part in free if self._divides(indices, part)]
         if blocked is not None:
+            home = next((p for p in parts if p is not None and _is_in_results(indices, p.index)), blocked)
             for index in rule.move_to:
                 part = IndexPart(index)
                 if index in indices.sizes and self._divides(indices, part):
                     why = f"{blocked.index} must be whole: moved to {index}"
-                    return self._spread(indices, part, home=blocked, why=why)
-            if rule.otherwise == "refuse":
-                self._refuse_move(call, rule, indices)
-        kept = [part for part in free if any(indices.has(terms, part.index) for terms in indices.results)]
+                    return spread(indices, part, home=home, why=why)
+        kept = [part for part in free if _is_in_results(indices, part.index)]
         chosen = next(iter(kept or free), None)
-        if chosen is not None:
-            decision = self._spread(indices, chosen, why=f"sharded on {chosen.index}")
+        sums_padding = chosen is not None and self._given is None and _sums_padding(indices, chosen)
+        neutral = rule.neutral_of(call, indices, chosen.index) if chosen is not None and sums_padding else None
+        if chosen is not None and (neutral is not None or not sums_padding):
+            decision = replace(spread(indices, chosen, why=f"sharded on {chosen.index}"), neutral=neutral)
             moved = [
                 i
                 for i, (layout, want) in enumerate(zip(layouts, decision.wants, strict=True))
@@ -183,45 +264,21 @@ class _Propagation:
                 why = f"{call.key} runs over {chosen.index}; operand {moved} must be whole there"
                 decision = replace(decision, gathered=why)
             return decision
-        decision = _replicated(len(layouts), len(indices.results))
+        decision = replicated(len(layouts), len(indices.results))
         if not any(isinstance(layout, Shard) for layout in layouts):
             return decision  # partial sums only: added up, and nothing else is lost
         shows = decision.shows
         if blocked is not None and self._divides(indices, blocked):
             shows = tuple(indices.layout(terms, blocked) for terms in indices.results)
-        where = f"its index {blocked.index} must be whole" if blocked else "its chunks fall between indices"
+        where = "its chunks fall between indices"
+        if sums_padding:
+            where = "its rule does not say what padding counts nothing in its sum"
+        elif blocked is not None:
+            where = f"its index {blocked.index} must be whole"
         return replace(decision, shows=shows, gathered=f"{call.key}: {where}")
 
-    def _spread(self, indices: IndexMap, part: IndexPart, *, why: str, home: IndexPart | None = None) -> Decision:
-        """Run the node with `part` sharded; show the results sharded on `home` where they have that index."""
-        wants = tuple(indices.layout(terms, part) for terms in indices.operands)
-        gives = tuple(
-            indices.layout(terms, part) if indices.has(terms, part.index) else Partial() for terms in indices.results
-        )
-        shows = gives
-        if home is not None:
-            shows = tuple(
-                indices.layout(terms, home) if indices.has(terms, home.index) else give
-                for terms, give in zip(indices.results, gives, strict=True)
-            )
-        return Decision(wants, gives, shows, why)
-
     def _divides(self, indices: IndexMap, part: IndexPart) -> bool:
-        return require_divisible(indices.sizes[part.index] // part.within, self.axis.size)
-
-    def _refuse_move(self, call: Call, rule: LayoutRule, indices: IndexMap) -> None:
-        sizes = {index: size_hint(indices.sizes[index]) for index in rule.move_to if index in indices.sizes}
-        names = {"h": "heads", "g": "kv heads"}
-        what = ", ".join(f"{size} {names.get(index, index)}" for index, size in sizes.items())
-        common = [n for n in range(1, max(sizes.values(), default=1) + 1) if all(s % n == 0 for s in sizes.values())]
-        data: dict[str, Any] = {names.get(i, i).replace(" ", "_"): size for i, size in sizes.items()}
-        refuse(
-            f"{what} do not divide over axis {self.axis.name} (size {self.axis.size})",
-            node=call.node,
-            hint=f"use {self.axis.name} in {{{', '.join(map(str, common))}}}",
-            **data,
-            size=self.axis.size,
-        )
+        return part.uneven or require_divisible(indices.sizes[part.index] // part.within, self.axis.size)
 
     def _output(self, node: fx.Node) -> Decision:
         wants = tuple(self.context.output_layout(value, self._shown(value)) for value in operands_of(node))
@@ -259,7 +316,7 @@ class _Propagation:
             return None
         if not any(indices.has(terms, part.index) for terms in indices.operands):
             return None  # broadcast along the sequence: nothing to save
-        return self._spread(indices, part, why="every user wants it so")
+        return spread(indices, part, why="every user wants it so")
 
     def _wants_of(self, user: fx.Node, value: fx.Node) -> list[Layout]:
         decision = self.decisions[user]
@@ -270,28 +327,61 @@ class _Propagation:
 
     # shared
 
+    def _in_body(self, body: Edit, given: Mapping[fx.Node, Layout]) -> dict[fx.Node, Decision]:
+        context = replace(self.context, output_layout=_as_it_lies)
+        return _Propagation(body, self.rules, context, given).run()
+
     def _shown(self, node: fx.Node) -> Layout:
         return self.decisions[node].shows[0]
+
+    def _movable(self, node: fx.Node) -> IndexMap | None:
+        """The index map of a node that may run otherwise than decided: not where sharding was asked for, nor where
+        memory is shared that is written to."""
+        if not isinstance(node.target, torch._ops.OpOverload) or node in self.erased:
+            return None
+        if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
+            return None
+        return self._call(node)[2]
 
     def _call(self, node: fx.Node) -> tuple[Call, LayoutRule | None, IndexMap | None]:
         if node not in self._calls:
             call = Call.of(node)
             rule = self.rules.get(call.key)
-            self._calls[node] = (call, rule, rule.map(call) if rule is not None else None)
+            indices = None if rule is None or call.reads_sizes else rule.map(call)
+            self._calls[node] = (call, rule, indices)
         return self._calls[node]
 
 
-def operands_of(node: fx.Node) -> list[fx.Node]:
-    """The tensor operands of a node: in schema order for an operator, in order of appearance for the output."""
-    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        return list(Call.of(node).operands)
-    found: list[fx.Node] = []
-    map_arg((node.args, node.kwargs), found.append)
-    return [n for n in found if isinstance(n.meta.get("val"), torch.Tensor)]
+def _as_it_lies(node: fx.Node, layout: Layout) -> Layout:
+    return layout
 
 
-def _replicated(num_operands: int, num_results: int) -> Decision:
-    return Decision((R,) * num_operands, (R,) * num_results, (R,) * num_results)
+def _drop_redistributions_in_bodies(edit: Edit) -> None:
+    """What is asked for in a body, by rules that mean the graph, is not to be had there."""
+    for part in edit.parts():
+        for node in part.nodes() if part is not edit else ():
+            if node.target is redistribute:
+                part.replace_uses(node, node.all_input_nodes[0])
+                part.erase(node)
+
+
+def _memory_written(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that may share memory with what any node writes to."""
+    written = {origin for node in graph.nodes for value in mutated(node) for origin in memory_origins(value)}
+    if written:
+        for node in graph.nodes:
+            if is_view(node) and not written.isdisjoint(node.all_input_nodes):
+                written.add(node)
+    return written
+
+
+def _is_in_results(indices: IndexMap, index: str) -> bool:
+    return any(indices.has(terms, index) for terms in indices.results)
+
+
+def _sums_padding(indices: IndexMap, part: IndexPart) -> bool:
+    """Whether a rank that runs on `part` would sum up its padding."""
+    return part.uneven and not all(indices.has(terms, part.index) for terms in indices.results)
 
 
 def _num_results(node: fx.Node) -> int:
@@ -299,16 +389,9 @@ def _num_results(node: fx.Node) -> int:
     return len(value) if isinstance(value, (list, tuple)) else 1
 
 
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
-
-
-_PRODUCTS = frozenset({"aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::scaled_dot_product_attention"})
-
-
 def _whole_products(decisions: dict[fx.Node, Decision]) -> list[str]:
     """A line where matrix products, which are what a model's time is made of, run whole on every rank."""
-    products = [node for node in decisions if node.op == "call_function" and key(node) in _PRODUCTS]
+    products = [node for node in decisions if node.op == "call_function" and key(node) in PRODUCTS]
     whole = [node for node in products if decisions[node].wants and all(want == R for want in decisions[node].wants)]
     if not whole:
         return []
@@ -316,10 +399,19 @@ def _whole_products(decisions: dict[fx.Node, Decision]) -> list[str]:
     return [f"whole: {len(whole)} of {len(products)} matrix products run whole on every rank, the first is {first}"]
 
 
-def _gather_line(node: fx.Node, decision: Decision) -> str:
-    whole = [operand for operand, want in zip(operands_of(node), decision.wants, strict=True) if want == R]
-    num_bytes = sum(size_hint(tensor_of(n).numel()) * tensor_of(n).element_size() for n in whole)
-    return f"gathered: %{node.name} {source_line(node)}: {decision.gathered} ({num_bytes:,} bytes whole on each rank)"
+def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node]:
+    """The operands of an operator that lie sharded and are made whole for it."""
+    if node.op != "call_function" or not decisions[node].wants:
+        return []
+    ends = zip(operands_of(node), decisions[node].wants, strict=True)
+    return [operand for operand, want in ends if want == R and isinstance(decisions[operand].gives[0], Shard)]
+
+
+def _gather_line(node: fx.Node, why: str, whole: list[fx.Node]) -> str:
+    known = [tensor_of(n) for n in whole if not is_read_from_data(tensor_of(n).numel())]
+    num_bytes = sum(size_hint(value.numel()) * value.element_size() for value in known)
+    rest = ", and what depends on data" if len(known) < len(whole) else ""
+    return f"gathered: %{node.name} {source_line(node)}: {why} ({num_bytes:,} bytes{rest} whole on each rank)"
 
 
 def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str) -> int:
@@ -333,25 +425,54 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
         if decision.gives:
             several = isinstance(node.meta.get("val"), (list, tuple))
             edit.set_meta(node, "layout", decision.gives if several else decision.gives[0])
+        if node.target is redistribute:
+            changes += _settle(edit, node, decisions)
         if not decision.wants or node.target is redistribute:
             continue
         swap: dict[fx.Node, list[fx.Node]] = {}
-        for operand, want in zip(operands_of(node), decision.wants, strict=True):
-            have = decisions[operand].gives[0]
-            value = operand
+        for position, (operand, want) in enumerate(zip(operands_of(node), decision.wants, strict=True)):
+            origin = operand
+            if operand.target is redistribute and not is_same_layout(decisions[operand].gives[0], want):
+                origin = operand.all_input_nodes[0]  # not there and back
+            have = decisions[origin].gives[0]
+            value = origin
             if not is_same_layout(have, want):
-                at = (operand, str(want), region)
+                at = (origin, str(want), region)
                 if at not in made:
                     like = node if node.op != "output" else operand
-                    moved = (operand, have, want, axis)
+                    moved = (origin, have, want, axis)
                     made[at] = edit.call(redistribute, moved, before=node, like=like, rule=name, val=tensor_of(operand))
                     edit.set_meta(made[at], "layout", want)
                     changes += 1
                 value = made[at]
+            neutral = decision.neutral
+            if neutral is not None and neutral.operand == position and value.target is not without_padding:
+                masked = (value, f"{want} with {neutral.fill}", region)
+                if masked not in made:
+                    cleared = (value, want, axis, neutral.fill)
+                    made[masked] = edit.call(
+                        without_padding, cleared, before=node, like=node, rule=name, val=tensor_of(operand)
+                    )
+                    edit.set_meta(made[masked], "layout", want)
+                    changes += 1
+                value = made[masked]
             swap.setdefault(operand, []).append(value)
         if any(value is not operand for operand, values in swap.items() for value in values):
             edit.set_args(node, *_swapped(node, swap))
     return changes
+
+
+def _settle(edit: Edit, node: fx.Node, decisions: dict[fx.Node, Decision]) -> int:
+    """A redistribution that was asked for starts from how its operand lies; it is dropped where that is asked for."""
+    value, _, dst, axis = node.args
+    assert isinstance(value, fx.Node)
+    have = decisions[value].gives[0]
+    if is_same_layout(have, dst):  # pyright: ignore[reportArgumentType]
+        edit.replace_uses(node, value)
+        edit.erase(node)
+    else:
+        edit.set_args(node, (value, have, dst, axis))
+    return 1
 
 
 def _swapped(node: fx.Node, swap: dict[fx.Node, list[fx.Node]]) -> tuple[Any, Any]:

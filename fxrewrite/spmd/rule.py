@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.graph.sizes import Size
+from fxrewrite.graph.sizes import Size, is_read_from_data, product, size_hint
 from fxrewrite.ops import bind, key
 from fxrewrite.spmd.notation import IndexMap, parse
 
-__all__ = ["Call", "LayoutRule", "LayoutRules"]
+__all__ = ["Call", "LayoutRule", "LayoutRules", "Neutral"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,12 @@ class Call:
     def shape(self, position: int = 0) -> Sequence[Size]:
         """The global shape of an operand."""
         return tensor_of(self.operands[position]).shape
+
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether a size of an operand or a result is only known when the graph runs: no rank can count its part."""
+        shapes = [*(tensor_of(operand).shape for operand in self.operands), *self.result_shapes()]
+        return any(is_read_from_data(size) for shape in shapes for size in shape)
 
     def result_shapes(self) -> list[Sequence[Size]]:
         value = self.node.meta["val"]
@@ -76,7 +82,16 @@ def _flatten(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """What makes an entry of an index that is summed over count nothing: `fill` in the operand at this position."""
+
+    operand: int
+    fill: float
+
+
 IndexRule: TypeAlias = Callable[[Call], "IndexMap | None"]
+NeutralRule: TypeAlias = Callable[[Call], "Neutral | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +107,18 @@ class LayoutRule:
     index_map: str | IndexRule
     move_to: tuple[str, ...] = ()
     """Indices over which to spread the work when an operand is sharded on one that must be whole, in this order."""
-    otherwise: Literal["gather", "refuse"] = "gather"
-    """What to do where none of `move_to` divides over the axis."""
     shape_arg: str = ""
     """The argument that states the result's shape, and so must become local."""
+    run_args: tuple[tuple[str, int], ...] = ()
+    """Arguments that count runs of a dimension of the result, and so must become local: ("groups", -2) counts runs of
+    a convolution's channels."""
+
+    neutral: Literal["zeros", ""] | NeutralRule = ""
+    """What padding is where the result is a sum over a padded index: zeros in any one operand that has the index, or
+    what a function says of a call. Where nothing is said, operands are gathered instead of summing up padding."""
+    rewritten_by: str = ""
+    """The rule without which a partial sum of these operators is none: a mean over chunks has to become a sum by the
+    global count. Where that rule did not run, making shapes local is refused."""
 
     def __post_init__(self) -> None:
         if isinstance(self.index_map, str):
@@ -106,9 +129,21 @@ class LayoutRule:
             return self.index_map(call)
         return parse(self.index_map).bind(call.optional_shapes())
 
+    def neutral_of(self, call: Call, indices: IndexMap, index: str) -> Neutral | None:
+        """How padded entries of `index` count nothing in a sum over it; None where the rule does not say."""
+        if callable(self.neutral):
+            return self.neutral(call)
+        having = [place for place, terms in enumerate(indices.operands) if indices.has(terms, index)]
+        if not self.neutral or not having:
+            return None
+        return Neutral(min(having, key=lambda place: size_hint(product(call.shape(place)))), 0)
+
     def text(self) -> str:
-        body = self.index_map if isinstance(self.index_map, str) else (self.index_map.__doc__ or "").split("\n")[0]
-        return f"{self.id:<28} {' '.join(self.ops)}  {body}"
+        return f"{self.id:<28} {' '.join(self.ops)}  {self.says()}"
+
+    def says(self) -> str:
+        """The notation, or the first line of what the function says of itself."""
+        return self.index_map if isinstance(self.index_map, str) else (self.index_map.__doc__ or "").split("\n")[0]
 
 
 class LayoutRules:

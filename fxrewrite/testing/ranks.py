@@ -6,16 +6,20 @@ outputs and gradients are those that P processes would compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 from torch.utils import _pytree as pytree
 
 from fxrewrite.graph.sizes import size_hint
+from fxrewrite.ops import bodies_of_communicating
 from fxrewrite.spmd.group import axis_rank
+from fxrewrite.spmd.layout import check_num_ranks
 
 __all__ = ["RankRun", "run_on_ranks"]
 
@@ -40,7 +44,13 @@ def run_on_ranks(gm: fx.GraphModule, inputs: Sequence[Any], num_ranks: int, *, b
 
     `backward` names the position of the output (a scalar) to differentiate; gradients are of every floating-point input
     that requires them. A process group of `num_ranks` fake ranks must be initialized (`fxrewrite.testing.fake_mesh`).
+
+    Raises:
+        FxRewriteError: `num_ranks` is no int, or less than 1.
     """
+    check_num_ranks(num_ranks)
+    for operator, body in bodies_of_communicating().items():
+        _run_inside(operator, body)
     with LocalTensorMode(num_ranks):
         args = [_spread(value, num_ranks) for value in inputs]
         flat, spec = pytree.tree_flatten(_RankInterpreter(gm, num_ranks).run(*args))
@@ -51,15 +61,30 @@ def run_on_ranks(gm: fx.GraphModule, inputs: Sequence[Any], num_ranks: int, *, b
     return RankRun(outputs, grads)
 
 
+@cache
+def _run_inside(operator: OpOverload, body: Callable[..., Any]) -> None:
+    """From now on, among simulated ranks, an operator that communicates inside runs its body on the values of all."""
+
+    def run(mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with LocalTensorMode(mode.ranks):  # leaving `mode` itself would leave it disabled
+            return body(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(operator, LocalTensorMode, run)
+
+
 class _RankInterpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, num_ranks: int) -> None:
         super().__init__(gm)
+        self._num_ranks = num_ranks
         self._ranks = torch.SymInt(LocalIntNode({rank: rank for rank in range(num_ranks)}))
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is axis_rank:
             return self._ranks
         return super().call_function(target, args, kwargs)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _spread(super().get_attr(target, args, kwargs), self._num_ranks)
 
 
 def _spread(value: Any, num_ranks: int) -> Any:

@@ -1,7 +1,7 @@
 """Layout rules of the ATen operators: which of their dimensions are independent, one family per file."""
 
 from fxrewrite.spmd import LayoutRules
-from rules.layouts import attention, linear, losses, pointwise, reductions, shapes
+from rules.layouts import attention, convolutions, cuts, indexing, linear, losses, norms, pointwise, reductions, shapes
 
 __all__ = ["LAYOUTS"]
 
@@ -9,9 +9,13 @@ LAYOUTS = LayoutRules(
     (
         *pointwise.LAYOUTS,
         *reductions.LAYOUTS,
+        *norms.LAYOUTS,
         *linear.LAYOUTS,
         *shapes.LAYOUTS,
+        *cuts.LAYOUTS,
+        *indexing.LAYOUTS,
         *attention.LAYOUTS,
+        *convolutions.LAYOUTS,
         *losses.LAYOUTS,
     )
 )

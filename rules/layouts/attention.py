@@ -1,9 +1,11 @@
-"""Attention: queries and keys must be whole, heads are independent.
+"""Attention: keys must be whole, heads are independent, and so are queries unless a position is compared.
 
-    b h !q d, g !k d, mask h? q k -> b h !q v        with h = g * (queries per kv head)
+    b h q d, b h? !k d, b h? !k v, mask? -> b h q v     is_causal, which counts queries from 0: q must be whole too
+    kv heads are h, or 1, or with enable_gqa a divisor g of them: h = (g r)
 
-Sharding moves from the sequence to the heads: an all-to-all each for q, k, v and the result, which is DeepSpeed-Ulysses
-(Jacobs et al., 2023, section 3). Where the heads do not divide over the axis, it refuses.
+Where keys lie sharded on the sequence, sharding moves to the heads: an all-to-all each for q, k, v and the result,
+which is DeepSpeed-Ulysses (Jacobs et al., 2023, section 3). Where the heads do not divide over the axis, queries stay
+where they are and k and v are gathered; with is_causal q is gathered as well.
 """
 
 from collections.abc import Sequence
@@ -14,52 +16,49 @@ __all__ = ["LAYOUTS"]
 
 
 def attention(call: Call) -> IndexMap | None:
-    """b h !q d, b h !k d, b h !k v, mask? -> b h !q v; kv heads may be fewer (enable_gqa)"""
-    q, k = call.shape(0), call.shape(1)
+    """b h q d, b h? !k d, b h? !k v, mask? -> b h q v; kv heads may be 1 or fewer (enable_gqa); causal: !q"""
+    q, k, v, *masks = (call.shape(i) for i in range(len(call.operands)))
     result = call.result_shapes()[0]
-    rank = len(q)
-    if rank < 3 or len(k) != rank:
+    rank = len(result)
+    if rank < 2 or any(len(shape) != rank for shape in (q, k, v)) or any(len(shape) > rank for shape in masks):
         return None
     sizes: dict[str, Size] = {f"b{dim}": size for dim, size in enumerate(result[:-3])}
-    heads, kv_heads = q[-3], k[-3]
-    sizes |= {"q": q[-2], "k": k[-2], "d": q[-1], "v": result[-1]}
-    if is_same_size(heads, kv_heads):
+    sizes |= {"q": q[-2], "k": k[-2], "d": q[-1], "v": v[-1]}
+    heads = _heads(q, k, v, result, sizes)
+    if heads is None:
+        return None
+    batch = [(f"b{dim}",) for dim in range(rank - 3)]
+
+    def terms(shape: Sequence[Size], of_heads: Terms, rows: str, columns: str) -> Terms:
+        names = (*batch, *of_heads, (rows,), (columns,))[rank - len(shape) :]
+        full = (*result[:-2], sizes[rows], sizes[columns])[rank - len(shape) :]
+        return tuple(() if is_broadcast(size, to) else name for size, to, name in zip(shape, full, names, strict=True))
+
+    of_q, of_k, of_v = heads
+    operands = [terms(q, of_q, "q", "d"), terms(k, of_k, "k", "d"), terms(v, of_v, "k", "v")]
+    operands += [terms(mask, of_q, "q", "k") for mask in masks]
+    whole = {"k", "d", "v", "r"} | ({"q"} if call.args.get("is_causal") else set())
+    return IndexMap(tuple(operands), (terms(result, of_q, "q", "v"),), sizes, frozenset(whole))
+
+
+def _heads(
+    q: Sequence[Size], k: Sequence[Size], v: Sequence[Size], result: Sequence[Size], sizes: dict[str, Size]
+) -> tuple[Terms, Terms, Terms] | None:
+    """The terms of the head dimension of q (and the result), k and v, with their sizes; None where they do not fit."""
+    if len(result) < 3:
+        return (), (), ()
+    heads = result[-3]
+    groups = [x[-3] for x in (k, v) if not is_same_size(x[-3], heads) and not is_same_size(x[-3], 1)]
+    if not groups:
         sizes["h"] = heads
-        head, kv_head = ("h",), ("h",)
-    else:
-        repeats = divide_exactly(heads, kv_heads)
-        if repeats is None:
-            return None
-        sizes |= {"g": kv_heads, "r": repeats}
-        head, kv_head = ("g", "r"), ("g",)
-
-    def batch(shape: Sequence[Size]) -> list[tuple[str, ...]]:
-        return [() if is_broadcast(size, result[i]) else (f"b{i}",) for i, size in enumerate(shape[:-3])]
-
-    operands: list[Terms] = [
-        (*batch(q), head, ("q",), ("d",)),
-        (*batch(k), kv_head, ("k",), ("d",)),
-        (*batch(call.shape(2)), kv_head, ("k",), ("v",)),
-    ]
-    if len(call.operands) > 3:
-        operands.append(_mask(call.shape(3), (*(result[:-2]), q[-2], k[-2]), head))
-    whole = frozenset({"q", "k", "d", "v", "r"})
-    return IndexMap(tuple(operands), ((*batch(result), head, ("q",), ("v",)),), sizes, whole)
+        return (("h",),), (("h",),), (("h",),)
+    repeats = divide_exactly(heads, groups[0])
+    if repeats is None or not all(is_same_size(size, groups[0]) for size in groups):
+        return None
+    sizes |= {"g": groups[0], "r": repeats}
+    full: Terms = (("g", "r"),)
+    of_k, of_v = (full if is_same_size(x[-3], heads) else (("g",),) for x in (k, v))
+    return full, of_k, of_v
 
 
-def _mask(shape: Sequence[Size], full: Sequence[Size], head: tuple[str, ...]) -> Terms:
-    """The mask's terms: it broadcasts over any of b, h, q and k."""
-    names = [*((f"b{i}",) for i in range(len(full) - 3)), head, ("q",), ("k",)]
-    offset = len(full) - len(shape)
-    return tuple(() if is_broadcast(size, full[offset + i]) else names[offset + i] for i, size in enumerate(shape))
-
-
-LAYOUTS = (
-    LayoutRule(
-        "layout.attention",
-        ("aten::scaled_dot_product_attention",),
-        attention,
-        move_to=("h", "g"),
-        otherwise="refuse",
-    ),
-)
+LAYOUTS = (LayoutRule("layout.attention", ("aten::scaled_dot_product_attention",), attention, move_to=("h", "g")),)

@@ -4,53 +4,77 @@
 numbers of its own chunk.
 """
 
-from collections.abc import Sequence
-
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, is_broadcast
+from fxrewrite.spmd import Call, IndexMap, LayoutRule
+from rules.layouts.terms import aligned, index_map, indices, names_of, unread
 
 __all__ = ["LAYOUTS", "broadcast"]
 
 
 def broadcast(call: Call) -> IndexMap | None:
     """every dimension is independent, operands broadcast from the right"""
-    if call.key == "aten::where" and len(call.operands) == 1:
+    if call.key == "aten::where" and "self" not in call.args:
         return None  # positions, not values
     shape = call.result_shapes()[0]
-    result = tuple((f"p{dim}",) for dim in range(len(shape)))
-    operands = tuple(_aligned(call.shape(i), shape) for i in range(len(call.operands)))
+    result = indices(len(shape), "p")
+    operands = tuple(aligned(call.shape(i), shape, result) for i in range(len(call.operands)))
     sizes = {f"p{dim}": size for dim, size in enumerate(shape)}
     return IndexMap(operands, (result,) * len(call.result_shapes()), sizes)
 
 
-def like(call: Call) -> IndexMap:
+def like(call: Call) -> IndexMap | None:
     """the first operand, in the dtype or device of the others, of which nothing else is read"""
-    shape = call.shape()
-    terms = tuple((f"p{dim}",) for dim in range(len(shape)))
-    others = tuple(((),) * len(call.shape(i)) for i in range(1, len(call.operands)))
-    return IndexMap((terms, *others), (terms,), {f"p{dim}": size for dim, size in enumerate(shape)})
+    terms = indices(len(call.shape()))
+    return index_map(call, {"self": terms, "other": unread(call.shape(-1))}, terms)
 
 
-def _aligned(operand: Sequence[Size], result: Sequence[Size]) -> Terms:
-    offset = len(result) - len(operand)
-    return tuple(
-        () if is_broadcast(size, result[offset + dim]) else (f"p{offset + dim}",) for dim, size in enumerate(operand)
-    )
+def of_channels(call: Call) -> IndexMap | None:
+    """n c d..., c -> n c d...; a weight of one entry is for all channels"""
+    shape, weight = call.shape(), call.shape(1)
+    terms = indices(len(shape))
+    channels = terms[1:2] if len(shape) > 1 else unread(weight)
+    return index_map(call, {"self": terms, "weight": aligned(weight, shape[1:2], channels) if weight else ()}, terms)
+
+
+def by_feature(call: Call) -> IndexMap | None:
+    """n c !d... -> n c d...: one number drawn for all that follows the first two dimensions"""
+    terms = indices(len(call.shape()))
+    return index_map(call, {"input": terms}, terms, whole=names_of(terms[2:]))
+
+
+def among(call: Call) -> IndexMap | None:
+    """e..., !t... -> e...: each element is looked for among all the others"""
+    elements = call.args["elements"]
+    terms = indices(len(call.shape()) if elements in call.operands else 0, "e")
+    return index_map(call, {"elements": terms, "test_elements": indices(len(call.shape(-1)), "t")}, terms)
 
 
 _UNARY = """
-abs acos alias asin atan bernoulli bitwise_not ceil celu clamp clamp_max clamp_min clone contiguous cos cosh detach
-dropout elu erf erfc exp exp2 expm1 floor gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log
-log1p log2 log10 logical_not logit log_sigmoid mish nan_to_num neg ones_like positive rand_like randn_like reciprocal
-relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus sqrt square tan tanh threshold _to_copy
-trunc zeros_like full_like empty_like feature_dropout native_dropout float_power masked_fill
+abs acos acosh alias alias_copy alpha_dropout angle asin asinh atan atanh bernoulli bitwise_not cauchy ceil celu clamp
+clamp_max clamp_min clone conj conj_physical _conj _conj_physical contiguous cos cosh deg2rad detach detach_copy digamma
+dropout elu empty_like erf erfc erfinv exp exp2 expm1 exponential fill float_power floor frac frexp full_like gelu
+geometric hardshrink hardsigmoid hardswish hardtanh i0 imag isfinite isinf isnan isneginf isposinf isreal leaky_relu
+lgamma lift_fresh lift_fresh_copy log log10 log1p log2 log_normal log_sigmoid logical_not logit masked_fill mish
+mvlgamma nan_to_num native_dropout neg normal_functional ones_like polygamma positive rad2deg rand_like randint_like
+randn_like random real reciprocal relu relu6 resolve_conj resolve_neg round rrelu rsqrt selu sgn sigmoid sign signbit
+silu sin sinc sinh softplus softshrink special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+special_ndtr special_ndtri sqrt square tan tanh threshold _to_copy trunc uniform zero zeros_like
 """
 _BINARY = """
-add sub mul div floor_divide remainder fmod pow maximum minimum fmax fmin atan2 hypot eq ne lt le gt ge logical_and
-logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ __lshift__ __rshift__ rsub lerp
-addcmul addcdiv where copysign logaddexp xlogy
+add addcdiv addcmul __and__ atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor complex copy
+copysign div eq expand_as float_power floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac isclose lcm
+ldexp le lerp logaddexp logaddexp2 logical_and logical_or logical_xor __lshift__ lt maximum minimum mul ne nextafter
+__or__ polar pow _prelu_kernel remainder __rshift__ rsub special_xlog1py special_zeta sub where xlogy __xor__
 """
 
 LAYOUTS = (
-    LayoutRule("layout.pointwise", tuple(f"aten::{name}" for name in (_UNARY + _BINARY).split()), broadcast),
+    LayoutRule(
+        "layout.pointwise",
+        tuple(f"aten::{name}" for name in sorted({*_UNARY.split(), *_BINARY.split()})),
+        broadcast,
+    ),
+    LayoutRule("layout.broadcast_tensors", ("aten::broadcast_tensors",), broadcast),
     LayoutRule("layout.like", ("aten::to", "aten::type_as"), like),
+    LayoutRule("layout.of_channels", ("aten::prelu",), of_channels),
+    LayoutRule("layout.by_feature", ("aten::feature_dropout", "aten::feature_alpha_dropout"), by_feature),
+    LayoutRule("layout.among", ("aten::isin",), among),
 )

@@ -1,79 +1,144 @@
-"""Reductions, norms and scans: the dimensions that they run over.
+"""Reductions, and operators that run along a dimension.
 
-A sum over a sharded dimension is a partial sum. A mean is a sum over a global count (`rules.collectives` writes it so).
-Softmax, norms, maxima, sorts and scans need their dimension whole.
+A sum over a sharded dimension is a partial sum. A mean is a sum over a global count (`rules.reductions` writes it so).
+Softmax, maxima, sorts and scans need their dimension whole.
 """
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.pointwise import broadcast
+from rules.layouts.terms import aligned, broadcast_shape, dim_of, dims_of, index_map, indices, names_of
 
 __all__ = ["LAYOUTS"]
 
 
 def _dims(call: Call, rank: int) -> list[int]:
-    dims = call.args.get("dim", call.args.get("dims"))
-    if dims is None or dims == []:
-        return list(range(rank))
-    return [dim % rank if rank else 0 for dim in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    return dims_of(call, rank, "dims" if "dims" in call.args else "dim")
 
 
-def reduction(call: Call) -> IndexMap:
+def reduction(call: Call) -> IndexMap | None:
     """sums over `dim`; a sharded one gives partial sums"""
-    return _reduced(call, whole=False)
+    terms, result = _reduced(call)
+    return index_map(call, {"self": terms}, result, summed=names_of(terms))
 
 
 def whole_reduction(call: Call) -> IndexMap | None:
     """reduces over `dim`, which must be whole; max and min of two tensors are pointwise"""
     if len(call.operands) > 1:
         return broadcast(call)
-    return _reduced(call, whole=True)
+    terms, result = _reduced(call)
+    return index_map(call, {"self": terms}, result)
 
 
-def _reduced(call: Call, *, whole: bool) -> IndexMap:
-    shape = call.shape()
-    dims = set(_dims(call, len(shape)))
-    sizes = {f"r{dim}": size for dim, size in enumerate(shape)}
-    operand = tuple((f"r{dim}",) for dim in range(len(shape)))
+def _reduced(call: Call) -> tuple[Terms, Terms]:
+    terms = indices(len(call.shape()), "r")
+    dims = set(_dims(call, len(terms)))
     keep = bool(call.args.get("keepdim", False))
-    result = tuple(() if dim in dims else (f"r{dim}",) for dim in range(len(shape)) if keep or dim not in dims)
-    blocked = frozenset(f"r{dim}" for dim in dims) if whole else frozenset[str]()
-    return IndexMap((operand,), (result,) * len(call.result_shapes()), sizes, blocked)
+    return terms, tuple(() if dim in dims else term for dim, term in enumerate(terms) if keep or dim not in dims)
 
 
-def along(call: Call) -> IndexMap:
+def along(call: Call) -> IndexMap | None:
     """same shape as its input; `dim` must be whole"""
+    terms = indices(len(call.shape()), "r")
+    return index_map(call, {"self": terms}, terms, whole=names_of(terms[dim] for dim in _dims(call, len(terms))))
+
+
+def along_last_two(call: Call) -> IndexMap | None:
+    """d... !m !n -> d... m n"""
+    terms = indices(len(call.shape()), "r")
+    return index_map(call, {next(iter(call.args)): terms}, terms, whole=names_of(terms[-2:]))
+
+
+def resized(call: Call) -> IndexMap | None:
+    """a !k b -> a j b: `dim` must be whole and gets another size"""
     shape = call.shape()
-    blocked = frozenset(f"r{dim}" for dim in _dims(call, len(shape)))
-    terms = tuple((f"r{dim}",) for dim in range(len(shape)))
-    sizes = {f"r{dim}": size for dim, size in enumerate(shape)}
-    return IndexMap((terms,), (terms,) * len(call.result_shapes()), sizes, blocked)
+    terms = indices(len(shape), "r")
+    if not shape:
+        return index_map(call, {"self": ()}, ())
+    at = dim_of(call, len(shape))
+
+    def sized(name: str) -> Terms:
+        return (*terms[:at], (name,), *terms[at + 1 :])
+
+    operands = {"self": terms, "prepend": sized("before"), "append": sized("after")}
+    return index_map(call, operands, sized("resized"))
 
 
-def norm(call: Call) -> IndexMap:
-    """normalizes over the last dimensions, which must be whole; weight and bias run over them"""
-    shape = call.shape()
-    count = len(call.args["normalized_shape"])
-    sizes = {f"r{dim}": size for dim, size in enumerate(shape)}
-    terms = tuple((f"r{dim}",) for dim in range(len(shape)))
-    operands = (terms,) + (terms[len(shape) - count :],) * (len(call.operands) - 1)
-    blocked = frozenset(f"r{dim}" for dim in range(len(shape) - count, len(shape)))
-    return IndexMap(operands, (terms,), sizes, blocked)
+def transform(call: Call) -> IndexMap | None:
+    """a Fourier transform along `dim`, which must be whole; the other dimensions are independent"""
+    shape, after = call.shape(), call.result_shapes()[0]
+    terms = indices(len(shape), "r")
+    if call.args.get("dim") is None and call.args.get("s") is not None:
+        dims = set(range(len(shape) - len(call.args["s"]), len(shape)))
+    else:
+        dims = set(_dims(call, len(shape)))
+    return index_map(
+        call, {"self": terms}, tuple((f"t{dim}",) if dim in dims else terms[dim] for dim in range(len(after)))
+    )
 
 
-_WHOLE = "amax amin prod any all argmax argmin var std logsumexp norm linalg_vector_norm max min"
-_ALONG = "softmax log_softmax _softmax _log_softmax cumsum cumprod sort argsort flip"
+def similarity(call: Call) -> IndexMap | None:
+    """a !k b, a !k b -> a b; operands broadcast"""
+    full = broadcast_shape(call.shape(), call.shape(1))
+    terms = indices(len(full))
+    at = dim_of(call, len(full)) if "dim" in call.args else len(full) - 1
+    operands = {name: aligned(call.shape(i), full, terms) for i, name in enumerate(("x1", "x2"))}
+    kept = ((),) if call.args.get("keepdim") else ()
+    return index_map(call, operands, (*terms[:at], *kept, *terms[at + 1 :]))
+
+
+def searchsorted(call: Call) -> IndexMap | None:
+    """b... !n, b... v -> b... v; a single sorted sequence takes values of any shape"""
+    names = list(call.args)
+    ordered = "boundaries" if "boundaries" in names else "sorted_sequence"
+    sequence = call.args[ordered].meta["val"].shape
+    values = call.result_shapes()[0]
+    terms = indices(len(values), "v")
+    of_sequence = (*(terms[:-1] if len(sequence) > 1 else ()), ("n",))
+    return index_map(call, {ordered: of_sequence, "sorter": of_sequence, "self": terms}, terms)
+
+
+def histogram(call: Call) -> IndexMap | None:
+    """n... -> partial sum of counts; without stated bounds they depend on the data"""
+    low, high = call.args["min"], call.args["max"]
+    if low == high:
+        return None
+    terms = indices(len(call.shape()), "n")
+    return index_map(call, {"self": terms}, (("bins",),), summed=names_of(terms))
+
+
+def beyond(call: Call) -> Neutral:
+    """What is above the highest bin is not counted."""
+    return Neutral(0, call.args["max"] + 1)
+
+
+def draws(call: Call) -> IndexMap | None:
+    """n !c -> n k: each row draws among its own columns"""
+    terms = indices(len(call.shape()))
+    return index_map(call, {"self": terms}, (*terms[:-1], ("k",)))
+
+
+_SUM = "sum nansum count_nonzero"
+_WHOLE = """
+all amax amin aminmax any argmax argmin frobenius_norm kthvalue linalg_norm linalg_vector_norm logsumexp max median min
+mode nanmean nanmedian norm prod std std_mean var var_mean
+"""
+_ALONG = """
+_log_softmax _safe_softmax _softmax argsort cummax cummin cumprod cumsum flip log_softmax logcumsumexp roll softmax sort
+"""
+_ALONG_LAST_TWO = "inverse linalg_cholesky linalg_inv linalg_matrix_exp matrix_exp tril triu"
+_RESIZED = "diff glu topk"
+_TRANSFORMS = "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn"
 
 LAYOUTS = (
-    LayoutRule("layout.sum", ("aten::sum", "aten::mean"), reduction),
-    LayoutRule(
-        "layout.reduce_whole",
-        tuple(f"aten::{name}" for name in _WHOLE.split()),
-        whole_reduction,
-    ),
-    LayoutRule(
-        "layout.along",
-        tuple(f"aten::{name}" for name in _ALONG.split()),
-        along,
-    ),
-    LayoutRule("layout.norm", ("aten::layer_norm", "aten::rms_norm"), norm),
+    LayoutRule("layout.sum", tuple(f"aten::{name}" for name in _SUM.split()), reduction, neutral="zeros"),
+    LayoutRule("layout.mean", ("aten::mean",), reduction, neutral="zeros", rewritten_by="reductions.mean_over_shards"),
+    LayoutRule("layout.reduce_whole", tuple(f"aten::{name}" for name in _WHOLE.split()), whole_reduction),
+    LayoutRule("layout.along", tuple(f"aten::{name}" for name in _ALONG.split()), along),
+    LayoutRule("layout.along_last_two", tuple(f"aten::{name}" for name in _ALONG_LAST_TWO.split()), along_last_two),
+    LayoutRule("layout.resized", tuple(f"aten::{name}" for name in _RESIZED.split()), resized),
+    LayoutRule("layout.transform", tuple(f"aten::{name}" for name in _TRANSFORMS.split()), transform),
+    LayoutRule("layout.similarity", ("aten::cosine_similarity", "aten::pairwise_distance"), similarity),
+    LayoutRule("layout.searchsorted", ("aten::searchsorted", "aten::bucketize"), searchsorted),
+    LayoutRule("layout.histogram", ("aten::histc",), histogram, neutral=beyond),
+    LayoutRule("layout.draws", ("aten::multinomial",), draws),
 )

@@ -1,142 +1,209 @@
-"""Operators that only move data: views, permutes, joins and cuts."""
+"""Views, permutes and repeats: operators that say anew which dimensions there are."""
 
-from typing import Any
-
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, is_broadcast, is_same_size, view_map
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_same_size, product, view_map
+from rules.layouts.terms import aligned, dim_of, dims_of, index_map, indices, insert, names_of
 
 __all__ = ["LAYOUTS"]
 
 
-def _terms(rank: int) -> tuple[tuple[str, ...], ...]:
-    return tuple((f"d{dim}",) for dim in range(rank))
-
-
-def _sizes(call: Call) -> dict[str, Size]:
-    return {f"d{dim}": size for dim, size in enumerate(call.shape())}
-
-
-def view(call: Call) -> IndexMap:
+def view(call: Call) -> IndexMap | None:
     """a view keeps the factors that both shapes are made of: (b s) d -> b s d"""
+    if len(call.operands) > 1:
+        return None
     return view_map(call.shape(), call.result_shapes()[0])
 
 
-def expand(call: Call) -> IndexMap:
+def view_as(call: Call) -> IndexMap | None:
+    """a view to the shape of another, which is read in the dimensions of the result: (b s) d, b s d -> b s d"""
+    viewed = view_map(call.shape(), call.result_shapes()[0])
+    return IndexMap((*viewed.operands, *viewed.results), viewed.results, viewed.sizes, viewed.whole)
+
+
+def expand(call: Call) -> IndexMap | None:
     """new and size-1 dimensions are repeated, the others stay"""
+    after = call.result_shapes()[0]
+    terms = indices(len(after))
+    return index_map(call, {"self": aligned(call.shape(), after, terms)}, terms, made=names_of(terms))
+
+
+def filled(call: Call) -> IndexMap | None:
+    """the result's size is stated; the operand is not read, and lies as the result where it has the same dimension"""
+    after = call.result_shapes()[0]
+    terms = indices(len(after))
+    of_self = tuple(
+        terms[dim] if dim < len(after) and is_same_size(size, after[dim]) else ()
+        for dim, size in enumerate(call.shape())
+    )
+    return index_map(call, {"self": of_self}, terms, made=names_of(terms))
+
+
+def repeat(call: Call) -> IndexMap | None:
+    """d... -> (r d)...: whole copies one after the other"""
     before, after = call.shape(), call.result_shapes()[0]
     offset = len(after) - len(before)
-    operand = tuple(
-        () if is_broadcast(size, after[offset + dim]) else (f"d{offset + dim}",) for dim, size in enumerate(before)
-    )
-    sizes = {f"d{dim}": size for dim, size in enumerate(after)}
-    return IndexMap((operand,), (_terms(len(after)),), sizes)
+    result: list[tuple[str, ...]] = []
+    sizes: dict[str, Size] = {}
+    for dim, size in enumerate(after):
+        own = before[dim - offset] if dim >= offset else 1
+        times = divide_exactly(size, own)
+        if times is None:
+            return None
+        sizes |= {f"r{dim}": times, f"d{dim}": own}
+        result.append((f"r{dim}", f"d{dim}") if dim >= offset else (f"r{dim}",))
+    return index_map(call, {"self": indices(len(after))[offset:]}, tuple(result), sizes=sizes)
 
 
-def transpose(call: Call) -> IndexMap:
+def repeat_interleave(call: Call) -> IndexMap | None:
+    """d -> (d r): each entry several times, or all dimensions where none is named; several counts: `dim` is whole"""
+    if "self" not in call.args:
+        return None
+    shape, after = call.shape(), call.result_shapes()[0]
+    terms = indices(len(shape))
+    given, counts = call.args["dim"], call.args["repeats"]
+    at = 0 if given is None else dim_of(call, len(shape))
+    if counts in call.operands:
+        if given is None:
+            return None
+        cut = (*terms[:at], ("cut",), *terms[at + 1 :])
+        return index_map(call, {"self": terms, "repeats": indices(len(call.shape(1)), "n")}, cut)
+    times = divide_exactly(after[at], product(shape) if given is None else shape[at])
+    if times is None or call.args["output_size"] is not None:  # a size that would have to become local
+        return None
+    sizes = {"r": times, **{f"d{dim}": size for dim, size in enumerate(shape)}}
+    if given is None:
+        return index_map(call, {"self": terms}, ((*(index for dim in terms for index in dim), "r"),), sizes=sizes)
+    return index_map(call, {"self": terms}, (*terms[:at], (*terms[at], "r"), *terms[at + 1 :]), sizes=sizes)
+
+
+def transpose(call: Call) -> IndexMap | None:
     """two dimensions change places"""
     rank = len(call.shape())
+    names = [name for name in call.args if name != "self"]
+    first, second = (dim_of(call, rank, name) for name in names) if names else (rank - 2, rank - 1)
     order = list(range(rank))
-    i, j = (rank - 2, rank - 1) if "dim0" not in call.args else (call.dim("dim0", rank), call.dim("dim1", rank))
     if rank > 1:
-        order[i], order[j] = order[j], order[i]
-    terms = _terms(rank)
-    return IndexMap((terms,), (tuple(terms[dim] for dim in order),), _sizes(call))
+        order[first], order[second] = order[second], order[first]
+    return _reordered(call, order)
 
 
-def permute(call: Call) -> IndexMap:
+def permute(call: Call) -> IndexMap | None:
     """dimensions in a new order"""
-    terms = _terms(len(call.shape()))
-    return IndexMap((terms,), (tuple(terms[dim] for dim in call.args["dims"]),), _sizes(call))
+    return _reordered(call, dims_of(call, len(call.shape()), "dims"))
 
 
-def unsqueeze(call: Call) -> IndexMap:
+def reverse(call: Call) -> IndexMap | None:
+    """dimensions in reverse order"""
+    return _reordered(call, list(reversed(range(len(call.shape())))))
+
+
+def movedim(call: Call) -> IndexMap | None:
+    """the dimensions `source` go to `destination`, the others keep their order"""
+    rank = len(call.shape())
+    places = dict(zip(dims_of(call, rank, "destination"), dims_of(call, rank, "source"), strict=True))
+    others = iter(dim for dim in range(rank) if dim not in places.values())
+    return _reordered(call, [places[dim] if dim in places else next(others) for dim in range(rank)])
+
+
+def _reordered(call: Call, order: list[int]) -> IndexMap | None:
+    terms = indices(len(order))
+    return index_map(call, {"self": terms}, tuple(terms[dim] for dim in order))
+
+
+def unsqueeze(call: Call) -> IndexMap | None:
     """a dimension of size 1 is put in"""
-    terms = _terms(len(call.shape()))
-    at = call.dim("dim", len(terms) + 1)
-    return IndexMap((terms,), ((*terms[:at], (), *terms[at:]),), _sizes(call))
+    terms = indices(len(call.shape()))
+    return index_map(call, {"self": terms}, insert(terms, dim_of(call, len(terms) + 1), ()))
 
 
-def select(call: Call) -> IndexMap:
-    """`dim` must be whole and goes away"""
-    terms = _terms(len(call.shape()))
-    at = call.dim("dim", len(terms))
-    return IndexMap((terms,), ((*terms[:at], *terms[at + 1 :]),), _sizes(call), frozenset(terms[at]))
+def as_complex(call: Call) -> IndexMap | None:
+    """d... !2 -> d...: real and imaginary part become one number"""
+    terms = indices(len(call.shape()))
+    return index_map(call, {"self": terms}, terms[:-1])
 
 
-def cut(call: Call) -> IndexMap:
-    """cuts along `dim`, which must be whole unless nothing is cut off"""
-    shape = call.shape()
-    at = call.dim("dim", len(shape))
-    terms = _terms(len(shape))
-    # other operators state the length that they keep, and a whole slice is only left where it cannot be dropped
-    kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
-    result = (*terms[:at], terms[at] if kept else (f"cut{at}",), *terms[at + 1 :])
-    sizes = {**_sizes(call), f"cut{at}": call.result_shapes()[0][at]}
-    blocked = frozenset[str]() if kept else frozenset({f"d{at}", f"cut{at}"})
-    return IndexMap((terms,), (result,) * len(call.result_shapes()), sizes, blocked)
+def as_real(call: Call) -> IndexMap | None:
+    """d... -> d... 2: one number becomes its real and imaginary part"""
+    terms = indices(len(call.shape()))
+    return index_map(call, {"self": terms}, (*terms, ("parts",)))
 
 
-def unbind(call: Call) -> IndexMap:
-    """`dim` must be whole and goes away, one result for each of its entries"""
-    terms = _terms(len(call.shape()))
-    at = call.dim("dim", len(terms))
-    result = (*terms[:at], *terms[at + 1 :])
-    return IndexMap((terms,), (result,) * len(call.result_shapes()), _sizes(call), frozenset(terms[at]))
+def diagonal(call: Call) -> IndexMap | None:
+    """d... !i !j -> d... k"""
+    terms = indices(len(call.shape()))
+    taken = {dim_of(call, len(terms), name) for name in ("dim1", "dim2")}
+    others = tuple(term for dim, term in enumerate(terms) if dim not in taken)
+    return index_map(call, {"self": terms}, (*others, ("diagonal",)))
 
 
-def cat(call: Call) -> IndexMap | None:
-    """joins along `dim`, which must be whole"""
-    shape = call.shape()
-    if any(len(call.shape(i)) != len(shape) for i in range(len(call.operands))):
+def diag_embed(call: Call) -> IndexMap | None:
+    """d... !k -> d... i j"""
+    terms = indices(len(call.shape()))
+    rank = len(terms) + 1
+    made = {dim_of(call, rank, name): name for name in ("dim1", "dim2")}
+    others = iter(terms[:-1])
+    return index_map(call, {"self": terms}, tuple((made[dim],) if dim in made else next(others) for dim in range(rank)))
+
+
+def unfold(call: Call) -> IndexMap | None:
+    """(n w) -> n w: windows side by side; windows that overlap need their dimension whole"""
+    shape, after = call.shape(), call.result_shapes()[0]
+    terms = indices(len(shape))
+    at, size, step = dim_of(call, len(shape), "dimension"), call.args["size"], call.args["step"]
+    if not isinstance(size, int) or not isinstance(step, int) or not shape:
         return None
-    at = call.dim("dim", len(shape))
-    terms = _terms(len(shape))
-    operands = tuple((*terms[:at], (f"j{i}",), *terms[at + 1 :]) for i in range(len(call.operands)))
-    joined = (*terms[:at], ("joined",), *terms[at + 1 :])
-    sizes = {**_sizes(call), "joined": call.result_shapes()[0][at]}
-    sizes |= {f"j{i}": call.shape(i)[at] for i in range(len(call.operands))}
-    blocked = frozenset({"joined", *(f"j{i}" for i in range(len(call.operands)))})
-    return IndexMap(operands, (joined,), sizes, blocked)
+    if size == step and is_same_size(after[at] * size, shape[at]):
+        cut: Terms = (*terms[:at], ("n", "w"), *terms[at + 1 :])
+        sizes: dict[str, Size] = {"n": after[at], "w": size}
+        result = (*terms[:at], ("n",), *terms[at + 1 :], ("w",))
+        return index_map(call, {"self": cut}, result, whole=("w",), sizes=sizes)
+    return index_map(call, {"self": terms}, (*terms[:at], ("windows",), *terms[at + 1 :], ("w",)))
 
 
-def stack(call: Call) -> IndexMap:
-    """a new dimension over the operands"""
-    terms = _terms(len(call.shape()))
-    at = call.dim("dim", len(terms) + 1)
-    sizes = {**_sizes(call), "stacked": len(call.operands)}
-    result = (*terms[:at], ("stacked",), *terms[at:])
-    return IndexMap((terms,) * len(call.operands), (result,), sizes, frozenset({"stacked"}))
-
-
-def pad(call: Call) -> IndexMap:
-    """the padded dimensions must be whole; padding by 1 and -1 is a shift, not nothing"""
-    after = call.result_shapes()[0]
-    terms = _terms(len(after))
-    amounts = list(call.args["pad"])
-    kept = [not _pads(amounts[2 * place : 2 * place + 2]) for place in reversed(range(len(after)))]
-    result = tuple(terms[dim] if keep else (f"padded{dim}",) for dim, keep in enumerate(kept))
-    sizes = {**_sizes(call), **{f"padded{dim}": size for dim, size in enumerate(after)}}
-    blocked = {name for dim, keep in enumerate(kept) if not keep for name in (f"d{dim}", f"padded{dim}")}
-    return IndexMap((terms,), (result,), sizes, frozenset(blocked))
-
-
-def _pads(pair: list[Any]) -> bool:
-    return any(not isinstance(amount, int) or amount for amount in pair)
+def meshgrid(call: Call) -> IndexMap | None:
+    """a, b, c -> a b c: a result for each operand, all of one shape; in `xy` indexing b comes before a"""
+    count = len(call.operands)
+    if any(len(call.shape(i)) > 1 for i in range(count)):
+        return None
+    terms = indices(count)
+    operands = [terms[i : i + 1] if call.shape(i) else () for i in range(count)]
+    order = list(range(count))
+    if call.args.get("indexing") == "xy" and count > 1:
+        order[:2] = 1, 0
+    result = tuple(terms[dim] for dim in order)
+    return index_map(call, {"tensors": operands}, result)
 
 
 LAYOUTS = (
     LayoutRule("layout.reshape", ("aten::reshape",), view, shape_arg="shape"),
     LayoutRule("layout.unflatten", ("aten::unflatten",), view, shape_arg="sizes"),
-    LayoutRule("layout.flatten", ("aten::flatten",), view),
-    LayoutRule("layout.expand", ("aten::expand",), expand, shape_arg="size"),
-    LayoutRule("layout.transpose", ("aten::transpose", "aten::t", "aten::mT"), transpose),
-    LayoutRule("layout.permute", ("aten::permute",), permute),
-    LayoutRule("layout.unsqueeze", ("aten::unsqueeze",), unsqueeze),
-    LayoutRule("layout.select", ("aten::select",), select),
     LayoutRule(
-        "layout.cut", ("aten::slice", "aten::narrow", "aten::split", "aten::split_with_sizes", "aten::chunk"), cut
+        "layout.flatten",
+        ("aten::flatten", "aten::ravel", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"),
+        view,
     ),
-    LayoutRule("layout.unbind", ("aten::unbind",), unbind),
-    LayoutRule("layout.cat", ("aten::cat",), cat),
-    LayoutRule("layout.stack", ("aten::stack",), stack),
-    LayoutRule("layout.pad", ("aten::pad", "aten::constant_pad_nd"), pad),
+    LayoutRule("layout.view_as", ("aten::view_as", "aten::reshape_as"), view_as),
+    LayoutRule("layout.expand", ("aten::expand", "aten::broadcast_to"), expand, shape_arg="size"),
+    LayoutRule(
+        "layout.filled",
+        ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty"),
+        filled,
+        shape_arg="size",
+    ),
+    LayoutRule("layout.repeat", ("aten::repeat", "aten::tile"), repeat),
+    LayoutRule("layout.repeat_interleave", ("aten::repeat_interleave",), repeat_interleave),
+    LayoutRule(
+        "layout.transpose",
+        ("aten::transpose", "aten::swapaxes", "aten::t", "aten::mT", "aten::mH", "aten::adjoint"),
+        transpose,
+    ),
+    LayoutRule("layout.permute", ("aten::permute",), permute),
+    LayoutRule("layout.reverse", ("aten::numpy_T", "aten::matrix_H"), reverse),
+    LayoutRule("layout.movedim", ("aten::movedim",), movedim),
+    LayoutRule("layout.unsqueeze", ("aten::unsqueeze",), unsqueeze),
+    LayoutRule("layout.as_complex", ("aten::view_as_complex",), as_complex),
+    LayoutRule("layout.as_real", ("aten::view_as_real",), as_real),
+    LayoutRule("layout.diagonal", ("aten::diagonal",), diagonal),
+    LayoutRule("layout.diag_embed", ("aten::diag_embed",), diag_embed),
+    LayoutRule("layout.unfold", ("aten::unfold",), unfold),
+    LayoutRule("layout.meshgrid", ("aten::meshgrid",), meshgrid),
 )

@@ -1,7 +1,8 @@
 """One rank of a real gloo run: `python gloo_worker.py <cells as JSON> <folder for results>`, started by torchrun.
 
-A cell is {model, kind, inner, dynamic, checkpointing, lengths}. Each rank computes the single-device loss and gradients
-itself, then runs the compiled model on the whole batch, averages its gradients over the ranks and compares.
+A cell is {model, kind, inner, dynamic, checkpointing, lengths, dropout, options}. Each rank computes the
+single-device loss and gradients itself, then runs the compiled model on the whole batch, averages its gradients over
+the ranks and compares.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import autosp, prepare_autosp_inputs
-from tests.autosp.models import batch, build
+from tests.autosp.models import batch, build, with_dropout
 
 
 def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
@@ -27,8 +28,11 @@ def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
 
 def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     torch._dynamo.reset()
-    backend = autosp(inner=cell["inner"], strict=True)
+    dropout = cell.get("dropout", 0.0)
+    backend = autosp(inner=cell["inner"], strict=True, rng="global" if dropout else "local", **cell.get("options", {}))
     model = build(cell["model"], checkpointing=cell.get("checkpointing", False), layers=cell.get("layers", 2))
+    if dropout:
+        with_dropout(model, dropout)
     # inductor rounds float32 parts (norms, rotary tables) otherwise than eager does: like is compared with like
     single = torch.compile(model, backend="inductor") if cell["inner"] == "inductor" else model
     step = torch.compile(model, backend=backend, fullgraph=True)
@@ -36,6 +40,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     for length in cell.get("lengths", [16]):
         inputs = batch(cell["model"], cell["kind"], length=length)
         model.zero_grad()
+        torch.manual_seed(0)
         expected_loss = single(**inputs).loss
         expected_loss.backward()
         expected = [p.grad for p in model.parameters()]
@@ -44,6 +49,7 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
             prepare_autosp_inputs(
                 inputs["input_ids"], inputs["labels"], inputs.get("position_ids"), inputs.get("attention_mask")
             )
+        torch.manual_seed(0)
         loss = step(**inputs).loss
         loss.backward()
         worst["loss"] = max(worst["loss"], relative(loss.detach(), expected_loss.detach()))

@@ -85,6 +85,17 @@ def build(name: str, *, checkpointing: bool = False, layers: int = 2) -> torch.n
     return model
 
 
+def with_dropout(model: torch.nn.Module, p: float) -> torch.nn.Module:
+    """The model with eager attention and every dropout, that of attention too, at `p`."""
+    model.set_attn_implementation("eager")  # pyright: ignore[reportCallIssue]
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = p
+    return model
+
+
 def batch(model: str, kind: str, *, length: int = LENGTH, seed: int = 1) -> dict[str, Any]:
     """One batch of `kind`, as a user would pass it to the model."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from autosp_rules.cli import main
+from autosp_rules.cli import _ATTENTION, main
+from autosp_rules.config import AttentionOption
 from autosp_rules.train import StepRow
 
 LLAMA = [
@@ -33,17 +35,16 @@ def test_train_compares_two_ranks_with_one_device(capfd: pytest.CaptureFixture[s
         assert float(sharded) == pytest.approx(float(alone), rel=1e-6)
         assert 0 < float(difference) < 1e-4  # not 0: the sums are really taken apart
     assert "EQUAL over 3 steps" in out
-    for said in ("autosp.shard_input_ids", "all_to_all", "bytes", "32 tokens per rank", "refusals             0"):
+    for said in ("shard_inputs", "all_to_all", "bytes", "32 tokens per rank", "refusals             0"):
         assert said in out
 
 
 @pytest.mark.gloo
 def test_a_model_that_is_refused_ends_with_the_refusal(capfd: pytest.CaptureFixture[str]) -> None:
-    three = ("--set", "num_attention_heads=3", "--set", "num_key_value_heads=3", "--set", "hidden_size=24")
-    status = main(["train", *LLAMA, *three, "--inner", "eager"])
+    status = main(["train", *LLAMA, "--set", "_attn_implementation=flex_attention", "--inner", "eager"])
     out, err = capfd.readouterr()
     assert status == 1
-    assert re.fullmatch(r"autosp: error: rank \d: AutoSPError: .*3 heads do not divide .*size 2.*; use sp in .*\n", err)
+    assert re.fullmatch(r"autosp: error: rank \d: AutoSPError: .*flex_attention.*; .*\n", err)
     assert "EQUAL" not in out
 
 
@@ -65,7 +66,7 @@ def test_inspect_prints_the_report_and_the_graph_without_ranks(capsys: pytest.Ca
     report, graph = out.split("\n\n", 1)
     assert "size 4" in report
     assert "16 tokens per rank" in report
-    assert graph.count("all_to_all_single") == 4
+    assert graph.count("all_to_all_single") == 2
     assert "f32[2, 8, 16]" in graph  # hidden states, S / 4 long
 
 
@@ -77,7 +78,15 @@ def test_inspect_needs_no_memory_for_the_weights(capsys: pytest.CaptureFixture[s
     report = json.loads(capsys.readouterr().out)
     assert report["tokens_per_rank"] == 512
     forward = {c["kind"]: c["count"] for c in report["collectives"] if c["direction"] == "forward"}
-    assert forward == {"all_to_all": 8, "all_reduce": 1}
+    assert forward == {"all_to_all": 4, "all_reduce": 1}
+
+
+def test_inspect_with_a_strategy_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
+    assert get_args(AttentionOption) == _ATTENTION
+    sizes = [f"--set={name}=6" for name in ("num_attention_heads", "num_key_value_heads")]
+    sizes += ["--set=hidden_size=48", "--set=num_hidden_layers=1", "--seq-len=64", "--ranks=4"]
+    assert main(["inspect", "--model", "llama", *sizes, "--attention", "ring_ulysses"]) == 0
+    assert "attention: 1 x ring_ulysses: asked for: 2 groups of 2 ranks; " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -85,11 +94,9 @@ def test_inspect_needs_no_memory_for_the_weights(capsys: pytest.CaptureFixture[s
     [
         (["train", "--model", "lama"], "model type 'lama' is unknown"),
         (["train", "--model", "llama"], "parameters, which need"),
-        (["train", *LLAMA, "--seq-len", "33"], "--seq-len 33 does not divide over 2 ranks"),
         (["train", *LLAMA, "--text", "/gone"], "text /gone does not exist"),
         (["train", *LLAMA, "--set", "hidden"], "--set hidden is not of the form key=value"),
         (["inspect", *LLAMA, "--ranks", "0"], "--ranks must be at least 1"),
-        (["demo", "--ranks", "3"], "--seq-len 512 does not divide over 3 ranks"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_2(
@@ -107,9 +114,9 @@ def test_a_mistake_is_one_sentence_and_status_2(
 def test_the_number_of_ranks_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("NPROC", "3")
+    monkeypatch.setenv("NPROC", "0")
     assert main(["demo"]) == 2
-    assert "over 3 ranks" in capsys.readouterr().err
+    assert "--ranks must be at least 1" in capsys.readouterr().err
 
 
 def test_help_needs_no_torch() -> None:

@@ -16,7 +16,21 @@ from fxrewrite.backends import capture
 from fxrewrite.graph import normalize
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext
 
-_NOT_SHOWN = ("mean_over_shards", "shard_label_ids, shard_position_ids")
+_NOT_SHOWN = (
+    "fuse_slots",
+    "choose_attention",
+    "mean_over_shards",
+    "bundles",
+    "lower_ring",
+    "shard_label_ids, shard_position_ids",
+    "write_out_slots",
+    "attention_by_rows",
+    "name_masks",
+    "describe_masks",
+    "tiled_loss",
+    "tile_mlps",
+    "checkpoint",
+)
 STAGES = ("captured", *(member.name for member in RULES.members if member.name not in _NOT_SHOWN))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from fxrewrite.backends import rewriting_backend
+from fxrewrite.backends import capture, rewriting_backend
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph import graph_text
 from fxrewrite.plan import RuleSet
@@ -285,3 +286,33 @@ def test_recompilations_append_reports() -> None:
     compiled(torch.randn(2))
     compiled(torch.randn(3))
     assert [report.rewrites for report in backend.reports] == [1, 1]
+
+
+LOGGER = logging.getLogger(__name__)
+
+
+class Logs(torch.nn.Module):
+    """Warns in its forward, as models do about a setting."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        LOGGER.warning("a setting is missing")
+        return x.relu()
+
+
+class Branches(torch.nn.Module):
+    """Branches on a value."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() if x.sum() > 0 else x
+
+
+def test_a_logger_breaks_the_graph_and_the_hint_mends_it() -> None:
+    with pytest.raises(FxRewriteError, match=r"does not compile to one graph: .*ignore_logging_functions.add"):
+        capture(Logs(), {"x": torch.ones(2)})
+    with torch._dynamo.config.patch(ignore_logging_functions={logging.Logger.warning}):
+        assert targets(capture(Logs(), {"x": torch.ones(2)}))
+
+
+def test_a_branch_on_a_value_has_a_hint() -> None:
+    with pytest.raises(FxRewriteError, match=r"does not compile to one graph: .*torch\.where"):
+        capture(Branches(), {"x": torch.ones(2)})

@@ -53,6 +53,29 @@ def test_a_new_node_has_value_source_rule_and_checkpoint_tag() -> None:
     assert torch.equal(gm(x, y), torch.nn.functional.silu(y) + x)
 
 
+def test_calls_are_the_nodes_of_the_graph_by_what_they_call() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    relu = [graph.call_function(torch.relu, (x,)), graph.call_function(torch.relu, (x,))]
+    methods = [graph.call_method("sin", (relu[0],)), graph.call_method("cos", (relu[0],))]
+    module = graph.call_module("layer", (x,))
+    graph.output((*relu, *methods, module))
+    relu[0].target = torch.abs
+    layer = torch.nn.Module()
+    layer.layer = torch.nn.Linear(2, 2)
+    with Edit(fx.GraphModule(layer, graph)) as edit:
+        old = relu[1]
+        new = edit.call(torch.neg, (x,), before=old, val=None)
+        edit.replace_uses(old, new)
+        edit.erase(old)
+        found = {(op, target): list(nodes) for op, target, nodes in edit.calls()}
+        calls = [node for node in edit.nodes() if node.op.startswith("call_")]
+    assert sorted(node for nodes in found.values() for node in nodes) == calls
+    assert all((node.op, node.target) == what for what, nodes in found.items() for node in nodes)
+    assert found["call_function", torch.abs] == [relu[0]]
+    assert not found["call_function", torch.relu]
+
+
 def test_rules_that_built_on_each_other_are_all_named() -> None:
     gm = traced()
     with Edit(gm) as edit:

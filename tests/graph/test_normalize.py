@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
+from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fxrewrite import RefusedError
@@ -164,3 +166,118 @@ def test_selective_checkpoint_is_refused() -> None:
 def test_graph_without_fake_values_is_refused() -> None:
     with pytest.raises(RefusedError, match="has no fake value"):
         normalize(fx.symbolic_trace(nn.Linear(2, 2)))
+
+
+class Wrapped(nn.Module):
+    """A layer run in the ways that give Dynamo's graph bodies."""
+
+    def __init__(self, run: Callable[[nn.Module, Callable[..., torch.Tensor], torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.run = nn.Linear(8, 8), nn.Linear(8, 8), run
+
+    def layer(self, x: torch.Tensor, *, scale: torch.Tensor | None = None, shift: float = 0.0) -> torch.Tensor:
+        h = F.gelu(self.first(x)) + shift
+        return h if scale is None else h * scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(self, self.layer, x).square().mean()
+
+
+def nested_checkpoints(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    def outer(y: torch.Tensor) -> torch.Tensor:
+        return model.second(checkpoint(layer, y, use_reentrant=False)) + y
+
+    return checkpoint(outer, x, use_reentrant=False)
+
+
+def checkpoint_with_keywords(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    return checkpoint(layer, x, scale=model.second(x), shift=0.5, use_reentrant=False)
+
+
+def checkpoint_with_a_part_without_gradients(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    def outer(y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            frozen = layer(y)
+        return model.second(frozen) * layer(y)
+
+    return checkpoint(outer, x, use_reentrant=False)
+
+
+def frozen_first_layer(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        h = layer(x)
+        with torch.enable_grad():
+            h = model.second(h)
+        frozen = model.second(h)
+    return h + frozen + torch.zeros_like(x).copy_(h.detach())
+
+
+def several_results(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    a, b = checkpoint(lambda y: (layer(y), model.second(y)), x, use_reentrant=False)
+    return a * b
+
+
+def higher_order_wrap(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    return torch.ops.higher_order.wrap(lambda y: layer(model.second(y)), x)
+
+
+def without_gradients_by_operator(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    frozen = torch.ops.higher_order.wrap_with_set_grad_enabled(False, lambda y: F.gelu(y) * 2, model.second(x))
+    return frozen * model.second(x) + layer(x)
+
+
+@torch.compiler.nested_compile_region
+def region(layer: Any, x: Any) -> Any:
+    return layer(x) + x
+
+
+def nested_compile_region(model: Any, layer: Any, x: torch.Tensor) -> Any:
+    twice: Any = region
+    return twice(layer, twice(layer, model.second(x)))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        nested_checkpoints,
+        checkpoint_with_keywords,
+        checkpoint_with_a_part_without_gradients,
+        frozen_first_layer,
+        several_results,
+        higher_order_wrap,
+        without_gradients_by_operator,
+        nested_compile_region,
+    ],
+    ids=lambda run: run.__name__,
+)
+def test_bodies_are_inlined_and_compute_the_same(run: Any) -> None:
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    model = Wrapped(run)
+    _, normal, inputs = compile_and_keep(model, x)
+    assert not any(isinstance(node.target, HigherOrderOperator) for node in normal.graph.nodes)
+    params = [v for v in inputs if isinstance(v, nn.Parameter)]
+    (loss, *_), want = normal(*inputs), model(x)
+    grads, want_grads = (torch.autograd.grad(v, params, allow_unused=True) for v in (loss, want))
+    assert torch.equal(loss, want)
+    assert [g is None for g in grads] == [g is None for g in want_grads]
+    for grad, want_grad in zip(grads, want_grads, strict=True):
+        assert grad is want_grad or torch.equal(grad, want_grad)
+
+
+def test_each_checkpoint_has_its_own_region() -> None:
+    _, normal, _ = compile_and_keep(Wrapped(nested_checkpoints), torch.ones(3, 8))
+    linears = normal.graph.find_nodes(op="call_function", target=torch.ops.aten.linear.default)
+    assert len({node.meta["ac_graph_id"] for node in linears}) == 2
+
+
+def test_flex_attention_is_refused_with_the_setting_that_helps() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    class Flex(nn.Module):
+        def forward(self, q: torch.Tensor) -> Any:
+            return flex_attention(q, q, q)
+
+    q = torch.ones(1, 2, 16, 8)
+    with pytest.raises(Exception, match=r"flex_attention is not supported.*attn_implementation='sdpa'"):
+        compile_and_keep(Flex(), q)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxrewrite import Edit
 from fxrewrite.graph import divide_exactly, is_same_size, normalize, product
 from fxrewrite.graph.sizes import SizeNodes, require_divisible, size_hint
 
@@ -67,3 +69,33 @@ def test_nodes_are_made_once_of_the_inputs() -> None:
     out.args = ((node,),)
     gm.recompile()
     assert gm(*inputs) == (7,)
+
+
+def test_nodes_that_were_taken_back_are_made_again() -> None:
+    gm, inputs = _graph(lambda x: x * 2, torch.ones(3, 5))
+    value = next(n.meta["val"] for n in gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    with Edit(gm) as edit:
+        sizes = SizeNodes(gm.graph, lambda op, args, before: edit.call(op, args, before=before, val=None))
+        first = sizes(value.shape[0] + 1)
+        with suppress(ZeroDivisionError), edit.savepoint():
+            sizes(value.shape[1] + 1)
+            raise ZeroDivisionError
+        assert isinstance(first, fx.Node)
+        edit.erase(first)
+        again = [sizes(size + 1) for size in value.shape]
+        gm.graph.output_node().args = (tuple(again),)
+    gm.graph.lint()
+    gm.recompile()
+    assert gm(*inputs) == (4, 6)
+
+
+def test_sizes_stand_in_front_of_what_came_to_the_front() -> None:
+    gm, _ = _graph(lambda x: x * 2, torch.ones(3, 5))
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    sizes = SizeNodes(gm.graph)
+    sizes(first.meta["val"].shape[0] + 1)
+    with gm.graph.inserting_before(first):
+        came = gm.graph.call_function(torch.neg, (first.args[0],))
+    later = sizes(first.meta["val"].shape[1] * 3)
+    assert isinstance(later, fx.Node)
+    assert later < came

@@ -15,7 +15,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from fxrewrite import Report, RuleSet
 from fxrewrite.ops import key
-from rules.attention import ATTENTION, ATTENTION_DROPOUT
+from rules.attention import ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED
 
 Function = Callable[..., torch.Tensor]
 B, H, L, E = 2, 4, 6, 8
@@ -463,6 +463,34 @@ def test_a_row_of_minus_infinity_is_zero_instead_of_nan(name: str) -> None:
     assert all(gradient.isfinite().all() for gradient in value_and_gradients(gm, args) if gradient is not None)
 
 
+BIASED = {
+    *("mask", "mask in front", "mask of two dimensions", "bias and mask", "scaled bias", "scaled bias and mask"),
+    *("masked_fill over a bias", "dtype", "einsum"),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MATMUL if name not in BIASED])
+def test_without_a_bias_every_row_is_equal(name: str) -> None:
+    _, function, args = spelling(name)
+    if "inf" not in str(traced(function, args)[0].code):
+        no_keys(args)
+    gm, _ = traced(function, args)
+    assert fired(ATTENTION_UNBIASED.apply(gm)) & {"fuse_unbiased", "fuse_unbiased_filled"}
+    assert (count(gm, "softmax"), count(gm, "scaled_dot_product_attention")) == (0, 1)
+    torch.testing.assert_close(
+        value_and_gradients(gm, args), value_and_gradients(function, args), rtol=1e-12, atol=1e-13
+    )
+    assert ATTENTION_UNBIASED.apply(gm).rewrites == 0
+
+
+@pytest.mark.parametrize("name", sorted(BIASED))
+def test_a_bias_may_hide_whole_rows(name: str) -> None:
+    _, function, args = spelling(name)
+    gm, _ = traced(function, args)
+    ATTENTION_UNBIASED.apply(gm)
+    assert (count(gm, "softmax"), count(gm, "scaled_dot_product_attention")) == (1, 0)
+
+
 DRAWING: dict[str, Function] = {
     "fuse": lambda q, k, v, m, h: F.dropout(torch.softmax(q @ k.mT * SCALE, -1), 0.25) @ v,
     "fuse_scaled_bias": lambda q, k, v, m, h: F.dropout(torch.softmax((q @ k.mT + m) / 3.0, -1), 0.25) @ v,
@@ -579,7 +607,7 @@ def test_transposes_elsewhere_stay() -> None:
     assert "aten::mul uses it" in str(ATTENTION.once().explain(gm, "attention.untranspose_key"))
 
 
-@pytest.mark.parametrize("rules", [ATTENTION, ATTENTION_DROPOUT], ids=lambda rules: rules.name)
+@pytest.mark.parametrize("rules", [ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED], ids=lambda rules: rules.name)
 def test_the_digest_is_stable(rules: RuleSet) -> None:
     assert rules.once().digest() is not None
 

@@ -20,7 +20,11 @@ DROPPED: dict[str, Any] = {
     "drop_narrow": lambda x: torch.narrow(x, 1, 0, 6) * 2,
     "squeeze_to_select": lambda x: x.unsqueeze(0).squeeze() * 2,
     "type_as_to_to": lambda x: torch.arange(6).type_as(x) * 2,
+    "drop_output_size": lambda x: x.repeat_interleave(2, dim=1, output_size=12) * 2,
     "drop_empty_cat": lambda x: torch.cat([torch.empty(0, dtype=x.dtype), x], -1) * 2,
+    "new_zeros_to_zeros": lambda x: x + x.new_zeros(6),
+    "new_ones_to_ones": lambda x: x + x.new_ones((4, 1), dtype=torch.float32),
+    "new_full_to_full": lambda x: x + x.new_full((x.shape[1],), 2.5),
     "view_to_reshape": lambda x: x.view(24) * 2,
     "_unsafe_view_to_reshape": lambda x: torch.ops.aten._unsafe_view(x, [24]) * 2,
 }
@@ -28,6 +32,7 @@ KEPT: dict[str, Any] = {
     "a real slice": lambda x: x[:, 1:6] * 2,
     "a real expand": lambda x: x.expand(2, 4, 6) * 2,
     "a real cast": lambda x: x.to(torch.float32) * 2,
+    "repeats without a size": lambda x: x.repeat_interleave(2, dim=1) * 2,
     "a real cat": lambda x: torch.cat([x, x]) * 2,
 }
 

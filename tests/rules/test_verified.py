@@ -11,9 +11,11 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autosp_rules.attention import all_to_all_before_repeat_kv
-from autosp_rules.sequence import shard_input_ids
-from fxrewrite import Literal, Pattern, Rule, RuleSet, cap, op
+from autosp_rules.attention.gather_kv import causal_to_mask, gather_keys, gather_keys_beside_sinks
+from autosp_rules.attention.ring import ring_of_ranks
+from autosp_rules.attention.strategy import Choice, attentions, choice_of, choose
+from autosp_rules.attention.ulysses import all_to_all_before_repeat_kv, repeat_kv_heads
+from fxrewrite import Edit, Literal, Pattern, Rule, RuleSet, cap, op
 from fxrewrite.registry import registered
 from fxrewrite.spmd import Axis, Shard, SpmdContext, redistribute
 from fxrewrite.verify import Draw, Sampler, verify_rewrite
@@ -21,6 +23,8 @@ from fxrewrite.verify import Draw, Sampler, verify_rewrite
 ON_RANKS = "it lowers to what ranks tell each other"
 WITH_LAYOUT = "it reads a layout that propagation found"
 ON_WHOLE_VALUES = "it needs a mesh axis; a redistribution is the identity on whole values"
+WHERE_CHOSEN = "it reads which strategy was chosen for an attention"
+OF_A_BODY = "what it writes out is no literal that could be guessed"
 IN_A_GRAPH = "it reads who uses the result, which its own pattern does not hold"
 HERE = Path(__file__).name
 ELSEWHERE: dict[str, tuple[str, str]] = {
@@ -29,12 +33,31 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "collectives.all_to_all": (ON_RANKS, "test_collectives.py"),
     "collectives.all_reduce": (ON_RANKS, "test_collectives.py"),
     "collectives.reduce_scatter": (ON_RANKS, "test_collectives.py"),
+    "collectives.clear_padding": (ON_RANKS, "../autosp/test_lengths.py"),
+    "collectives.all_to_all_together": (ON_RANKS, "test_bundles.py"),
+    "collectives.all_gather_together": (ON_RANKS, "test_bundles.py"),
+    "autosp.lower_ring": (WITH_LAYOUT, "../autosp/test_attention_strategies.py"),
     "autosp.shard_label_ids": (ON_RANKS, "test_collectives.py"),
     "autosp.shard_position_ids": (ON_RANKS, "test_collectives.py"),
+    "random.draw_dropout_by_rank": (WITH_LAYOUT, "../autosp/test_random.py"),
     "reductions.mean_over_shards": (WITH_LAYOUT, "test_layouts.py"),
-    "autosp.shard_input_ids": (ON_WHOLE_VALUES, HERE),
     "autosp.all_to_all_before_repeat_kv": (ON_WHOLE_VALUES, HERE),
+    "autosp.causal_to_mask": (WHERE_CHOSEN, HERE),
+    "autosp.repeat_kv_heads": (WHERE_CHOSEN, HERE),
+    "autosp.gather_keys": (WHERE_CHOSEN, HERE),
+    "autosp.ring_of_ranks": (WHERE_CHOSEN, HERE),
+    "autosp.ring_in_groups": (WHERE_CHOSEN, "../autosp/test_attention_strategies.py"),
+    "slots.write_out": (OF_A_BODY, "test_experts.py"),
+    "autosp.gather_keys_beside_sinks": (WHERE_CHOSEN, HERE),
     "attention.untranspose_key": (IN_A_GRAPH, HERE),
+    "masks.attend_by_rows": (IN_A_GRAPH, "test_attention_by_rows.py"),
+    "masks.attend_by_rows_with_sinks": (IN_A_GRAPH, "test_attention_sinks.py"),
+    "masks.causal": (IN_A_GRAPH, "test_masks.py"),
+    "masks.nothing_hidden": (IN_A_GRAPH, "test_masks.py"),
+    "shifted_losses.pad_labels_of_cross_entropy_loss": (IN_A_GRAPH, "test_shifted_losses.py"),
+    "shifted_losses.pad_labels_of_nll_loss_nd": (IN_A_GRAPH, "test_shifted_losses.py"),
+    "tiled_loss.tile": (IN_A_GRAPH, "test_tiled_loss.py"),
+    "tiled_mlp.tile": (IN_A_GRAPH, "test_tiled_mlp.py"),
 }
 """Why a rule cannot be verified from its pattern alone, and the file that does it."""
 SAMPLES, SEED = 24, 0
@@ -64,12 +87,6 @@ REPEATED_KEYS = Pattern((op(redistribute, op("reshape", _many, cap("heads", "any
 """What the rule of AutoSP matches, with names for the two shapes that it ignores."""
 
 
-def _ids(draw: Draw) -> Mapping[str, Any]:
-    words, batch, length = draw.integer(1, 8), draw.size(), AXIS.size * draw.size()
-    ids = draw.indices(batch, length, below=words)
-    return {"weight": draw.tensor(words, draw.size()), "ids": ids, "padding_idx": draw.choice(-1, 0)}
-
-
 def _repeated_keys(draw: Draw) -> Mapping[str, Any]:
     batch, heads, repeats, length, depth = draw.shape(5)
     heads, length = AXIS.size * heads, AXIS.size * length
@@ -97,7 +114,6 @@ def _interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any
 @pytest.mark.parametrize(
     ("rule", "pattern", "sampler"),
     [
-        (shard_input_ids, shard_input_ids.pattern, _ids),
         (all_to_all_before_repeat_kv, REPEATED_KEYS, _repeated_keys),
         (all_to_all_before_repeat_kv, all_to_all_before_repeat_kv.pattern, _keys_repeated_somehow),
     ],
@@ -110,6 +126,50 @@ def test_a_rule_on_whole_values_is_true(rule: Rule, pattern: Pattern, sampler: S
     verdict = verify_rewrite(rule.id, pattern, rewrite, samples=SAMPLES, seed=SEED, **options)
     verdict.raise_if_false()
     assert verdict.samples >= SAMPLES or sampler is _keys_repeated_somehow, str(verdict)
+    assert verdict.gradients, str(verdict)
+
+
+def _attention(draw: Draw, *, is_grouped: bool) -> Mapping[str, Any]:
+    """Grouped heads, a mask where the pattern captures one, lengths of queries and keys that differ."""
+    batch, kv_heads, repeats, rows, columns, depth = draw.shape(6)
+    heads = AXIS.size * kv_heads * repeats if is_grouped else kv_heads
+    return {
+        "q": draw.tensor(batch, heads, rows, depth),
+        "k": draw.tensor(batch, kv_heads, columns, depth),
+        "v": draw.tensor(batch, kv_heads, columns, depth),
+        "mask": draw.choice(None, draw.tensor(columns)),
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": draw.choice(None, 0.5) if is_grouped else 0.5,
+        "enable_gqa": True,
+        "sinks": draw.tensor(batch, heads, rows, 1),
+    }
+
+
+OF_STRATEGIES = (causal_to_mask, gather_keys, gather_keys_beside_sinks, repeat_kv_heads, ring_of_ranks)
+
+
+@pytest.mark.parametrize("rule", OF_STRATEGIES, ids=lambda rule: rule.id)
+def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
+    captured = {capture.name for capture in rule.pattern.captures}
+
+    def sample(draw: Draw) -> Mapping[str, Any]:
+        found = _attention(draw, is_grouped="sinks" not in captured)
+        return {name: value for name, value in found.items() if name in captured}
+
+    def rewrite(gm: fx.GraphModule) -> int:
+        with Edit(gm) as edit:
+            for node in attentions(edit):
+                if choice_of(node) is None:
+                    choose(edit, node, Choice("any", "", rule.id))
+        return RuleSet("one", rule).apply(gm, context=SpmdContext(AXIS)).rewrites
+
+    anywhere = Pattern(rule.pattern.outputs)
+    options: dict[str, Any] = {"numerics": rule.numerics, "non_finite": rule.domain == "all", "sampler": sample}
+    options |= {"run": _interpreted}
+    verdict = verify_rewrite(rule.id, anywhere, rewrite, samples=SAMPLES, seed=SEED, **options)
+    verdict.raise_if_false()
+    assert verdict.samples >= SAMPLES, str(verdict)
     assert verdict.gradients, str(verdict)
 
 

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
-from autosp_rules import AutoSPConfig
-from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError, RuleSet
-from fxrewrite.spmd import LocalizeShapes, PropagateLayouts, axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
+from fxrewrite.spmd import LocalizeShapes, PropagateLayouts
 from rules.layouts import LAYOUTS
+from tests.spmd.on_ranks import on_ranks
 
 IDS = torch.arange(32).reshape(2, 16) % 8
 
@@ -35,26 +33,7 @@ class Body(nn.Module):
 
 def check(body: Any, *, num_ranks: int = 2, ids: torch.Tensor = IDS) -> list[str]:
     """Loss and gradients equal one device's; returns what the report says."""
-    model = Body(body)
-    found: list[Any] = []
-
-    def keep(gm: Any, example_inputs: list[Any]) -> Any:
-        found.extend((gm, list(example_inputs)))
-        return gm
-
-    torch.compile(model, backend=keep, fullgraph=True)(ids)
-    model.zero_grad()
-    loss = model(ids)
-    loss.backward()
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, report = transform(found[0], AutoSPConfig(), axis_of(mesh, "sp"))
-        run = run_on_ranks(program, found[1], num_ranks, backward=0)
-    for outputs in run.outputs:
-        torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-12, atol=1e-12)
-    for value, grad in zip(found[1], run.mean_grads(), strict=True):
-        if isinstance(value, nn.Parameter) and value.grad is not None:
-            torch.testing.assert_close(grad, value.grad, rtol=1e-10, atol=1e-12)
-    return report.lines
+    return on_ranks(Body(body), ids, num_ranks).lines
 
 
 def gathers(lines: list[str]) -> list[str]:
@@ -88,7 +67,7 @@ CLEAN |= {
     "maximum of two": lambda m, x, ids: torch.max(x, m.other[: ids.shape[1]]),
     "type_as": lambda m, x, ids: x * torch.arange(8).type_as(x),
 }
-GATHERED: dict[str, Any] = {
+MOVED: dict[str, Any] = {
     "shift by pads of 1 and -1": lambda m, x, ids: x + F.pad(x, (0, 0, 1, -1)),
     "a split that keeps all": lambda m, x, ids: x.split(16, 1)[0] + x,
     "cumulative sum": lambda m, x, ids: x.cumsum(1) + x,
@@ -96,9 +75,16 @@ GATHERED: dict[str, Any] = {
     "shift": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1] + x,
     "last token": lambda m, x, ids: x[:, -1],
     "eager attention": lambda m, x, ids: (x @ x.transpose(1, 2)).softmax(-1) @ x,
-    "no rule": lambda m, x, ids: torch.fft.fft(x, dim=1).real + x,
     "maximum over the sequence": lambda m, x, ids: x.amax(1),
 }
+"""The sequence must be whole; over two ranks the rows of the batch are spread instead, over four the features."""
+GATHERED: dict[str, Any] = {
+    "no rule": lambda m, x, ids: torch.fft.fft(x, dim=1).real + x,
+    "softmax over the sequence": MOVED["softmax over the sequence"],
+    "last token": MOVED["last token"],
+    "eager attention": MOVED["eager attention"],
+}
+"""Over three ranks nothing but the sequence divides."""
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -109,9 +95,18 @@ def test_stays_sharded(name: str, num_ranks: int) -> None:
     assert not gathers(check(CLEAN[name], num_ranks=num_ranks))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", MOVED)
+def test_moves_where_the_sequence_must_be_whole(name: str, num_ranks: int) -> None:
+    gathered = gathers(check(MOVED[name], num_ranks=num_ranks))
+    assert all("aten::square reads it whole (128 bytes whole" in line for line in gathered) == (
+        name != "eager attention" or num_ranks == 2  # over four ranks it contracts the features
+    )
+
+
 @pytest.mark.parametrize("name", GATHERED)
 def test_is_gathered_and_says_so(name: str) -> None:
-    assert gathers(check(GATHERED[name]))
+    assert gathers(check(GATHERED[name], num_ranks=3, ids=torch.arange(30).reshape(2, 15) % 8))
 
 
 def test_ranks_that_hold_one_token() -> None:
@@ -125,7 +120,7 @@ def test_shifted_ids_are_shifted_before_they_are_sliced() -> None:
 
 
 def test_matrix_products_that_stay_whole_are_counted() -> None:
-    lines = check(lambda m, x, ids: x + (m.embed(ids.roll(1, 1)) @ m.embed.weight.T).cumsum(1))
+    lines = check(lambda m, x, ids: x + (m.embed.weight.T @ m.embed.weight).cumsum(1)[0])
     assert [line for line in lines if line.startswith("whole: 1 of 1 matrix products")]
 
 

@@ -1,0 +1,58 @@
+"""Attention over a sharded sequence: interchangeable strategies behind one contract, one file each.
+
+    strategy      the contract: when it serves a call, and its rules before and behind propagation
+    ulysses       whole sequences of some heads on each rank, by all-to-all
+    gather_kv     a rank's own queries against all keys, k and v gathered
+    ring          a rank's own queries, k and v on their way from rank to rank; or over groups of ranks
+    exchange      how values lie for a ring, and how they get there
+    ring_kernel   the ring itself, forward and backward
+    together      q, k and v in one collective
+    skip          every attention but the last gives zeros, to measure memory
+    choose        which strategy serves which call, and the lines about it in the report
+
+What the user asked for is done or refused, else the cheapest that serves a call is taken. What a strategy does not
+rewrite, propagation does: the layout rule of attention (`rules.layouts.attention`) moves to the heads where they
+divide, and else keeps queries where they are.
+"""
+
+from functools import cache
+
+from autosp_rules.attention.choose import ChooseAttention, DescribeAttention
+from autosp_rules.attention.gather_kv import GATHER_KV
+from autosp_rules.attention.ring import RING, RING_LAYOUTS, RING_RULES, RING_ULYSSES
+from autosp_rules.attention.skip import SKIP_ALL_BUT_LAST
+from autosp_rules.attention.together import MoveTogether
+from autosp_rules.attention.ulysses import ULYSSES
+from autosp_rules.config import AttentionOption
+from fxrewrite import DeadCode, RuleSet
+
+__all__ = [
+    "ATTENTION_RULES",
+    "RING_LAYOUTS",
+    "RING_RULES",
+    "SKIP_ALL_BUT_LAST",
+    "AttentionOption",
+    "choose_attention",
+]
+
+_STRATEGIES = (ULYSSES, GATHER_KV, RING, RING_ULYSSES)
+
+
+@cache
+def choose_attention(asked: AttentionOption = "auto") -> RuleSet:
+    """In front of propagation: `asked` for every call, or the best for each."""
+    return RuleSet(
+        "choose_attention",
+        ChooseAttention(_STRATEGIES, asked),
+        *(rule for strategy in _STRATEGIES for rule in strategy.before),
+        DeadCode("drop_masks"),
+    )
+
+
+ATTENTION_RULES = RuleSet(
+    "insert_attention_all_to_all",
+    *(rule for strategy in _STRATEGIES for rule in strategy.after),
+    MoveTogether(),
+    DescribeAttention(),
+)
+"""Behind propagation."""

@@ -1,0 +1,144 @@
+"""Which strategy serves which attention, and what that sends: a line in the report for every kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import fx
+
+from autosp_rules.attention.strategy import (
+    AttentionCall,
+    AttentionStrategy,
+    Choice,
+    Cost,
+    attentions,
+    choice_of,
+    choose,
+    redistribution_of,
+)
+from autosp_rules.config import AttentionOption
+from autosp_rules.costs import FLOPS_PER_BYTE_SENT
+from fxrewrite import Edit, Report, refuse
+from fxrewrite.graph import source_line
+from fxrewrite.spmd import Axis, Replicated, Shard, SpmdContext, layout_of, size_hint
+
+__all__ = ["ChooseAttention", "DescribeAttention"]
+
+
+class ChooseAttention:
+    """The step that chooses a strategy for every attention of the graph.
+
+    The one that the user asked for; else the one that costs least: the bytes that a rank sends, forward and backward,
+    as the operations that take as long, and the operations of the busiest rank. Of equals the first, which is ulysses.
+    """
+
+    name = "choose_strategy"
+
+    def __init__(self, strategies: Sequence[AttentionStrategy], asked: AttentionOption = "auto") -> None:
+        self._strategies = {strategy.name: strategy for strategy in strategies}
+        self._asked = asked
+
+    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        axis = SpmdContext.required(context, self.name).axis
+        for node in attentions(edit):
+            choose(edit, node, self._choice(node, AttentionCall.of(node), axis))
+        return 0
+
+    def _choice(self, node: fx.Node, call: AttentionCall, axis: Axis) -> Choice:
+        reasons = {name: strategy.why_not(call, axis) for name, strategy in self._strategies.items()}
+        able = [strategy for name, strategy in self._strategies.items() if not reasons[name]]
+        costs = {strategy.name: strategy.cost(call, axis) for strategy in able}
+        cheapest = min(able, key=lambda strategy: _time(costs[strategy.name]))
+        chosen = cheapest if self._asked == "auto" else self._strategies[self._asked]
+        if reasons[chosen.name]:
+            refuse(
+                f"attention={self._asked!r}: {reasons[chosen.name]}",
+                node=node,
+                hint=f"use attention={cheapest.name!r}, which serves it, or 'auto'",
+            )
+        others = [
+            f"{name}: {reasons[name] or _priced(costs[name], costs[chosen.name])}"
+            for name in self._strategies
+            if name != chosen.name
+        ]
+        choice = chosen.choose(call, axis, self._asked != "auto")
+        return replace(choice, why=self._why(choice, reasons), others="; ".join(others))
+
+    def _why(self, choice: Choice, reasons: dict[str, str]) -> str:
+        if self._asked != "auto":
+            return ": ".join(filter(None, ("asked for", choice.why)))
+        if choice.strategy == "ulysses":
+            return choice.why
+        return ", ".join(filter(None, (reasons["ulysses"] or "costs less than ulysses", choice.why)))
+
+    def text(self) -> str:
+        names = ", ".join(self._strategies)
+        return f"for each attention the cheapest that serves it, or as asked ({self._asked}): {names}"
+
+
+def _time(cost: Cost) -> float:
+    """In operations: what is computed, and as many as take as long as sending the bytes."""
+    return (cost.forward + cost.backward) * FLOPS_PER_BYTE_SENT + _PASSES * cost.flops
+
+
+_PASSES = 3.5
+"""Operations of forward and backward, in those of the forward."""
+
+
+def _priced(cost: Cost, chosen: Cost) -> str:
+    return f"sends {round(cost.forward):,} bytes forward and {round(cost.backward):,} backward, the busiest rank " + (
+        "computes as much" if cost.flops == chosen.flops else f"computes {cost.flops / chosen.flops:.2f} x as much"
+    )
+
+
+class DescribeAttention:
+    """The step that reports what runs how, once layouts are known."""
+
+    name = "describe_attention"
+
+    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        axis = SpmdContext.required(context, self.name).axis
+        alike: dict[tuple[str, str, int, str], list[fx.Node]] = {}
+        for node in edit.nodes():
+            layout, choice = layout_of(node), choice_of(node)
+            if isinstance(layout, Shard) and choice is not None:
+                how = _how(node, layout) if choice.sent is None else choice.strategy
+                why = choice.why if how == choice.strategy else "fewer bytes travel so"
+                sent = _bytes_sent(node, axis) if choice.sent is None else choice.sent
+                alike.setdefault((how, why, sent, choice.others), []).append(node)
+        for (strategy, why, sent, others), (first, *more) in alike.items():
+            report.lines.append(
+                f"attention: {1 + len(more)} x {strategy}: {why}; each sends {sent:,} bytes per rank forward; "
+                f"the first is %{first.name} {source_line(first)}".rstrip()
+                + f" ({others})"
+            )
+        return 0
+
+    def text(self) -> str:
+        return "a line in the report for every kind of call: strategy, reason, bytes, and what the others would cost"
+
+
+def _how(node: fx.Node, layout: Shard) -> str:
+    """The strategy by which a call runs, told by where its result [..., H, S, D] is sharded."""
+    from_behind = layout.dim - node.meta["val"].dim()
+    return {-2: "gather_kv", -3: "ulysses"}.get(from_behind, "by the batch")
+
+
+def _bytes_sent(node: fx.Node, axis: Axis) -> int:
+    """Bytes that a rank sends to bring q, k and v to a call, and its result back."""
+    q, k, v = (redistribution_of(operand) for operand in node.args[:3])
+    sent = sum(_whole_bytes(moved) / _held(moved, axis) for moved in {q, k, v} if moved is not None)
+    if q is not None:  # the result goes back the way that q came
+        sent += _whole_bytes(node) / axis.size
+    return round(sent * (axis.size - 1) / axis.size)
+
+
+def _held(moved: fx.Node, axis: Axis) -> int:
+    """Into how many parts what is sent is cut: a chunk to each rank, or the own chunk to all."""
+    return 1 if isinstance(moved.args[2], Replicated) else axis.size
+
+
+def _whole_bytes(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return size_hint(value.numel()) * value.element_size()

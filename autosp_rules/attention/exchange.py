@@ -1,0 +1,157 @@
+"""How queries, keys and values lie for a ring, and the operator that brings them there and back.
+
+    exchange([q, k, v], ...)          ->  what a rank has of them in the ring
+    exchange([out], ..., back=True)   ->  the rank's own rows again
+
+P ranks are R groups of U. In a group ranks trade rows for heads (Ulysses), so that each has the rows of its group and a
+U-th of the heads. Over the R groups halves of these rows are traded so that causal work is equal (zigzag): of 2R halves
+group g gets g, which reads the least of keys, and 2R - 1 - g, which reads the most.
+Shapes: [B, H, S / P, D] -> [B, H / U, S / R, D], for each value; what goes to a rank goes at once.
+Numerics: exact; the backward is the exchange the other way. Every size that differs between ranks is arithmetic on the
+rank's number, so that the body runs on simulated ranks as well.
+Source: USP (arXiv 2405.07719); zigzag: Llama 3 (arXiv 2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxrewrite.ops import communicates
+from fxrewrite.spmd import COLLECTIVES
+
+__all__ = ["EXCHANGE", "PLACE", "Ring", "exchange", "send"]
+
+
+PLACE = "SymInt rank, int num_ranks, int per_group, bool zigzag, str group"
+"""The fields of `Ring`, in the schema of an operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A rank's place: P = `num_ranks` ranks as rings over groups of `per_group`; `zigzag` halves, if R > 1."""
+
+    rank: Any
+    num_ranks: int
+    per_group: int
+    zigzag: bool
+    process_group: str
+
+    @property
+    def num_groups(self) -> int:
+        return self.num_ranks // self.per_group
+
+    @property
+    def group(self) -> Any:
+        """The number of the rank's group, its place in the ring."""
+        return self.rank // self.per_group
+
+    @property
+    def member(self) -> Any:
+        """The rank's number in its group, and that of the ring that it is part of."""
+        return self.rank % self.per_group
+
+    def to(self, groups: Sequence[Any]) -> list[Any]:
+        """How many pieces go to each rank when one goes to each of these groups of the same ring."""
+        return [
+            sum(_is(group, other // self.per_group) for group in groups) * _is(self.member, other % self.per_group)
+            for other in range(self.num_ranks)
+        ]
+
+
+def _is(a: Any, b: int) -> Any:
+    """1 where the numbers are equal, else 0."""
+    difference = a - b
+    return torch.sym_min(difference * difference, 1) * -1 + 1
+
+
+def send(pieces: torch.Tensor, ring: Ring, sent: Sequence[Any], received: Sequence[Any]) -> torch.Tensor:
+    """The pieces [n, ...] on their way, `sent[i]` of them to rank i and `received[i]` from it; to be waited for."""
+    return COLLECTIVES["all_to_all"](pieces.contiguous(), list(received), list(sent), ring.process_group)
+
+
+def _traded(values: Sequence[torch.Tensor], ring: Ring, sent: Sequence[Any], received: Sequence[Any]) -> Any:
+    """The values [n, ...], piece by piece, in one collective."""
+    rows = [x.reshape(x.shape[0], -1) for x in values]
+    came = COLLECTIVES["wait"](send(torch.cat(rows, 1), ring, sent, received))
+    parts = came.split([row.shape[1] for row in rows], 1)
+    return [part.reshape(x.shape) for part, x in zip(parts, values, strict=True)]
+
+
+def _heads_for_rows(values: Sequence[torch.Tensor], ring: Ring) -> list[torch.Tensor]:
+    """[B, H, S, D] -> [B, H / U, U S, D], in each group."""
+    in_group = [_is(ring.group, other // ring.per_group) for other in range(ring.num_ranks)]
+    cut = [x.unflatten(1, (ring.per_group, -1)).movedim(1, 0) for x in values]
+    return [x.movedim(0, 2).flatten(2, 3) for x in _traded(cut, ring, in_group, in_group)]
+
+
+def _rows_for_heads(values: Sequence[torch.Tensor], ring: Ring) -> list[torch.Tensor]:
+    """[B, H / U, U S, D] -> [B, H, S, D], in each group."""
+    in_group = [_is(ring.group, other // ring.per_group) for other in range(ring.num_ranks)]
+    cut = [x.unflatten(2, (ring.per_group, -1)).movedim(2, 0) for x in values]
+    return [x.movedim(0, 1).flatten(1, 2) for x in _traded(cut, ring, in_group, in_group)]
+
+
+def _zigzag(values: Sequence[torch.Tensor], ring: Ring, *, back: bool) -> list[torch.Tensor]:
+    """Halves 2g and 2g + 1 of the rows for halves g and 2R - 1 - g, or back."""
+    group, last = ring.group, 2 * ring.num_groups - 1
+    own, other = group * 2, group * 2 + 1
+    sent = ring.to([torch.sym_min(half, half * -1 + last) for half in (own, other)])
+    received = ring.to([group // 2, (group * -1 + last) // 2])
+    turned = own // ring.num_groups  # in the upper half of the groups the later half goes to the earlier group
+    cut = [x.unflatten(2, (2, -1)).movedim(2, 0) for x in values]
+    if back:
+        traded = [torch.roll(x, turned, 0) for x in _traded(cut, ring, received, sent)]
+    else:
+        traded = _traded([torch.roll(x, turned, 0) for x in cut], ring, sent, received)
+    return [x.movedim(0, 2).flatten(2, 3) for x in traded]
+
+
+def _exchange(values: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
+    """The values as the ring has them, or `back` as each rank has its rows; see the shapes of this module.
+
+    Args:
+        values: of one batch and number of rows.
+        how: the place in the ring, see `Ring`, and `back`.
+    """
+    *place, back = how
+    ring, found = Ring(*place), list(values)
+    if not back and ring.per_group > 1:
+        found = _heads_for_rows(found, ring)
+    if ring.zigzag:
+        found = _zigzag(found, ring, back=back)
+    if back and ring.per_group > 1:
+        found = _rows_for_heads(found, ring)
+    return [x.clone(memory_format=torch.contiguous_format) for x in found]  # the parts of what came share memory
+
+
+exchange = torch.library.custom_op(
+    "autosp::exchange",
+    _exchange,
+    mutates_args=(),
+    schema=f"(Tensor[] values, {PLACE}, bool back) -> Tensor[]",
+)
+communicates(exchange, _exchange)
+
+
+@exchange.register_fake
+def _(values: Any, rank: Any, num_ranks: int, per_group: int, zigzag: bool, group: str, back: bool) -> Any:
+    heads, rows = (1, per_group) if back else (per_group, 1)
+    return [x.new_empty(x.shape[0], x.shape[1] // heads * rows, x.shape[2] * heads // rows, x.shape[3]) for x in values]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.how = inputs[1:]
+
+
+def _gradients(ctx: Any, given: list[torch.Tensor]) -> tuple[Any, ...]:
+    *place, back = ctx.how
+    return exchange(given, *place, not back), *[None] * len(ctx.how)
+
+
+exchange.register_autograd(_gradients, setup_context=_save)
+EXCHANGE = torch.ops.autosp.exchange.default
+"""The operator of `exchange`, as graphs call it."""

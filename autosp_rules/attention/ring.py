@@ -1,0 +1,326 @@
+"""Attention over a ring: every rank keeps its rows of q, and keys travel; alone, or over groups that share the heads.
+
+    sdpa(q, k, v, mask)      ->  attend_over_ring(q, k, v, leaves, mask)                      in front of propagation
+    attend_over_ring(...)    ->  exchange(ring_attention(exchange(q, k, v)))                  on local shapes
+
+`ring` serves any number of heads, with k and v as they are before they are repeated, holds one chunk of k and v where
+gather_kv holds them whole, and balances causal work. `ring_ulysses` takes P = R x U ranks as R groups of U: all-to-all
+over the heads in a group, a ring over the groups, so that P may exceed the number of heads; U is the largest divisor of
+P below P that divides the heads. A mask is taken as an expression of rows and columns (`rules.mask_reading`), is_causal
+as the comparison of their positions. Where P does not divide the length, the mask also hides the padding of the last
+chunks; where groups have an odd number of rows, halves cannot be traded, and the last group does most of causal work.
+Refuses, in these words: "q has rank 3"; "queries and keys have lengths 16 and 24"; "dropout draws in the scores"; "the
+mask is added to the scores"; "5 heads are no multiple of 2 kv heads"; why a mask cannot be read; "no divisor of 3 ranks
+but 1 and 3 divides 4 heads". Then another strategy serves.
+Numerics: reassociates; rows that keep no key are 0, as from the operator.
+Source: Ring Attention (arXiv 2310.01889), USP (arXiv 2405.07719).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from autosp_rules.attention.exchange import EXCHANGE
+from autosp_rules.attention.ring_kernel import RING_ATTENTION
+from autosp_rules.attention.strategy import (
+    AttentionCall,
+    AttentionStrategy,
+    Choice,
+    Cost,
+    Sends,
+    needs,
+    serve,
+    set_sends,
+)
+from autosp_rules.attention.ulysses import repeated
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite.ops import declare_pure, key
+from fxrewrite.spmd import (
+    Axis,
+    Call,
+    IndexMap,
+    LayoutRule,
+    Shard,
+    Size,
+    SpmdContext,
+    global_shape,
+    is_divided_by,
+    is_same_size,
+    layout_of,
+    local_shape,
+    size_hint,
+    size_proxy,
+)
+from rules.attention_by_rows import attention_by_rows
+from rules.attention_parts import attention_call
+from rules.mask_reading import read_mask
+
+__all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ring"]
+
+aten = torch.ops.aten
+
+
+@declare_pure
+def attend_over_ring(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    leaves: list[torch.Tensor],
+    mask: str,
+    scale: float,
+    per_group: int,
+) -> torch.Tensor:
+    """Attention, on whole values; sharded on the sequence it becomes a ring over groups of `per_group` ranks."""
+    if not mask:
+        return aten.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return attention_by_rows(q, k, v, leaves, mask, scale)[0]
+
+
+def _rows_are_independent(call: Call) -> IndexMap:
+    """b h s d, b g s d, b g s v, whole leaves -> b h s v"""
+    q, k, v, *leaves = (call.shape(i) for i in range(len(call.operands)))
+    sizes = {"b": q[0], "h": q[1], "s": q[2], "d": q[3], "g": k[1], "v": v[3]}
+    of_q, of_k, of_v, result = (tuple((name,) for name in names) for names in ("bhsd", "bgsd", "bgsv", "bhsv"))
+    operands = (of_q, of_k, of_v, *(((),) * len(shape) for shape in leaves))
+    return IndexMap(operands, (result,), sizes, frozenset("bhdgv"))
+
+
+RING_LAYOUTS = (LayoutRule("layout.ring", (key(attend_over_ring),), _rows_are_independent),)
+
+
+def _to_ring(name: str) -> Rule:
+    made = Rule(
+        f"autosp.{name}",
+        Pattern((attention_call(),), (needs(f"autosp.{name}"),)),
+        numerics="reassociates",
+        domain="finite",
+    )
+
+    @made.replacement
+    def _(match: Match, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any) -> fx.Proxy:
+        """attend_over_ring(q, k, v, leaves, mask)"""
+        size = SpmdContext.required(match.context, made.id).axis.size
+        heads, depth = (match["q"].meta["val"].shape[dim] for dim in (1, 3))
+        per_group = 1 if name == "ring_of_ranks" else _per_group(heads, size)
+        scale = 1 / math.sqrt(depth) if scale is None else float(scale)
+        leaves, text = _expression(match, mask, is_causal)
+        return serve(match, match.call(attend_over_ring, q, k, v, leaves, text, scale, per_group))
+
+    return made
+
+
+def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy], str]:
+    """What may be attended to: the leaves, and the expression of them."""
+    if is_causal:
+        q, k = (match[name].meta["val"] for name in "qk")
+        columns, rows = (
+            match.call(aten.arange.default, size_proxy(match, x.shape[2]), device=x.device, pin_memory=False)
+            for x in (k, q)
+        )
+        return [columns, aten.unsqueeze(rows, -1)], "le(x0, x1)"
+    if mask is None:
+        return [], ""
+    read = read_mask(mask.node)
+    assert not isinstance(read, str), "a ring is chosen for masks that can be read"
+    return read.leaves(match), read.text
+
+
+ring_of_ranks = _to_ring("ring_of_ranks")
+ring_in_groups = _to_ring("ring_in_groups")
+
+
+@where.predicate("root", text="is_sharded")
+def _is_sharded(root: fx.Node) -> bool:
+    return isinstance(layout_of(root), Shard)
+
+
+lower_ring = Rule(
+    "autosp.lower_ring",
+    Pattern(
+        (
+            op(
+                attend_over_ring,
+                *(cap("q"), cap("k"), cap("v"), cap("leaves", "any")),
+                *(cap(name, Literal) for name in ("mask", "scale", "per_group")),
+            ),
+        ),
+        (_is_sharded,),
+    ),
+    numerics="reassociates",
+)
+
+
+@lower_ring.replacement
+def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, per_group: int) -> Any:
+    """exchange(ring_attention(exchange(q, k, v)))"""
+    context = SpmdContext.required(match.context, lower_ring.id)
+    axis, layout = context.axis, layout_of(match.root)
+    assert isinstance(layout, Shard), "the rule matches sharded calls"
+    held = local_shape(global_shape(match["q"]), layout, axis.size)[2] * axis.size
+    zigzag = axis.size > per_group and bool(mask) and is_divided_by(held, 2 * axis.size // per_group)
+    rank = match.proxy(context.rank_node(match.edit))
+    how = (rank, axis.size, per_group, zigzag, axis.group)
+    if layout.uneven:
+        leaves, mask = _without_padding(match, leaves, mask, held)
+    if per_group > 1:
+        heads = math.lcm(match["k"].meta["val"].shape[1], per_group)
+        k, v = (repeated(match, x, heads, Shard(2)) for x in (k, v))
+    is_moved = zigzag or per_group > 1
+    if is_moved:
+        q, k, v = _moved(match, [q, k, v], how, back=False)
+    attended = match.call(RING_ATTENTION, q, k, v, leaves, mask, scale, *how)
+    _say(match, attended, _sends_of_ring(k, v, axis.size // per_group))
+    out = match.call(operator.getitem, attended, 0)
+    if is_moved:
+        (out,) = _moved(match, [out], how, back=True)
+    match.edit.set_meta(out.node, "val", match.root.meta["val"])
+    return out
+
+
+def _without_padding(match: Match, leaves: Any, mask: str, held: Size) -> tuple[list[fx.Proxy], str]:
+    """The mask over all `held` rows and columns, of which those behind the length are padding, that no row keeps."""
+    device, length = match["q"].meta["val"].device, global_shape(match["q"])[2]
+    nodes = SpmdContext.required(match.context, lower_ring.id).entry_nodes(match.edit)
+    entries = match.proxy(nodes.of_all_chunks(length, device))
+
+    def padded(leaf: fx.Proxy) -> fx.Proxy:
+        shape = leaf.node.meta["val"].shape
+        for dim in (-2, -1):
+            if len(shape) >= -dim and not is_same_size(shape[dim], 1):
+                leaf = aten.index_select(leaf, dim, entries)
+        return leaf
+
+    columns = match.call(aten.arange.default, size_proxy(match, held), device=device, pin_memory=False)
+    is_real = aten.lt(columns, size_proxy(match, length))
+    last = f"x{len(leaves)}"
+    return [*map(padded, leaves), is_real], f"bitwise_and({mask}, {last})" if mask else last
+
+
+def _moved(match: Match, values: list[Any], how: tuple[Any, ...], *, back: bool) -> list[Any]:
+    """The values as the ring has them, or back."""
+    moved = match.call(EXCHANGE, values, *how, back)
+    _, _, per_group, zigzag, _ = how
+    sent = sum(_bytes(x) for x in values) * ((per_group - 1) / per_group + zigzag)
+    _say(match, moved, Sends("exchange", round(sent), round(sent)))
+    return [match.call(operator.getitem, moved, i) for i in range(len(values))]
+
+
+def _sends_of_ring(k: Any, v: Any, num_groups: int) -> Sends:
+    """k and v go to the others forward; in the backward too, and their gradients home, in float32 at least."""
+    chunk, size = _bytes(k) + _bytes(v), k.node.meta["val"].element_size()
+    forward = (num_groups - 1) * chunk
+    return Sends("ring", forward, forward + num_groups * chunk * max(4, size) // size)
+
+
+def _bytes(x: fx.Proxy) -> int:
+    value = x.node.meta["val"]
+    return size_hint(value.numel()) * value.element_size()
+
+
+def _say(match: Match, sent: fx.Proxy, sends: Sends) -> None:
+    axis = SpmdContext.required(match.context, lower_ring.id).axis
+    match.edit.set_meta(sent.node, "axis", axis.name)
+    set_sends(match.edit, sent.node, sends)
+
+
+RING_RULES = RuleSet("lower_ring", lower_ring)
+
+
+def _why_no_ring(call: AttentionCall, axis: Axis) -> str:
+    """What a ring of any kind cannot do."""
+    length, num_keys = call.q.shape[-2], call.k.shape[-2]
+    heads, kv_heads = (size_hint(n) for n in (call.heads, call.kv_heads))
+    if any(x.dim() != 4 for x in (call.q, call.k, call.v)):
+        return f"q has rank {call.q.dim()}"
+    if not all(is_same_size(x.shape[0], call.q.shape[0]) for x in (call.k, call.v)):
+        return "k or v broadcasts over the batch"
+    if not is_same_size(length, num_keys):
+        return f"queries and keys have lengths {size_hint(length)} and {size_hint(num_keys)}"
+    if heads % kv_heads or not is_same_size(call.v.shape[1], call.kv_heads):
+        return f"{heads} heads are no multiple of {kv_heads} kv heads"
+    if call.sinks is not None:
+        return "the softmax has sinks beside the keys"
+    return f"dropout draws in the scores (p = {call.dropout_p})" if call.dropout_p else _why_no_mask(call)
+
+
+def _why_no_mask(call: AttentionCall) -> str:
+    if call.mask is None:
+        return ""
+    if call.mask.meta["val"].dtype != torch.bool:
+        return "the mask is added to the scores, and may hide all keys of a row by a finite number"
+    read = read_mask(call.mask)
+    return f"the mask cannot be read as an expression of rows and columns: {read}" if isinstance(read, str) else ""
+
+
+def _why_no_groups(call: AttentionCall, axis: Axis) -> str:
+    if _per_group(size_hint(call.heads), axis.size) > 1:
+        return _why_no_ring(call, axis)
+    return f"no divisor of {axis.size} ranks but 1 and {axis.size} divides {size_hint(call.heads)} heads"
+
+
+def _per_group(heads: int, num_ranks: int) -> int:
+    """The most ranks, less than all, that can share the heads; 1 where none can."""
+    return max(u for u in range(1, num_ranks) if num_ranks % u == 0 and heads % u == 0)
+
+
+def _halves(call: AttentionCall, axis: Axis, per_group: int) -> str:
+    """Whether groups trade halves of rows: "none" without a mask, "traded", or "odd" where rows have no halves."""
+    if not call.is_causal and call.mask is None:
+        return "none"
+    return "odd" if _rows(call, axis) * per_group % 2 else "traded"
+
+
+def _rows(call: AttentionCall, axis: Axis) -> int:
+    """Of a rank, with padding."""
+    return -(-size_hint(call.q.shape[2]) // axis.size)
+
+
+def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Cost:
+    """Keys of a group go round; q, k, v and the result go to where the ring has them, and dk and dv back in float32."""
+    num_groups, heads = axis.size // per_group, math.lcm(size_hint(call.kv_heads), per_group)
+    share, halves = _rows(call, axis) / size_hint(call.q.shape[2]), _halves(call, axis, per_group)
+    qo, chunk = (
+        call.qo_bytes * share,
+        call.kv_bytes(heads) * share,
+    )  # a group has more rows, and as many times fewer heads
+    to_heads = (qo + chunk) * (per_group - 1) / per_group
+    to_halves = qo + chunk if halves == "traded" else 0
+    wide = max(4, call.q.element_size()) / call.q.element_size()
+    forward = to_heads + to_halves + (num_groups - 1) * chunk
+    busiest = 2 - 1 / num_groups if halves == "odd" and call.hides_later_keys else 1
+    return Cost(forward, forward + num_groups * wide * chunk, busiest * call.flops / axis.size)
+
+
+def _ring_cost(call: AttentionCall, axis: Axis) -> Cost:
+    return _cost(call, axis, 1)
+
+
+def _groups_cost(call: AttentionCall, axis: Axis) -> Cost:
+    return _cost(call, axis, _per_group(size_hint(call.heads), axis.size))
+
+
+def _choose_ring(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
+    why = f"keys travel{_unequal(call, axis, 1)}"
+    return Choice("ring", why, ring_of_ranks.id, sent=round(_ring_cost(call, axis).forward))
+
+
+def _choose_groups(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
+    per_group = _per_group(size_hint(call.heads), axis.size)
+    why = f"{axis.size // per_group} groups of {per_group} ranks{_unequal(call, axis, per_group)}"
+    return Choice("ring_ulysses", why, ring_in_groups.id, sent=round(_groups_cost(call, axis).forward))
+
+
+def _unequal(call: AttentionCall, axis: Axis, per_group: int) -> str:
+    if _halves(call, axis, per_group) != "odd":
+        return ""
+    rows = _rows(call, axis) * per_group
+    return f", {rows} rows have no halves to trade, so the last ranks may compute more than the first"
+
+
+RING = AttentionStrategy("ring", _why_no_ring, _choose_ring, _ring_cost, before=(ring_of_ranks,))
+RING_ULYSSES = AttentionStrategy("ring_ulysses", _why_no_groups, _choose_groups, _groups_cost, before=(ring_in_groups,))

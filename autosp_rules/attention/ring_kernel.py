@@ -1,0 +1,174 @@
+"""Ring attention: keys and values travel from rank to rank, and what each rank reads of them is merged.
+
+    for each of R groups: send k, v to the next; attend to those at hand; merge by logsumexp; take those that came
+
+The transfer of the next k and v starts before the present ones are read. Of a mask a rank computes the blocks of its
+own rows, from leaves that are whole on every rank; keys that it hides from a block of rows are left out.
+Kept for the backward: q, k, v of a rank's own rows, the result, its logsumexp. In it dk and dv travel along with k and
+v, in float32 at least, and one step further, home.
+Shapes: as `exchange` gives them, q [B, H / U, S / R, E], k [B, KV / U, S / R, E], v [B, KV / U, S / R, D].
+Numerics: reassociates; sums over keys are sums over blocks of keys.
+Source: Ring Attention (arXiv 2310.01889); PyTorch, torch/distributed/tensor/experimental/_context_parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autosp_rules.attention.exchange import PLACE, Ring, send
+from fxrewrite.ops import communicates
+from fxrewrite.spmd import COLLECTIVES
+from rules.attention_by_rows import attention_by_rows, attention_by_rows_backward
+from rules.attention_kernels import attend_block, attend_block_backward, lse_dtype, merge_blocks
+
+__all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
+
+
+def _to_next(values: Sequence[torch.Tensor], ring: Ring) -> torch.Tensor:
+    """The values on their way to the next group of the ring, in one piece."""
+    ahead, behind = ((ring.group + step) % ring.num_groups for step in (1, ring.num_groups - 1))
+    return send(torch.cat([x.reshape(1, -1) for x in values], 1), ring, ring.to([ahead]), ring.to([behind]))
+
+
+def _arrived(sent: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = COLLECTIVES["wait"](sent).split([x.numel() for x in like], 1)
+    return [part.reshape(x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def _of_group(leaf: torch.Tensor, dim: int, group: Any, ring: Ring) -> torch.Tensor:
+    """What a group has of the rows or columns of a leaf, in its order."""
+    if leaf.dim() < -dim or leaf.shape[dim] == 1:
+        return leaf
+    if not ring.zigzag:
+        size = leaf.shape[dim] // ring.num_groups
+        return leaf.narrow(dim, group * size, size)
+    size, last = leaf.shape[dim] // (2 * ring.num_groups), 2 * ring.num_groups - 1
+    return torch.cat([leaf.narrow(dim, half * size, size) for half in (group, group * -1 + last)], dim)
+
+
+def _of_heads(leaf: torch.Tensor, ring: Ring) -> torch.Tensor:
+    if leaf.dim() < 3 or leaf.shape[-3] == 1:
+        return leaf
+    size = leaf.shape[-3] // ring.per_group
+    return leaf.narrow(-3, ring.member * size, size)
+
+
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    mask: str,
+    scale: float,
+    *place: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank's queries read from all keys, and the logsumexp of their scores, which has no gradient.
+
+    Args:
+        q, k, v: of a rank in the ring; see the shapes of this module.
+        leaves: of the mask, for all rows, columns and heads; they broadcast to [B, H, S, S].
+        mask: an expression of them, as `rules.mask_expressions` reads it, that is bool; "" hides nothing.
+        scale: of the scores.
+        place: in the ring; see `autosp_rules.attention.exchange.Ring`.
+    """
+    ring = Ring(*place)
+    own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
+    found: tuple[torch.Tensor, torch.Tensor] | None = None
+    held = [k, v]
+    for step in range(ring.num_groups):
+        coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
+        if mask:
+            source = (ring.group + (ring.num_groups - step)) % ring.num_groups
+            out, lse = attention_by_rows(q, *held, [_of_group(x, -1, source, ring) for x in own], mask, scale)
+        else:
+            out, lse = attend_block(q, *held, None, scale)
+        out = out.to(lse.dtype)
+        found = (out, lse) if found is None else merge_blocks(*found, out, lse)
+        if coming is not None:
+            held = _arrived(coming, held)
+    assert found is not None, "a ring has a group"
+    return found[0].to(q.dtype).contiguous(), found[1].contiguous()
+
+
+def _gradients_of(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    mask: str,
+    scale: float,
+    *place: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of a rank's q, k and v."""
+    ring = Ring(*place)
+    own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
+    held, dq, home = [k, v], torch.zeros_like(q, dtype=lse.dtype), None
+    for step in range(ring.num_groups):
+        coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
+        if mask:
+            source = (ring.group + (ring.num_groups - step)) % ring.num_groups
+            cut = [_of_group(x, -1, source, ring) for x in own]
+            dq_part, *given = attention_by_rows_backward(dout, q, *held, out, lse, cut, mask, scale)
+        else:
+            dq_part, *given = attend_block_backward(dout, q, *held, out, lse, None, scale)
+        dq = dq + dq_part
+        given = [x.to(lse.dtype) for x in given]
+        if home is not None:
+            given = [x + y for x, y in zip(_arrived(home, given), given, strict=True)]
+        home = _to_next(given, ring)
+        if coming is not None:
+            held = _arrived(coming, held)
+    assert home is not None, "a ring has a group"
+    dk, dv = _arrived(home, [k, v])
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)  # what came is one piece of memory
+
+
+_HOW = f"Tensor[] leaves, str mask, float scale, {PLACE}"
+
+ring_attention = torch.library.custom_op(
+    "autosp::ring_attention",
+    _attend,
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)",
+)
+ring_attention_backward = torch.library.custom_op(
+    "autosp::ring_attention_backward",
+    _gradients_of,
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
+)
+communicates(ring_attention, _attend)
+communicates(ring_attention_backward, _gradients_of)
+
+
+@ring_attention.register_fake
+def _(q: Any, k: Any, v: Any, *how: Any) -> Any:
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q.dtype))
+
+
+@ring_attention_backward.register_fake
+def _(dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, leaves, *ctx.how = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, *leaves)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, *leaves = ctx.saved_tensors
+    given = ring_attention_backward(dout, q, k, v, out, lse, leaves, *ctx.how)
+    return (*given, [None] * len(leaves), *[None] * len(ctx.how))
+
+
+ring_attention.register_autograd(_gradients, setup_context=_save)
+RING_ATTENTION = torch.ops.autosp.ring_attention.default
+"""The operator of `ring_attention`, as graphs call it."""

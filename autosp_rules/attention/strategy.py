@@ -1,0 +1,202 @@
+"""What every way to run attention over a sharded sequence offers: when it can, what it costs, the rules that it needs.
+
+A strategy is chosen for each call before layouts are propagated, from shapes and the axis alone. The choice stands in
+the node's metadata, where the strategy's rules look for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Constraint, Edit, Match, Rule, where
+from fxrewrite.ops import bind, key
+from fxrewrite.spmd import Axis, Size, redistribute, require_divisible, size_hint
+from rules.attention_parts import ATTENTIONS
+from rules.mask_kinds import kind_of
+
+__all__ = [
+    "AttentionCall",
+    "AttentionStrategy",
+    "Choice",
+    "Cost",
+    "Sends",
+    "attentions",
+    "choice_of",
+    "choose",
+    "divides",
+    "needs",
+    "redistribution_of",
+    "sends_of",
+    "serve",
+    "set_sends",
+]
+
+_DEFAULTS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False, "sinks": None}
+_META, _SENDS = "attention_choice", "sends"
+_REPEATS = {"aten::unsqueeze", "aten::expand", "aten::reshape", "aten::contiguous"}
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One call of attention, with sinks or without: q [..., H, S, E], k [..., KV, T, E], v [..., KV, T, D]; 1 where
+    there are no heads."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: fx.Node | None
+    dropout_p: float
+    is_causal: bool
+    enable_gqa: bool
+    sinks: fx.Node | None = None
+
+    @staticmethod
+    def of(node: fx.Node) -> AttentionCall:
+        args = bind(node)
+        q, k, v = (args[name].meta["val"] for name in ("query", "key", "value"))
+        rest = (args.get(name, default) for name, default in _DEFAULTS.items())
+        return AttentionCall(q, k, v, args["attn_mask"], *rest)
+
+    @property
+    def heads(self) -> Size:
+        return self.q.shape[-3] if self.q.dim() > 2 else 1
+
+    @property
+    def kv_heads(self) -> Size:
+        return self.k.shape[-3] if self.k.dim() > 2 else 1
+
+    @property
+    def hides_later_keys(self) -> bool:
+        """Whether a row reads no key behind it, so that the first rows read the fewest: by `is_causal`, or the mask."""
+        parts = [] if self.mask is None else kind_of(self.mask).split(" and ")
+        return self.is_causal or "causal" in parts
+
+    @property
+    def flops(self) -> float:
+        """Of one device, forward, without what a causal mask hides."""
+        columns = size_hint(self.k.shape[-2]) / (2 if self.hides_later_keys else 1)
+        return 2 * columns * (size_hint(self.q.numel()) + self.result_numel)
+
+    @property
+    def result_numel(self) -> int:
+        return size_hint(self.q.numel()) // size_hint(self.q.shape[-1]) * size_hint(self.v.shape[-1])
+
+    def kv_bytes(self, heads: int | None = None) -> float:
+        """k and v, whole; with so many heads."""
+        repeats = 1 if heads is None else heads / size_hint(self.kv_heads)
+        return repeats * self.q.element_size() * (size_hint(self.k.numel()) + size_hint(self.v.numel()))
+
+    @property
+    def qo_bytes(self) -> float:
+        """q and the result, whole."""
+        return self.q.element_size() * (size_hint(self.q.numel()) + self.result_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a call costs: bytes that a rank sends, forward and backward, and operations of the busiest rank, forward."""
+
+    forward: float
+    backward: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sends:
+    """What an operator that communicates inside sends: bytes of a rank, the most that any sends."""
+
+    kind: str
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy for one call, why it was chosen, and the id of the rule that the call must go through first."""
+
+    strategy: str
+    why: str
+    rewrite: str = ""
+    others: str = ""
+    """What the other strategies would cost, or why they cannot."""
+    sent: int | None = None
+    """Bytes that a rank sends forward, where no redistribution shows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStrategy:
+    """One way to run attention."""
+
+    name: str
+    why_not: Callable[[AttentionCall, Axis], str]
+    """Why it cannot serve a call; nothing where it can."""
+    choose: Callable[[AttentionCall, Axis, bool], Choice]
+    """The choice of it, for a call that it serves; the last argument is whether the user asked for it."""
+    cost: Callable[[AttentionCall, Axis], Cost]
+    before: tuple[Rule, ...] = ()
+    """Rules that run in front of propagation, on calls whose choice asks for them."""
+    after: tuple[Rule, ...] = ()
+    """Rules that run behind it, on the redistributions that it put around the calls."""
+
+
+def attentions(edit: Edit) -> Sequence[fx.Node]:
+    """The attention calls of the graph, in order."""
+    return [n for n in edit.nodes() if n.op == "call_function" and key(n) in ATTENTIONS]
+
+
+def redistribution_of(operand: Any) -> fx.Node | None:
+    """The move in front of an attention's operand, before it is repeated; None where it does not move."""
+    while operand.target is not redistribute:
+        if key(operand) not in _REPEATS:
+            return None
+        operand = operand.all_input_nodes[0]
+    return operand
+
+
+def divides(count: Size, axis: Axis) -> bool:
+    """Whether as many heads divide over the axis."""
+    return require_divisible(count, axis.size)
+
+
+def choice_of(node: fx.Node) -> Choice | None:
+    """What was chosen for an attention call; None for other nodes."""
+    return node.meta.get(_META)
+
+
+def choose(edit: Edit, node: fx.Node, choice: Choice) -> None:
+    """Write the choice down where `choice_of` finds it."""
+    edit.set_meta(node, _META, choice)
+
+
+def set_sends(edit: Edit, node: fx.Node, sends: Sends) -> None:
+    """Write down what the operator sends, for the report."""
+    edit.set_meta(node, _SENDS, sends)
+
+
+def sends_of(node: fx.Node) -> Sends | None:
+    """What an operator sends inside; None for one that does not."""
+    return node.meta.get(_SENDS)
+
+
+def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:
+    """The call that a strategy's rule made of the matched one, under the same choice, which is now fulfilled."""
+    choice = choice_of(match.root)
+    assert choice is not None, "rules of a strategy match chosen calls"
+    choose(match.edit, attended.node, replace(choice, rewrite=""))
+    return attended
+
+
+def needs(rewrite: str) -> Constraint:
+    """Whether what was chosen for the call asks for this rule."""
+
+    @where.predicate("root", text=f"needs[{rewrite}]")
+    def asks(root: fx.Node) -> bool:
+        choice = choice_of(root)
+        return choice is not None and choice.rewrite == rewrite
+
+    return asks

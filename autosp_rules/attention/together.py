@@ -1,0 +1,90 @@
+"""What is moved to an attention travels together: q, k and v in one all-to-all, or k and v in one all-gather.
+
+    sdpa(redistribute(q), redistribute(k), redistribute(v))
+    ->  a, b, c = bundle([q, k, v]);  sdpa(redistribute(a), redistribute(b), redistribute(c))
+
+A value that is read before all are there, as k that another layer attends to as well, travels alone.
+Numerics: exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import getitem
+
+import torch
+from torch import fx
+
+from autosp_rules.attention.strategy import attentions, redistribution_of
+from fxrewrite import Edit, Report
+from fxrewrite.ops import mutates
+from fxrewrite.spmd import Replicated, Shard, SpmdContext, layout_of, redistribute
+from rules.bundles import bundle
+
+__all__ = ["MoveTogether"]
+
+
+class MoveTogether:
+    """The step that puts a bundle in front of the redistributions of each attention's operands."""
+
+    name = "autosp.move_together"
+
+    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        SpmdContext.required(context, self.name)
+        position = {node: number for number, node in enumerate(edit.nodes())}
+        writes = [number for node, number in position.items() if mutates(node)]
+        changes = 0
+        for attention in attentions(edit):
+            for moved in _alike(attention):
+                changes += self._bundle(edit, moved, position, writes)
+        return changes
+
+    def _bundle(self, edit: Edit, moved: list[fx.Node], position: dict[fx.Node, int], writes: list[int]) -> int:
+        moved = [node for node in moved if node in position]  # of another bundle are those that were made here
+        last = max((position[_value(node)] for node in moved), default=0)
+        moved = [node for node in moved if all(position.get(user, last) > last for user in node.users)]
+        end = max((position[node] for node in moved), default=0)
+        if len(moved) < 2 or any(last < number < end for number in writes):
+            return 0
+        values = [_value(node) for node in moved]
+        latest = max(values, key=position.__getitem__)
+        made = edit.call(bundle, (values,), after=latest, like=moved[0], rule=self.name, val=[_val(v) for v in values])
+        edit.set_meta(made, "layout", tuple(layout_of(value) for value in values))
+        for index, node in reversed(list(enumerate(moved))):
+            item = edit.call(getitem, (made, index), after=made, like=node, rule=self.name, val=_val(values[index]))
+            edit.set_meta(item, "layout", layout_of(values[index]))
+            again = edit.call(redistribute, (item, *node.args[1:]), after=item, like=node, val=_val(node))
+            edit.set_meta(again, "layout", layout_of(node))
+            edit.replace_uses(node, again)
+            edit.erase(node)
+        return 1
+
+    def text(self) -> str:
+        return "q, k and v of an attention that move alike: bundle([q, k, v]) in front of their redistributions"
+
+
+def _alike(attention: fx.Node) -> Iterator[list[fx.Node]]:
+    """The redistributions in front of an attention, in groups that one collective can serve."""
+    found = dict.fromkeys(redistribution_of(operand) for operand in attention.args[:3])
+    alike: dict[tuple[object, ...], list[fx.Node]] = {}
+    for node in found:
+        kind = _collective(node) if node is not None else ""
+        if node is not None and kind:
+            alike.setdefault((kind, _val(node).dtype, _val(node).device), []).append(node)
+    yield from alike.values()
+
+
+def _collective(moved: fx.Node) -> str:
+    """The one collective that a redistribution becomes, if it can be shared; else ""."""
+    _, src, dst, _ = moved.args
+    if isinstance(src, Shard) and isinstance(dst, Replicated):
+        return "all_gather"
+    return "all_to_all" if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim else ""
+
+
+def _value(moved: fx.Node) -> fx.Node:
+    return moved.all_input_nodes[0]
+
+
+def _val(node: fx.Node) -> torch.Tensor:
+    return node.meta["val"]

@@ -1,0 +1,171 @@
+"""Autocast written out: the casts that torch.autocast makes stand in the graph, and no mode makes any more of them.
+
+    autocast on: linear(x, w)    ->    linear(to(x, bfloat16), to(w, bfloat16))
+
+Which operators cast, and to what, is asked of torch's own autocast kernels, which call the operator again on what they
+have cast. An operator without such a kernel may be made of operators that have one: it is taken apart where it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxrewrite.errors import refuse
+from fxrewrite.graph.bodies import nodes_of
+
+__all__ = ["ENTER", "EXIT", "Casting", "Regions", "casts", "drop_regions", "shield", "without_autocast"]
+
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+_KEYS = {
+    "cpu": torch._C.DispatchKey.AutocastCPU,
+    "cuda": torch._C.DispatchKey.AutocastCUDA,
+    "xpu": torch._C.DispatchKey.AutocastXPU,
+}
+
+
+def casts(gm: fx.GraphModule) -> bool:
+    """Whether autocast is on as the graph is compiled, or somewhere in it."""
+    return bool(_enabled()) or any(node.target is ENTER for node in nodes_of(gm))
+
+
+def _enabled() -> dict[str, torch.dtype]:
+    """The kinds of devices whose operators cast at the moment, and what to."""
+    kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
+    if unknown := [kind for kind in kinds if kind not in _KEYS]:
+        refuse(f"autocast on {unknown[0]} has no normal form", hint="cast the model, model.to(torch.bfloat16)")
+    return {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+
+
+@contextlib.contextmanager
+def without_autocast() -> Generator[None]:
+    """Nothing casts within."""
+    with contextlib.ExitStack() as stack:
+        for kind in _enabled():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+def drop_regions(graph: fx.Graph) -> None:
+    """Take out the switches of autocast: for a graph whose casts are written out."""
+    for node in reversed(graph.nodes):
+        if node.target in (ENTER, EXIT):
+            graph.erase_node(node)
+
+
+def shield(graph: fx.Graph) -> None:
+    """Make the graph run without autocast, also where it is called under it as now."""
+    first = next(node for node in graph.nodes if node.op != "placeholder")
+    for kind, dtype in _enabled().items():
+        with graph.inserting_before(first):
+            region = graph.call_function(ENTER, (kind, dtype, False, torch.is_autocast_cache_enabled()))
+        with graph.inserting_before(graph.output_node()):
+            graph.call_function(EXIT, (region,))
+
+
+class Regions:
+    """The autocast regions that are open while a graph is traced; a tracer itself only records that they are."""
+
+    def __init__(self) -> None:
+        self._open: list[torch.autocast] = []
+
+    def enter(self, *options: Any) -> torch.autocast:
+        self._open.append(torch.autocast(*options))
+        return self._open[-1].__enter__()
+
+    def exit(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def close(self) -> None:
+        """Leave all of them, also where tracing ended with an error."""
+        while self._open:
+            self.exit()
+
+
+class Casting(fx.Interpreter):
+    """Runs a graph of ATen operators as autocast does, in such a way that a tracer records the casts."""
+
+    _at: fx.Node
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__(gm)
+        self._outside = _enabled()
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._at = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, HigherOrderOperator) and _enabled() != self._outside:
+            refuse(
+                f"the higher-order op {target.name()} in an autocast region has no normal form",
+                node=self._at,
+                hint="compile the model within torch.autocast, not with a region of it inside",
+            )
+        if isinstance(target, OpOverload) and (enabled := _enabled()):
+            kind = next((kind for kind in enabled if _has_kernel(target, kind, args, kwargs)), None)
+            if kind is not None:
+                with torch._C.DisableTorchFunction():  # a tracer's would call the operator, not its kernel
+                    return target._op_dk(_KEYS[kind], *args, **kwargs)
+            if target._can_decompose() and _casts_inside(target, args, kwargs):
+                return self._in_parts(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def _in_parts(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives whose parts cast: the operators that it is made of run one by one."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+        def parts(*tensors: torch.Tensor) -> Any:
+            given = dict(zip(places, tensors, strict=True))
+            inner, options = pytree.tree_unflatten([given.get(at, leaf) for at, leaf in enumerate(leaves)], spec)
+            with torch._C.DisableTorchFunction():
+                return target.decompose(*inner, **options)
+
+        tensors = [leaves[at] for at in places]
+        with disable_proxy_modes_tracing():
+            alike = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            body = make_fx(parts, tracing_mode="symbolic", pre_dispatch=True)(*alike)
+        return type(self)(body).run(*tensors)
+
+
+def _has_kernel(target: OpOverload, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    known = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _KEYS[kind])
+    return known and any(tensor.device.type == kind for tensor in _tensors((args, kwargs)))
+
+
+def _casts_inside(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the operator does something else on these arguments than it does without autocast."""
+    if target._schema.is_mutable:
+        return False
+    with disable_proxy_modes_tracing(), torch.no_grad():
+        with _Calls() as cast:
+            target(*args, **kwargs)
+        with torch._C._DisableAutocast(), _Calls() as plain:
+            target(*args, **kwargs)
+    return cast.seen != plain.seen
+
+
+class _Calls(TorchDispatchMode):
+    """Keeps the operators that are called, with the dtypes that they are called on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[OpOverload, list[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "prim":  # questions about a tensor, which the kernels ask
+            self.seen.append((func, [tensor.dtype for tensor in _tensors((args, kwargs))]))
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(arguments: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]

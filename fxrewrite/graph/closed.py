@@ -1,0 +1,103 @@
+"""Values of nodes that depend on sizes alone, at lengths of one's choice.
+
+A causal mask, a position, a rotary table without its frequencies: no input's data goes into them, so what they are can
+be found out by computing them, also at lengths that the graph was not traced with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxrewrite.graph.sizes import Size, size_hint
+from fxrewrite.ops import is_pure, is_random, value
+
+__all__ = ["ClosedValues", "OpenValueError", "expression", "symbols_of"]
+
+
+class OpenValueError(ValueError):
+    """The value of a node depends on an input's data, on a random number, or on what cannot be computed apart."""
+
+
+class ClosedValues:
+    """Computes nodes on the CPU, with `lengths` for the graph's symbols; the others have `other`, or their hints."""
+
+    def __init__(self, lengths: Mapping[sympy.Symbol, int], other: int | None = None) -> None:
+        self._lengths, self._other = lengths, other
+        self.others: set[sympy.Symbol] = set()
+        """Symbols without a length that something was computed with."""
+        self._known: dict[fx.Node, Any] = {}
+
+    def __call__(self, node: fx.Node) -> Any:
+        """The value of `node`. Raises OpenValueError, with the node that depends on more than sizes."""
+        todo = [node]
+        while todo:
+            current = todo[-1]
+            missing = [n for n in self._operands(current) if n not in self._known]
+            if missing:
+                todo += missing
+                continue
+            todo.pop()
+            if current not in self._known:
+                self._known[current] = self._compute(current)
+        return self._known[node]
+
+    def size(self, size: Size) -> int:
+        """The size at the lengths of this object."""
+        if isinstance(size, int):
+            return size
+        self.others |= symbols_of(size) - self._lengths.keys()
+        free = {symbol: self._lengths.get(symbol, self._other) for symbol in symbols_of(size)}
+        if any(length is None for length in free.values()):
+            return size_hint(size)
+        return int(size.node.expr.xreplace({symbol: sympy.Integer(length) for symbol, length in free.items()}))
+
+    def _operands(self, node: fx.Node) -> list[fx.Node]:
+        return [] if isinstance(value(node), (int, torch.SymInt)) else node.all_input_nodes
+
+    def _compute(self, node: fx.Node) -> Any:
+        made = value(node)
+        if isinstance(made, (int, torch.SymInt)):
+            return self.size(made)
+        if node.op != "call_function" or is_random(node) or not is_pure(node):
+            raise OpenValueError(f"%{node.name} does not depend on sizes alone")
+        return self.call(node, lambda n: self._known[n])
+
+    def call(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> Any:
+        """What the node's function gives for these operands, on the CPU. Raises OpenValueError where it raises."""
+        args, kwargs = map_arg((node.args, node.kwargs), operand)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": "cpu"}
+        try:
+            return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]  # a call_function's target
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise OpenValueError(f"%{node.name} cannot be computed at {dict(self._lengths)}: {error}") from error
+
+
+def expression(node: fx.Node) -> str:
+    """What a node computes, written out from the inputs on: nodes with one text compute the same values."""
+    numbers: dict[fx.Node, int] = {}
+    lines: list[str] = []
+    todo = [node]
+    while todo:
+        current = todo[-1]
+        missing = [n for n in current.all_input_nodes if n not in numbers]
+        if current in numbers or missing:
+            todo = [*todo, *missing] if missing else todo[:-1]
+            continue
+        todo.pop()
+        numbers[current] = len(numbers)
+        args, kwargs = map_arg((current.args, current.kwargs), lambda n: f"%{numbers[n]}")
+        given = (args, kwargs) if current.op == "call_function" else value(current)
+        lines.append(f"{current.op} {current.target} {given}")
+    return "\n".join(lines)
+
+
+def symbols_of(size: Size) -> set[sympy.Symbol]:
+    """The symbols that a size is made of; none for a number."""
+    return set() if isinstance(size, int) else {s for s in size.node.expr.free_symbols if isinstance(s, sympy.Symbol)}

@@ -1,0 +1,176 @@
+"""A custom `torch.autograd.Function` in the normal graph: one node with two bodies in ATen, so its own backward stays.
+
+Dynamo calls `autograd_function_apply(fwd_body, bwd_body, *operands)`, where
+
+    fwd_body(*operands)                  -> (results, saved values)
+    bwd_body(*gradients, *saved values)  -> one gradient for each operand, None for what has none
+
+and autograd calls the second body where it would otherwise differentiate the first. Source: PyTorch,
+torch/_functorch/autograd_function.py (`AutogradFunctionApply`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.utils import _pytree as pytree
+
+from fxrewrite import ops
+from fxrewrite.errors import refuse
+from fxrewrite.graph.autocast import ENTER, EXIT, without_autocast
+from fxrewrite.graph.bodies import nodes_of
+from fxrewrite.graph.copy import copy_module
+
+__all__ = ["APPLY", "CustomFunction", "NormalBodies", "custom_function"]
+
+APPLY = torch.ops.higher_order.autograd_function_apply
+_OPTIONS = {"non_differentiable_idx", "saved_for_backward_idx", "dirty_idx"}
+_CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
+Normalize = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+@dataclass(frozen=True, slots=True)
+class CustomFunction:
+    """One call of a custom function: its bodies and what goes into and comes out of them."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    operands: tuple[Any, ...]
+    """What it is called with: nodes, and plain values."""
+    non_differentiable: frozenset[int]
+    """Positions of the results that have no gradient."""
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The forward body's inputs, one for each operand."""
+        return self.forward.graph.find_nodes(op="placeholder")
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the forward body gives to the graph: its nodes, and plain values."""
+        return tuple(_given(self.forward)[0])
+
+    @property
+    def saved(self) -> tuple[Any, ...]:
+        """What the forward body gives to the backward body: its nodes, and plain values."""
+        return tuple(_given(self.forward)[1])
+
+    @property
+    def incoming(self) -> list[fx.Node]:
+        """The backward body's inputs that are gradients, one for each result."""
+        return self.backward.graph.find_nodes(op="placeholder")[: len(self.results)]
+
+    @property
+    def restored(self) -> list[fx.Node]:
+        """The backward body's inputs that were saved, one for each saved value."""
+        return self.backward.graph.find_nodes(op="placeholder")[len(self.results) :]
+
+    @property
+    def outgoing(self) -> tuple[Any, ...]:
+        """The gradients that the backward body gives, one for each operand; None where it has none."""
+        return tuple(_given(self.backward))
+
+
+def custom_function(node: fx.Node) -> CustomFunction | None:
+    """The custom function that `node` calls, None where it calls something else."""
+    if node.target is not APPLY:
+        return None
+    forward, backward, *operands = node.args
+    indices: Any = node.kwargs.get("non_differentiable_idx", ())
+    return CustomFunction(_body(node, forward), _body(node, backward), tuple(operands), frozenset(indices))
+
+
+def _given(body: fx.GraphModule) -> Any:
+    return body.graph.output_node().args[0]
+
+
+def _body(node: fx.Node, argument: Any) -> fx.GraphModule:
+    owner = node.graph.owning_module
+    assert owner is not None, f"the graph of %{node.name} belongs to no module"
+    body = owner.get_submodule(str(argument.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class NormalBodies:
+    """The bodies of custom functions in ATen, by the bodies that Dynamo traced; others are ATen already."""
+
+    by_body: Mapping[fx.GraphModule, fx.GraphModule] = field(default_factory=dict[fx.GraphModule, fx.GraphModule])
+
+    @staticmethod
+    def of(gm: fx.GraphModule, normalize: Normalize) -> NormalBodies:
+        """Those of all custom functions that Dynamo's graph, and the bodies in it, call."""
+        found: dict[fx.GraphModule, fx.GraphModule] = {}
+        for node in nodes_of(gm):
+            function = custom_function(node)
+            if function is not None and function.forward not in found:
+                _refuse_unknown_convention(node)
+                found[function.forward] = normalize(_detached(function.forward))
+                with without_autocast():  # backward runs under whatever mode it is called under, as Dynamo's body does
+                    found[function.backward] = normalize(_detached(function.backward, function.results))
+        return NormalBodies(found)
+
+    def call(self, node: fx.Node, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What Dynamo's `node` gives on these arguments; the running tracer records a call of the normal bodies."""
+        forward, backward = (copy_module(self.by_body.get(body, body)) for body in args[:2])
+        tags = {tag: node.meta[tag] for tag in _CHECKPOINT_TAGS if tag in node.meta}
+        for inner in forward.graph.nodes:
+            inner.meta |= tags
+        return _record(forward, backward, args[2:], options)
+
+
+def _record(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple[Any, ...], options: Any) -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None, "only a tracer can record a call"
+    with disable_proxy_modes_tracing():
+        results = APPLY(forward, backward, *operands, **options)
+    tracer: Any = mode.tracer
+    for prefix, body in (("fwd_body", forward), ("bwd_body", backward)):
+        number = next(n for n in itertools.count() if not hasattr(tracer.root, f"{prefix}_{n}"))
+        tracer.root.register_module(f"{prefix}_{number}", body)
+    proxies = pytree.tree_map(tracer.unwrap_proxy, operands)
+    call = tracer.create_proxy("call_function", APPLY, (forward, backward, *proxies), options)
+    return track_tensor_tree(results, call, constant=None, tracer=tracer)
+
+
+def _refuse_unknown_convention(node: fx.Node) -> None:
+    unknown = sorted(node.kwargs.keys() - _OPTIONS)
+    if unknown:
+        refuse(
+            f"a custom autograd function is called in a way that is not known ({', '.join(unknown)})",
+            node=node,
+            hint="use torch 2.13, or rewrite the model without it",
+        )
+    if node.kwargs.get("dirty_idx"):
+        refuse(
+            "a custom autograd function writes to its input",
+            node=node,
+            hint="return a new tensor from its forward, without ctx.mark_dirty",
+        )
+
+
+def _detached(body: fx.GraphModule, results: Sequence[Any] = ()) -> fx.GraphModule:
+    """A copy in which nothing requires gradients: autograd runs both bodies with gradients disabled.
+
+    Its first inputs are gradients of `results`; Dynamo leaves no value on those that the body does not read.
+    """
+    body = copy_module(body)
+    inputs = body.graph.find_nodes(op="placeholder")
+    for gradient, result in zip(inputs, results, strict=False):
+        value = ops.value(result) if isinstance(result, fx.Node) else None
+        gradient.meta["example_value"] = value if isinstance(value, torch.Tensor) else None
+    for node in inputs:
+        value = ops.value(node)
+        node.meta["example_value"] = value.detach() if isinstance(value, torch.Tensor) else value
+    for node in body.graph.nodes:
+        if ops.sets_mode(node) and node.target not in (ENTER, EXIT):
+            body.graph.erase_node(node)
+    body.recompile()
+    return body

@@ -1,0 +1,329 @@
+"""In-place operations on intermediate values made functional: a write gives a new value, and its views are read anew.
+
+    x.mul_(y); z = x.view(-1)     ->    x_1 = mul(x, y); z = view(x_1, -1)
+    x[:, :4].copy_(y); z = 2 * x  ->    x_1 = slice_scatter(x, y, 1, 0, 4); z = 2 * x_1
+
+Gradients stay what they were: autograd itself takes a write to a view for a scatter into what it is a view of.
+Written in place, as before, remains what this cannot be said of: memory of the graph's inputs, whose writes the caller
+sees; memory that autograd reads and that is written behind its back (under no_grad, through detach); memory with a
+view or a write of which no functional form is known here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated
+
+__all__ = ["Functional", "Memory", "functional_writes"]
+
+aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class Memory:
+    """The values that share one memory, of one graph."""
+
+    position: dict[fx.Node, int]
+    """Of all nodes of the graph."""
+    members: dict[fx.Node, fx.Node | None] = field(default_factory=dict[fx.Node, "fx.Node | None"])
+    """In graph order: each value, and what it is a view of; a write counts as a view of what it writes to."""
+    writes: list[fx.Node] = field(default_factory=list[fx.Node])
+
+    def path(self, member: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """(view, what it is a view of) from a member up to the value that made the memory."""
+        while (base := self.members[member]) is not None:
+            yield member, base
+            member = base
+
+    def is_read_after(self, member: fx.Node, node: fx.Node) -> bool:
+        """Whether the member, or a view of it, is read after `node` ran."""
+        late = any(self.position[user] > self.position[node] for user in member.users)
+        return late or any(self.is_read_after(user, node) for user in member.users if self.members.get(user) is member)
+
+    def has_functional_form(self) -> bool:
+        """Whether all that is written to it can be said without writing."""
+        made = [member for member, base in self.members.items() if base is None]
+        if len(made) != 1 or made[0].op != "call_function":
+            return False
+        if any(is_barrier(user) for member in self.members for user in member.users):
+            return False
+        return all(
+            _functional_form(write.target) is not None
+            and mutated(write) == (self.members[write],)
+            and write.args[0] is self.members[write]
+            and all(_inverse_of(view, base) is not None for view, base in self.path(write))
+            for write in self.writes
+        )
+
+
+def functional_writes(graph: fx.Graph) -> dict[fx.Node, Memory]:
+    """The writes of a graph of ATen operators that can be functional, each with the memory that it writes to.
+
+    Nodes must carry fake values in `meta["val"]` that share memory where the values do.
+    """
+    if not any(mutated(node) for node in graph.nodes):
+        return {}
+    memories = [memory for memory in _memories(graph) if memory.writes and memory.has_functional_form()]
+    hidden = _written_behind_autograd(graph, memories)
+    return {write: memory for memory in memories if memory not in hidden for write in memory.writes}
+
+
+class Functional(fx.Interpreter):
+    """Runs a graph with the given writes, which `functional_writes` found in it, in functional form."""
+
+    _at: fx.Node
+
+    def __init__(self, gm: fx.GraphModule, writes: dict[fx.Node, Memory]) -> None:
+        super().__init__(gm, garbage_collect_values=False)  # views of what is written run again
+        self._writes = writes
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._at = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        memory = self._writes.get(self._at)
+        if memory is None:
+            return super().call_function(target, args, kwargs)
+        value = _written_value(target, args, kwargs)
+        changed = self._scatter(memory, value)
+        self._read_anew(memory, changed)
+        return value
+
+    def _scatter(self, memory: Memory, value: Any) -> set[fx.Node]:
+        """Put the value where the current node writes, and up into all that this is a view of; those members."""
+        changed = {self._at}
+        for view, base in memory.path(self._at):
+            put = _inverse_of(view, base)
+            assert put is not None, "functional_writes has asked for it"
+            named: Any = self.map_nodes_to_values(_arguments(view), view)  # pyright: ignore[reportArgumentType]
+            value = self.env[base] = put(self.env[base], value, named)
+            changed.add(base)
+        return changed
+
+    def _read_anew(self, memory: Memory, changed: set[fx.Node]) -> None:
+        """Run the views again that were made before the current node and are read after it."""
+        for view in memory.members:
+            if view is self._at:
+                return
+            if view not in changed and memory.is_read_after(view, self._at):
+                args, kwargs = self.fetch_args_kwargs_from_env(view)
+                again: Any = view.target
+                self.env[view] = args[0] if view in self._writes else super().call_function(again, args, kwargs)
+
+
+# which values share memory
+
+
+def _memories(graph: fx.Graph) -> list[Memory]:
+    position = {node: at for at, node in enumerate(graph.nodes)}
+    found: dict[StorageWeakRef, Memory] = {}
+    for node in graph.nodes:
+        written = mutated(node)
+        for storage in _storages(node):
+            bases = [n for n in (*written, *node.all_input_nodes) if storage in _storages(n)]
+            if not bases and isinstance(node.meta["val"], (list, tuple)):
+                continue  # several new results: the memory of each begins where it is taken out
+            memory = found.setdefault(storage, Memory(position))
+            memory.members[node] = next((base for base in bases if base in memory.members), None)
+        for target in written:
+            for storage in _storages(target):
+                found[storage].writes.append(node)
+                found[storage].members.setdefault(node, target)
+    return list(found.values())
+
+
+def _storages(node: fx.Node) -> set[StorageWeakRef]:
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(node)}
+
+
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    value = node.meta.get("val")
+    values: Iterable[Any] = value if isinstance(value, (list, tuple)) else (value,)
+    return (v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
+
+
+# what autograd sees
+
+
+def _written_behind_autograd(graph: fx.Graph, memories: list[Memory]) -> set[Memory]:
+    """Memories that carry gradients and are written where autograd does not look, which leaves their gradients alone.
+
+    A functional write there would cut the gradient off. Whether a value carries a gradient is estimated from above.
+    """
+    memory_of = {member: memory for memory in memories for member in memory.members}
+    carrying: set[fx.Node | Memory] = set()
+    hidden_views: dict[Memory, list[fx.Node]] = {}
+    written_below_view: set[Memory] = set()
+    found: set[Memory] = set()
+    grad_enabled = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            grad_enabled = bool(node.args[0])
+        memory = memory_of.get(node)
+        seen = grad_enabled and key(node) not in ("aten::detach", "aten::detach_")
+        views = hidden_views.get(memory, []) if memory is not None else []
+        if memory is not None and node in memory.writes:
+            if memory in carrying and (not seen or any(view in views for view, _ in memory.path(node))):
+                found.add(memory)
+            if any(memory.is_read_after(view, node) for view in views):
+                written_below_view.add(memory)
+        elif memory is not None and memory.members[node] is not None and not seen:
+            hidden_views.setdefault(memory, []).append(node)
+        if _requires_grad(node) or (seen and any(memory_of.get(n, n) in carrying for n in node.all_input_nodes)):
+            carrying.add(memory or node)
+    return found | (written_below_view & carrying)
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) and value.requires_grad
+
+
+# functional forms
+
+
+def _written_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the written value is afterwards: of its own dtype and shape, whatever the functional form gives."""
+    written = args[0]
+    form = _functional_form(target)
+    assert form is not None, "functional_writes has asked for it"
+    positional = [a for a in target._schema.arguments[len(args) :] if not a.kwarg_only and a.name not in kwargs]
+    value = form(*args, *(a.default_value for a in positional), **kwargs)
+    if value.dtype != written.dtype:
+        value = aten.to.dtype(value, written.dtype)
+    return value if value.shape == written.shape else aten.expand.default(value, written.shape)
+
+
+def _copy(written: Any, source: Any, non_blocking: bool = False) -> Any:
+    """The value of `source` in memory of its own; a cast or a scatter makes new memory anyway."""
+    source = source if source.device == written.device else aten.to.device(source, written.device, source.dtype)
+    return source if source.dtype != written.dtype else aten.clone.default(source)
+
+
+def _full(written: Any, value: Any = 0) -> Any:
+    return aten.full_like.default(written, value)
+
+
+_FORMS: dict[Any, Callable[..., Any]] = {
+    aten.copy_.default: _copy,
+    aten.detach_.default: aten.detach.default,
+    aten.fill_.Scalar: _full,
+    aten.fill_.Tensor: _copy,
+    aten.zero_.default: _full,
+    aten.normal_.default: aten.normal_functional.default,
+}
+
+
+def _functional_form(target: Any) -> Callable[..., Any] | None:
+    """What computes the value that an operator writes to its first argument; None where nothing does."""
+    if target in _FORMS:
+        return _FORMS[target]
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view in target.tags:
+        return None
+    namespace, _, name = target.name().partition(".")[0].partition("::")
+    functional = f"__{name[3:]}" if name.startswith("__i") else name.removesuffix("_")
+    packet = getattr(getattr(torch.ops, namespace), functional, None)
+    if functional == name or not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    candidates = [getattr(packet, overload) for overload in packet.overloads()]
+    candidates.sort(key=lambda overload: overload._overloadname != target._overloadname)
+    return next((o for o in candidates if not o._schema.is_mutable and _signature(o) == _signature(target)), None)
+
+
+def _signature(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    written, *others = overload._schema.arguments
+    return [("", str(written.type)), *((argument.name, str(argument.type)) for argument in others)]
+
+
+# views, backwards
+
+Inverse = Callable[[Any, Any, dict[str, Any]], Any]
+"""(what is viewed, new value of the view, arguments of the view by name) -> new value of what is viewed."""
+
+
+def _put_slice(base: Any, value: Any, named: dict[str, Any]) -> Any:
+    return aten.slice_scatter.default(base, value, named["dim"], named["start"], named["end"], named["step"])
+
+
+def _put_narrow(base: Any, value: Any, named: dict[str, Any]) -> Any:
+    start = named["start"]
+    return aten.slice_scatter.default(base, value, named["dim"], start, start + named["length"])
+
+
+def _put_item(base: Any, value: Any, named: dict[str, Any]) -> Any:
+    return type(base)(value if at == named["index"] else item for at, item in enumerate(base))
+
+
+def _reshape(base: Any, value: Any, named: dict[str, Any]) -> Any:
+    return aten.reshape.default(value, base.shape)
+
+
+def _permute_back(base: Any, value: Any, named: dict[str, Any]) -> Any:
+    order = [dim % base.dim() for dim in named["dims"]]
+    return aten.permute.default(value, [order.index(dim) for dim in range(base.dim())])
+
+
+def _join(base: Any, value: Any, named: dict[str, Any]) -> Any:
+    return aten.cat.default(value, named["dim"])
+
+
+_INVERSES: dict[str, Inverse] = {
+    "aten::slice": _put_slice,
+    "aten::narrow": _put_narrow,
+    "aten::select": lambda base, value, named: aten.select_scatter.default(base, value, named["dim"], named["index"]),
+    "aten::diagonal": lambda base, value, named: aten.diagonal_scatter.default(
+        base, value, named["offset"], named["dim1"], named["dim2"]
+    ),
+    "aten::transpose": lambda _, value, named: aten.transpose.int(value, named["dim0"], named["dim1"]),
+    "aten::t": lambda _, value, __: aten.t.default(value),
+    "aten::mT": lambda _, value, __: aten.transpose.int(value, -2, -1),
+    "aten::permute": _permute_back,
+    "aten::unsqueeze": lambda _, value, named: aten.squeeze.dim(value, named["dim"]),
+    **dict.fromkeys(
+        (f"aten::{name}" for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "view_as", "ravel")),
+        _reshape,
+    ),
+    **dict.fromkeys((f"aten::{name}" for name in ("split", "split_with_sizes", "chunk")), _join),
+    "aten::unbind": lambda _, value, named: aten.stack.default(value, named["dim"]),
+    "operator.getitem": _put_item,
+}
+
+
+def _inverse_of(view: fx.Node, base: fx.Node) -> Inverse | None:
+    """How a new value of `view` makes a new value of `base`; None where this is not known."""
+    if mutated(view) == (base,) or _is_same_view(view.meta.get("val"), base.meta.get("val")):
+        return lambda _, value, __: value
+    if _dtypes(view) != _dtypes(base):
+        return None  # a view of the bytes as another dtype
+    try:
+        _arguments(view)
+    except BindingError:
+        return None
+    return _INVERSES.get(key(view))
+
+
+def _dtypes(node: fx.Node) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in _tensors(node)}
+
+
+def _is_same_view(a: Any, b: Any) -> bool:
+    """Whether two tensors on one memory see the same of it; never adds a guard."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.dim() != b.dim():
+        return False
+    sizes_a = (*a.shape, *a.stride(), a.storage_offset())
+    sizes_b = (*b.shape, *b.stride(), b.storage_offset())
+    return all(map(is_same_size, sizes_a, sizes_b))
+
+
+def _arguments(view: fx.Node) -> dict[str, Any]:
+    return {"index": view.args[1]} if view.target is operator.getitem else bind(view)

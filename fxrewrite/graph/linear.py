@@ -1,0 +1,133 @@
+"""Is what a graph computes linear in some of its inputs? Answered from a table of operators; unknown ones say no.
+
+Gradients over a mesh axis are sums of what the ranks hold, or multiples of it. A backward that is linear in them may be
+given either; one that is not (it clips, it takes a sign) must be given the gradient itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+
+__all__ = ["is_linear", "is_linear_in"]
+
+Fact: TypeAlias = Literal["zero", "constant", "linear", "other"]
+"""What a value is as a function of the inputs: zero, independent of them, linear in them, or not known to be so."""
+
+_SAME = """
+    clone contiguous detach expand flatten flip gather index index_select mean movedim narrow neg permute repeat
+    reshape roll select slice split split_with_sizes squeeze sum t to transpose unbind unflatten unsqueeze view chunk
+    cumsum swapaxes view_as expand_as reshape_as tril triu alias type_as sum_to_size diagonal unfold _to_copy
+"""
+_JOINTLY: dict[str, tuple[str, ...]] = {
+    **{f"aten::{name}": ("self",) for name in _SAME.split()},
+    **{f"aten::{name}": ("self", "other") for name in ("add", "sub", "rsub", "where")},
+    **{f"aten::{name}": ("self", "src") for name in ("scatter_add", "slice_scatter", "select_scatter")},
+    **{f"aten::{name}": ("tensors",) for name in ("cat", "stack")},
+    "aten::div": ("self",),
+    "aten::masked_fill": ("self", "value"),
+    "aten::index_add": ("self", "source"),
+    "aten::index_put": ("self", "values"),
+    "operator.getitem": ("a",),
+}
+"""The arguments in which an operator is linear, taken together, while its others are constant."""
+_EACH: dict[str, tuple[str, ...]] = {
+    **{f"aten::{name}": ("self", "other") for name in ("mul", "matmul")},
+    **{f"aten::{name}": ("self", "mat2") for name in ("mm", "bmm")},
+    "aten::linear": ("input", "weight"),
+    "aten::mv": ("self", "vec"),
+    "aten::dot": ("self", "tensor"),
+    "aten::outer": ("self", "vec2"),
+}
+"""The arguments in each of which an operator is linear while its others are constant."""
+_ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
+_SHAPE_ONLY = ("aten::ones_like", "aten::full_like", "aten::new_ones", "aten::new_full", "aten::sym_size")
+
+
+def is_linear(graph: fx.Graph, inputs: Collection[fx.Node]) -> bool:
+    """Whether every output of the graph is a linear function of `inputs`, the other inputs being fixed.
+
+    The graph is ATen with fake values; False where it is not known.
+    """
+    facts: dict[fx.Node, Fact] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            facts[node] = "linear" if node in inputs else "constant"
+        elif node.op == "output":
+            return all(facts[value] in ("linear", "zero") for value in node.all_input_nodes)
+        elif node.users:
+            facts[node] = _fact(node, facts)
+    return False
+
+
+def is_linear_in(node: fx.Node, operands: Collection[fx.Node]) -> bool:
+    """Whether a call is linear in `operands`, its other operands being fixed; False where it is not known."""
+    return _fact(node, {n: "linear" if n in operands else "constant" for n in node.all_input_nodes}) == "linear"
+
+
+def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact:
+    name = ops.key(node)
+    if node.op == "get_attr" or name in _SHAPE_ONLY:
+        return "constant"
+    if name in _ZEROS:
+        return "zero"
+    if node.op != "call_function" or not ops.is_pure(node):
+        return "other"
+    found: Fact = "other"
+    if name in _JOINTLY and _is_float(node):
+        found = _jointly(node, _JOINTLY[name], facts)
+    elif name in _EACH and _is_float(node):
+        found = _each(node, _EACH[name], facts)
+    is_constant = all(facts[operand] in ("constant", "zero") for operand in node.all_input_nodes)
+    return "constant" if found == "other" and is_constant else found
+
+
+def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Fact]) -> Fact:
+    args = ops.bind(node)
+    if args.get("rounding_mode") is not None:
+        return "other"
+    found = {_of(value, facts) for name in names for value in _flat(args.get(name))}
+    others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
+    if not found <= {"linear", "zero"} or not others <= {"constant", "zero"}:
+        return "other"
+    return "linear" if "linear" in found else "zero"
+
+
+def _each(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Fact]) -> Fact:
+    args = ops.bind(node)
+    found = [_of(args[name], facts) for name in names]
+    others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
+    if "zero" in found and not others:
+        return "zero"
+    is_product = found.count("linear") == 1 and "other" not in found
+    return "linear" if is_product and not others else "other"
+
+
+def _of(value: Any, facts: dict[fx.Node, Fact]) -> Fact:
+    if isinstance(value, fx.Node):
+        return facts[value]
+    return "zero" if value == 0 else "constant"
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        for item in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _nodes(value: Any) -> Iterator[fx.Node]:
+    return (item for item in _flat(value) if isinstance(item, fx.Node))
+
+
+def _is_float(node: fx.Node) -> bool:
+    """Whether the node gives floating-point or complex tensors: a cast to integers is not linear."""
+    value = ops.value(node)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))

@@ -1,0 +1,84 @@
+"""torch.vmap undone: what a Dynamo graph computes on batched values becomes operators on whole tensors.
+
+Dynamo writes a vmap as switches around ordinary calls (`_vmap_increment_nesting`, `_add_batch_dim`, ...). The calls
+between an outermost pair of switches are traced by functorch itself, which puts in the batching rule of each operator;
+autograd stays above, since what it traces to is differentiable again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch import predispatch
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+
+from fxrewrite.errors import refuse
+from fxrewrite.ops import sets_mode
+
+__all__ = ["without_vmap"]
+
+_OPEN, _CLOSE = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
+
+
+def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm` with each outermost vmap as one call, which a tracer sees as operators on whole tensors.
+
+    `gm` itself where it has none. Raises RefusedError for a vmap whose function switches a mode of autograd.
+    """
+    if not gm.graph.find_nodes(op="call_function", target=_OPEN):
+        return gm
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    inside, depth = list[fx.Node](), 0
+    for node in gm.graph.nodes:
+        depth += (node.target is _OPEN) - (node.target is _CLOSE)
+        if depth or node.target is _CLOSE:
+            inside.append(node)
+            if not depth:
+                _call_region(graph, gm, inside, copies)
+                inside = []
+        elif node.target is not predispatch.lazy_load_decompositions:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    made = fx.GraphModule(gm, graph)
+    made.meta = gm.meta
+    return made
+
+
+def _call_region(graph: fx.Graph, gm: fx.GraphModule, nodes: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
+    """Put one call of the nodes, as a graph of their own, at the end of `graph`."""
+    for node in nodes:
+        if sets_mode(node) or isinstance(node.target, HigherOrderOperator):
+            refuse("a vmap whose function is no plain composition of operators", node=node, hint="write it with loops")
+    within = set(nodes)
+    inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in within))
+    results = [node for node in nodes if any(user not in within for user in node.users)]
+    body, own = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        own[node] = body.placeholder(node.name)
+    for node in nodes:
+        own[node] = body.node_copy(node, own.__getitem__)
+    body.output(tuple(own[node] for node in results))
+    call = graph.call_function(_Region(fx.GraphModule(gm, body)), tuple(copies[node] for node in inputs))
+    call.meta = dict(nodes[0].meta)
+    for at, node in enumerate(results):
+        copies[node] = graph.call_function(operator.getitem, (call, at))
+        copies[node].meta = dict(node.meta)
+
+
+class _Region:
+    """The calls of one vmap; calling it runs them without vmap."""
+
+    __name__ = "vmap"
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        self._body = body
+
+    def __call__(self, *inputs: Any) -> Any:
+        with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
+            alike = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in inputs]
+            whole = make_fx(fx.Interpreter(self._body).run, tracing_mode="symbolic")(*alike)
+        return fx.Interpreter(whole).run(*inputs)

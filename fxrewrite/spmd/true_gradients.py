@@ -1,0 +1,69 @@
+"""A custom backward that is not linear is given the gradients that one device would give it.
+
+Ranks return the same loss, and gradients are averaged over them. So what arrives as a gradient is P times the
+gradient's chunk where the result is sharded, and a summand of P times the gradient where every rank has it whole.
+Backwards that are linear never notice. One that is not, since it clips or takes a sign, gets
+
+    sharded    backward(dy / P) * P
+    whole      backward(all_reduce(dy) / P)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxrewrite.graph.custom_backward import CustomFunction
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.linear import is_linear
+from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.layout import Axis, Replicated, Shard
+
+__all__ = ["give_true_gradients"]
+
+aten = torch.ops.aten
+
+
+def give_true_gradients(edit: Edit, function: CustomFunction, axis: Axis) -> bool:
+    """Afterwards the backward body is right whatever it computes; False where no gradient had to be changed for it.
+
+    Its nodes carry layouts where it runs on chunks, and none where it runs whole.
+    """
+    arrives = [node for index, node in enumerate(function.incoming) if index not in function.non_differentiable]
+    incoming = [node for node in arrives if node.users]
+    if is_linear(edit.graph, incoming):
+        return False
+    for gradient in incoming:
+        users = list(gradient.users)
+        if isinstance(gradient.meta.get("layout"), Shard):
+            given = gradient
+        else:
+            sent = edit.call(COLLECTIVES["all_reduce"], (gradient, "sum", axis.group), after=gradient)
+            edit.set_meta(sent, "axis", axis.name)
+            given = edit.call(COLLECTIVES["wait"], (sent,), after=sent)
+        true = _like(edit, edit.call(aten.div.Tensor, (given, axis.size), after=given), gradient)
+        edit.replace_uses(gradient, true, users)
+    _multiply_outgoing(edit, axis)
+    return bool(incoming)
+
+
+def _multiply_outgoing(edit: Edit, axis: Axis) -> None:
+    output = edit.graph.output_node()
+    made: dict[fx.Node, fx.Node] = {}
+
+    def multiplied(node: fx.Node) -> fx.Node:
+        if node not in made:
+            is_whole = node.meta.get("layout", Replicated()) == Replicated()
+            product = node if is_whole else edit.call(aten.mul.Tensor, (node, axis.size), before=output)
+            made[node] = node if is_whole else _like(edit, product, node)
+        return made[node]
+
+    edit.set_args(output, map_arg(output.args, multiplied))
+
+
+def _like(edit: Edit, node: fx.Node, other: fx.Node) -> fx.Node:
+    """The node, which lies as the other one does."""
+    if "layout" in other.meta:
+        edit.set_meta(node, "layout", other.meta["layout"])
+    return node

@@ -1,0 +1,153 @@
+"""Attention of some queries to some keys, and its logsumexp, forward and backward: the parts of blockwise attention.
+
+    out, lse = attend_block(q, k, v, mask, scale)
+    out, lse = merge_blocks(out, lse, out of other keys, lse of other keys)
+    dq, dk, dv = attend_block_backward(dout, q, k, v, out, lse, mask, scale)
+
+The backward of a block of keys takes `out` and `lse` over all keys: its gradients of q are to be summed over blocks of
+keys, those of k and v over blocks of queries. A sink is a key whose value is 0: its share goes into `out` and `lse`.
+Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D], out [B, H, L, D], lse [B, H, L]; KV divides H, and nothing is
+repeated. A mask broadcasts to [B, H, L, S]: bool, where True may be attended to, or added, in q's dtype, or None.
+Rows that keep no key get 0, an lse of -inf, and no gradient, as from scaled_dot_product_attention. A row whose keys are
+all hidden by one finite number attends to all alike; its lse cannot say to how many, so they must come in one block.
+On the CPU and where E == D it is ATen's flash kernel, elsewhere products of matrices, in float32 at least.
+Source: FlashAttention (arXiv 2205.14135, section 3.1); PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = [
+    "attend_block",
+    "attend_block_backward",
+    "has_kernel",
+    "lse_dtype",
+    "merge_blocks",
+    "sinks_backward",
+    "with_sinks",
+]
+
+aten: Any = torch.ops.aten
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def attend_block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What q reads from these keys alone, in q's dtype, and the logsumexp of its scores, in `lse_dtype`."""
+    if has_kernel(q, v):
+        q, k, v = map(_kernel_strides, (q, k, v))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, attn_mask=_added(mask, q.dtype), scale=scale
+        )
+        return out, lse if mask is None else lse.masked_fill(_keeps_no_key(mask), -torch.inf)
+    scores = _scores(q, k, mask, scale)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.softmax(scores, -1).masked_fill(lse.isneginf()[..., None], 0)
+    return _merged_heads(_grouped(weights, v) @ v.to(lse.dtype), q).to(q.dtype), lse
+
+
+def attend_block_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> Gradients:
+    """The part that these keys have in the gradients of q, k and v; `out` and `lse` are over all keys."""
+    finite = _finite(lse)
+    if has_kernel(q, v):
+        dout, q, k, v, out = map(_kernel_strides, (dout, q, k, v, out))
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, finite, 0.0, False, attn_mask=_added(mask, q.dtype), scale=scale
+        )
+    scores = _scores(q, k, mask, scale)
+    is_uniform = (finite <= torch.finfo(q.dtype).min / 2)[..., None]
+    weights = torch.where(is_uniform, torch.softmax(scores, -1), torch.exp(scores - finite[..., None]))
+    dout, wide_q, wide_k, wide_v = (x.to(lse.dtype) for x in (dout, q, k, v))
+    dweights = _merged_heads(_grouped(dout, v) @ wide_v.transpose(-2, -1), q)
+    delta = (dout * out).sum(-1, keepdim=True)
+    dscores = _grouped(weights * (dweights - delta) * scale, k)
+    dq = _merged_heads(dscores @ wide_k, q)
+    dk = dscores.transpose(-2, -1) @ _grouped(wide_q, k)
+    dv = _grouped(weights, v).transpose(-2, -1) @ _grouped(dout, v)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def merge_blocks(
+    out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the keys of two blocks, from what it is for each of them."""
+    merged = torch.logaddexp(lse, other_lse)
+    share, other_share = (torch.exp(part - _finite(merged))[..., None] for part in (lse, other_lse))
+    return (share * out + other_share * other_out).to(out.dtype), merged
+
+
+def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to the same keys and, in each row, to one of score `sinks` [B, H, L, 1] whose value is 0."""
+    merged = torch.logaddexp(lse, sinks.squeeze(-1).to(lse.dtype))
+    return (torch.exp(lse - _finite(merged))[..., None] * out).to(out.dtype), merged
+
+
+def sinks_backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The gradient of the sinks; `out` and `lse` are over all keys and them."""
+    share = torch.exp(sinks.to(lse.dtype) - _finite(lse)[..., None])
+    return (-share * (dout.to(lse.dtype) * out).sum(-1, keepdim=True)).to(sinks.dtype)
+
+
+def _finite(lse: torch.Tensor) -> torch.Tensor:
+    """exp(-inf - 0) is 0, exp(-inf + inf) is not."""
+    return lse.masked_fill(lse.isneginf(), 0)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logsumexps of scores of this one."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a kernel attends from q to v; elsewhere the scores of a block, [B, H, L, S], are held in memory."""
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def _kernel_strides(x: torch.Tensor) -> torch.Tensor:
+    """`x` with its last dimension in one piece, without which the kernel reads other entries."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """The mask as the kernel takes it: [B or 1, H or 1, L, S], added to the scores."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    return mask.reshape(*(1,) * (4 - mask.dim()), *mask.shape)
+
+
+def _keeps_no_key(mask: torch.Tensor) -> torch.Tensor:
+    return ~mask.any(-1) if mask.dtype == torch.bool else mask.isneginf().all(-1)
+
+
+def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+    wide = lse_dtype(q.dtype)
+    scores = _merged_heads(_grouped(q.to(wide), k) @ k.to(wide).transpose(-2, -1), q) * scale
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _grouped(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+    """[B, H, L, ...] -> [B, KV, H / KV * L, ...]: queries that read one head of k are more rows of it."""
+    return x.reshape(x.shape[0], kv.shape[1], -1, x.shape[-1])
+
+
+def _merged_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[B, KV, H / KV * L, ...] -> [B, H, L, ...]"""
+    return x.reshape(*q.shape[:-1], x.shape[-1])

@@ -1,0 +1,121 @@
+"""Cuts and joins: operators that take parts of a dimension or put parts together; that dimension must be whole."""
+
+from typing import Any
+
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Terms, is_same_size
+from rules.layouts.terms import dim_of, index_map, indices, insert, names_of
+
+__all__ = ["LAYOUTS"]
+
+
+def select(call: Call) -> IndexMap | None:
+    """`dim` must be whole and goes away"""
+    terms = indices(len(call.shape()))
+    at = dim_of(call, len(terms))
+    return index_map(call, {"self": terms}, _without(terms, at))
+
+
+def unbind(call: Call) -> IndexMap | None:
+    """`dim` must be whole and goes away, one result for each of its entries"""
+    return select(call)
+
+
+def cut(call: Call) -> IndexMap | None:
+    """cuts along `dim`, which must be whole unless nothing is cut off"""
+    if len(call.operands) > 1:
+        return None  # the places to cut at are data
+    shape = call.shape()
+    at = dim_of(call, len(shape)) if "dim" in call.args else min(1, len(shape) - 1) * (call.key == "aten::hsplit")
+    terms = indices(len(shape))
+    # other operators state the length that they keep, and a whole slice is only left where it cannot be dropped
+    kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
+    results = [insert(_without(terms, at), at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
+    return index_map(call, {"self": terms}, *results)
+
+
+def _results(call: Call) -> range:
+    return range(len(call.result_shapes()))
+
+
+def _without(terms: Terms, at: int) -> Terms:
+    return (*terms[:at], *terms[at + 1 :])
+
+
+def scatter_slice(call: Call) -> IndexMap | None:
+    """a part along `dim` is written over, which must be whole"""
+    terms = indices(len(call.shape()))
+    at = dim_of(call, len(terms))
+    source = _without(terms, at)
+    if call.key == "aten::slice_scatter":
+        source = insert(source, at, ("part",))
+    return index_map(call, {"self": terms, "src": source}, terms, whole=terms[at])
+
+
+def scatter_diagonal(call: Call) -> IndexMap | None:
+    """d... !i !j, d... !k -> d... i j"""
+    terms = indices(len(call.shape()))
+    taken = {dim_of(call, len(terms), name) for name in ("dim1", "dim2")}
+    others = tuple(term for dim, term in enumerate(terms) if dim not in taken)
+    whole = names_of(terms[dim] for dim in taken)
+    return index_map(call, {"self": terms, "src": (*others, ("diagonal",))}, terms, whole=whole)
+
+
+def cat(call: Call) -> IndexMap | None:
+    """joins along `dim`, which must be whole"""
+    shape = call.shape()
+    if any(len(call.shape(i)) != len(shape) for i in range(len(call.operands))):
+        return None
+    if not shape:
+        return None
+    at = _JOINED.get(call.key)
+    if at is None:
+        at = dim_of(call, len(shape))
+    elif len(shape) == 1 and call.key != "aten::hstack":
+        return _stacked(call, at)  # vectors become rows or columns
+    others = _without(indices(len(shape)), min(at, len(shape) - 1))
+    operands = [insert(others, at, (f"part{i}",)) for i in range(len(call.operands))]
+    return index_map(call, {"tensors": operands}, insert(others, at, ("joined",)))
+
+
+_JOINED = {"aten::vstack": 0, "aten::hstack": 1, "aten::column_stack": 1}
+
+
+def _stacked(call: Call, at: int) -> IndexMap | None:
+    terms = indices(len(call.shape()))
+    return index_map(call, {"tensors": [terms] * len(call.operands)}, insert(terms, at, ("stacked",)))
+
+
+def stack(call: Call) -> IndexMap | None:
+    """a new dimension over the operands"""
+    return _stacked(call, dim_of(call, len(call.shape()) + 1))
+
+
+def pad(call: Call) -> IndexMap | None:
+    """the padded dimensions must be whole; padding by 1 and -1 is a shift, not nothing"""
+    terms = indices(len(call.result_shapes()[0]))
+    amounts = list(call.args["pad"])
+    kept = [not _pads(amounts[2 * place : 2 * place + 2]) for place in reversed(range(len(terms)))]
+    return index_map(
+        call, {"self": terms}, tuple(terms[dim] if keep else (f"padded{dim}",) for dim, keep in enumerate(kept))
+    )
+
+
+def _pads(pair: list[Any]) -> bool:
+    return any(not isinstance(amount, int) or amount for amount in pair)
+
+
+_CUTS = """
+slice narrow narrow_copy split split_with_sizes chunk tensor_split hsplit vsplit unsafe_split
+unsafe_split_with_sizes unsafe_chunk split_copy split_with_sizes_copy slice_copy
+"""
+
+LAYOUTS = (
+    LayoutRule("layout.select", ("aten::select", "aten::select_copy"), select),
+    LayoutRule("layout.unbind", ("aten::unbind", "aten::unbind_copy"), unbind),
+    LayoutRule("layout.cut", tuple(f"aten::{name}" for name in _CUTS.split()), cut),
+    LayoutRule("layout.scatter_slice", ("aten::slice_scatter", "aten::select_scatter"), scatter_slice),
+    LayoutRule("layout.scatter_diagonal", ("aten::diagonal_scatter",), scatter_diagonal),
+    LayoutRule("layout.cat", tuple(f"aten::{name}" for name in ["cat", "vstack", "hstack", "column_stack"]), cat),
+    LayoutRule("layout.stack", ("aten::stack",), stack),
+    LayoutRule("layout.pad", ("aten::pad", "aten::constant_pad_nd"), pad),
+)

@@ -1,0 +1,174 @@
+"""What a mask that is read means, in words: causal, a window, chunks, a prefix, documents, padding, a bias.
+
+    bitwise_and(bitwise_and(le(x0, x1), gt(x0, x2)), x3)   ->   causal and window 4096 and key padding
+
+The expression is taken apart at its ands. A part that depends on sizes alone is computed, some of its rows, at lengths
+up to 262,144 where the length is a symbol, and compared with what it would be if it were causal, and so on; a part that
+is always true is left out. Of a part that depends on data its form says what it is: a value by rows that equals one by
+columns tells documents apart, a value by columns alone is key padding. For reports and costs: nothing is computed by
+these words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Edit, Report
+from fxrewrite.graph import ClosedValues, OpenValueError, symbols_of
+from fxrewrite.ops import bind, fake_value, key
+from rules.attention_parts import ATTENTIONS
+from rules.mask_expressions import Call, Leaf, MaskExpression, Term, parse_mask
+from rules.mask_reading import ReadMask, is_dense, read_mask
+
+__all__ = ["NameMasks", "kind_of", "mask_kind", "name_mask"]
+
+_META = "mask_kind"
+_LENGTHS = (7, 331, 1 << 18)
+"""Where the length is a symbol; the last is beyond every window."""
+_LOW = -1e4
+"""What is added to a score and is no higher hides it."""
+
+
+class NameMasks:
+    """The step that writes down what every dense mask of attention means, where `kind_of` finds it."""
+
+    name = "name_masks"
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        for node in edit.nodes():
+            mask = bind(node)["attn_mask"] if key(node) in ATTENTIONS else None
+            if isinstance(mask, fx.Node) and _META not in mask.meta and is_dense(mask):
+                read = read_mask(mask)
+                if isinstance(read, ReadMask):
+                    name_mask(edit, mask, mask_kind(mask, read))
+        return 0
+
+    def text(self) -> str:
+        return "what every dense mask of attention means, for the report"
+
+
+def kind_of(node: fx.Node) -> str:
+    """What was written down of a mask, of what it is a part of, or of attention that reads it; else nothing."""
+    while _META not in node.meta and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node.meta.get(_META, "")
+
+
+def name_mask(edit: Edit, node: fx.Node, kind: str) -> None:
+    """Write down what a mask means."""
+    edit.set_meta(node, _META, kind)
+
+
+def mask_kind(mask: fx.Node, read: ReadMask) -> str:
+    """What a mask means: its parts, joined by "and"."""
+    looks = list(_looks(mask, read))
+    parts = [_part(term, read, looks) for term in _conjuncts(parse_mask(read.text).term)]
+    return " and ".join(dict.fromkeys(part for part in parts if part)) or "nothing hidden"
+
+
+class _Look:
+    """Some rows of parts of a mask, at one length."""
+
+    def __init__(self, mask: fx.Node, read: ReadMask, closed: ClosedValues) -> None:
+        self.num_rows, self.num_columns = (closed.size(size) for size in fake_value(mask).shape[-2:])
+        last = self.num_rows - 1
+        self.rows = sorted({row for row in (0, 1, last // 3, last // 2, last - 1, last) if 0 <= row <= last})
+        self._read, self._closed = read, closed
+        self._leaves: dict[int, torch.Tensor] = {}
+
+    def __call__(self, term: Term) -> torch.Tensor:
+        """[rows, columns]. Raises OpenValueError where data decide."""
+        numbers = sorted(_leaves(term))
+        for number in numbers:
+            if number not in self._leaves:
+                self._leaves[number] = self._read.value(number, self._closed)
+        leaves = [self._leaves.get(number, torch.empty(())) for number in range(1 + max(numbers, default=0))]
+        mask, columns = MaskExpression(term), (0, self.num_columns)
+        parts = [mask.part(leaves, (row, row + 1), columns) for row in self.rows]
+        wide = torch.cat([part.expand(*part.shape[:-2], 1, self.num_columns) for part in parts], -2)
+        found = wide.reshape(-1, *wide.shape[-2:])
+        if not bool((found == found[0]).all()):
+            raise OpenValueError("sequences of a batch differ")
+        return found[0]
+
+
+def _looks(mask: fx.Node, read: ReadMask) -> Iterator[_Look]:
+    symbols = {symbol for size in fake_value(mask).shape[-2:] for symbol in symbols_of(size)}
+    for length in _LENGTHS if symbols else (0,):
+        yield _Look(mask, read, ClosedValues(dict.fromkeys(symbols, length)))
+
+
+def _conjuncts(term: Term) -> list[Term]:
+    """What must all be true where a key is kept, and biases that are added."""
+    match term:
+        case Call("bitwise_and" | "logical_and", (a, b)) | Call("add", (a, b)):
+            return [*_conjuncts(a), *_conjuncts(b)]
+        case Call("where", (kept, 0 | Call("full", (0, _)), float() as low)) if low <= _LOW:
+            return _conjuncts(kept)
+        case Call("masked_fill", (base, Call("bitwise_not" | "logical_not", (kept,)), float() as low)) if low <= _LOW:
+            return [*_conjuncts(base), *_conjuncts(kept)]
+        case Call("masked_fill", (base, hidden, float() as low)) if low <= _LOW:
+            return [*_conjuncts(base), Call("bitwise_not", (hidden,))]
+        case Call("full", (0, _)):
+            return []
+        case Call("to", (x, torch.dtype() as dtype)) if dtype != torch.bool:
+            return _conjuncts(x)
+        case _:
+            return [term]
+
+
+def _part(term: Term, read: ReadMask, looks: Sequence[_Look]) -> str:
+    try:
+        seen = [look(term) for look in looks]
+    except OpenValueError:
+        return _by_form(term, read)
+    if seen[0].dtype != torch.bool:
+        return "a bias of positions"
+    for kind, count_in, kept in _KINDS:
+        number = int(seen[-1][count_in].sum())
+        if all(_is(kept, number, look, found) for look, found in zip(looks, seen, strict=True)):
+            return kind.format(number)
+    return "a condition on positions"
+
+
+_Kept = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+_KINDS: tuple[tuple[str, int, _Kept], ...] = (
+    ("", 0, lambda _, columns, __: columns >= 0),
+    ("causal", 0, lambda rows, columns, _: columns <= rows),
+    ("window {}", -1, lambda rows, columns, n: columns > rows - n),
+    ("window {} to both sides", 0, lambda rows, columns, n: (columns - rows).abs() < n),
+    ("chunks of {}", 0, lambda rows, columns, n: columns // max(n, 1) == rows // max(n, 1)),
+    ("causal behind a prefix of {}", 0, lambda rows, columns, n: (columns <= rows) | (columns < n)),
+)
+"""What a part may mean, the row whose kept columns are its number, and the columns that it keeps."""
+
+
+def _is(kept: _Kept, number: int, look: _Look, found: torch.Tensor) -> bool:
+    expected = kept(torch.tensor(look.rows)[:, None], torch.arange(look.num_columns)[None], number)
+    return bool((found == expected).all())
+
+
+def _by_form(term: Term, read: ReadMask) -> str:
+    """What a part means that depends on data."""
+    sides = [{dim for dim in (-2, -1) for number in _leaves(t) if read.has(number, dim)} for t in (term, *_args(term))]
+    whole, *operands = sides
+    if len(whole) < 2:
+        return "query padding" if whole == {-2} else "key padding"
+    name = term.name if isinstance(term, Call) else ""
+    if name in ("eq", "le", "lt", "ge", "gt") and all(len(operand) == 1 for operand in operands):
+        return "documents" if name == "eq" else "order of given positions"
+    return "a bias" if name in ("mul", "sub", "div", "neg") else "a condition on data"
+
+
+def _args(term: Term) -> tuple[Term, ...]:
+    return term.args if isinstance(term, Call) else ()
+
+
+def _leaves(term: Term) -> set[int]:
+    if isinstance(term, Leaf):
+        return {term.index}
+    return {number for arg in _args(term) for number in _leaves(arg)}

@@ -1,0 +1,233 @@
+"""A function of a few rows as a line of text, which an operator takes as an argument, and its gradients.
+
+    silu(v0); mul(v2, v1)                                  silu(v0) * v1
+    part(v0, 0, 8, 1); part(v0, 8, 16, 1); mul(v1, v2)     the product of the halves of v0
+
+v0 and so on are its operands, then what each step computes; the last is the result. A step is a pointwise operator of
+the table below, a cast, or some columns of a value. The gradients are those that autograd takes, by the same operators.
+Source: PyTorch, tools/autograd/derivatives.yaml.
+
+>>> import torch
+>>> gate, up = torch.rand(2, 3, 4)
+>>> values = run_steps("silu(v0); mul(v2, v1)", [gate, up])
+>>> torch.equal(values[-1], torch.nn.functional.silu(gate) * up)
+True
+>>> of_gate, of_up = grads_of_steps("silu(v0); mul(v2, v1)", values, torch.ones(3, 4))
+>>> torch.equal(of_up, values[2])
+True
+"""
+
+# ruff: noqa: ARG005  # every gradient is called alike, and few read all that there is
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.ops import bind, fake_value, key, layout_of, value
+
+__all__ = ["grads_of_steps", "run_steps", "step_of", "why_no_step"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A pointwise operator.
+
+    Attributes:
+        arguments: its arguments by their schema names; any other must be at its default.
+        run: the result, of the arguments.
+        back: the gradient of each tensor among the arguments, of the result's gradient, the result and the arguments.
+        num_tensors: how many of the first arguments may be tensors, of one shape; the others are numbers or words.
+    """
+
+    arguments: tuple[str, ...]
+    run: Callable[..., torch.Tensor]
+    back: Callable[..., tuple[Any, ...]]
+    num_tensors: int = 1
+
+
+def _of_product(grad: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: Any) -> tuple[Any, ...]:
+    return grad * b, grad * a if isinstance(b, torch.Tensor) else None
+
+
+def _of_quotient(grad: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: Any) -> tuple[Any, ...]:
+    return grad / b, -grad * out / b if isinstance(b, torch.Tensor) else None
+
+
+def _of_clamp(grad: torch.Tensor, out: torch.Tensor, x: torch.Tensor, low: Any, high: Any) -> tuple[torch.Tensor]:
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return (torch.where((x >= low) & (x <= high), grad, 0),)
+
+
+def _of_part(grad: torch.Tensor, out: torch.Tensor, x: torch.Tensor, *at: int) -> tuple[torch.Tensor]:
+    of_x = torch.zeros_like(x)
+    of_x[..., slice(*at)] = grad
+    return (of_x,)
+
+
+_TWO = ("self", "other")
+_KINDS = {
+    "aten::add": _Kind(_TWO, torch.add, lambda g, y, a, b: (g, g), 2),
+    "aten::clamp": _Kind(("self", "min", "max"), torch.clamp, _of_clamp),
+    "aten::div": _Kind(_TWO, torch.div, _of_quotient, 2),
+    "aten::gelu": _Kind(
+        ("self", "approximate"),
+        lambda x, how: aten.gelu(x, approximate=how),
+        lambda g, y, x, how: (aten.gelu_backward(g, x, approximate=how),),
+    ),
+    "aten::leaky_relu": _Kind(
+        ("self", "negative_slope"),
+        aten.leaky_relu,
+        lambda g, y, x, slope: (aten.leaky_relu_backward(g, x, slope, False),),
+    ),
+    "aten::mish": _Kind(("self",), aten.mish, lambda g, y, x: (aten.mish_backward(g, x),)),
+    "aten::mul": _Kind(_TWO, torch.mul, _of_product, 2),
+    "aten::neg": _Kind(("self",), torch.neg, lambda g, y, x: (-g,)),
+    "aten::pow": _Kind(("self", "exponent"), torch.pow, lambda g, y, x, n: (g * (n * x.pow(n - 1)),)),
+    "aten::relu": _Kind(("self",), torch.relu, lambda g, y, x: (aten.threshold_backward(g, y, 0),)),
+    "aten::sigmoid": _Kind(("self",), torch.sigmoid, lambda g, y, x: (aten.sigmoid_backward(g, y),)),
+    "aten::silu": _Kind(("self",), aten.silu, lambda g, y, x: (aten.silu_backward(g, x),)),
+    "aten::softplus": _Kind(
+        ("self", "beta", "threshold"),
+        aten.softplus,
+        lambda g, y, x, beta, threshold: (aten.softplus_backward(g, x, beta, threshold),),
+    ),
+    "aten::square": _Kind(("self",), torch.square, lambda g, y, x: (g * (2 * x),)),
+    "aten::sub": _Kind(_TWO, torch.sub, lambda g, y, a, b: (g, -g), 2),
+    "aten::tanh": _Kind(("self",), torch.tanh, lambda g, y, x: (aten.tanh_backward(g, y),)),
+}
+_PART, _CAST = "part", "to"
+_BY_NAME = {
+    **{name.partition("::")[2]: kind for name, kind in _KINDS.items()},
+    _CAST: _Kind(("self",), lambda x, dtype: x.to(getattr(torch, dtype)), lambda g, y, x, dtype: (g.to(x.dtype),)),
+    _PART: _Kind(("self",), lambda x, *at: x[..., slice(*at)], _of_part),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """v<index>"""
+
+    index: int
+
+
+def run_steps(steps: str, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands, then the result of each step; the last one is what the steps compute."""
+    values = list(operands)
+    for kind, arguments in _parsed(steps):
+        values.append(kind.run(*_filled(arguments, values)))
+    return values
+
+
+def grads_of_steps(steps: str, values: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of the operands, of that of the result; `values` as from `run_steps`.
+
+    Each operand is read by a step, or is the result itself.
+    """
+    parsed = _parsed(steps)
+    grads: list[Any] = [None] * (len(values) - 1) + [grad]
+    for index in range(len(values) - 1, len(values) - 1 - len(parsed), -1):
+        kind, arguments = parsed[index - len(values)]
+        made = kind.back(grads.pop(), values[index], *_filled(arguments, values))
+        for argument, of_argument in zip(arguments, made, strict=False):
+            if isinstance(argument, _Value):
+                before = grads[argument.index]
+                grads[argument.index] = of_argument if before is None else before + of_argument
+    return grads
+
+
+def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """The node as a step that reads values of these names; `why_no_step` is empty for it."""
+    if key(node) in _ITEMS:
+        read, at = _part_of(node)
+        return f"{_PART}({names[read]}, {at.start}, {at.stop}, {at.step})"
+    if key(node) == _TO:
+        return f"{_CAST}({names[node.all_input_nodes[0]]}, {str(fake_value(node).dtype).removeprefix('torch.')!r})"
+    given = bind(node)
+    written = (given[name] for name in _KINDS[key(node)].arguments)
+    arguments = (names[argument] if isinstance(argument, fx.Node) else repr(argument) for argument in written)
+    return f"{key(node).partition('::')[2]}({', '.join(arguments)})"
+
+
+_ITEM, _TO = "operator.getitem", "aten::to"
+_PARTED = frozenset({"aten::chunk", "aten::split", "aten::split_with_sizes"})
+_ITEMS = frozenset({_ITEM, "aten::slice", "aten::narrow"})
+
+
+def why_no_step(node: fx.Node) -> str:
+    """Why a call is no step; empty if it is one. A node that gives several parts is none, each of its items is."""
+    name = key(node)
+    if name == _ITEM:
+        made = node.all_input_nodes[0]
+        return _why_not_columns(made) if key(made) in _PARTED else f"%{made.name}, {key(made)}, is no step"
+    if name in _ITEMS:
+        return _why_not_columns(node)
+    if name == _TO:
+        before, after = fake_value(node.all_input_nodes[0]), fake_value(node)
+        is_cast = after.is_floating_point() and before.is_floating_point() and after.device == before.device
+        return "" if is_cast else f"%{node.name}, {name}, is no cast between floating types"
+    kind = _KINDS.get(name)
+    if kind is None:
+        return f"%{node.name}, {name}, is not in the table of pointwise operators"
+    layout = layout_of(node.target, node.args, node.kwargs)
+    given = layout.bind(node.args, node.kwargs)
+    for argument, what in given.items():
+        if argument not in kind.arguments:
+            is_known = what == layout.defaults.get(argument)
+        elif isinstance(what, fx.Node):
+            is_known = argument in kind.arguments[: kind.num_tensors] and _width(what) == _width(node)
+        else:
+            is_known = argument != "self" and (not isinstance(what, float) or math.isfinite(what))
+        if not is_known:
+            return f"%{node.name}, {name}, has {argument}={what}"
+    return ""
+
+
+def _width(node: fx.Node) -> torch.Size | None:
+    """The last dimension of a value that has one; None for a number."""
+    made = value(node)
+    return made.shape[-1:] if isinstance(made, torch.Tensor) else None
+
+
+def _why_not_columns(node: fx.Node) -> str:
+    """Why a node does not give some columns of what it reads; empty if it does."""
+    read = fake_value(node.all_input_nodes[0])
+    if bind(node)["dim"] % read.dim() != read.dim() - 1 or not isinstance(read.shape[-1], int):
+        return f"%{node.name}, {key(node)}, parts rows"
+    return ""
+
+
+def _part_of(node: fx.Node) -> tuple[fx.Node, slice]:
+    """What the node is some columns of, and which."""
+    made = node.all_input_nodes[0]
+    if key(node) == _ITEM:
+        index: Any = node.args[1]
+        sizes = [part.shape[-1] for part in value(made)]
+        return made.all_input_nodes[0], slice(sum(sizes[:index]), sum(sizes[: index + 1]), 1)
+    given, width = bind(node), fake_value(made).shape[-1]
+    end = given["start"] + given["length"] if key(node) == "aten::narrow" else given["end"]
+    return made, slice(*slice(given["start"], end, given.get("step", 1)).indices(width))
+
+
+def _filled(arguments: Sequence[Any], values: Sequence[torch.Tensor]) -> list[Any]:
+    return [values[argument.index] if isinstance(argument, _Value) else argument for argument in arguments]
+
+
+@cache
+def _parsed(steps: str) -> list[tuple[_Kind, tuple[Any, ...]]]:
+    """The kinds of the steps, and what each is called with."""
+    calls: list[Any] = [statement.value for statement in ast.parse(steps).body if isinstance(statement, ast.Expr)]
+    return [(_BY_NAME[call.func.id], tuple(map(_argument, call.args))) for call in calls]
+
+
+def _argument(written: ast.expr) -> Any:
+    return _Value(int(written.id[1:])) if isinstance(written, ast.Name) else ast.literal_eval(written)

@@ -1,0 +1,221 @@
+"""A cut of the logits is labels that are ignored, so a loss of shifted tokens leaves the logits as they lie.
+
+    cross_entropy(f(x[:, a:b]), t, w, reduction, ignore, smoothing)
+        ->  cross_entropy(f(x), pad(t, a, S - b, value=ignore), w, reduction, ignore, smoothing)
+    nll_loss(f(x[:, a:b]), t, w, reduction, ignore)  ->  the same of nll_loss
+
+A cut needs the sequence whole; labels are whole anyway, and small. `f` is what keeps the entries of the cut dimension
+apart: a cast, a soft cap, a head, log_softmax, a transpose, a reshape. An index that a layout rule calls independent
+may be cut after the operator as well as before it. With reduction "none" the losses are cut instead of the logits.
+Matches class indices. Does not match, in these words: "nothing is cut above the loss"; "the targets are no int64"; "the
+cut leaves 3 of 8"; "%index_put writes between the cut and the loss". A value between the cut and the loss that is read
+elsewhere too is no part of `f`: it is needed as it is.
+Shapes: x [..., S, ...], f(x[:, a:b]) [N, V] or [B, V, b - a], t [N] or [B, b - a].
+Numerics: reassociates (a sum over more rows, of which the ignored are zero), where what was cut off is finite.
+Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (ignore_index).
+
+>>> import torch, torch.nn.functional as F
+>>> from torch.fx.experimental.proxy_tensor import make_fx
+>>> def loss(logits, labels):
+...     return F.cross_entropy(logits[:, :-1].reshape(-1, 5), labels[:, 1:].reshape(-1))
+>>> inputs = torch.rand(2, 4, 5), torch.zeros(2, 4, dtype=torch.int64)
+>>> gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(*inputs)
+>>> SHIFTED_LOSSES.apply(gm).rewrites > 0
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite.ops import bind, fake_value, is_pure, key, mutates
+from fxrewrite.spmd import Call, Shard, Size, is_same_size, size_hint, size_proxy
+from rules.layouts import LAYOUTS
+
+__all__ = ["SHIFTED_LOSSES"]
+
+aten = torch.ops.aten
+_NONE = 0
+_END = 2**63 - 1  # how tracing writes the end of a slice that has none
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A slice of one dimension, and the operators below it that keep the entries of that dimension apart."""
+
+    slice: fx.Node
+    amounts: tuple[int, int]
+    """How many entries are cut off in front and behind."""
+    chain: tuple[tuple[fx.Node, Shard], ...]
+    """What stands below the slice, from the top, and where in its result the entries are, as if they were chunks."""
+
+    @property
+    def layout(self) -> Shard:
+        """Where the entries are in the last value of the chain."""
+        return self.chain[-1][1] if self.chain else Shard(_dim(self.slice), uneven=True)
+
+    @property
+    def whole(self) -> fx.Node:
+        return self.slice.all_input_nodes[0]
+
+    @property
+    def num_whole(self) -> Size:
+        return fake_value(self.whole).shape[_dim(self.slice)]
+
+    @property
+    def num_left(self) -> Size:
+        return fake_value(self.slice).shape[_dim(self.slice)]
+
+
+def _cuts_above(node: fx.Node) -> Iterator[_Cut]:
+    """The cuts from which `node` is computed by operators that keep what is cut apart, the nearest first."""
+    if len(node.users) > 1 or not isinstance(node.target, torch._ops.OpOverload) or not is_pure(node):
+        return
+    amounts = _cut_off(node)
+    if amounts is not None and sum(amounts):
+        yield _Cut(node, amounts, ())
+    call = Call.of(node)
+    for position, operand in enumerate(call.operands):
+        for cut in _cuts_above(operand):
+            layout = _below(call, position, cut.layout)
+            if layout is not None:
+                yield replace(cut, chain=(*cut.chain, (node, layout)))
+
+
+def _cut_off(node: fx.Node) -> tuple[int, int] | None:
+    """How many entries of a floating value a slice cuts off in front and behind; None where that is no number."""
+    if key(node) != "aten::slice" or bind(node)["step"] != 1 or not fake_value(node).is_floating_point():
+        return None
+    args, dim = bind(node), _dim(node)
+    cut = fake_value(node.all_input_nodes[0]).shape[dim] - fake_value(node).shape[dim]
+    before = cut if args["end"] in (None, _END) else args["start"] or 0
+    if isinstance(before, fx.Node) or size_hint(before) < 0 or not is_same_size(cut, size_hint(cut)):
+        return None
+    return size_hint(before), size_hint(cut - before)
+
+
+def _dim(cut: fx.Node) -> int:
+    return bind(cut)["dim"] % fake_value(cut).dim()
+
+
+def _below(call: Call, position: int, layout: Shard) -> Shard | None:
+    """Where the entries of an operand are in the result of a call; None where they are not kept apart."""
+    rule = LAYOUTS.get(call.key)
+    if rule is None or call.reads_sizes or (rule.shape_arg and call.key != "aten::reshape"):
+        return None
+    indices = rule.map(call)
+    if indices is None or len(indices.results) != 1:
+        return None
+    part = indices.locate(indices.operands[position], layout)
+    if part is None or part.index in indices.whole:
+        return None
+    if any(indices.has(terms, part.index) for at, terms in enumerate(indices.operands) if at != position):
+        return None  # another operand would have to be cut as well
+    below = indices.layout(indices.results[0], part)
+    return below if isinstance(below, Shard) else None
+
+
+def _cut_of(logits: fx.Node) -> _Cut | None:
+    """The nearest cut of rows of the logits, `[N, V]` or `[B, V, ...]`."""
+    return next((cut for cut in _cuts_above(logits) if cut.layout.dim != 1), None)
+
+
+@where.predicate("logits", "target", "root", text="is_of_a_cut")
+def _is_of_a_cut(logits: fx.Node, target: fx.Node, root: fx.Node) -> bool | str:
+    cut = _cut_of(logits)
+    if cut is None or fake_value(logits).dim() < 2:
+        return "nothing is cut above the loss"
+    if fake_value(target).dtype != torch.int64:
+        return "the targets are no int64"
+    whole, left = size_hint(cut.num_whole), size_hint(cut.num_left)
+    if 2 * left < whole:
+        return f"the cut leaves {left} of {whole}"
+    node = cut.slice
+    while node is not root:
+        node = node.next
+        if mutates(node):
+            return f"%{node.name} writes, or sets a mode, between the cut and the loss"
+    return True
+
+
+def _pad_labels(name: str, *more: str) -> Rule:
+    """The rule for a loss whose arguments after the reduction are `more`."""
+    captures = cap("logits"), cap("target"), cap("weight", "optional"), cap("reduction", Literal)
+    pattern = Pattern((op(name, *captures, *(cap(argument, Literal) for argument in more)),), (_is_of_a_cut,))
+    made = Rule(
+        f"shifted_losses.pad_labels_of_{name}", pattern, numerics="reassociates", domain="finite", optional=True
+    )
+
+    @made.replacement
+    def _(match: Match, target: fx.Proxy, weight: fx.Proxy | None, reduction: int) -> Any:
+        """the loss of all logits, with labels that are ignored where the cut took logits away"""
+        cut = _cut_of(match["logits"])
+        assert cut is not None, "the guard has looked"
+        tokens = _Tokens(match, cut)
+        logits, labels = match.proxy(_uncut(match, cut, made.id)), tokens.padded(target)
+        loss = getattr(aten, name)(logits, labels, weight, reduction, *(match[argument] for argument in more))
+        return tokens.cut(loss) if reduction == _NONE else loss
+
+    return made
+
+
+def _uncut(match: Match, cut: _Cut, rule: str) -> fx.Node:
+    """The chain below the cut, run on what is cut."""
+    made = {cut.slice: cut.whole}
+    value = cut.whole
+    for node, layout in cut.chain:
+        args: Any = map_arg(node.args, lambda n: made.get(n, n))
+        kwargs: Any = map_arg(node.kwargs, lambda n: made.get(n, n))
+        if key(node) == "aten::reshape" and args[1][layout.dim] != -1:
+            size = size_proxy(match, layout.outer * cut.num_whole * layout.inner)
+            args = args[0], [*args[1][: layout.dim], getattr(size, "node", size), *args[1][layout.dim + 1 :]]
+        value = made[node] = match.edit.call(node.target, args, kwargs, before=match.root, like=node, rule=rule)
+    return value
+
+
+class _Tokens:
+    """The targets of a loss, or its losses, `[..., outer * entries * inner, ...]`, of which the entries are cut."""
+
+    def __init__(self, match: Match, cut: _Cut) -> None:
+        self._match, self._cut = match, cut
+        self._shape = fake_value(match["target"]).shape
+        self._dim = max(0, cut.layout.dim - 1)  # that of the logits, which have the classes in dimension 1
+
+    def padded(self, targets: Any) -> Any:
+        """The targets, with ignored ones where the cut took logits away."""
+        inside = [0, 0] * (len(self._shape) - self._dim)
+        runs = aten.reshape(targets, self._runs(self._cut.num_left))
+        padded = aten.constant_pad_nd(runs, [*inside, *self._cut.amounts], self._match["ignore_index"])
+        return aten.reshape(padded, self._joined(self._cut.num_whole))
+
+    def cut(self, losses: Any) -> Any:
+        """The losses that the cut leaves."""
+        before, left = self._cut.amounts[0], self._cut.num_left
+        runs = aten.reshape(losses, self._runs(self._cut.num_whole))
+        kept = aten.slice(runs, self._dim + 1, before, size_proxy(self._match, before + left))
+        return aten.reshape(kept, self._joined(left))
+
+    def _runs(self, entries: Size) -> list[Any]:
+        return self._with(self._cut.layout.outer, entries, self._cut.layout.inner)
+
+    def _joined(self, entries: Size) -> list[Any]:
+        return self._with(self._cut.layout.outer * entries * self._cut.layout.inner)
+
+    def _with(self, *sizes: Size) -> list[Any]:
+        shape = *self._shape[: self._dim], *sizes, *self._shape[self._dim + 1 :]
+        return [size_proxy(self._match, size) for size in shape]
+
+
+SHIFTED_LOSSES = RuleSet(
+    "shifted_losses",
+    _pad_labels("cross_entropy_loss", "ignore_index", "label_smoothing"),
+    _pad_labels("nll_loss_nd", "ignore_index"),
+    DeadCode("cut_logits"),
+)

@@ -1,0 +1,23 @@
+"""One rank of many alone, over torch's fake process group: what it holds and how long it computes can be measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from autosp_rules import autosp
+from fxrewrite.testing import fake_mesh
+from tests.autosp.models import batch, build
+
+
+@pytest.mark.parametrize(("attention", "rank"), [("ulysses", 0), ("gather_kv", 3), ("ring", 1)])
+def test_a_rank_of_four_trains_without_the_others(attention: Any, rank: int) -> None:
+    torch._dynamo.reset()
+    model = build("llama_gqa", layers=1)
+    with fake_mesh((4,), ("sp",), rank=rank) as mesh:
+        backend = autosp(inner="aot_eager", mesh=mesh, attention=attention)
+        torch.compile(model, backend=backend, fullgraph=True)(**batch("llama_gqa", "plain", length=32)).loss.backward()
+    assert backend.reports[0].tokens_per_rank == 2 * 32 // 4
+    assert all(p.grad is not None for p in model.parameters())

@@ -1,0 +1,216 @@
+"""Each strategy of attention equals one device, or is refused with the reason and the strategy that would do it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from autosp_rules import AutoSPConfig, AutoSPError
+from autosp_rules.config import AttentionOption
+from autosp_rules.transform import transform
+from fxrewrite.spmd import Axis
+from tests.autosp.attention_layer import Attend, Layer, check
+from tests.autosp.one_device import captured
+
+sdpa = F.scaled_dot_product_attention
+LENGTH = 24
+IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % 8
+HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (6, 1), "six": (6, 6)}
+
+
+def _padded() -> torch.Tensor:
+    """Causal, and keys behind the end of a sequence are hidden. [B, 1, S, S]"""
+    positions = torch.arange(LENGTH)
+    return (positions[:, None] >= positions) & (positions < torch.tensor([20, 5])[:, None, None, None])
+
+
+MASKS: dict[str, Attend] = {
+    "none": lambda q, k, v, **gqa: sdpa(q, k, v, scale=0.4, **gqa),
+    "causal": lambda q, k, v, **gqa: sdpa(q, k, v, is_causal=True, **gqa),
+    "padded": lambda q, k, v, **gqa: sdpa(q, k, v, _padded(), **gqa),
+}
+
+
+def layer(heads: str, mask: str) -> Layer:
+    count, kv_count = HEADS[heads]
+    return Layer(lambda m, x, q, k, v: MASKS[mask](q, k, v, enable_gqa=count != kv_count), count, kv_count)
+
+
+CELLS: list[tuple[AttentionOption, str, str, int]] = [
+    ("ulysses", "gqa", "padded", 4),
+    ("gather_kv", "mha", "causal", 2),
+    ("gather_kv", "gqa", "padded", 3),
+    ("gather_kv", "six", "none", 4),
+    ("ring", "mha", "causal", 2),
+    ("ring", "gqa", "padded", 3),
+    ("ring", "mqa", "none", 4),
+    ("ring", "six", "causal", 4),
+    ("ring_ulysses", "mha", "padded", 4),
+    ("ring_ulysses", "six", "causal", 4),
+    ("ring_ulysses", "gqa", "causal", 8),
+]
+
+
+@pytest.mark.parametrize(("strategy", "heads", "mask", "num_ranks"), CELLS)
+def test_equal_to_one_device(strategy: AttentionOption, heads: str, mask: str, num_ranks: int) -> None:
+    report = check(layer(heads, mask), ranks=(num_ranks,), attention=strategy, ids=IDS)[num_ranks]
+    (line,) = [line for line in report.lines if line.startswith("attention: ")]
+    assert line.startswith(f"attention: 1 x {strategy}: asked for"), line
+
+
+def test_what_a_ring_sends_is_in_the_report() -> None:
+    """k and v to the 3 others; so again, and their gradients home; halves of q, k, v and the result trade places."""
+    report = check(layer("gqa", "causal"), ranks=(4,), attention="ring", ids=IDS)[4]
+    chunk = 2 * LENGTH // 4 * 8  # of one number a token
+    kv, qo = 2 * (4 + 6) * chunk, 8 * (4 + 6) * chunk
+    sent = {(c.kind, c.direction): (c.count, c.bytes_sent) for c in report.collectives if c.kind != "all_reduce"}
+    assert sent == {
+        ("ring", "forward"): (1, 3 * kv),
+        ("ring", "backward"): (1, 3 * kv + 4 * kv),
+        ("exchange", "forward"): (2, kv + qo),
+        ("exchange", "backward"): (2, kv + qo),
+    }
+    (line,) = [line for line in report.lines if line.startswith("attention: ")]
+    assert f"each sends {3 * kv + kv + qo:,} bytes per rank forward" in line
+
+
+@pytest.mark.parametrize("length", [LENGTH, 21])
+def test_a_symbolic_length_over_a_ring(length: int) -> None:
+    check(layer("six", "causal"), ranks=(4,), attention="ring", ids=IDS[:, :length], dynamic=True)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "heads", "mask", "num_ranks", "length", "why"),
+    [
+        ("ring", "gqa", "none", 3, 4, "keys travel"),
+        ("ring", "mha", "causal", 4, 13, "keys travel"),  # halves of 2 rows trade places
+        ("ring", "six", "causal", 8, 3, "keys travel, 1 rows have no halves to trade"),  # most ranks have padding alone
+        ("ring_ulysses", "gqa", "causal", 8, 21, "2 groups of 4 ranks"),
+        ("ring_ulysses", "six", "causal", 4, 9, "2 groups of 2 ranks"),
+    ],
+)
+def test_lengths_that_the_ranks_do_not_divide_over_a_ring(
+    strategy: AttentionOption, heads: str, mask: str, num_ranks: int, length: int, why: str
+) -> None:
+    report = check(layer(heads, mask), ranks=(num_ranks,), attention=strategy, ids=IDS[:, :length])[num_ranks]
+    (line,) = [line for line in report.lines if line.startswith("attention: ")]
+    assert line.startswith(f"attention: 1 x {strategy}: asked for: {why}"), line
+
+
+def test_a_length_that_the_ranks_divide_costs_nothing_more_over_a_ring() -> None:
+    gm, _ = captured(layer("mha", "none"), {"ids": IDS.clone(), "memory": IDS.clone()})
+    program, _ = transform(gm, AutoSPConfig(attention="ring"), Axis("sp", 4))
+    names = {str(node.target) for node in program.graph.nodes}
+    assert not names & {"aten.index_select.default", "aten.arange.default", "aten.lt.Scalar"}
+
+
+def _crossed(m: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return sdpa(q, k[:, :, :12], v[:, :, :12])
+
+
+_NO_GROUPS = "no divisor of 3 ranks but 1 and 3 divides 4 heads"
+REFUSED: dict[str, tuple[AttentionOption, Layer, int, str, str]] = {
+    "heads": ("ulysses", layer("six", "causal"), 4, "6 heads do not divide over axis sp (size 4)", "gather_kv"),
+    "groups": (
+        "ring_ulysses",
+        layer("mha", "none"),
+        3,
+        "no divisor of 3 ranks but 1 and 3 divides 4 heads",
+        "gather_kv",
+    ),
+    "lengths": ("ring", Layer(_crossed), 2, "queries and keys have lengths 24 and 12", "gather_kv"),
+    "added": (
+        "ring",
+        Layer(lambda m, x, q, k, v: sdpa(q, k, v, _padded().double())),
+        4,
+        "the mask is added to the scores, and may hide all keys of a row by a finite number",
+        "gather_kv",
+    ),
+    "unreadable": (
+        "ring",
+        Layer(lambda m, x, q, k, v: sdpa(q, k, v, (m.gate(x) @ m.gate(x).transpose(1, 2) > 0)[:, None])),
+        2,
+        "the mask cannot be read as an expression of rows and columns: ",
+        "ulysses",
+    ),
+    "rank": (
+        "ring",
+        Layer(lambda m, x, q, k, v: sdpa(q[:, 0], k[:, 0], v[:, 0])[:, None].expand(-1, 6, -1, -1)),
+        2,
+        "q has rank 3",
+        "ulysses",
+    ),
+    "dropout": (
+        "ring",
+        Layer(lambda m, x, q, k, v: sdpa(q, k, v, dropout_p=0.1)),
+        2,
+        "dropout draws in the scores (p = 0.1)",
+        "ulysses",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_cannot_do_is_refused_and_who_can_is_named(name: str) -> None:
+    strategy, model, size, reason, other = REFUSED[name]
+    gm, _ = captured(model, {"ids": IDS.clone(), "memory": IDS.clone()})
+    with pytest.raises(AutoSPError, match=re.escape(f"attention='{strategy}': {reason}")) as error:
+        transform(gm, AutoSPConfig(attention=strategy), Axis("sp", size))
+    assert error.value.hint == f"use attention='{other}', which serves it, or 'auto'"
+
+
+def test_a_ring_shares_causal_work_where_bytes_cost_less_than_operations() -> None:
+    """Of long sequences the last rank reads all keys where they are gathered; short ones send more over a ring."""
+    chosen = []
+    for length in (16, 1 << 20):
+        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+        gm, _ = captured(_Attends(3, 3, is_causal=True).to("meta"), {"ids": ids})
+        _, report = transform(gm, AutoSPConfig(), Axis("sp", 4))
+        (line,) = [line for line in report.lines if line.startswith("attention: ")]
+        chosen.append(line.split(":")[1].split()[-1])
+    assert chosen == ["gather_kv", "ring"]
+
+
+CHEAPEST = {  # heads, kv heads, ranks, whether later keys are hidden
+    (32, 32, 8, True): "ulysses",
+    (32, 32, 2, False): "ulysses",  # as many bytes as gather_kv
+    (32, 8, 2, True): "ulysses",  # more bytes than gather_kv, whose last rank has 1.5 x the work
+    (32, 8, 8, True): "ulysses",
+    (32, 8, 8, False): "ulysses",
+    (32, 8, 2, False): "gather_kv",
+    (32, 1, 8, True): "ulysses",
+    (32, 1, 8, False): "gather_kv",
+}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_costs_least_is_taken(masked: bool) -> None:
+    """At 8192 tokens; a mask is as causal as `is_causal`."""
+    for (heads, kv_heads, num_ranks, is_causal), expected in CHEAPEST.items():
+        model = _Attends(heads, kv_heads, is_causal=is_causal, masked=masked).to("meta")
+        gm, _ = captured(model, {"ids": torch.zeros(1, 8192, dtype=torch.long, device="meta")})
+        _, report = transform(gm, AutoSPConfig(), Axis("sp", num_ranks))
+        (line,) = [line for line in report.lines if line.startswith("attention: ")]
+        assert line.startswith(f"attention: 1 x {expected}: "), line
+        assert ("costs less than ulysses" in line) == (expected == "gather_kv")
+
+
+class _Attends(torch.nn.Module):
+    def __init__(self, heads: int, kv_heads: int, *, is_causal: bool, masked: bool = False) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.is_causal, self.masked = heads, kv_heads, is_causal, masked
+        self.embed = torch.nn.Embedding(8, 32 * (heads + 2 * kv_heads))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).unflatten(-1, (-1, 32)).transpose(1, 2)
+        q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        if not self.masked:
+            return sdpa(q, k, v, is_causal=self.is_causal, enable_gqa=True).square().mean()
+        mask = (ids > 0)[:, None, None]
+        if self.is_causal:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+            mask = mask & (positions[:, None] >= positions)
+        return sdpa(q, k, v, mask, enable_gqa=True).square().mean()

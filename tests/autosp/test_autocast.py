@@ -1,0 +1,74 @@
+"""Under autocast to bfloat16 the ranks are as near to float64 as one device is, loss and gradients."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from autosp_rules import AutoSPConfig
+from autosp_rules.transform import transform
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh, run_on_ranks
+from tests.autosp.models import batch, build
+
+Outcome = tuple[torch.Tensor, dict[int, torch.Tensor]]
+
+
+def bfloat16() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def on_one_device(model: torch.nn.Module, inputs: dict[str, Any], backend: str) -> Outcome:
+    """The loss and the gradients by position of the parameter, compiled under autocast."""
+    torch._dynamo.reset()
+    with bfloat16():
+        loss = torch.compile(model, backend=backend, fullgraph=True)(**inputs).loss
+    loss.backward()
+    grads = {at: p.grad for at, p in enumerate(model.parameters()) if p.grad is not None}
+    model.zero_grad()
+    return loss.detach(), grads
+
+
+def on_ranks(model: torch.nn.Module, inputs: dict[str, Any], num_ranks: int) -> Outcome:
+    found: list[Any] = []
+    torch._dynamo.reset()
+    with bfloat16(), fake_mesh((num_ranks,), ("sp",)) as mesh:
+        axis = axis_of(mesh, "sp")
+
+        def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
+            program, report = transform(gm, AutoSPConfig(strict=True), axis)
+            assert report.collectives, "nothing was sharded"
+            found.extend((program, list(example_inputs)))
+            return gm
+
+        torch.compile(model, backend=backend, fullgraph=True)(**inputs)
+        run = run_on_ranks(found[0], found[1], num_ranks, backward=0)
+    grads = {id(v): grad for v, grad in zip(found[1], run.mean_grads(), strict=True) if grad is not None}
+    return run.outputs[0][0], {at: grads[id(p)] for at, p in enumerate(model.parameters()) if id(p) in grads}
+
+
+def error(found: Outcome, exact: Outcome) -> tuple[float, float]:
+    """Of the loss, and of all gradients as one vector, relative."""
+    (loss, grads), (exact_loss, exact_grads) = found, exact
+    assert grads.keys() == exact_grads.keys()
+    assert {g.dtype for g in grads.values()} == {torch.float32}
+    off = sum(float((grads[at].double() - want).square().sum()) for at, want in exact_grads.items())
+    size = sum(float(want.square().sum()) for want in exact_grads.values())
+    return abs(float(loss) / float(exact_loss) - 1), (off / size) ** 0.5
+
+
+@pytest.mark.parametrize(("name", "checkpointing"), [("llama_gqa", True), ("gpt2", False)])
+def test_ranks_are_as_exact_as_one_device(name: str, checkpointing: bool) -> None:
+    model, inputs = build(name, checkpointing=checkpointing).float(), batch(name, "uneven_labels")
+    double = copy.deepcopy(model).double()
+    loss = double(**inputs).loss
+    loss.backward()
+    exact = loss.detach(), {at: p.grad for at, p in enumerate(double.parameters()) if p.grad is not None}
+    own = error(on_one_device(model, inputs, "aot_eager"), exact)
+    assert own[1] > 1e-3, "nothing was cast"
+    found = error(on_ranks(model, inputs, 2), exact)
+    assert found[0] <= 2 * own[0] + 1e-5
+    assert found[1] <= 1.2 * own[1]

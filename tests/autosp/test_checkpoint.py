@@ -1,0 +1,159 @@
+"""Tagged layers keep what was asked for, compute the rest again, and give the same gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import fx, nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autosp_rules import AutoSPConfig, AutoSPReport, dry_run, prepare_autosp_inputs
+from autosp_rules.checkpoint import TagCheckpoints, is_recomputed
+from autosp_rules.transform import transform
+from fxrewrite import RuleSet, normalize
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh
+from tests.autosp.models import BATCH, LENGTH, batch, build
+from tests.autosp.one_device import assert_equal_to_one_device, captured
+from tests.autosp.partition import Partition
+
+HIDDEN_BYTES = BATCH * LENGTH // 2 * 32 * 8
+"""Of a rank's hidden states between two layers, on two ranks in float64."""
+
+
+def partition_of(name: str, option: Any, *, dynamic: bool = False, **how: bool) -> tuple[Partition, AutoSPReport]:
+    model, inputs = build(name, **how), batch(name, "plain")
+    if dynamic:
+        prepare_autosp_inputs(inputs["input_ids"], inputs["labels"])
+    gm, args = captured(model, inputs)
+    with fake_mesh((2,), ("sp",)) as mesh:
+        program, report = transform(gm, AutoSPConfig(checkpoint=option), axis_of(mesh, "sp"))
+        return Partition(program, args), report
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "dynamic", "least", "most"),
+    [
+        ("llama_gqa", "attention", False, 2, 3),
+        ("llama_gqa", "attention", True, 2, 3),
+        ("gpt2", "attention", False, 2, 3),
+        ("llama_gqa", "full", False, 1, 2),
+    ],
+)
+def test_layers_keep_few_hidden_sizes(name: str, option: Any, dynamic: bool, least: float, most: float) -> None:
+    partition, report = partition_of(name, option, dynamic=dynamic)
+    assert least <= partition.kept(r"\.(layers|h)\.0\b") / HIDDEN_BYTES <= most
+    assert partition.num_again("all_to_all") > num_sent_back(report)
+    if option != "full":
+        assert partition.num_again("scaled_dot_product") == 0
+
+
+def num_sent_back(report: AutoSPReport) -> int:
+    return sum(c.count for c in report.collectives if c.direction == "backward" and c.kind == "all_to_all")
+
+
+def one_device(name: str, option: Any, **how: bool) -> tuple[fx.GraphModule, list[Any], list[str]]:
+    """The model's own graph, tagged."""
+    model = build(name, **how)
+    gm, args = captured(model, batch(name, "right_padding"))
+    gm = normalize(gm)
+    report = RuleSet("tag", TagCheckpoints(option)).apply(gm)
+    return gm, args, report.lines
+
+
+def grads_of(args: Sequence[Any]) -> list[torch.Tensor]:
+    leaves = [arg for arg in args if isinstance(arg, nn.Parameter)]
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    for leaf in leaves:
+        leaf.grad = None
+    return grads
+
+
+def test_gradients_are_those_of_the_untagged_graph() -> None:
+    gm, args, _ = one_device("qwen3", "none")
+    plain = Partition(gm, args)
+    expected = grads_of(args)
+    for option in ("attention", "full", 20_000):
+        tagged, _ = RuleSet("tag", TagCheckpoints(option)).once().applied(gm)
+        assert any(is_recomputed(node) for node in tagged.graph.nodes)
+        assert torch.equal(Partition(tagged, args).loss, plain.loss)
+        for grad, want in zip(grads_of(args), expected, strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-14)
+
+
+def test_a_budget_keeps_what_costs_most_and_fits() -> None:
+    kept = {}
+    for budget in (0, 40_000, 10**9):
+        gm, _, (line,) = one_device("llama_gqa", budget)
+        saved = [n for n in gm.graph.nodes if n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE]
+        kept[budget] = (sum(n.meta["val"].numel() * 8 for n in saved), line)
+    assert "more than the budget" in kept[0][1]
+    assert kept[0][0] < kept[40_000][0] <= 40_000 < kept[10**9][0]
+    assert "recomputed are cheap values" in kept[10**9][1]
+
+
+def test_auto_keeps_all_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gm, _, (line,) = one_device("llama_gqa", "auto")
+    assert line.startswith("checkpoint='auto': nothing is recomputed")
+    assert not any(is_recomputed(node) for node in gm.graph.nodes)
+    monkeypatch.setattr("autosp_rules.checkpoint._memory_of", lambda device: 1000)
+    (line,) = RuleSet("tag", TagCheckpoints("auto")).apply(gm).lines
+    share = re.search(r"([\d.]+)% of the step", line)
+    assert share
+    assert 0 < float(share[1]) <= 8
+
+
+def test_a_model_that_checkpoints_keeps_its_own_choice() -> None:
+    gm, _, (line,) = one_device("llama_gqa", "attention", checkpointing=True)
+    assert line == "checkpoint='attention': the model checkpoints by itself, and its own choice stands"
+    assert not any(n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE for n in gm.graph.nodes)
+
+
+def test_a_model_without_layers_is_not_tagged() -> None:
+    gm = normalize(captured(nn.Linear(4, 4), {"input": torch.rand(2, 4)})[0])
+    (line,) = RuleSet("tag", TagCheckpoints("full")).apply(gm).lines
+    assert "no layer found" in line
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_backend_that_reads_no_tags_is_told(own: bool) -> None:
+    model, inputs = build("llama_gqa", layers=1, checkpointing=own), batch("llama_gqa", "plain")
+    for inner, is_told in (("eager", True), ("aot_eager", False)):
+        config = AutoSPConfig(inner=inner, checkpoint="none" if own else "full")
+        _, report = dry_run(model, inputs, num_ranks=2, config=config)
+        assert any("inner='eager' reads no tags" in line for line in report.lines) == is_told
+
+
+class _SharedOperands(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.qkv(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return x + nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2)
+
+
+def test_attention_whose_operands_are_one_value() -> None:
+    model = nn.Sequential(nn.Embedding(8, 8), _SharedOperands(), _SharedOperands()).double()
+    ids = torch.arange(32).reshape(2, 16) % 8
+    report = assert_equal_to_one_device(
+        nn.Sequential(model, _MeanSquare()), {"input": ids}, config=AutoSPConfig(checkpoint="attention")
+    )
+    assert "layers keep" in next(line for line in report.lines if line.startswith("checkpoint"))
+
+
+class _MeanSquare(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("option", [False, "10", -1, "ful"])
+def test_what_is_no_checkpoint_option(option: object) -> None:
+    with pytest.raises(ValidationError):
+        AutoSPConfig.model_validate({"checkpoint": option})

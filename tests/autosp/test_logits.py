@@ -1,0 +1,89 @@
+"""Logits that are dropped are None; the loss, then computed in tiles, and its gradients stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx, nn
+
+from autosp_rules import AutoSPConfig, AutoSPError, dry_run
+from autosp_rules.logits import drop_logits
+from fxrewrite import normalize
+from tests.autosp.models import VOCAB, batch, build
+from tests.autosp.one_device import assert_equal_to_one_device
+
+DROP = AutoSPConfig(logits="drop", loss_tile=VOCAB * 8 * 3)
+
+
+@pytest.mark.parametrize("kind", ["uneven_labels", "num_items"])
+def test_the_loss_in_tiles_is_that_of_one_device(kind: str) -> None:
+    model, inputs = build("qwen3", layers=1), batch("qwen3", kind)
+    report = assert_equal_to_one_device(model, inputs, ranks=(2,), config=DROP, loss_tolerance=1e-6)
+    assert report.rewrites["tiled_loss.tile"] == 1
+    assert any("is None: logits='drop'" in line for line in report.lines)
+
+
+def test_no_value_has_all_logits() -> None:
+    program, _ = dry_run(build("gpt2", layers=1), batch("gpt2", "plain"), num_ranks=2, config=DROP)
+    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "call_function"]
+    assert not [v for v in values if isinstance(v, torch.Tensor) and VOCAB in v.shape]
+
+
+def test_the_model_returns_none() -> None:
+    def without_logits(gm: fx.GraphModule, _: Any) -> fx.GraphModule:
+        gm = normalize(gm)
+        drop_logits(gm)
+        return gm
+
+    model, inputs = build("llama_gqa", layers=1), batch("llama_gqa", "plain")
+    output = torch.compile(model, backend=without_logits, fullgraph=True)(**inputs)
+    assert output.logits is None
+    assert output.loss == model(**inputs).loss
+
+
+def test_no_loss_no_drop() -> None:
+    inputs = batch("llama_gqa", "plain")
+    del inputs["labels"]
+    with pytest.raises(AutoSPError, match=r"returns no logits of a cross entropy.*pass labels"):
+        dry_run(build("llama_gqa", layers=1), inputs, num_ranks=2, config=DROP)
+
+
+def test_a_loss_that_is_written_out_is_told_how_to_be_written() -> None:
+    def by_gather(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return -logits.log_softmax(-1).gather(2, ids[..., None]).mean()
+
+    with pytest.raises(AutoSPError, match=r"%log_softmax .*write it as F.cross_entropy\(logits"):
+        dry_run(_Head(by_gather), {"ids": torch.arange(32).reshape(2, 16)}, num_ranks=2, config=DROP)
+
+
+class _Head(nn.Module):
+    """Logits and their loss, which `loss` computes of logits [B, S, V] and labels [B, S]."""
+
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.embed, self.head, self.loss = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB), loss
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.embed(ids))
+        return self.loss(logits, ids), logits
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_tiled"),
+    [
+        (lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten()), True),
+        (lambda logits, ids: F.cross_entropy(logits[:, :-1].reshape(-1, VOCAB), ids[:, 1:].reshape(-1)), True),
+        (lambda logits, ids: F.cross_entropy(logits.transpose(1, 2), ids), False),
+    ],
+    ids=["flat", "shifted", "rows"],
+)
+def test_logits_that_are_held_nevertheless_are_reported(loss: Any, is_tiled: bool) -> None:
+    ids = torch.arange(32).reshape(2, 16)
+    report = assert_equal_to_one_device(_Head(loss), {"ids": ids}, ranks=(2, 3), config=DROP)
+    assert report.rewrites.get("tiled_loss.tile", 0) == is_tiled
+    assert any("its loss is not computed in tiles" in line for line in report.lines) != is_tiled

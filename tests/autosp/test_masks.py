@@ -1,0 +1,83 @@
+"""Masks under AutoSP: exact, and computed by rows, whatever they mean and however attention runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from autosp_rules import AutoSPError, AutoSPReport
+from autosp_rules.config import AttentionOption
+from tests.autosp.attention_layer import BATCH, HEAD_DIM, LENGTH, Layer, check
+
+sdpa = F.scaled_dot_product_attention
+TOKENS = torch.tensor([[1, 1, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]])
+Mask = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""The mask of positions by rows, positions by columns, and slopes."""
+MASKS_OF: dict[str, tuple[Mask, str]] = {
+    "right padding": (lambda r, c, _: (c <= r) & (TOKENS[:1, None, None] > 0), "causal and key padding"),
+    "triangle": (
+        lambda r, c, _: torch.ones(LENGTH, LENGTH).tril().bool() & (TOKENS[:1, None, None] > 0),
+        "causal and key padding",
+    ),
+    "left padding": (lambda r, c, _: (c <= r) & (TOKENS[1:, None, None] > 0), "causal and key padding"),
+    "window": (lambda r, c, _: (c <= r) & (c > r - 4), "causal and window 4"),
+    "chunks": (lambda r, c, _: (c <= r) & (c // 5 == r // 5), "causal and chunks of 5"),
+    "documents": (
+        lambda r, c, _: (c <= r) & (TOKENS[:, None, :, None] == TOKENS[:, None, None]),
+        "causal and documents",
+    ),
+    "prefix": (lambda r, c, _: (c <= r) | (c < 5), "causal behind a prefix of 5"),
+    "padding": (lambda r, c, _: (r >= 0) & (TOKENS[:, None, None] > 0), "key padding"),
+    "alibi": (
+        lambda r, c, slopes: ((c - r) * slopes[:, None, None]).masked_fill(c > r, -torch.inf),
+        "a bias and causal",
+    ),
+}
+
+
+def kinds(report: AutoSPReport) -> list[str]:
+    """What the report says of masks, without numbers of nodes and places."""
+    lines = (line.partition("; the first")[0] for line in report.lines if line.startswith("masks: "))
+    return [line.partition(" x ")[2] for line in lines]
+
+
+@pytest.mark.parametrize("name", MASKS_OF)
+def test_exact(name: str) -> None:
+    """By all-to-all on two ranks, with k and v gathered on three."""
+    mask, kind = MASKS_OF[name]
+
+    def attend(layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        columns = torch.arange(LENGTH)
+        return sdpa(q, k, v, mask(columns[:, None], columns, layer.slopes.detach()))
+
+    for report in check(Layer(attend, 4, 4), ranks=(2, 3)).values():
+        assert kinds(report) == [f"{kind}, computed by rows"]
+
+
+def attend_with_sinks(layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    rows, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    hidden = (columns > rows) | (columns <= rows - 4) | (columns < 2)
+    scores = q @ k.transpose(-2, -1) * HEAD_DIM**-0.5 + hidden * torch.tensor(torch.finfo(q.dtype).min, dtype=q.dtype)
+    both = torch.cat([scores, layer.slopes.reshape(1, -1, 1, 1).expand(BATCH, -1, LENGTH, -1)], -1)
+    return torch.softmax(both - both.amax(-1, keepdim=True), -1)[..., :-1] @ v
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])
+def test_sinks_are_exact(attention: AttentionOption) -> None:
+    """Of 12 heads a rank has its own, and the first rows keep no key."""
+    for num_ranks, report in check(Layer(attend_with_sinks, 12, 12), ranks=(3, 4), attention=attention).items():
+        (line,) = [line for line in report.lines if line.startswith("attention: ")]
+        assert line.startswith(f"attention: 1 x {attention}: asked for")
+        kinds_sent = {c.kind for c in report.collectives if c.direction == "forward"}
+        assert kinds_sent == {"all_reduce", "all_gather" if attention == "gather_kv" else "all_to_all"}, num_ranks
+        assert [kind.endswith("computed by rows") for kind in kinds(report)] == [True]
+
+
+@pytest.mark.parametrize("attention", ["ring", "ring_ulysses"])
+def test_sinks_do_not_go_round_a_ring(attention: AttentionOption) -> None:
+    with pytest.raises(AutoSPError, match="the softmax has sinks beside the keys") as caught:
+        check(Layer(attend_with_sinks, 12, 12), ranks=(4,), attention=attention)
+    assert caught.value.hint == "use attention='ulysses', which serves it, or 'auto'"

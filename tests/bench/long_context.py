@@ -1,0 +1,234 @@
+"""Long context side by side: the tables of docs/benchmarks.md about training steps.
+
+Every way of `ways.py` runs in its own gloo processes on this machine, one thread a rank, the same model and batch;
+with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing is counted as sent.
+
+    time            median of the steps, forward and backward, after two that are not counted
+    peak, saved     bytes that the allocator handed out in one step above what was there before: the most at any time,
+                    and what is left behind the forward; read from torch's profiler, not estimated
+    sent            bytes that collectives carried away from a rank in one step, from the same profile
+    longest         the longest sequence whose step stays within a budget of peak bytes, by bisection
+    compile         the first step, from an empty cache, and the part of it that the way's own passes took
+
+    python tests/bench/long_context.py --length 8192
+    python tests/bench/long_context.py --table layers --ways "Ulysses by hand" "autosp, layers checkpointed"
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autosp_rules.launch import RankError, launch
+from fxrewrite.testing import fake_mesh
+from tests.bench.ways import WAYS, Step, is_installed, llama
+
+_FORWARD_ENDS = "forward ends"
+_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "bool": 1}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model and one batch [1, length]."""
+
+    layers: int
+    hidden: int
+    vocab: int
+    length: int
+    rounds: int
+
+    def prepared(self, way: str) -> Step:
+        torch.set_num_threads(1)
+        return WAYS[way](llama(self.layers, self.hidden, self.vocab))
+
+
+STEPS = Setting(layers=2, hidden=256, vocab=8192, length=4096, rounds=5)
+LONGEST = Setting(layers=4, hidden=128, vocab=2048, length=512, rounds=1)
+DEEP = Setting(layers=32, hidden=64, vocab=512, length=256, rounds=1)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What one step of one way cost on rank 0; bytes and seconds."""
+
+    seconds: float
+    peak: int
+    saved: int
+    sent: int
+    compile: float
+    transform: float
+
+
+def _batch(setting: Setting, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    ids = torch.randint(setting.vocab, (1, length), generator=generator)
+    return ids, ids.clone()
+
+
+def _steps(step: Step, setting: Setting, length: int) -> Iterator[float]:
+    """Seconds of one step after the other, on fresh gradients."""
+    while True:
+        ids, labels = _batch(setting, length)
+        started = time.perf_counter()
+        step.run(ids, labels).backward()
+        yield time.perf_counter() - started
+
+
+def _profiled(step: Step, setting: Setting, length: int) -> tuple[int, int, int]:
+    """Peak, saved and sent bytes of one step."""
+    ids, labels = _batch(setting, length)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+        loss = step.run(ids, labels)
+        with record_function(_FORWARD_ENDS):
+            pass
+        loss.backward()
+    with TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    forward_ends = next(event["ts"] for event in events if event.get("name") == _FORWARD_ENDS)
+    allocated = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    held = peak = saved = 0
+    for at, size in allocated:
+        held += size
+        peak = max(peak, held)
+        saved = held if at <= forward_ends else saved
+    return peak, saved, sum(_sent(event) for event in events if str(event.get("name")).startswith("gloo:"))
+
+
+def _sent(event: dict[str, Any]) -> int:
+    """Bytes that leave a rank with one collective, where all ranks form a ring."""
+    dims, dtypes = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
+    held = sum(math.prod(d) * _BYTES[t] for d, t in zip(dims, dtypes, strict=True) if t in _BYTES)
+    ranks = torch.distributed.get_world_size()
+    kind = event["name"].removeprefix("gloo:")
+    if "gather" in kind:
+        return held * (ranks - 1)
+    share = held * (ranks - 1) // ranks
+    return 2 * share if "all_reduce" in kind else share
+
+
+def _train(way: str, setting: Setting) -> Figures:
+    step = setting.prepared(way)
+    seconds = _steps(step, setting, setting.length)
+    first = next(seconds)
+    next(seconds)
+    median = statistics.median(next(seconds) for _ in range(setting.rounds))
+    peak, saved, sent = _profiled(step, setting, setting.length)
+    return Figures(median, peak, saved, sent, first, step.transform_seconds())
+
+
+def _longest(way: str, setting: Setting, budget: int) -> int:
+    """The longest sequence, in steps of 256 tokens, whose peak stays within `budget` bytes."""
+    step = setting.prepared(way)
+    next(_steps(step, setting, setting.length))
+
+    def fits(blocks: int) -> bool:
+        peak = torch.tensor(_profiled(step, setting, 256 * blocks)[0])
+        torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
+        return peak.item() <= budget
+
+    low, high = 1, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return 256 * low
+
+
+def _on_ranks(function: Any, way: str, *args: Any, ranks: int, alone: bool) -> Any:
+    with TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        try:
+            if not alone:
+                return launch(function, way, *args, ranks=ranks)
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                return pool.submit(_first_of, ranks, function, way, *args).result()
+        except (RankError, RuntimeError) as error:
+            return str(error).splitlines()[0]
+
+
+def _first_of(ranks: int, function: Any, *args: Any) -> Any:
+    """Rank 0 alone: collectives return at once, with other numbers of the right shape."""
+    with fake_mesh((ranks,), ("sp",)):
+        return function(*args)
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> None:
+    print(f"\n### {setting.layers} layers, {setting.length:,} tokens, {ranks} ranks\n")
+    head = ["way", "step, s", "/ by hand", "peak, MiB", "/ by hand", "saved a token and layer, x hidden"]
+    print(_row([*head, "sent, MiB", "compile, s", "own passes, s"]))
+    print(_row(["---"] * 9))
+    base: Figures | None = None
+    for way in ways:
+        found = _on_ranks(_train, way, setting, ranks=ranks, alone=alone)
+        if isinstance(found, str):
+            print(_row([way, found, *[""] * 7]), flush=True)
+            continue
+        print(json.dumps({"way": way, **asdict(setting), **asdict(found)}), file=sys.stderr)
+        base = found if way == "Ulysses by hand" else base
+        held = setting.length if way == "one device" else setting.length // ranks
+        hidden_sizes = found.saved / 4 / held / setting.layers / setting.hidden
+        cells = [way, f"{found.seconds:.2f}", f"{found.seconds / base.seconds:.2f}" if base else ""]
+        cells += [f"{found.peak / 2**20:.0f}", f"{found.peak / base.peak:.2f}" if base else "", f"{hidden_sizes:.1f}"]
+        cells += [f"{found.sent / 2**20:.1f}", f"{found.compile:.1f}", f"{found.transform:.2f}"]
+        print(_row(cells), flush=True)
+
+
+def _print_longest(setting: Setting, ways: list[str], budget: int, ranks: int, alone: bool) -> None:
+    print(f"\n### The longest sequence within {budget >> 20} MiB a rank, {setting.layers} layers, {ranks} ranks\n")
+    print(_row(["way", "tokens"]))
+    print(_row(["---"] * 2))
+    for way in ways:
+        found = _on_ranks(_longest, way, setting, budget, ranks=ranks, alone=alone)
+        print(_row([way, found if isinstance(found, str) else f"{found:,}"]), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", choices=["steps", "longest", "layers"], nargs="*", default=["steps", "longest"])
+    parser.add_argument("--ways", nargs="*", default=[way for way in WAYS if is_installed(way)])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--alone", action="store_true", help="rank 0 of --ranks, over torch's fake process group")
+    parser.add_argument("--budget", type=int, default=96, help="MiB of peak memory above weights and gradients")
+    for field in fields(Setting):
+        parser.add_argument(f"--{field.name}", type=int, help="of the model and batch; each table has its own")
+    options = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+    given = {field.name: getattr(options, field.name) for field in fields(Setting)}
+    given = {name: value for name, value in given.items() if value is not None}
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {time.strftime('%Y-%m-%d')}")
+    where = {"ranks": options.ranks, "alone": options.alone}
+    if "steps" in options.table:
+        _print_steps(replace(STEPS, **given), options.ways, **where)
+    if "longest" in options.table:
+        _print_longest(replace(LONGEST, **given), options.ways, options.budget << 20, **where)
+    if "layers" in options.table:
+        for layers in (given.get("layers"),) if "layers" in given else (2, 16, 32):
+            _print_steps(replace(DEEP, **{**given, "layers": layers}), options.ways, **where)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""What a dense mask means is found out; what means something else, or depends on data, stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrewrite import DeadCode, RuleSet, normalize
+from fxrewrite.graph import copy_module
+from fxrewrite.ops import key
+from rules.masks import MASKS
+from tests.autosp.models import batch, build
+from tests.autosp.one_device import captured
+
+LENGTH = 9
+Mask = Callable[[int, int], torch.Tensor]
+"""The mask of a batch and a length."""
+
+
+def rows(length: int) -> torch.Tensor:
+    return torch.arange(length)[:, None]
+
+
+def columns(length: int) -> torch.Tensor:
+    return torch.arange(length)
+
+
+CAUSAL: dict[str, Mask] = {
+    "compared": lambda b, s: columns(s) <= rows(s),
+    "compared the other way": lambda b, s: rows(s) >= columns(s),
+    "not of later": lambda b, s: ~(columns(s) > rows(s)),
+    "as one document": lambda b, s: (columns(s) <= rows(s)) & ((rows(s) * 0) == (columns(s) * 0)),
+    "with batch and heads": lambda b, s: (columns(s) <= rows(s)).expand(b, 1, s, s),
+    "a triangle": lambda b, s: torch.tril(torch.ones(s, s, dtype=torch.bool)),
+    "added": lambda b, s: torch.zeros(s, s, dtype=torch.float64).masked_fill(
+        columns(s) > rows(s), torch.finfo(torch.float64).min
+    ),
+    "added infinity": lambda b, s: torch.full((s, s), float("-inf"), dtype=torch.float64).triu(1),
+    "a window as long": lambda b, s: (columns(s) <= rows(s)) & (columns(s) > rows(s) - s),
+}
+NOTHING_HIDDEN: dict[str, Mask] = {
+    "ones": lambda b, s: torch.ones(b, 1, s, s, dtype=torch.bool),
+    "zeros added": lambda b, s: torch.zeros(s, s, dtype=torch.float64),
+    "earlier or later": lambda b, s: (columns(s) <= rows(s)) | (columns(s) > rows(s)),
+}
+OTHER: dict[str, Mask] = {
+    "window": lambda b, s: (columns(s) <= rows(s)) & (columns(s) > rows(s) - (s - 1)),
+    "chunks": lambda b, s: (columns(s) <= rows(s)) & (columns(s) // 4 == rows(s) // 4),
+    "prefix": lambda b, s: (columns(s) <= rows(s)) | (columns(s) < 3),
+    "strictly earlier": lambda b, s: columns(s) < rows(s),
+    "transposed": lambda b, s: columns(s) >= rows(s),
+    "one entry more": lambda b, s: (columns(s) <= rows(s)) | ((rows(s) == s - 2) & (columns(s) == s - 1)),
+    "one row of a batch": lambda b, s: (columns(s) <= rows(s)) & (torch.arange(b)[:, None, None, None] < b - 1),
+    "a bias": lambda b, s: (columns(s) - rows(s)).double(),
+    "a small penalty": lambda b, s: torch.where(columns(s) <= rows(s), 0.0, -1e4).double(),
+}
+
+
+def qkv(length: int = LENGTH) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, 3, length, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in range(3)]
+
+
+def traced(mask: Mask, tracing_mode: str = "fake", length: int = LENGTH) -> fx.GraphModule:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask(q.shape[0], q.shape[2]))
+
+    return make_fx(attend, tracing_mode=tracing_mode, pre_dispatch=True)(*qkv(length))
+
+
+def fired(gm: fx.GraphModule) -> list[str]:
+    report = RuleSet("read", MASKS, DeadCode()).apply(gm)
+    return [entry.rule for entry in report.rules if entry.rewrites and entry.rule != "dead_code"]
+
+
+def check_equal(gm: fx.GraphModule, mask: Mask, length: int = LENGTH) -> None:
+    a, b = qkv(length), qkv(length)
+    expected = F.scaled_dot_product_attention(*a, attn_mask=mask(2, length))
+    found = gm(*b)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close([x.grad for x in b], [x.grad for x in a], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CAUSAL)
+def test_causal(case: str) -> None:
+    gm = traced(CAUSAL[case])
+    assert fired(gm) == ["masks.causal"]
+    assert [key(node) for node in gm.graph.nodes if node.op == "call_function"] == [
+        "aten::scaled_dot_product_attention"
+    ]
+    check_equal(gm, CAUSAL[case])
+
+
+@pytest.mark.parametrize("case", NOTHING_HIDDEN)
+def test_nothing_hidden(case: str) -> None:
+    gm = traced(NOTHING_HIDDEN[case])
+    assert fired(gm) == ["masks.nothing_hidden"]
+    check_equal(gm, NOTHING_HIDDEN[case])
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_what_means_something_else_stays(case: str) -> None:
+    assert not fired(traced(OTHER[case]))
+
+
+@pytest.mark.parametrize("length", [600, 5000])
+@pytest.mark.parametrize("case", ["compared", "added", "with batch and heads", "a triangle"])
+def test_long_masks_are_looked_at_by_rows(case: str, length: int) -> None:
+    gm = traced(CAUSAL[case], length=length)
+    assert fired(gm) == ["masks.causal"]
+    assert not fired(traced(OTHER["window"], length=length))
+    assert not fired(traced(OTHER["one entry more"], length=length))
+
+
+@pytest.mark.parametrize("case", ["compared", "a triangle"])
+def test_a_length_that_is_a_symbol_is_looked_at_beyond_every_window(case: str) -> None:
+    gm = traced(CAUSAL[case], "symbolic")
+    assert fired(gm) == ["masks.causal"]
+    check_equal(gm, CAUSAL[case], length=14)
+
+    def window(b: int, s: int) -> torch.Tensor:
+        return (columns(s) <= rows(s)) & (columns(s) > rows(s) - 4096)
+
+    assert fired(traced(window)) == ["masks.causal"]  # at this length it is
+    assert not fired(traced(window, "symbolic"))
+
+
+def test_a_mask_that_another_batch_would_get_otherwise_stays() -> None:
+    def mask(b: int, s: int) -> torch.Tensor:
+        return (columns(s) <= rows(s)) & (torch.arange(b)[:, None, None, None] < 2)
+
+    assert fired(traced(mask)) == ["masks.causal"]  # of two
+    assert not fired(traced(mask, "symbolic"))
+
+
+def test_a_mask_that_is_changed_afterwards_is_read_anew() -> None:
+    gm = traced(CAUSAL["compared"])
+    assert fired(copy_module(gm)) == ["masks.causal"]
+    (compared,) = (node for node in gm.graph.nodes if key(node) == "aten::le")
+    compared.target = torch.ops.aten.lt.Tensor
+    assert not fired(gm)
+
+
+def test_what_depends_on_data_or_chance_stays() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, (columns(LENGTH) <= rows(LENGTH)) & padding[:, None, None])
+
+    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*qkv(), torch.ones(2, LENGTH, dtype=torch.bool))
+    assert not fired(gm)
+    assert "does not depend on sizes alone" in str(MASKS.once().explain(gm, "masks.causal"))
+    assert not fired(traced(lambda b, s: torch.rand(s, s) > -1))
+
+
+def test_rows_and_columns_that_differ_stay() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q[:, :, 1:], k, v, torch.ones(LENGTH - 1, LENGTH, dtype=torch.bool))
+
+    assert not fired(make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*qkv()))
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=("static", "dynamic"))
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
+def test_a_decoder_holds_no_value_with_two_sequence_dimensions(name: str, dynamic: bool) -> None:
+    inputs: dict[str, Any] = batch(name, "plain", length=24)
+    if dynamic:
+        for tensor in inputs.values():
+            torch._dynamo.mark_dynamic(tensor, 1)
+    gm = normalize(captured(build(name), inputs)[0])
+    assert fired(gm) == ["masks.causal"]
+    lengths = {str(tensor.shape[1]) for tensor in inputs.values()} if not dynamic else set[str]()
+    symbols = {str(n.meta["val"]) for n in gm.graph.find_nodes(op="placeholder") if not hasattr(n.meta["val"], "shape")}
+    for node in gm.graph.nodes:
+        shape = [str(size) for size in getattr(node.meta.get("val"), "shape", ())]
+        assert sum(size in lengths | symbols for size in shape) < 2, f"{node.format_node()} {shape}"

@@ -1,0 +1,320 @@
+"""Custom functions over the axis: on chunks or whole, linear or not, loss and every gradient equal one device's."""
+
+# ruff: noqa: ARG004  # autograd calls forward and backward with a context
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.autograd import Function
+
+from autosp_rules import AutoSPConfig, AutoSPError
+from autosp_rules.transform import transform
+from fxrewrite.graph.custom_backward import custom_function
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh, run_on_ranks
+from tests.autosp.one_device import captured
+from tests.spmd.test_propagate import IDS, Body, check, gathers
+
+# Dynamo makes the context of a custom function by calling its class, which torch warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+Tensor = torch.Tensor
+
+
+class Thrice(Function):
+    """A wrong gradient on purpose: whatever differentiates the forward gives another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * g * x.cos()
+
+
+class Weighted(Function):
+    """A product with a weight, whose gradient is a sum over the ranks; states shapes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.scale = scale
+        return x.view(x.shape[0], x.shape[1], 2, 4).reshape(x.shape) @ w.t() * scale
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w = ctx.saved_tensors
+        dw = 5 * (x.flatten(0, 1).t() @ g.flatten(0, 1)).t()
+        return 2 * (g @ w) * ctx.scale, dw.to(w.dtype).view(w.shape), None
+
+
+class Several(Function):
+    """Two results and one without a gradient; its backward uses only one of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        positive = x > 0
+        ctx.mark_non_differentiable(positive)
+        ctx.save_for_backward(positive)
+        return x * 2, x.exp(), positive
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor, _: Any) -> Tensor:
+        return 7 * g * ctx.saved_tensors[0]
+
+
+class Table(Function):
+    """Adds a table of positions, of which a rank needs its rows only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(table)
+        return x + table.square()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        (table,) = ctx.saved_tensors
+        return g * 3, (g * table).sum(0)
+
+
+class Unread(Function):
+    """Gives a gradient to what its forward does not read, as sparse mixers of experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        return None, g * x
+
+
+class Clipped(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.clamp(-1e-3, 1e-3)
+
+
+class ClippedWeight(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        g = g.clamp(-1e-3, 1e-3)
+        return g @ w.t(), x.flatten(0, 1).t() @ g.flatten(0, 1)
+
+
+class Stored(Function):
+    """Computes its gradient in the forward and ignores the one that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.sin())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return ctx.saved_tensors[0].clone()
+
+
+class Accumulated(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 2 * g.flip(1).cumsum(1).flip(1)
+
+
+class ClippedAccumulated(Accumulated):
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.flip(1).cumsum(1).flip(1).clamp(-1e-2, 1e-2)
+
+
+class BackwardMixes(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g.cumsum(1)
+
+
+class Summed(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * g.unsqueeze(1) * x.cos()
+
+
+class Inner(Function):
+    """Another custom function in its forward, whose backward never runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return Thrice.apply(x) * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 5
+
+
+class Randomly(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * (torch.rand_like(x) < 2)  # what it draws makes no difference
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 3
+
+
+def several(m: Body, x: Tensor, ids: Tensor) -> Tensor:
+    y, z, positive = Several.apply(x)
+    return y * positive + z
+
+
+ON_CHUNKS: dict[str, Any] = {
+    "own backward": lambda m, x, ids: Thrice.apply(x) + x,
+    "with a weight": lambda m, x, ids: Weighted.apply(x, m.other[:8], 0.5),
+    "several results": several,
+    "an operand that is sliced": lambda m, x, ids: Table.apply(x, m.other[: ids.shape[1]]),
+    "an operand that only has a gradient": lambda m, x, ids: Unread.apply(x, m.other[: ids.shape[1]].expand(2, 16, 8)),
+    "a clipped gradient": lambda m, x, ids: Clipped.apply(x).square(),
+    "a clipped gradient and a weight": lambda m, x, ids: ClippedWeight.apply(x, m.other[:8]),
+    "a gradient from the forward": lambda m, x, ids: Stored.apply(x),
+    "another in its forward": lambda m, x, ids: Inner.apply(x),
+    "of weights alone": lambda m, x, ids: x @ Weighted.apply(m.other[None], m.other[:8], 1.0)[0, :8],
+}
+GATHERED: dict[str, Any] = {
+    "its forward mixes": (lambda m, x, ids: Accumulated.apply(x), "in its forward, aten::cumsum"),
+    "its forward mixes, its backward clips": (
+        lambda m, x, ids: ClippedAccumulated.apply(x),
+        "in its forward, aten::cumsum",
+    ),
+    "its backward mixes": (lambda m, x, ids: BackwardMixes.apply(x), "in its backward, aten::cumsum"),
+    "its forward adds up": (lambda m, x, ids: Summed.apply(x), "its forward gives a sum over the ranks"),
+    "it draws": (lambda m, x, ids: Randomly.apply(x), "its bodies draw random numbers"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ON_CHUNKS)
+def test_runs_on_chunks(name: str, num_ranks: int) -> None:
+    assert check(ON_CHUNKS[name], num_ranks=num_ranks) == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", GATHERED)
+def test_is_gathered_and_says_why(name: str, num_ranks: int) -> None:
+    body, why = GATHERED[name]
+    (line,) = gathers(check(body, num_ranks=num_ranks))
+    assert "a function with its own backward" in line
+    assert why in line
+
+
+def test_three_ranks_clip_the_same_gradient() -> None:
+    ids = torch.arange(30).reshape(2, 15) % 8
+    check(ON_CHUNKS["a clipped gradient and a weight"], num_ranks=3, ids=ids)
+    check(GATHERED["its forward mixes, its backward clips"][0], num_ranks=3, ids=ids)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_a_backward_that_is_not_linear_gets_whole_gradients_of_whole_values(num_ranks: int) -> None:
+    (line,) = check(lambda m, x, ids: x * Clipped.apply(m.other[:1]), num_ranks=num_ranks)
+    assert line.startswith("summed: %autograd_function_apply")
+    assert "not linear in the gradients" in line
+
+
+def test_a_backward_that_ignores_gradients_of_whole_values_needs_no_sum() -> None:
+    assert check(lambda m, x, ids: x * Stored.apply(m.other[:1])) == []
+
+
+def compiled(body: Any, ids: Tensor, *, num_ranks: int = 2, **options: Any) -> tuple[Any, Any, list[Any], Body]:
+    model = Body(body)
+    gm, inputs = captured(model, {"ids": ids})
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program, report = transform(gm, AutoSPConfig(**options), axis_of(mesh, "sp"))
+    return program, report, inputs, model
+
+
+@pytest.mark.parametrize("name", ["with a weight", "a clipped gradient and a weight"])
+def test_sizes_in_bodies_are_local_whatever_the_length(name: str) -> None:
+    ids = IDS.clone()
+    torch._dynamo.mark_dynamic(ids, 1)
+    program, report, inputs, model = compiled(ON_CHUNKS[name], ids)
+    assert not gathers(report.lines)
+    with fake_mesh((2,), ("sp",)):
+        run = run_on_ranks(program, inputs, 2, backward=0)
+    loss = model(ids)
+    loss.backward()
+    torch.testing.assert_close(run.outputs[1][0], loss.detach(), rtol=1e-12, atol=1e-12)
+    grads = [(v, g) for v, g in zip(inputs, run.mean_grads(), strict=True) if isinstance(v, nn.Parameter)]
+    for parameter, grad in grads:
+        torch.testing.assert_close(grad, parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_strict_refuses_an_operator_without_a_rule_in_a_body() -> None:
+    class Bounded(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return torch.renorm(x, 2, 0, 1.0)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g
+
+    with pytest.raises(AutoSPError, match="aten::renorm has no layout rule"):
+        compiled(lambda m, x, ids: Bounded.apply(x), IDS, strict=True)
+
+
+def test_a_lookup_in_a_body_is_not_where_sharding_starts() -> None:
+    class Lookup(Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+            ctx.save_for_backward(ids)
+            return x + F.embedding(ids, w)
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, Tensor]:
+            (ids,) = ctx.saved_tensors
+            return g, None, 2 * (F.one_hot(ids, 8).to(g.dtype).flatten(0, 1).t() @ g.flatten(0, 1))
+
+    check(lambda m, x, ids: Lookup.apply(x, ids, m.other[:8]))
+
+
+def test_a_backward_that_clips_reads_as_it_runs(fx_snapshot: Any) -> None:
+    program, *_ = compiled(ON_CHUNKS["a clipped gradient and a weight"], IDS)
+    (function,) = filter(None, map(custom_function, program.graph.nodes))
+    assert function.backward == fx_snapshot

@@ -1,0 +1,235 @@
+"""One model against one device: loss and every gradient, for each attention implementation and number of ranks."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from autosp_rules import AutoSPConfig, AutoSPError
+from autosp_rules.transform import transform
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh, run_on_ranks
+from tests.autosp.one_device import captured
+from tests.zoo.models import build, inputs_of
+from tests.zoo.others import others
+
+__all__ = ["ATTENTIONS", "RANKS", "Cell", "NotApplicable", "OneDevice", "Status", "compare", "measure", "on_one_device"]
+
+ATTENTIONS = ("sdpa", "eager")
+RANKS = (2, 4)
+LOSS_TOLERANCE, GRAD_TOLERANCE = 1e-6, 1e-9
+FLOAT32_NOISE = 1e-4
+"""Where the error is above the tolerance and below this, it is measured again without the model's casts to float32."""
+
+Status = Literal["exact", "wrong", "refused", "not applicable", "failed"]
+
+
+class Cell(BaseModel):
+    """What came of one model, attention implementation and number of ranks."""
+
+    model: str
+    attention: str
+    num_ranks: int
+    status: Status
+    why: str = ""
+    loss_error: float = 0.0
+    """Relative to the loss."""
+    grad_error: float = 0.0
+    """Relative to the largest entry of the gradient: that of the worst parameter, named by `worst`."""
+    worst: str = ""
+    float32: bool = False
+    """The model computes in float32 somewhere, so the errors are of the same graph with float64 there."""
+    sharded: bool = True
+    lines: list[str] = []
+    """What AutoSP reports that it did not do, or not as well as it could be."""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        errors = f"loss {self.loss_error:.0e}, gradients {self.grad_error:.0e} ({self.worst})"
+        said = errors if self.status in ("exact", "wrong") else self.why
+        return f"{self.model} {self.attention} P={self.num_ranks} {self.status}: {said}"
+
+
+class NotApplicable(Exception):  # noqa: N818  # no error: the model has no place in the table
+    """Why a model does not build, run or compile to one graph on one device."""
+
+
+@dataclass(frozen=True)
+class OneDevice:
+    """A captured model, what it was called with, and the loss and gradients that it gives on one device."""
+
+    gm: fx.GraphModule
+    inputs: list[Any]
+    loss: torch.Tensor
+    grads: dict[int, torch.Tensor | None]
+    """By the id of the parameter, which is one of `inputs`."""
+    names: dict[int, str]
+
+    @property
+    def loss_at(self) -> int:
+        """The position of the loss among the graph's outputs."""
+        return _loss_at(self.gm)
+
+    def in_float64(self) -> OneDevice:
+        """The same with float64 wherever the model has float32: in its casts, parameters and buffers.
+
+        A sum over tokens in float32 has an error of 1e-7 on one device already; what is left in float64 is ours.
+        """
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.gm.graph, {}))
+        gm = fx.GraphModule(self.gm, graph)
+        gm.meta = self.gm.meta
+        for node in gm.graph.nodes:
+            if node.op == "call_method" and node.target == "float":
+                node.target = "double"
+            if node.op in ("call_function", "call_method"):
+                node.args, node.kwargs = tree_map(_wider_dtype, (node.args, node.kwargs))
+            if node.op == "placeholder":
+                node.meta = {key: _wider(value) for key, value in node.meta.items()}
+        gm.recompile()
+        inputs = [_wider(value) for value in self.inputs]
+        loss = fx.Interpreter(gm).run(*inputs)[_loss_at(gm)]
+        loss.backward()
+        grads: dict[int, torch.Tensor | None] = {}
+        names: dict[int, str] = {}
+        for value, before in zip(inputs, self.inputs, strict=True):
+            if id(before) in self.grads:
+                grads[id(value)], names[id(value)] = value.grad, self.names[id(before)]
+                value.grad = None
+        return OneDevice(gm, inputs, loss.detach(), grads, names)
+
+
+def _wider_dtype(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+def _wider(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+        return value
+    wide = value.detach().double()
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(wide, value.requires_grad)
+    return wide.requires_grad_(value.requires_grad)
+
+
+def _loss_at(gm: fx.GraphModule) -> int:
+    for at, node in enumerate(gm.graph.output_node().all_input_nodes):
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point():
+            return at
+    raise NotApplicable("its graph returns no scalar loss")
+
+
+def measure(name: str, attention: str, ranks: tuple[int, ...] = RANKS) -> list[Cell]:
+    """The cells of one model, one for each number of ranks."""
+    started = time.perf_counter()
+    made: dict[str, Any] = {"model": name, "attention": attention}
+    try:
+        one_device, is_wide = on_one_device(name, attention)
+    except NotApplicable as error:
+        seconds = time.perf_counter() - started
+        return [Cell(**made, num_ranks=n, status="not applicable", why=str(error), seconds=seconds) for n in ranks]
+    return [_cell(made | {"num_ranks": n}, one_device, is_wide) for n in ranks]
+
+
+def on_one_device(name: str, attention: str) -> tuple[OneDevice, bool]:
+    """The model run and captured, and whether it had to be in float32 for that, as some only are.
+
+    Raises NotApplicable with the reason where it cannot be.
+    """
+    try:
+        return _run_and_capture(name, attention, torch.float64), False
+    except NotApplicable as error:
+        if "does not run" not in str(error):
+            raise
+        try:
+            return _run_and_capture(name, attention, torch.float32).in_float64(), True
+        except NotApplicable:
+            raise error from None
+
+
+def _run_and_capture(name: str, attention: str, dtype: torch.dtype) -> OneDevice:
+    other = others().get(name)
+    try:
+        if other is None:
+            model, inputs = build(name, attention, dtype), inputs_of(name)
+        else:
+            model, inputs = other.build(attention, dtype), other.inputs(dtype)
+    except Exception as error:
+        raise NotApplicable(f"does not build: {_line(error)}") from error
+    try:
+        loss = model(**inputs).loss
+        loss.backward()
+    except Exception as error:
+        raise NotApplicable(f"does not run: {_line(error)}") from error
+    if not bool(loss.isfinite()):
+        raise NotApplicable("its loss is not finite")
+    grads = {id(p): p.grad for p in model.parameters()}
+    names = {id(p): n for n, p in model.named_parameters()}
+    model.zero_grad()
+    try:
+        gm, example_inputs = captured(model, inputs)
+    except Exception as error:
+        raise NotApplicable(f"does not compile to one graph: {_line(error)}") from error
+    return OneDevice(gm, example_inputs, loss.detach(), grads, names)
+
+
+def _cell(made: dict[str, Any], one_device: OneDevice, is_wide: bool) -> Cell:
+    started = time.perf_counter()
+    found: dict[str, Any]
+    try:
+        found = compare(one_device, made["num_ranks"]) | {"float32": is_wide}
+        if GRAD_TOLERANCE < found["grad_error"] < FLOAT32_NOISE:
+            found = compare(one_device.in_float64(), made["num_ranks"]) | {"float32": True}
+    except AutoSPError as error:
+        found = {"status": "refused", "why": " ".join(str(error).split())}
+    except Exception as error:  # noqa: BLE001  # a cell for every model, whatever it brings to light
+        found = {"status": "failed", "why": _line(error)}
+    return Cell(**made, **found, seconds=time.perf_counter() - started)
+
+
+def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
+    """The fields of a cell that say how far `num_ranks` simulated ranks are from one device.
+
+    Raises AutoSPError where AutoSP refuses the model.
+    """
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program, report = transform(one_device.gm, AutoSPConfig(), axis_of(mesh, "sp"))
+        run = run_on_ranks(program, one_device.inputs, num_ranks, backward=one_device.loss_at)
+    loss_error = max(_relative(outputs[one_device.loss_at], one_device.loss) for outputs in run.outputs)
+    floor = 1e-6 * max(g.abs().max().item() for g in one_device.grads.values() if g is not None)
+    grad_error, worst = 0.0, ""
+    for value, grad in zip(one_device.inputs, run.mean_grads(), strict=True):
+        if id(value) not in one_device.grads:
+            continue
+        want, zero = one_device.grads[id(value)], torch.zeros_like(value)
+        error = _relative(zero if grad is None else grad, zero if want is None else want, floor)
+        if not error <= grad_error:
+            grad_error, worst = error, one_device.names[id(value)]
+    exact = loss_error <= LOSS_TOLERANCE and grad_error <= GRAD_TOLERANCE
+    return {
+        "status": "exact" if exact else "wrong",
+        "loss_error": loss_error,
+        "grad_error": grad_error,
+        "worst": worst,
+        "sharded": bool(report.collectives),
+        "lines": report.lines,
+    }
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
+    """Largest difference by the largest entry of `b`, or by `floor` where that is more."""
+    if not bool(a.isfinite().all()):
+        return float("inf")
+    return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
+
+
+def _line(error: BaseException) -> str:
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

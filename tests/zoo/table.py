@@ -1,0 +1,127 @@
+"""The cells of the zoo as a Markdown page."""
+
+from __future__ import annotations
+
+import datetime as dt
+import platform
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.zoo.measure import Cell
+from tests.zoo.others import others
+
+__all__ = ["markdown", "read"]
+
+_GATHERED = re.compile(r"gathered: %\S+ .*?(aten::\w+|\w+::\w+).*\(([\d,]+) bytes")
+
+
+def read(path: Path) -> list[Cell]:
+    """The cells measured so far, in the order of their models."""
+    if not path.exists():
+        return []
+    cells = [Cell.model_validate_json(line) for line in path.read_text().splitlines()]
+    return sorted(cells, key=lambda cell: (cell.model, cell.attention != "sdpa", cell.num_ranks))
+
+
+def markdown(cells: list[Cell]) -> str:
+    """The page: what was measured, and for each kind of model the counts and a row for each attention."""
+    today = dt.datetime.now(tz=dt.UTC).date()
+    elsewhere = others()
+    return "\n".join(
+        [
+            "# The zoo: models against one device",
+            "",
+            "<!-- written by `make zoo`; do not edit -->",
+            "",
+            f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+            f"{today}.",
+            "",
+            _EXPLANATION.strip(),
+            "",
+            *_section("Causal language models of transformers", [c for c in cells if c.model not in elsewhere]),
+            *_section(
+                "Encoders, encoder-decoders, images and sound, models from elsewhere",
+                [c for c in cells if c.model in elsewhere],
+            ),
+        ]
+    )
+
+
+def _section(title: str, cells: list[Cell]) -> list[str]:
+    rows: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        rows.setdefault((cell.model, cell.attention), []).append(cell)
+    models = {model for model, _ in rows}
+    best = {m: min((_rank(found) for (model, _), found in rows.items() if model == m)) for m in models}
+    counts = Counter(best.values())
+    return [
+        f"## {title}",
+        "",
+        "| by the better attention | models |",
+        "|---|---:|",
+        *(f"| {what} | {counts[rank]} |" for rank, what in enumerate(_RANKS)),
+        f"| all | {len(models)} |",
+        "",
+        "| model | attention | result, P = 2 / P = 4 | gathered on each rank at P = 2 |",
+        "|---|---|---|---|",
+        *(_row(found) for _, found in sorted(rows.items(), key=lambda row: (best[row[0][0]], row[0][0]))),
+        "",
+    ]
+
+
+_RANKS = ("exact at every P", "wrong or failed", "refused", "not applicable")
+
+
+def _rank(cells: Iterable[Cell]) -> int:
+    status = {cell.status for cell in cells}
+    if status == {"exact"}:
+        return 0
+    if status & {"wrong", "failed"}:
+        return 1
+    return 2 if "refused" in status else 3
+
+
+_EXPLANATION = """
+Every causal language model of transformers, encoders, encoder-decoders and models from elsewhere, at a tiny size with
+random weights, in float64 and training mode, on token ids `[2, 16]` and labels of which the two rows count unevenly
+many; no position ids, no mask; the others on what they take. The loss and **every gradient** on P simulated ranks are
+compared with one device.
+
+- *exact*: the errors of the loss / of the worst gradient, relative to their largest entries; the bars are 1e-6 and
+  1e-9. `f32`: the model computes in float32 somewhere; the error is of the same graph with float64 there, as a sum
+  over tokens in float32 has an error of 1e-7 on one device already.
+- *refused*: the sentence that the user reads.
+- *not applicable*: the model does not build at a tiny size, does not run, or does not compile to one graph on one
+  device.
+- *gathered*: operators that run on whole values on every rank, and the bytes of these values.
+"""
+
+
+def _row(cells: list[Cell]) -> str:
+    first = cells[0]
+    found = [_result(cell) for cell in cells]
+    result = found[0] if len(set(found)) == 1 else " / ".join(found)
+    return f"| {first.model} | {first.attention} | {result} | {_gathered(first)} |"
+
+
+def _result(cell: Cell) -> str:
+    if cell.status in ("exact", "wrong"):
+        float32 = " f32" if cell.float32 else ""
+        whole = "" if cell.sharded else ", nothing sharded"
+        return f"{cell.status} {cell.loss_error:.0e} {cell.grad_error:.0e}{float32}{whole}"
+    return f"{cell.status}: {cell.why}".replace("|", "\\|")
+
+
+def _gathered(cell: Cell) -> str:
+    count, size = Counter[str](), Counter[str]()
+    for line in cell.lines:
+        if found := _GATHERED.match(line):
+            op, num_bytes = found[1].split("::")[1], int(found[2].replace(",", ""))
+            count[op] += 1
+            size[op] += num_bytes
+    return ", ".join(f"{count[op]} {op} {size[op]:,}" for op, _ in size.most_common())

@@ -1,0 +1,83 @@
+"""One model for each mechanism that the zoo needs, the table, and the zoo's own honesty; `make zoo` runs them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.autosp.one_device import captured
+from tests.zoo.measure import Cell, NotApplicable, OneDevice, compare, measure, on_one_device
+from tests.zoo.models import names
+from tests.zoo.table import markdown, read
+
+MODELS = {
+    "BloomForCausalLM": "eager",  # a custom backward, alibi
+    "CohereForCausalLM": "sdpa",  # norms in float32
+    "DeepseekV3ForCausalLM": "sdpa",  # low-rank attention, in-place routing, experts
+    "FalconForCausalLM": "sdpa",  # one key and value head
+    "GptOssForCausalLM": "eager",  # attention sinks, experts
+    "Mamba2ForCausalLM": "eager",  # convolution and chunked scan
+    "MixtralForCausalLM": "sdpa",  # experts
+    "Qwen3NextForCausalLM": "sdpa",  # gated delta net
+    "RwkvForCausalLM": "eager",  # a recurrence, time step by time step
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # models warn of what they like
+@pytest.mark.parametrize(("name", "attention"), MODELS.items())
+def test_a_model_equals_one_device(name: str, attention: str) -> None:
+    (cell,) = measure(name, attention, ranks=(2,))
+    assert cell.status == "exact", str(cell)
+    assert cell.sharded
+
+
+def test_every_architecture_has_its_name_once() -> None:
+    found = names()
+    assert len(found) == len(set(found)) > 150
+    assert "LlamaForCausalLM" in found
+
+
+def _one_device(wrong: float = 1.0) -> OneDevice:
+    """mean(embedding(ids)^2) on one device, its gradient off by a factor."""
+    weight = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.float64))
+    ids = torch.arange(16).reshape(2, 8) % 8
+
+    def model(ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding(ids, weight).square().mean()
+
+    gm, inputs = captured(model, {"ids": ids})
+    loss = model(ids)
+    loss.backward()
+    assert weight.grad is not None
+    return OneDevice(gm, inputs, loss.detach(), {id(weight): weight.grad * wrong}, {id(weight): "weight"})
+
+
+def test_a_gradient_that_differs_is_wrong() -> None:
+    assert compare(_one_device(), 2)["status"] == "exact"
+    found = compare(_one_device(wrong=1 + 1e-8), 2)
+    assert (found["status"], found["worst"]) == ("wrong", "weight")
+
+
+def test_what_does_not_build_is_not_applicable() -> None:
+    with pytest.raises(NotApplicable, match=r"does not build: ValueError: transformers .* has no NoneForCausalLM"):
+        on_one_device("NoneForCausalLM", "sdpa")
+
+
+def test_the_table_counts_models_by_their_best_attention(tmp_path: Path) -> None:
+    line = "gathered: %sort_1 model.py:7: aten::sort: its index r1 must be whole (4,096 bytes whole on each rank)"
+    cells = [
+        Cell(model="A", attention="sdpa", num_ranks=2, status="exact", lines=[line, line], grad_error=3e-16),
+        Cell(model="A", attention="sdpa", num_ranks=4, status="exact", grad_error=3e-16),
+        Cell(model="A", attention="eager", num_ranks=2, status="refused", why="no"),
+        Cell(model="B", attention="sdpa", num_ranks=2, status="exact"),
+        Cell(model="B", attention="sdpa", num_ranks=4, status="wrong", grad_error=0.1),
+    ]
+    path = tmp_path / "zoo.jsonl"
+    path.write_text("".join(cell.model_dump_json() + "\n" for cell in reversed(cells)))
+    text = markdown(read(path))
+    assert "| exact at every P | 1 |" in text
+    assert "| wrong or failed | 1 |" in text
+    assert "| A | sdpa | exact 0e+00 3e-16 | 2 sort 8,192 |" in text
+    assert "| B | sdpa | exact 0e+00 0e+00 / wrong 0e+00 1e-01 |  |" in text
