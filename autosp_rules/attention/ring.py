@@ -265,7 +265,7 @@ def _why_no_groups(call: AttentionCall, axis: Axis) -> str:
 
 def _per_group(heads: int, num_ranks: int) -> int:
     """The most ranks, less than all, that can share the heads; 1 where none can."""
-    return max(u for u in range(1, num_ranks) if num_ranks % u == 0 and heads % u == 0)
+    return max((u for u in range(1, num_ranks) if num_ranks % u == 0 and heads % u == 0), default=1)
 
 
 def _halves(call: AttentionCall, axis: Axis, per_group: int) -> str:
