@@ -25,16 +25,19 @@ def _relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
 
 
 def _cells() -> Iterator[Any]:
-    """Every model with every batch; every model and every batch with every way to capture them."""
+    """Every model with every batch; every model and every batch with most ways to capture them and both P."""
     for i, name in enumerate(MODELS):
         for j, kind in enumerate(INPUTS):
-            dynamic, checkpointing = divmod((i + j) % 4, 2)
-            ways = f"{'dynamic' if dynamic else 'static'}-{'checkpoint' if checkpointing else 'keep'}"
-            yield pytest.param(name, kind, bool(dynamic), bool(checkpointing), id=f"{name}-{kind}-{ways}")
+            dynamic, rest = divmod((i + 3 * j) % 8, 4)
+            checkpointing, ranks = rest // 2, (2, 4)[rest % 2]
+            ways = f"{'dynamic' if dynamic else 'static'}-{'checkpoint' if checkpointing else 'keep'}-{ranks}"
+            yield pytest.param(name, kind, bool(dynamic), bool(checkpointing), ranks, id=f"{name}-{kind}-{ways}")
 
 
-@pytest.mark.parametrize(("name", "kind", "dynamic", "checkpointing"), list(_cells()))
-def test_loss_and_gradients_equal_one_device(name: str, kind: str, dynamic: bool, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("name", "kind", "dynamic", "checkpointing", "num_ranks"), list(_cells()))
+def test_loss_and_gradients_equal_one_device(
+    name: str, kind: str, dynamic: bool, checkpointing: bool, num_ranks: int
+) -> None:
     model, inputs = build(name, checkpointing=checkpointing), batch(name, kind)
     if dynamic:
         for value in inputs.values():
@@ -45,21 +48,20 @@ def test_loss_and_gradients_equal_one_device(name: str, kind: str, dynamic: bool
     loss = model(**inputs).loss
     loss.backward()
     expected = {id(p): p.grad for p in model.parameters()}
-    for num_ranks in (2, 4):
-        with fake_mesh((num_ranks,), ("sp",)) as mesh:
-            program, report = transform(gm, AutoSPConfig(strict=True), axis_of(mesh, "sp"))
-            run = run_on_ranks(program, example_inputs, num_ranks, backward=0)
-        assert report.collectives, "nothing was sharded"
-        for outputs in run.outputs:
-            assert _relative(outputs[0], loss.detach()) <= LOSS_TOLERANCE
-        # the gradient of a key bias is zero but for rounding: it is measured against the model's largest
-        floor = 1e-6 * max(g.abs().max().item() for g in expected.values() if g is not None)
-        compared = 0
-        for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
-                want = expected[id(value)]
-                assert want is not None
-                assert grad is not None
-                assert _relative(grad, want, floor) <= GRAD_TOLERANCE
-                compared += 1
-        assert compared == len(list(model.parameters()))
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program, report = transform(gm, AutoSPConfig(strict=True), axis_of(mesh, "sp"))
+        run = run_on_ranks(program, example_inputs, num_ranks, backward=0)
+    assert report.collectives, "nothing was sharded"
+    for outputs in run.outputs:
+        assert _relative(outputs[0], loss.detach()) <= LOSS_TOLERANCE
+    # the gradient of a key bias is zero but for rounding: it is measured against the model's largest
+    floor = 1e-6 * max(g.abs().max().item() for g in expected.values() if g is not None)
+    compared = 0
+    for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            want = expected[id(value)]
+            assert want is not None
+            assert grad is not None
+            assert _relative(grad, want, floor) <= GRAD_TOLERANCE
+            compared += 1
+    assert compared == len(list(model.parameters()))
