@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -22,11 +23,16 @@ from tests.autosp.one_device import captured
 from tests.autosp.partition import Partition
 
 
+@cache
+def _captured(kind: str) -> tuple[fx.GraphModule, list[Any]]:
+    return captured(build("llama_gqa"), batch("llama_gqa", kind))
+
+
 @contextmanager
 def _transformed(
     num_ranks: int = 2, kind: str = "plain", **how: Any
 ) -> Iterator[tuple[fx.GraphModule, list[Any], AutoSPReport]]:
-    gm, inputs = captured(build("llama_gqa"), batch("llama_gqa", kind))
+    gm, inputs = _captured(kind)
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
         program, report = transform(gm, AutoSPConfig(**how), axis_of(mesh, "sp"))
         yield program, inputs, report

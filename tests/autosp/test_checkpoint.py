@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
@@ -57,13 +58,18 @@ def num_sent_back(report: AutoSPReport) -> int:
     return sum(c.count for c in report.collectives if c.direction == "backward" and c.kind == "all_to_all")
 
 
-def one_device(name: str, option: Any, **how: bool) -> tuple[fx.GraphModule, list[Any], list[str]]:
-    """The model's own graph, tagged."""
-    model = build(name, **how)
-    gm, args = captured(model, batch(name, "right_padding"))
-    gm = normalize(gm)
-    report = RuleSet("tag", TagCheckpoints(option)).apply(gm)
-    return gm, args, report.lines
+@cache
+def untagged(name: str, **how: Any) -> tuple[fx.GraphModule, list[Any]]:
+    """The model's own graph, and what it is called with."""
+    gm, args = captured(build(name, **how), batch(name, "right_padding"))
+    return normalize(gm), args
+
+
+def one_device(name: str, option: Any, **how: Any) -> tuple[fx.GraphModule, list[Any], list[str]]:
+    """The same, tagged."""
+    gm, args = untagged(name, **how)
+    tagged, report = RuleSet("tag", TagCheckpoints(option)).once().applied(gm)
+    return tagged, args, report.lines
 
 
 def grads_of(args: Sequence[Any]) -> list[torch.Tensor]:
@@ -75,11 +81,11 @@ def grads_of(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def test_gradients_are_those_of_the_untagged_graph() -> None:
-    gm, args, _ = one_device("qwen3", "none")
+    gm, args = untagged("qwen3", layers=1)
     plain = Partition(gm, args)
     expected = grads_of(args)
     for option in ("attention", "full", 20_000):
-        tagged, _ = RuleSet("tag", TagCheckpoints(option)).once().applied(gm)
+        tagged, _, _ = one_device("qwen3", option, layers=1)
         assert any(is_recomputed(node) for node in tagged.graph.nodes)
         assert torch.equal(Partition(tagged, args).loss, plain.loss)
         for grad, want in zip(grads_of(args), expected, strict=True):
