@@ -9,6 +9,8 @@ with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing i
     sent            bytes that collectives carried away from a rank in one step, from the same profile
     longest         the longest sequence whose step stays within a budget of peak bytes, by bisection
     compile         the first step, from an empty cache, and the part of it that the way's own passes took
+    layers, lengths the same for 2, 16 and 32 layers, and for three lengths of one compiled step; growth is the exponent
+                    between the first and the last
 
     python tests/bench/long_context.py --length 8192
     python tests/bench/long_context.py --table layers --ways "Ulysses by hand" "autosp, layers checkpointed"
@@ -23,7 +25,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from multiprocessing import get_context
@@ -62,7 +64,9 @@ class Setting:
 
 STEPS = Setting(layers=2, hidden=256, vocab=8192, length=4096, rounds=5)
 LONGEST = Setting(layers=4, hidden=128, vocab=2048, length=512, rounds=1)
-DEEP = Setting(layers=32, hidden=64, vocab=512, length=256, rounds=1)
+DEEP = Setting(layers=2, hidden=64, vocab=512, length=256, rounds=1)
+LAYERS = (2, 16, 32)
+LENGTHS = (2048, 4096, 8192)
 
 
 @dataclass(frozen=True)
@@ -125,14 +129,18 @@ def _sent(event: dict[str, Any]) -> int:
     return 2 * share if "all_reduce" in kind else share
 
 
-def _train(way: str, setting: Setting) -> Figures:
+def _train(way: str, setting: Setting, lengths: Sequence[int]) -> list[Figures]:
+    """The figures at each length, of a step that is compiled at the first."""
     step = setting.prepared(way)
-    seconds = _steps(step, setting, setting.length)
-    first = next(seconds)
-    next(seconds)
-    median = statistics.median(next(seconds) for _ in range(setting.rounds))
-    peak, saved, sent = _profiled(step, setting, setting.length)
-    return Figures(median, peak, saved, sent, first, step.transform_seconds())
+    first = next(_steps(step, setting, lengths[0]))
+    found: list[Figures] = []
+    for length in lengths:
+        seconds = _steps(step, setting, length)
+        next(seconds)
+        median = statistics.median(next(seconds) for _ in range(setting.rounds))
+        peak, saved, sent = _profiled(step, setting, length)
+        found.append(Figures(median, peak, saved, sent, first, step.transform_seconds()))
+    return found
 
 
 def _longest(way: str, setting: Setting, budget: int) -> int:
@@ -183,10 +191,11 @@ def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> 
     print(_row(["---"] * 9))
     base: Figures | None = None
     for way in ways:
-        found = _on_ranks(_train, way, setting, ranks=ranks, alone=alone)
-        if isinstance(found, str):
-            print(_row([way, found, *[""] * 7]), flush=True)
+        trained = _on_ranks(_train, way, setting, [setting.length], ranks=ranks, alone=alone)
+        if isinstance(trained, str):
+            print(_row([way, trained, *[""] * 7]), flush=True)
             continue
+        (found,) = trained
         print(json.dumps({"way": way, **asdict(setting), **asdict(found)}), file=sys.stderr)
         base = found if way == "Ulysses by hand" else base
         held = setting.length if way == "one device" else setting.length // ranks
@@ -195,6 +204,30 @@ def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> 
         cells += [f"{found.peak / 2**20:.0f}", f"{found.peak / base.peak:.2f}" if base else "", f"{hidden_sizes:.1f}"]
         cells += [f"{found.sent / 2**20:.1f}", f"{found.compile:.1f}", f"{found.transform:.2f}"]
         print(_row(cells), flush=True)
+
+
+def _print_growth(of: str, sizes: Sequence[int], settings: Sequence[Setting], ways: list[str], **where: Any) -> None:
+    """A row for each way and size; settings are those of the sizes, or one for all of them, which are lengths then."""
+    print(f"\n### By {of}, {where['ranks']} ranks\n")
+    print(_row(["way", of, "step, s", "peak, MiB", "saved, MiB", "sent, MiB", "compile, s", "own passes, s"]))
+    print(_row(["---"] * 8))
+    for way in ways:
+        found: list[Figures] = []
+        for setting in settings:
+            lengths = sizes if len(settings) == 1 else [setting.length]
+            trained = _on_ranks(_train, way, setting, lengths, **where)
+            if isinstance(trained, str):
+                print(_row([way, trained, *[""] * 6]), flush=True)
+                break
+            found.extend(trained)
+        for size, one in zip(sizes, found, strict=False):
+            cells = [f"{one.seconds:.2f}", *(f"{n / 2**20:.1f}" for n in (one.peak, one.saved, one.sent))]
+            print(_row([way, f"{size:,}", *cells, f"{one.compile:.1f}", f"{one.transform:.2f}"]), flush=True)
+        if len(found) == len(sizes):
+            first, last = asdict(found[0]), asdict(found[-1])
+            span = math.log(sizes[-1] / sizes[0])
+            grown = {name: math.log(last[name] / first[name]) / span if first[name] else None for name in first}
+            print(_row([way, "growth", *("" if n is None else f"{n:.2f}" for n in grown.values())]), flush=True)
 
 
 def _print_longest(setting: Setting, ways: list[str], budget: int, ranks: int, alone: bool) -> None:
@@ -208,7 +241,8 @@ def _print_longest(setting: Setting, ways: list[str], budget: int, ranks: int, a
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", choices=["steps", "longest", "layers"], nargs="*", default=["steps", "longest"])
+    tables = ["steps", "longest", "layers", "lengths"]
+    parser.add_argument("--table", choices=tables, nargs="*", default=tables[:2])
     parser.add_argument("--ways", nargs="*", default=[way for way in WAYS if is_installed(way)])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--alone", action="store_true", help="rank 0 of --ranks, over torch's fake process group")
@@ -226,8 +260,10 @@ def main() -> None:
     if "longest" in options.table:
         _print_longest(replace(LONGEST, **given), options.ways, options.budget << 20, **where)
     if "layers" in options.table:
-        for layers in (given.get("layers"),) if "layers" in given else (2, 16, 32):
-            _print_steps(replace(DEEP, **{**given, "layers": layers}), options.ways, **where)
+        settings = [replace(DEEP, **{**given, "layers": layers}) for layers in LAYERS]
+        _print_growth("layers", LAYERS, settings, options.ways, **where)
+    if "lengths" in options.table:
+        _print_growth("tokens", LENGTHS, [replace(STEPS, **given)], options.ways, **where)
 
 
 if __name__ == "__main__":
