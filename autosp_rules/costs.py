@@ -50,8 +50,8 @@ _READS_NOTHING = frozenset(
     f"aten::{name}"
     for name in (
         *("add", "add_", "sub", "rsub", "neg", "to", "_to_copy", "clone", "contiguous", "cat", "stack", "sum", "mean"),
-        *("reshape", "pad", "constant_pad_nd", "expand", "repeat", "roll", "flip", "dropout", "copy"),
-        *("ones_like", "zeros_like", "ones", "zeros", "arange", "full", "eq", "ne", "lt", "le", "gt", "ge"),
+        *("reshape", "pad", "constant_pad_nd", "expand", "repeat", "repeat_interleave", "roll", "flip", "dropout"),
+        *("copy", "ones_like", "zeros_like", "ones", "zeros", "arange", "full", "eq", "ne", "lt", "le", "gt", "ge"),
     )
 )
 _READS_RESULT = frozenset(

@@ -1,19 +1,20 @@
 """AutoSP, as a rule set: `print(RULES)` is the whole method on a page.
 
     canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; attention that is
-                                  written out becomes one operator where that is equal in every row; a dense mask
-                                  becomes what it means
+                                  written out becomes one operator where that is equal in every row; heads that are
+                                  repeated for groups of queries are shared by them; a dense mask becomes what it means
     fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
     shard_inputs                  hidden states start sharded on the sequence
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
     shard_seq_dim                 layout rules by worklist; a redistribution wherever two layouts disagree
-    insert_attention_all_to_all   those at attention move in front of the repeat of k and v, and go together
+    insert_attention_all_to_all   those at attention go together
     propagate_shapes              S -> S/P
     draw_by_rank                  dropout on a chunk draws other numbers on each rank
     lower_ring                    attention over a ring becomes the operator that sends k and v round
     shard_label_ids, ...          redistributions become slices and collectives
     write_out_slots               the operators of experts again, on the slots of a rank's tokens
     attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
+    attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits
     checkpoint                    tags: what layers keep, and what they compute again
     tile_mlps                     MLPs in tiles, where layers compute them again; before the tags where asked for
@@ -42,6 +43,7 @@ from fxrewrite import DeadCode, RuleSet
 from fxrewrite.spmd import LayoutRules, LocalizeShapes, PropagateLayouts
 from rules.attention import ATTENTION_UNBIASED
 from rules.attention_by_rows import BY_ROWS
+from rules.attention_groups import REPEAT_HEADS, SHARE_HEADS
 from rules.attention_sinks import SINK_LAYOUTS
 from rules.bundles import BUNDLE_RULES
 from rules.collectives import COLLECTIVE_RULES
@@ -75,7 +77,7 @@ def rule_set(
     tags, tiles = TagCheckpoints(checkpoint), () if mlp_tile is None else (tile_mlps(mlp_tile),)
     return RuleSet(
         "autosp",
-        RuleSet("canonicalize", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, MASKS, DeadCode()),
+        RuleSet("canonicalize", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, SHARE_HEADS, MASKS, DeadCode()),
         *((DRAW_WHOLE,) if rng == "global" else ()),
         FuseSlots("fuse_slots", LAYOUTS),
         ShardInputs("shard_inputs", LAYOUTS),
@@ -92,6 +94,7 @@ def rule_set(
         COLLECTIVE_RULES,
         WRITE_OUT_SLOTS,
         BY_ROWS,
+        REPEAT_HEADS,
         DescribeMasks(),
         tiled_loss_rules(loss_tile),
         *((tags, *tiles) if mlp_tile == "auto" else (*tiles, tags)),

@@ -57,7 +57,7 @@ BIAS: Any = cap("bias")
 MASK: Any = cap("mask")
 SCALE: Any = cap("scale", Literal)
 DIVISOR: Any = cap("divisor", Literal)
-_kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
+_k, _kept, _hidden, _fill = cap("k"), cap("kept"), cap("hidden"), cap("fill", Literal)
 
 
 @declare_pure
@@ -69,7 +69,12 @@ def attend_with_sinks(
     sinks: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """scaled_dot_product_attention whose softmax has a column more, which no value is read by: sinks [*, L, 1]."""
+    """scaled_dot_product_attention whose softmax has a column more, which no value is read by: sinks [*, L, 1].
+
+    Groups of heads of q may share those of k and v.
+    """
+    if query.dim() == 4 and query.shape[1] != key.shape[1]:
+        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * scale
     if attn_mask is not None:
         is_bool = attn_mask.dtype == torch.bool
@@ -163,15 +168,15 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
     }
 
 
-def attention_call(**given: Any) -> Any:
+def attention_call(*, k: Any = _k, v: Any = V, **given: Any) -> Any:
     """scaled_dot_product_attention with every argument captured by its name, but for what is `given`."""
     literals = {name: cap(name, Literal) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-    return op("scaled_dot_product_attention", Q, cap("k"), V, **{"attn_mask": cap("mask", Maybe), **literals, **given})
+    return op("scaled_dot_product_attention", Q, k, v, **{"attn_mask": cap("mask", Maybe), **literals, **given})
 
 
-def sinks_call() -> Any:
-    """attend_with_sinks with every argument captured by its name."""
-    return op(attend_with_sinks, Q, cap("k"), V, cap("mask", Maybe), cap("sinks"), SCALE)
+def sinks_call(*, k: Any = _k, v: Any = V) -> Any:
+    """attend_with_sinks with every argument captured by its name, but for what is given."""
+    return op(attend_with_sinks, Q, k, v, cap("mask", Maybe), cap("sinks"), SCALE)
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:

@@ -1,6 +1,6 @@
 """Attention over a sharded sequence: interchangeable strategies behind one contract, one file each.
 
-    strategy      the contract: when it serves a call, and its rules before and behind propagation
+    strategy      the contract: when it serves a call, what it costs, and its rules
     ulysses       whole sequences of some heads on each rank, by all-to-all
     gather_kv     a rank's own queries against all keys, k and v gathered
     ring          a rank's own queries, k and v on their way from rank to rank; or over groups of ranks
@@ -44,15 +44,10 @@ def choose_attention(asked: AttentionOption = "auto") -> RuleSet:
     return RuleSet(
         "choose_attention",
         ChooseAttention(_STRATEGIES, asked),
-        *(rule for strategy in _STRATEGIES for rule in strategy.before),
+        *(rule for strategy in _STRATEGIES for rule in strategy.rules),
         DeadCode("drop_masks"),
     )
 
 
-ATTENTION_RULES = RuleSet(
-    "insert_attention_all_to_all",
-    *(rule for strategy in _STRATEGIES for rule in strategy.after),
-    MoveTogether(),
-    DescribeAttention(),
-)
+ATTENTION_RULES = RuleSet("insert_attention_all_to_all", MoveTogether(), DescribeAttention())
 """Behind propagation."""

@@ -107,5 +107,5 @@ def _cost(call: AttentionCall, axis: Axis) -> Cost:
 
 
 GATHER_KV = AttentionStrategy(
-    "gather_kv", _why_not, _choose, _cost, before=(causal_to_mask, gather_keys, gather_keys_beside_sinks)
+    "gather_kv", _why_not, _choose, _cost, rules=(causal_to_mask, gather_keys, gather_keys_beside_sinks)
 )

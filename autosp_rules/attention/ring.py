@@ -37,7 +37,6 @@ from autosp_rules.attention.strategy import (
     serve,
     set_sends,
 )
-from autosp_rules.attention.ulysses import repeated
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import declare_pure, key
 from fxrewrite.spmd import (
@@ -168,8 +167,8 @@ def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float
     if layout.uneven:
         leaves, mask = _without_padding(match, leaves, mask, held)
     if per_group > 1:
-        heads = math.lcm(match["k"].meta["val"].shape[1], per_group)
-        k, v = (repeated(match, x, heads, Shard(2)) for x in (k, v))
+        kv_heads = match["k"].meta["val"].shape[1]
+        k, v = (aten.repeat_interleave(x, math.lcm(kv_heads, per_group) // kv_heads, 1) for x in (k, v))
     is_moved = zigzag or per_group > 1
     if is_moved:
         q, k, v = _moved(match, [q, k, v], how, back=False)
@@ -322,5 +321,5 @@ def _unequal(call: AttentionCall, axis: Axis, per_group: int) -> str:
     return f", {rows} rows have no halves to trade, so the last ranks may compute more than the first"
 
 
-RING = AttentionStrategy("ring", _why_no_ring, _choose_ring, _ring_cost, before=(ring_of_ranks,))
-RING_ULYSSES = AttentionStrategy("ring_ulysses", _why_no_groups, _choose_groups, _groups_cost, before=(ring_in_groups,))
+RING = AttentionStrategy("ring", _why_no_ring, _choose_ring, _ring_cost, rules=(ring_of_ranks,))
+RING_ULYSSES = AttentionStrategy("ring_ulysses", _why_no_groups, _choose_groups, _groups_cost, rules=(ring_in_groups,))

@@ -36,9 +36,8 @@ __all__ = [
     "set_sends",
 ]
 
-_DEFAULTS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": False, "sinks": None}
+_DEFAULTS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": True, "sinks": None}
 _META, _SENDS = "attention_choice", "sends"
-_REPEATS = {"aten::unsqueeze", "aten::expand", "aten::reshape", "aten::contiguous"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +137,8 @@ class AttentionStrategy:
     choose: Callable[[AttentionCall, Axis, bool], Choice]
     """The choice of it, for a call that it serves; the last argument is whether the user asked for it."""
     cost: Callable[[AttentionCall, Axis], Cost]
-    before: tuple[Rule, ...] = ()
-    """Rules that run in front of propagation, on calls whose choice asks for them."""
-    after: tuple[Rule, ...] = ()
-    """Rules that run behind it, on the redistributions that it put around the calls."""
+    rules: tuple[Rule, ...] = ()
+    """In front of propagation, on calls whose choice asks for them."""
 
 
 def attentions(edit: Edit) -> Sequence[fx.Node]:
@@ -150,12 +147,8 @@ def attentions(edit: Edit) -> Sequence[fx.Node]:
 
 
 def redistribution_of(operand: Any) -> fx.Node | None:
-    """The move in front of an attention's operand, before it is repeated; None where it does not move."""
-    while operand.target is not redistribute:
-        if key(operand) not in _REPEATS:
-            return None
-        operand = operand.all_input_nodes[0]
-    return operand
+    """The move in front of an attention's operand; None where it does not move."""
+    return operand if operand.target is redistribute else None
 
 
 def divides(count: Size, axis: Axis) -> bool:

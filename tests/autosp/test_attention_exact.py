@@ -136,6 +136,7 @@ COLLECTIVES: dict[str, tuple[int, int, int, dict[str, int]]] = {
     "multi-head": (6, 6, 2, {"all_to_all": 2}),
     "grouped": (6, 2, 2, {"all_to_all": 2}),
     "grouped, kv heads do not divide": (12, 2, 3, {"all_to_all": 2}),
+    "grouped, kv heads are sent as all heads": (6, 3, 2, {"all_to_all": 2}),
     "fewer kv heads than ranks": (8, 2, 4, {"all_to_all": 2}),
     "one kv head": (6, 1, 3, {"all_to_all": 2}),
     "heads do not divide": (6, 2, 4, {"all_gather": 1}),
@@ -147,21 +148,18 @@ def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
     return x[:, :, None].expand(*x.shape[:2], times, *x.shape[2:]).reshape(x.shape[0], -1, *x.shape[2:])
 
 
+@pytest.mark.parametrize("is_written_out", [False, True])
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_repeated_heads_that_a_model_writes_out(name: str) -> None:
-    heads, kv_heads, size, _ = COLLECTIVES[name]
-    check(
-        Layer(lambda m, x, q, k, v: sdpa(q, *(_repeated(x, heads // kv_heads) for x in (k, v))), heads, kv_heads),
-        ranks=(size,),
-    )
-
-
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_and_their_bytes(name: str) -> None:
+def test_collectives_and_their_bytes(name: str, is_written_out: bool) -> None:
     """q, k and v in one, the result in another, forward and backward; kv heads as few as the ranks' queries read."""
     heads, kv_heads, size, expected = COLLECTIVES[name]
-    gqa = {"enable_gqa": heads != kv_heads}
-    layer = Layer(lambda m, x, q, k, v: sdpa(q, k, v, is_causal=True, **gqa), heads, kv_heads)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if is_written_out:
+            return sdpa(q, _repeated(k, heads // kv_heads), _repeated(v, heads // kv_heads), is_causal=True)
+        return sdpa(q, k, v, is_causal=True, enable_gqa=heads != kv_heads)
+
+    layer = Layer(lambda m, x, q, k, v: attend(q, k, v), heads, kv_heads)
     report = check(layer, ranks=(size,), attention="ulysses" if "all_to_all" in expected else "gather_kv")[size]
     found = {(c.kind, c.direction): c for c in report.collectives if c.kind != "all_reduce"}
     adjoint = {"all_to_all": "all_to_all", "all_gather": "reduce_scatter"}

@@ -33,7 +33,7 @@ def partition_of(name: str, option: Any, *, dynamic: bool = False, **how: bool) 
         prepare_autosp_inputs(inputs["input_ids"], inputs["labels"])
     gm, args = captured(model, inputs)
     with fake_mesh((2,), ("sp",)) as mesh:
-        program, report = transform(gm, AutoSPConfig(checkpoint=option), axis_of(mesh, "sp"))
+        program, report = transform(gm, AutoSPConfig(attention="ulysses", checkpoint=option), axis_of(mesh, "sp"))
         return Partition(program, args), report
 
 

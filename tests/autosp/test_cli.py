@@ -26,7 +26,7 @@ LLAMA = [
 def test_train_compares_two_ranks_with_one_device(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be, or not to be: that is the question. " * 20)
-    status = main(["train", *LLAMA, "--steps", "3", "--inner", "eager", "--text", str(text)])
+    status = main(["train", *LLAMA, "--steps", "3", "--inner", "eager", "--text", str(text), "--attention", "ulysses"])
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")
     rows = re.findall(r"^ +(\d) +(\d\.\d{7}) +(\d\.\d{7}) +(\d\.\de-\d\d)$", out, re.MULTILINE)

@@ -59,7 +59,7 @@ def test_nothing_goes_backward_in_evaluation() -> None:
 
 def test_bytes_sent_are_those_of_the_formula() -> None:
     """Two layers of q and o with 4 heads, k and v with 2, of 8 float64 each, for 2 x 8 tokens a rank; half travels."""
-    _, _, report = run(batch("llama_gqa", "plain"))
+    _, _, report = run(batch("llama_gqa", "plain"), attention="ulysses")
     (all_to_all,) = [c for c in report.collectives if c.kind == "all_to_all"]
     assert all_to_all.count == 4
     assert all_to_all.bytes_sent == 2 * (2 * 4 + 2 * 2) * (2 * 8) * 8 * 8 // 2

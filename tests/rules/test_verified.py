@@ -14,15 +14,16 @@ from torch.utils import _pytree as pytree
 from autosp_rules.attention.gather_kv import causal_to_mask, gather_keys, gather_keys_beside_sinks
 from autosp_rules.attention.ring import ring_of_ranks
 from autosp_rules.attention.strategy import Choice, attentions, choice_of, choose
-from autosp_rules.attention.ulysses import all_to_all_before_repeat_kv, repeat_kv_heads
-from fxrewrite import Edit, Literal, Pattern, Rule, RuleSet, cap, op
+from autosp_rules.attention.ulysses import repeat_kv_heads, repeat_kv_heads_beside_sinks
+from fxrewrite import Edit, Pattern, Rule, RuleSet
 from fxrewrite.registry import registered
-from fxrewrite.spmd import Axis, Shard, SpmdContext, redistribute
-from fxrewrite.verify import Draw, Sampler, verify_rewrite
+from fxrewrite.spmd import Axis, SpmdContext
+from fxrewrite.verify import Draw, verify_rewrite
+from rules.attention_groups import repeat_heads
 
 ON_RANKS = "it lowers to what ranks tell each other"
 WITH_LAYOUT = "it reads a layout that propagation found"
-ON_WHOLE_VALUES = "it needs a mesh axis; a redistribution is the identity on whole values"
+ON_DEVICE = "it matches on devices whose kernels take no groups of heads"
 WHERE_CHOSEN = "it reads which strategy was chosen for an attention"
 OF_A_BODY = "what it writes out is no literal that could be guessed"
 IN_A_GRAPH = "it reads who uses the result, which its own pattern does not hold"
@@ -41,9 +42,10 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "autosp.shard_position_ids": (ON_RANKS, "test_collectives.py"),
     "random.draw_dropout_by_rank": (WITH_LAYOUT, "../autosp/test_random.py"),
     "reductions.mean_over_shards": (WITH_LAYOUT, "test_layouts.py"),
-    "autosp.all_to_all_before_repeat_kv": (ON_WHOLE_VALUES, HERE),
+    "attention.repeat_heads": (ON_DEVICE, HERE),
     "autosp.causal_to_mask": (WHERE_CHOSEN, HERE),
     "autosp.repeat_kv_heads": (WHERE_CHOSEN, HERE),
+    "autosp.repeat_kv_heads_beside_sinks": (WHERE_CHOSEN, HERE),
     "autosp.gather_keys": (WHERE_CHOSEN, HERE),
     "autosp.ring_of_ranks": (WHERE_CHOSEN, HERE),
     "autosp.ring_in_groups": (WHERE_CHOSEN, "../autosp/test_attention_strategies.py"),
@@ -81,82 +83,42 @@ def test_what_is_verified_elsewhere_is_registered_and_cannot_be_verified_here() 
         assert (Path(__file__).parent / file).is_file()
 
 
-_k, _literals = cap("k"), {name: cap(name, Literal) for name in ("src", "dst", "axis")}
-_many: Any = op("expand", op("unsqueeze", _k, 2), cap("repeated", "any"))
-REPEATED_KEYS = Pattern((op(redistribute, op("reshape", _many, cap("heads", "any")), **_literals),))
-"""What the rule of AutoSP matches, with names for the two shapes that it ignores."""
-
-
-def _repeated_keys(draw: Draw) -> Mapping[str, Any]:
-    batch, heads, repeats, length, depth = draw.shape(5)
-    heads, length = AXIS.size * heads, AXIS.size * length
-    return {
-        "k": draw.tensor(batch, heads, length, depth),
-        "repeated": [draw.choice(-1, batch), heads, repeats, length, draw.choice(-1, depth)],
-        "heads": [batch, draw.choice(-1, heads * repeats), length, depth],
-        "src": Shard(2),
-        "dst": Shard(1),
-        "axis": AXIS,
-    }
-
-
-def _keys_repeated_somehow(draw: Draw) -> Mapping[str, Any]:
-    """The shapes are guessed: most are no repeat of heads, and must be left alone."""
-    found = _repeated_keys(draw)
-    return {name: found[name] for name in ("k", "src", "dst", "axis")}
-
-
 def _interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
     """Layouts are no literals of Python: a graph that holds them is not run as code."""
     return pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
 
 
-@pytest.mark.parametrize(
-    ("rule", "pattern", "sampler"),
-    [
-        (all_to_all_before_repeat_kv, REPEATED_KEYS, _repeated_keys),
-        (all_to_all_before_repeat_kv, all_to_all_before_repeat_kv.pattern, _keys_repeated_somehow),
-    ],
-)
-def test_a_rule_on_whole_values_is_true(rule: Rule, pattern: Pattern, sampler: Sampler) -> None:
-    def rewrite(gm: fx.GraphModule) -> int:
-        return RuleSet("one", rule).apply(gm, context=SpmdContext(AXIS)).rewrites
-
-    options: dict[str, Any] = {"numerics": rule.numerics, "sampler": sampler, "run": _interpreted}
-    verdict = verify_rewrite(rule.id, pattern, rewrite, samples=SAMPLES, seed=SEED, **options)
-    verdict.raise_if_false()
-    assert verdict.samples >= SAMPLES or sampler is _keys_repeated_somehow, str(verdict)
-    assert verdict.gradients, str(verdict)
-
-
-def _attention(draw: Draw, *, is_grouped: bool) -> Mapping[str, Any]:
+def _attention(draw: Draw, rule: Rule) -> Mapping[str, Any]:
     """Grouped heads, a mask where the pattern captures one, lengths of queries and keys that differ."""
+    captured = {capture.name for capture in rule.pattern.captures}
     batch, kv_heads, repeats, rows, columns, depth = draw.shape(6)
-    heads = AXIS.size * kv_heads * repeats if is_grouped else kv_heads
-    return {
+    heads = AXIS.size * kv_heads * repeats
+    found = {
         "q": draw.tensor(batch, heads, rows, depth),
         "k": draw.tensor(batch, kv_heads, columns, depth),
         "v": draw.tensor(batch, kv_heads, columns, depth),
         "mask": draw.choice(None, draw.tensor(columns)),
         "dropout_p": 0.0,
         "is_causal": False,
-        "scale": draw.choice(None, 0.5) if is_grouped else 0.5,
+        "scale": 0.5 if "sinks" in captured else draw.choice(None, 0.5),
         "enable_gqa": True,
         "sinks": draw.tensor(batch, heads, rows, 1),
     }
+    return {name: value for name, value in found.items() if name in captured}
 
 
-OF_STRATEGIES = (causal_to_mask, gather_keys, gather_keys_beside_sinks, repeat_kv_heads, ring_of_ranks)
+OF_STRATEGIES = (
+    causal_to_mask,
+    gather_keys,
+    gather_keys_beside_sinks,
+    repeat_kv_heads,
+    repeat_kv_heads_beside_sinks,
+    ring_of_ranks,
+)
 
 
 @pytest.mark.parametrize("rule", OF_STRATEGIES, ids=lambda rule: rule.id)
 def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
-    captured = {capture.name for capture in rule.pattern.captures}
-
-    def sample(draw: Draw) -> Mapping[str, Any]:
-        found = _attention(draw, is_grouped="sinks" not in captured)
-        return {name: value for name, value in found.items() if name in captured}
-
     def rewrite(gm: fx.GraphModule) -> int:
         with Edit(gm) as edit:
             for node in attentions(edit):
@@ -165,8 +127,8 @@ def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
         return RuleSet("one", rule).apply(gm, context=SpmdContext(AXIS)).rewrites
 
     anywhere = Pattern(rule.pattern.outputs)
-    options: dict[str, Any] = {"numerics": rule.numerics, "non_finite": rule.domain == "all", "sampler": sample}
-    options |= {"run": _interpreted}
+    options: dict[str, Any] = {"numerics": rule.numerics, "non_finite": rule.domain == "all", "run": _interpreted}
+    options |= {"sampler": lambda draw: _attention(draw, rule)}
     verdict = verify_rewrite(rule.id, anywhere, rewrite, samples=SAMPLES, seed=SEED, **options)
     verdict.raise_if_false()
     assert verdict.samples >= SAMPLES, str(verdict)
@@ -179,4 +141,12 @@ def test_keys_are_untransposed_wherever_they_are_used() -> None:
     (is_key,) = rule.pattern.where
     assert is_key.names == ("root",)
     anywhere = Rule(rule.id, Pattern(rule.pattern.outputs), rule.body, numerics=rule.numerics)
+    anywhere.verify(samples=SAMPLES, seed=SEED).raise_if_false()
+
+
+def test_heads_are_repeated_on_any_device() -> None:
+    """Without the condition that no kernel of the device takes groups: it says where the rule pays."""
+    rule = repeat_heads
+    anywhere = Rule(rule.id, Pattern(rule.pattern.outputs), rule.body, numerics=rule.numerics, domain=rule.domain)
+    anywhere.sampler(lambda draw: _attention(draw, rule))
     anywhere.verify(samples=SAMPLES, seed=SEED).raise_if_false()

@@ -1,0 +1,154 @@
+"""Heads of keys and values that a model repeats for its query heads are shared by groups of them.
+
+    sdpa(q, repeat_kv(k), repeat_kv(v))  ->  sdpa(q, k, v, enable_gqa=True)        SHARE_HEADS
+    sdpa(q, k, v, enable_gqa=True)       ->  sdpa(q, repeat_kv(k), repeat_kv(v))   REPEAT_HEADS
+
+The first form is what rules reason about: k and v are as they are sent and kept, and how often they are read is said
+by the shapes. It matches unsqueeze, expand and reshape; repeat_interleave; one head that is expanded; with sinks too.
+Leaves alone, in these words, "k and v are no repeats of as many heads".
+Kernels for CPUs take groups, and read k and v as they are. On other devices FlashAttention does: without a mask, for
+head sizes up to 256, in half precision. Elsewhere the operator would fall back to one that holds all scores, so there
+the repeat is written out in front of it.
+Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D] -> out [B, H, L, D]; H and KV are no symbols.
+Numerics: reassociates. The kernel for CPUs gives the same results and gradients of q, bit by bit, and adds up the
+gradients of k and v over the heads of a group in their dtype; in half precision they lose a bit by that.
+Source: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (can_use_mem_efficient_attention), sdp_utils_cpp.h
+(check_batch_size_and_num_heads_dense); Hugging Face transformers, integrations/sdpa_attention.py (repeat_kv).
+
+>>> import torch
+>>> import torch.nn.functional as F
+>>> from torch.fx.experimental.proxy_tensor import make_fx
+>>> def attention(q, k, v):
+...     return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+>>> gm = make_fx(attention, tracing_mode="fake", pre_dispatch=True)(torch.rand(1, 4, 6, 8), *torch.rand(2, 1, 2, 6, 8))
+>>> SHARE_HEADS.apply(gm)["attention.share_heads"].rewrites
+1
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, op, shared, where
+from fxrewrite.ops import bind, key, value
+from fxrewrite.spmd import is_same_size
+from rules.attention_parts import attend_with_sinks, attention_call, sinks_call
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
+
+__all__ = ["REPEAT_HEADS", "SHARE_HEADS", "repeat_heads", "share_heads", "share_heads_beside_sinks"]
+
+aten = torch.ops.aten
+
+
+def _repeated(name: str) -> Any:
+    x, sizes = cap(name), cap(f"{name}_sizes", "any")
+    return either(
+        shared(op("reshape", op("expand", op("unsqueeze", x, 2), cap(f"{name}_groups", "any")), sizes)),
+        shared(op("repeat_interleave", x, cap(f"{name}_times", Literal), 1)),
+        shared(op("expand", x, sizes)),
+    )
+
+
+_REPEATED: dict[str, Any] = {"k": _repeated("k"), "v": _repeated("v")}
+
+
+@where.predicate("root", "q", "k", "v", text="share_heads")
+def _share_heads(root: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> bool | str:
+    heads, *kv_heads = (x.shape[1] if x.dim() == 4 else 0 for x in map(value, (q, k, v)))
+    operands = bind(root)
+    fits = isinstance(heads, int) and isinstance(kv_heads[0], int) and 0 < kv_heads[0] == kv_heads[1] < heads
+    fits = fits and all(_repeats(operands[name], x, heads) for name, x in (("key", k), ("value", v)))
+    return fits or "k and v are no repeats of as many heads"
+
+
+def _repeats(repeated: fx.Node, x: fx.Node, heads: int) -> bool:
+    """Whether each head of x is repeated so that there are as many; none of the other dimensions is."""
+    batch, kv_heads, *rest = value(x).shape
+    sizes, (inner, *_) = value(repeated).shape, repeated.all_input_nodes
+    if len(sizes) != 4 or not all(map(is_same_size, sizes, (batch, heads, *rest))):
+        return False
+    return key(repeated) != "aten::reshape" or is_same_size(value(inner).shape[2] * kv_heads, heads)
+
+
+def _share(name: str, attention: Any) -> Rule:
+    pattern = Pattern((attention,), (_share_heads,))
+    rule = Rule(f"attention.{name}", pattern, numerics="reassociates", domain="finite", optional=True)
+    captured = {capture.name for capture in pattern.captures}
+
+    @rule.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        return {name: given for name, given in _sample(draw).items() if name in captured}
+
+    return rule
+
+
+def _sample(draw: Draw) -> dict[str, Any]:
+    """Groups of heads, or one head for all, and the sizes in which repeats of them are written out."""
+    batch, kv_heads, length, num_keys, depth = draw.shape(5)
+    kv_heads, times = draw.choice(1, kv_heads), draw.integer(2, 3)
+    heads = kv_heads * times
+    repeat = {
+        "_times": times,
+        "_groups": [draw.choice(-1, batch), kv_heads, times, num_keys, depth],
+        "_sizes": [batch, draw.choice(-1, heads), num_keys, depth],
+    }
+    return {
+        "q": draw.tensor(batch, heads, length, depth),
+        **{name: draw.tensor(batch, kv_heads, num_keys, depth) for name in "kv"},
+        **{f"{name}{part}": given for part, given in repeat.items() for name in "kv"},
+        "mask": draw.choice(None, draw.tensor(length, num_keys)),
+        "sinks": draw.tensor(batch, heads, length, 1),
+        "dropout_p": 0.0,
+        "is_causal": False,
+        "scale": 0.5,
+    }
+
+
+share_heads = _share("share_heads", attention_call(**_REPEATED, enable_gqa=False))
+share_heads_beside_sinks = _share("share_heads_beside_sinks", sinks_call(**_REPEATED))
+
+
+@share_heads.replacement
+def _(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+    """sdpa(q, k, v, mask, enable_gqa=True)"""
+    return aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
+
+
+@share_heads_beside_sinks.replacement
+def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float) -> Any:
+    """attend_with_sinks(q, k, v, mask, sinks, scale)"""
+    return match.call(attend_with_sinks, q, k, v, mask, sinks, scale)
+
+
+@where.predicate("root", "q", "v", text="no_kernel_takes_groups")
+def _no_kernel_takes_groups(root: fx.Node, q: fx.Node, v: fx.Node) -> bool:
+    of_q, width = value(q), value(v).shape[-1]
+    is_half = of_q.dtype in (torch.float16, torch.bfloat16)
+    is_flash = is_half and is_same_size(of_q.shape[-1], width) and width <= 256 and bind(root)["attn_mask"] is None
+    return of_q.device.type != "cpu" and not is_flash
+
+
+repeat_heads = Rule(
+    "attention.repeat_heads",
+    Pattern((attention_call(enable_gqa=True),), (_no_kernel_takes_groups,)),
+    numerics="reassociates",
+    domain="finite",
+    optional=True,
+)
+
+
+@repeat_heads.replacement
+def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+    """sdpa(q, repeat_kv(k), repeat_kv(v), mask)"""
+    heads = value(match["q"]).shape[-3]
+    k, v = (aten.repeat_interleave(x, heads // value(match[name]).shape[-3], -3) for name, x in (("k", k), ("v", v)))
+    return aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
+
+
+SHARE_HEADS = RuleSet("attention_share_heads", share_heads, share_heads_beside_sinks)
+REPEAT_HEADS = RuleSet("attention_repeat_heads", repeat_heads)
