@@ -1,18 +1,20 @@
-"""A head and its cross entropy are computed a tile of rows at a time, forward and backward, and the logits never held.
+"""A head and its cross entropy are computed a tile of rows at a time, and logits and their gradient are never held.
 
     cross_entropy(reshape(to(linear(x, w, b), float32), [-1, V]), t, ...)  ->  tiled_cross_entropy(x rows, w, b, t, ...)
 
 Between the head and the loss may stand steps of rules/pointwise_steps.py on one value (casts, factors, tanh) and what
-rearranges rows alone (reshape, slices, copies). The backward pass computes the logits of a tile again.
+rearranges rows alone (reshape, slices, copies). Where autograd asks, a tile of logits gives its loss and the gradients
+of x, w and b for a sum of losses, and the backward pass multiplies them: the product with w is computed once. For
+reduction "none", whose rows have a factor each, the backward pass computes the tiles again.
 Matches where the loss alone reads the logits, and all of them take more bytes than a tile. Every reduction, ignored
 indices, class weights, label smoothing; static and symbolic numbers of rows.
 Does not match, in these words: "%linear is read elsewhere" (a model that returns its logits); "%x, aten::erf, is
 between the head and the loss"; "the logits have rank 3"; "the targets are class probabilities"; "... fit into a tile".
 Shapes: x [N, d], w [V, d], b [V], t [N] of int64 -> [] or [N].
-Numerics: reassociates: a sum over tiles of sums over rows, and so the gradients of w and b, added up in float32 at
-least. There is no second derivative.
-Source: Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, arXiv 2411.09009; PyTorch,
-aten/src/ATen/native/LossNLL.cpp.
+Numerics: reassociates: the gradient of the loss is a factor that comes last, and gradients of w and b are sums over
+tiles, added up and held in float32 at least. There is no second derivative.
+Source: Hsu et al., Liger Kernel, arXiv 2410.10989 (fused linear cross entropy); Wijmans et al., Cut Your Losses in
+Large-Vocabulary Language Models, arXiv 2411.09009; PyTorch, aten/src/ATen/native/LossNLL.cpp.
 
 >>> import torch, torch.nn.functional as F
 >>> from torch.fx.experimental.proxy_tensor import make_fx
@@ -26,6 +28,7 @@ True
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +36,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.graph import size_hint
@@ -47,7 +51,6 @@ TILE_BYTES = 2**27
 _REDUCTIONS = ("none", "mean", "sum")  # by the number that the operator takes
 
 
-@torch.library.custom_op("fxrewrite_rules::tiled_cross_entropy", mutates_args=())
 def tiled_cross_entropy(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -74,84 +77,117 @@ def tiled_cross_entropy(
         label_smoothing: between 0 and 1.
         tile_bytes: bytes of logits that a tile holds; a tile has at least one row.
     """
-    losses: list[torch.Tensor] = []
-    for rows in _tiles(x, weight, steps, tile_bytes):
-        logits = run_steps(steps, [F.linear(x[rows], weight, bias)])[-1]
-        how = _REDUCTIONS.index("none" if reduction == "none" else "sum")
-        losses.append(aten.cross_entropy_loss(logits, target[rows], class_weight, how, ignore_index, label_smoothing))
-    dtype = _dtype_after(steps, x.dtype)
-    if reduction == "none":
-        return torch.cat(losses) if losses else x.new_empty(0, dtype=dtype)
-    total = torch.stack(losses).sum(dtype=_sums(dtype)) if losses else x.new_zeros((), dtype=_sums(dtype))
+    is_sum = reduction != "none"
+    asks = is_sum and torch.is_grad_enabled()
+    wanted = [asks and t is not None and t.requires_grad for t in (x, weight, bias)]
+    how = steps, ignore_index, label_smoothing, tile_bytes, is_sum, wanted
+    loss, *_ = tiled_cross_entropy_with_grads(x, weight, bias, target, class_weight, None, *how)
     if reduction == "mean":
-        total = total / _count(target, class_weight, ignore_index, total.dtype)
-    return total.to(dtype)
+        loss = loss / _count(target, class_weight, ignore_index, loss.dtype)
+    return loss.to(_dtype_after(steps, x.dtype))
 
 
-@tiled_cross_entropy.register_fake
-def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, steps: str, reduction: str, *_: Any) -> Any:
-    shape = (x.shape[0],) if reduction == "none" else ()
-    return x.new_empty(shape, dtype=_dtype_after(steps, x.dtype))
+# A composite, so that it stays one node of a graph, and is called with what autograd knows of its operands.
+_NAME = "fxrewrite_rules::tiled_cross_entropy"
+torch.library.define(_NAME, torch.library.infer_schema(tiled_cross_entropy, mutates_args=()))
+torch.library.impl(_NAME, "CompositeImplicitAutograd")(tiled_cross_entropy)
 
 
-@torch.library.custom_op("fxrewrite_rules::tiled_cross_entropy_backward", mutates_args=())
-def tiled_cross_entropy_backward(
-    grad: torch.Tensor,
+@torch.library.custom_op("fxrewrite_rules::tiled_cross_entropy_with_grads", mutates_args=())
+def tiled_cross_entropy_with_grads(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     target: torch.Tensor,
     class_weight: torch.Tensor | None,
+    factors: torch.Tensor | None,
     steps: str,
-    reduction: str,
     ignore_index: int,
     label_smoothing: float,
     tile_bytes: int,
+    is_sum: bool,
     wanted: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of x, weight and bias, each empty where it is not wanted."""
-    if reduction == "mean":
-        grad = grad / _count(target, class_weight, ignore_index, grad.dtype)
-    of_rows = grad.expand(target.shape)
-    grads = [torch.zeros_like(t, dtype=_sums(t.dtype)) for t in _wanted(x, weight, bias, wanted)]
-    for rows in _tiles(x, weight, steps, tile_bytes):
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The losses of rows or their sum, and gradients of the sum of `factors * losses`, from the same logits.
+
+    Args:
+        factors: [N], all one for None.
+        is_sum: whether the first result is the sum, in float32 at least.
+        wanted: the gradients of x, weight and bias that are computed; the others are empty.
+    """
+    of_x, of_weight, of_bias = grads = _zeros(x, weight, bias, wanted)
+    losses = x.new_empty(len(x), dtype=_dtype_after(steps, x.dtype))
+    counted = target != ignore_index
+    factors = counted.to(losses.dtype) if factors is None else torch.where(counted, factors, 0)
+
+    def run(rows: slice) -> None:
+        """Adds a tile, of which nothing is held while the next one is computed."""
         values = run_steps(steps, [F.linear(x[rows], weight, bias)])
-        counted = target[rows] != ignore_index
-        scale = torch.where(counted, of_rows[rows], 0)
-        of_loss = _grad_of_loss(values[-1], target[rows] * counted, scale, class_weight, label_smoothing)
+        log_probs = torch.log_softmax(values[-1], -1)
+        classes = log_probs.new_ones(log_probs.shape[1]) if class_weight is None else class_weight
+        losses[rows] = _losses(log_probs, target[rows], classes, ignore_index, label_smoothing)
+        if not any(wanted):
+            return
+        of_loss = _grad_of_losses(log_probs, (target * counted)[rows], classes, label_smoothing, factors[rows])
         (of_logits,) = grads_of_steps(steps, values, of_loss)
         if wanted[0]:
-            grads[0][rows] = of_logits @ weight
-        if wanted[1]:
-            grads[1] += of_logits.t() @ x[rows]
+            of_x[rows] = of_logits @ weight
+        if wanted[1] and of_weight.dtype == x.dtype:
+            of_weight.addmm_(of_logits.t(), x[rows])
+        elif wanted[1]:
+            of_weight.add_(of_logits.t() @ x[rows])
         if wanted[2]:
-            grads[2] += of_logits.sum(0)
-    made = [g.to(t.dtype) for g, t in zip(grads, _wanted(x, weight, bias, wanted), strict=True)]
-    return made[0], made[1], made[2]
+            of_bias.add_(of_logits.sum(0, dtype=of_bias.dtype))
+
+    for rows in _tiles(x, weight, steps, tile_bytes):
+        run(rows)
+    return losses.sum(dtype=_sums(losses.dtype)) if is_sum else losses, *grads
 
 
-@tiled_cross_entropy_backward.register_fake
-def _(grad: Any, x: Any, weight: Any, bias: Any, *others: Any) -> Any:
-    return tuple(torch.empty_like(t) for t in _wanted(x, weight, bias, others[-1]))
+@tiled_cross_entropy_with_grads.register_fake
+def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, factors: Any, steps: str, *others: Any) -> Any:
+    is_sum, wanted = others[-2:]
+    dtype = _dtype_after(steps, x.dtype)
+    loss = x.new_empty((), dtype=_sums(dtype)) if is_sum else x.new_empty(x.shape[0], dtype=dtype)
+    return loss, *_zeros(x, weight, bias, wanted)
 
 
-def _wanted(x: Any, weight: Any, bias: Any, wanted: list[bool]) -> list[Any]:
-    """What a gradient is made like, empty where none is wanted."""
-    return [t if want else x.new_empty(0) for t, want in zip((x, weight, bias), wanted, strict=True)]
+def _zeros(x: Any, weight: Any, bias: Any, wanted: list[bool]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of nothing, empty where none is wanted."""
+    return (
+        x.new_zeros(x.shape if wanted[0] else 0),
+        x.new_zeros(weight.shape if wanted[1] else 0, dtype=_sums(x.dtype)),
+        x.new_zeros(bias.shape if wanted[2] else 0, dtype=_sums(x.dtype)),
+    )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:5])
-    ctx.how = inputs[5:]
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Keeps the gradients, where they have been computed, else what they are computed of."""
+    x, weight, bias, target, class_weight, _, *ctx.how, wanted = inputs
+    _, ignore_index, *_ = ctx.how
+    ctx.is_made = all(want or not need for want, need in zip(wanted, ctx.needs_input_grad, strict=False))
+    made = (target == ignore_index).all(), *output[1:]
+    ctx.save_for_backward(*(made if ctx.is_made else (x, weight, bias, target, class_weight)))
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    wanted = [bool(want) for want in ctx.needs_input_grad[:3]]
-    made = tiled_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.how, wanted)
-    return *(g if want else None for g, want in zip(made, wanted, strict=True)), *(None,) * 7
+def _gradients(ctx: Any, grad: torch.Tensor, *of_grads: torch.Tensor | None) -> tuple[Any, ...]:
+    if any(of_grad is not None for of_grad in of_grads):
+        raise RuntimeError("tiled_cross_entropy has no second derivative: take that of the loss of all logits")
+    wanted = [bool(need) for need in ctx.needs_input_grad[:3]]
+    if ctx.is_made:
+        is_empty, *of_one = ctx.saved_tensors
+        grad = torch.where(is_empty, 0, grad)  # a mean of nothing divides by 0
+        made = [g * grad.expand_as(g) for g in of_one]  # a tensor of no dimensions would be rounded to bfloat16
+    else:
+        target = ctx.saved_tensors[3]
+        _, *made = tiled_cross_entropy_with_grads(*ctx.saved_tensors, grad.expand_as(target), *ctx.how, wanted)
+    grads = (g.to(dtype) if want else None for g, dtype, want in zip(made, ctx.dtypes, wanted, strict=True))
+    return *grads, *(None,) * 9
 
 
-tiled_cross_entropy.register_autograd(_gradients, setup_context=_save)
+tiled_cross_entropy_with_grads.register_autograd(_gradients, setup_context=_save)
 
 
 def _tiles(x: torch.Tensor, weight: torch.Tensor, steps: str, tile_bytes: int) -> Iterator[slice]:
@@ -169,6 +205,11 @@ def _sums(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def _dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
+    casts = re.findall(r"to\(v\d+, '(\w+)'\)", steps)
+    return getattr(torch, casts[-1]) if casts else dtype
+
+
 def _count(target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> Any:
     counted = target != ignore_index
     if class_weight is None:
@@ -176,20 +217,27 @@ def _count(target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index
     return (class_weight[target * counted] * counted).sum(dtype=dtype)
 
 
-def _grad_of_loss(
-    logits: torch.Tensor, target: torch.Tensor, scale: torch.Tensor, class_weight: torch.Tensor | None, smoothing: float
+def _losses(
+    log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, ignore_index: int, smoothing: float
 ) -> torch.Tensor:
-    """The gradient of the sum over rows of `scale * cross_entropy`, by the operator that autograd takes for it."""
-    of_target = (1 - smoothing) * (scale if class_weight is None else scale * class_weight[target])
-    grad = torch.zeros_like(logits)
+    """The cross entropy of each row."""
+    of_target = F.nll_loss(log_probs, target, class_weight, ignore_index=ignore_index, reduction="none")
+    if not smoothing:
+        return of_target
+    of_all = torch.where(target == ignore_index, 0, log_probs @ class_weight)
+    return (1 - smoothing) * of_target - smoothing / len(class_weight) * of_all
+
+
+def _grad_of_losses(
+    log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, smoothing: float, factors: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the sum of `factors * losses` with respect to the logits, in the memory of `log_probs`."""
+    of_target = (1 - smoothing) * factors * class_weight[target]
+    of_all = smoothing / len(class_weight) * class_weight
+    grad = log_probs.exp_().mul_((of_target + factors * of_all.sum())[:, None])
     if smoothing:
-        grad -= smoothing / logits.shape[1] * scale[:, None] * (1 if class_weight is None else class_weight)
-    grad.scatter_add_(1, target[:, None], -of_target[:, None].to(grad.dtype))
-    return aten._log_softmax_backward_data(grad, torch.log_softmax(logits, -1), 1, logits.dtype)
-
-
-def _dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
-    return run_steps(steps, [torch.empty(0, dtype=dtype, device="meta")])[-1].dtype
+        grad.addr_(factors, of_all, alpha=-1)
+    return grad.scatter_add_(1, target[:, None], -of_target[:, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +330,11 @@ def tiled_loss_rules(tile_bytes: int = TILE_BYTES) -> RuleSet:
         x = _rows(match, match.proxy(linear["input"]), head)
         how = head.steps, _REDUCTIONS[match["reduction"]], match["ignore_index"], float(match["label_smoothing"])
         bias = None if b is None else match.proxy(b)
-        return match.call(
+        loss = match.call(
             torch.ops.fxrewrite_rules.tiled_cross_entropy.default, x, w, bias, target, class_weight, *how, tile_bytes
         )
+        loss.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # else its gradients are computed twice
+        return loss
 
     return RuleSet("tiled_loss", tile, DeadCode("untiled_logits"))
 

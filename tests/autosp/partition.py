@@ -44,8 +44,12 @@ class Partition:
         return run
 
     def kept(self, modules: str = "") -> int:
-        """Bytes that the forward graph returns, and no input holds, of modules whose paths match."""
-        saved = [n for n in self.forward.graph.output_node().all_input_nodes if _origin(n).op != "placeholder"]
+        """Bytes that the forward graph returns of modules whose paths match.
+
+        Not counted is what an input holds, and the gradient of a head, which the backward pass would make first.
+        """
+        returned = {n: _origin(n) for n in self.forward.graph.output_node().all_input_nodes}
+        saved = [n for n, made in returned.items() if made.op != "placeholder" and not _is_grad_of_head(made)]
         values = [n.meta["val"] for n in saved if re.search(modules, str(n.meta.get("nn_module_stack")))]
         return sum(int(v.numel()) * v.element_size() for v in values)
 
@@ -59,3 +63,8 @@ def _origin(node: fx.Node) -> fx.Node:
     while str(node.target) in views:
         node = node.all_input_nodes[0]
     return node
+
+
+def _is_grad_of_head(node: fx.Node) -> bool:
+    of = node.all_input_nodes[:1]
+    return any("tiled_cross_entropy_with_grads" in str(made.target) and node.args[1] in (2, 3) for made in of)

@@ -4,7 +4,8 @@
 
 A Llama of 2 layers, hidden size 512, inner size 2,048, 8 heads of which 2 have keys and values, 32,000 tokens in the
 vocabulary, a batch of one with 1,024 tokens in bfloat16, two simulated ranks. Counted in the forward graph that
-AOTAutograd cuts off: what it returns and no input holds, of the first layer in hidden sizes per token, and in all.
+AOTAutograd cuts off: what it returns and no input holds, of the first layer in hidden sizes per token, and in all. With
+tiles it returns the gradient of the head too, 62.5 MiB, which is not counted: the backward pass would make it first.
 A second table has the same on 1, 2, 4 and 8 ranks, and P times a rank's share as part of what one device holds.
 """
 

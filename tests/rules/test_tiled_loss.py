@@ -12,11 +12,14 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fxrewrite import normalize
 from fxrewrite.graph import size_hint
-from rules.tiled_loss import tiled_cross_entropy, tiled_loss_rules
+from rules.tiled_loss import tiled_cross_entropy, tiled_cross_entropy_with_grads, tiled_loss_rules
 
 ROWS, DEPTH, CLASSES = 37, 8, 61
 TILE = CLASSES * 8 * 5  # five rows in float64: the last tile has two
@@ -53,24 +56,128 @@ def test_values_and_gradients_are_those_of_all_logits(steps: str) -> None:
             torch.testing.assert_close(grad, want, rtol=rounding, atol=rounding)
 
 
-def test_no_counted_target_has_no_gradient() -> None:
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("rows", [0, 6])
+def test_where_nothing_counts_there_is_no_gradient(rows: int, reduction: str) -> None:
+    x, w, b, _ = operands()
+    target = torch.full((rows,), 3)
+    expected = F.cross_entropy(F.linear(x[:rows], w, b), target, ignore_index=3, reduction=reduction).sum()
+    loss = tiled_cross_entropy(x[:rows], w, b, target, None, "", reduction, 3, 0.0, TILE).sum()
+    torch.testing.assert_close(loss, expected, equal_nan=True)
+    for scaled in (loss, loss / 0):  # as a sum by a global count is, of which no rank counts any
+        grads = torch.autograd.grad(scaled, (x, w, b), retain_graph=True)
+        assert all((grad == 0).all() for grad in grads)
+
+
+def losses(reduction: str, *leaves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x, w, b, target = *leaves, operands()[3]
+    tiled = tiled_cross_entropy(x, w, b, target, None, "", reduction, -100, 0.0, TILE)
+    return tiled, whole(x, w, b, target, None, "", reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_loss_is_scaled_used_twice_and_differentiated_twice(reduction: str) -> None:
+    leaves = operands()[:3]
+    tiled, expected = (3.7 * loss + loss.square() for loss in losses(reduction, *leaves))
+    wanted = torch.autograd.grad(expected, leaves)
+    for _ in range(2):
+        for grad, want in zip(torch.autograd.grad(tiled, leaves, retain_graph=True), wanted, strict=True):
+            torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+    assert all((grad == 0).all() for grad in torch.autograd.grad(0 * tiled, leaves))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_a_second_derivative_is_refused(reduction: str) -> None:
+    leaves = operands()[:3]
+    grads = torch.autograd.grad(losses(reduction, *leaves)[0].sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="tiled_cross_entropy has no second derivative"):
+        torch.autograd.grad(grads[0].sum() + leaves[0].sum(), leaves, allow_unused=True)
+
+
+class Calls(TorchDispatchMode):
+    """What is asked for of the operator, call by call, and how many numbers of each gradient it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = list[list[bool]]()
+        self.sizes = list[list[int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.fxrewrite_rules.tiled_cross_entropy_with_grads.default:
+            self.wanted.append(args[-1])
+            self.sizes.append([grad.numel() for grad in out[1:]])
+        return out
+
+
+ALL, NONE = [True, True, True], [False, False, False]
+
+
+@pytest.mark.parametrize(("reduction", "calls"), [("none", [NONE, ALL]), ("mean", [ALL]), ("sum", [ALL])])
+def test_logits_are_computed_once_where_a_number_is_differentiated(reduction: str, calls: list[list[bool]]) -> None:
+    leaves = operands()[:3]
+    with Calls() as made:
+        torch.autograd.grad(losses(reduction, *leaves)[0].sum(), leaves)
+    assert made.wanted == calls
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("frozen", [{0}, {1}, {1, 2}])
+def test_what_is_frozen_has_no_gradient(frozen: set[int], reduction: str) -> None:
+    leaves = [leaf.detach() if index in frozen else leaf for index, leaf in enumerate(operands()[:3])]
+    learned = [leaf for leaf in leaves if leaf.requires_grad]
+    with Calls() as made:
+        tiled, expected = losses(reduction, *leaves)
+        grads = torch.autograd.grad(tiled.sum(), learned)
+    assert made.wanted[-1] == [leaf.requires_grad for leaf in leaves]
+    assert made.sizes[-1] == [leaf.numel() * leaf.requires_grad for leaf in leaves]
+    for grad, want in zip(grads, torch.autograd.grad(expected.sum(), learned), strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_no_gradients_are_computed_without_autograd(without: Callable[[], Any]) -> None:
+    with Calls() as made, without():
+        tiled, expected = losses("mean", *operands()[:3])
+    torch.testing.assert_close(tiled, expected, rtol=1e-12, atol=0)
+    assert made.wanted == [NONE]
+    assert made.sizes == [[0, 0, 0]]
+
+
+def test_gradients_that_were_not_asked_for_are_computed_when_they_are_needed() -> None:
+    """As where a graph was traced without gradients, and is differentiated."""
     x, w, b, target = operands()
-    loss = tiled_cross_entropy(x, w, b, torch.full_like(target, -100), None, "", "mean", -100, 0.0, TILE)
-    assert loss.isnan()
-    assert all((grad == 0).all() for grad in torch.autograd.grad(loss, (x, w, b)))
+    loss, *_ = tiled_cross_entropy_with_grads(x, w, b, target, None, None, "", -100, 0.0, TILE, True, NONE)
+    expected = torch.autograd.grad(whole(x, w, b, target, None, "", reduction="sum"), (x, w, b))
+    for grad, want in zip(torch.autograd.grad(loss, (x, w, b)), expected, strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-12, atol=1e-12)
 
 
-def test_half_precision_is_as_near_to_the_truth_as_all_logits() -> None:
-    exact = operands()
-    half = tuple(t.detach().bfloat16().requires_grad_() for t in exact[:3])
-    exact = *(t.detach().double().requires_grad_() for t in half), exact[3]
-    truth = torch.autograd.grad(whole(*exact, None, ""), exact[:3])
-    before = torch.autograd.grad(whole(*half, exact[3], None, "to(v0, 'float32')"), half)
-    tiled = torch.autograd.grad(
-        tiled_cross_entropy(*half, exact[3], None, "to(v0, 'float32')", "mean", -100, 0.0, TILE), half
-    )
-    for grad, untiled, true in zip(tiled, before, truth, strict=True):
-        assert (grad.double() - true).norm() <= 1.2 * (untiled.double() - true).norm()
+def test_a_target_that_is_no_class_is_an_error() -> None:
+    x, w, b, target = operands()
+    with pytest.raises(IndexError, match="Target 61 is out of bounds"):
+        tiled_cross_entropy(x, w, b, target.clamp(min=CLASSES), None, "", "mean", -100, 0.0, TILE)
+
+
+@pytest.mark.parametrize("steps", ["", "to(v0, 'float32')"])
+@pytest.mark.parametrize(("dtype", "loss_scale", "rows"), [(torch.bfloat16, 1.0, 37), (torch.float16, 2.0**14, 4096)])
+def test_half_precision_is_as_near_to_the_truth_as_all_logits(
+    dtype: torch.dtype, loss_scale: float, rows: int, steps: str
+) -> None:
+    """In float16 a mean over many rows has gradients that vanish unless the loss is scaled."""
+    x, *parameters, target = (t.detach() for t in operands())
+    x, target = (t.repeat(-(-rows // ROWS), *[1] * (t.dim() - 1))[:rows] for t in (x, target))
+    half = [t.to(dtype).requires_grad_() for t in (x, *parameters)]
+    exact = [t.detach().double().requires_grad_() for t in half]
+
+    def grads(loss: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [grad.double() / loss_scale for grad in torch.autograd.grad(loss.float() * loss_scale, leaves)]
+
+    truth = torch.autograd.grad(whole(*exact, target, None, ""), exact)
+    before = grads(whole(*half, target, None, steps), half)
+    loss = tiled_cross_entropy(*half, target, None, steps, "mean", -100, 0.0, TILE)
+    for leaf, grad, untiled, true in zip(half, grads(loss, half), before, truth, strict=True):
+        assert (grad - true).norm() <= 1.2 * (untiled - true).norm() + 1e-9, leaf.shape
 
 
 def spelled(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -119,6 +226,32 @@ def test_no_value_of_rows_by_classes_is_left(loss: Callable[..., torch.Tensor], 
     assert max(sizes) < 36 * CLASSES
     for grad, want in zip(grads, torch.autograd.grad(loss(x, w, labels), (x, w)), strict=True):
         torch.testing.assert_close(grad, want)
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
+@pytest.mark.parametrize("loss", [spelled, lambda *args: checkpoint(spelled, *args, use_reentrant=False)])
+def test_gradients_are_kept_and_not_what_they_are_computed_of(
+    loss: Callable[..., torch.Tensor], partition: Any
+) -> None:
+    """Also where the model says that its loss is computed again."""
+    x, w = torch.randn(2, 19, DEPTH).requires_grad_(), torch.randn(CLASSES, DEPTH).requires_grad_()
+    graphs = list[fx.GraphModule]()
+
+    def keep(traced: fx.GraphModule, _: Any) -> Any:
+        graphs.append(traced)
+        return make_boxed_func(traced)
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
+        gm = normalize(gm)
+        tiled_loss_rules(CLASSES * 4 * 5).apply(gm)
+        return aot_autograd(fw_compiler=keep, partition_fn=partition)(gm, inputs)
+
+    torch.compile(loss, backend=backend)(x, w, torch.randint(CLASSES, (2, 19))).backward()
+    forward, backward = graphs
+    kept = [node.meta["val"] for node in forward.graph.output_node().all_input_nodes]
+    shapes = [tuple(value.shape) for value in kept if value.is_floating_point() and value.dim()]
+    assert sorted(shapes) == [(38, DEPTH), (CLASSES, DEPTH)]
+    assert "tiled_cross_entropy" not in backward.code
 
 
 @pytest.mark.parametrize(
