@@ -41,19 +41,26 @@ def whole(x: Any, w: Any, b: Any, target: Any, class_weight: Any, steps: str, **
     return F.cross_entropy(logits.float() if "float32" in steps else logits, target, class_weight, **how)
 
 
+@pytest.mark.parametrize("tile_rows", [1, 5, 100])
 @pytest.mark.parametrize("steps", ["", "to(v0, 'float32')", "div(v0, 3.0); tanh(v1); mul(v2, 3.0)"])
-def test_values_and_gradients_are_those_of_all_logits(steps: str) -> None:
+def test_values_and_gradients_are_those_of_all_logits(steps: str, tile_rows: int) -> None:
     x, w, b, target = operands()
     rounding = 1e-6 if "float32" in steps else 1e-12
     weights = torch.rand(CLASSES, dtype=torch.float32 if "float32" in steps else torch.float64)
-    for reduction, smoothing, class_weight in itertools.product(("none", "mean", "sum"), (0.0, 0.1), (None, weights)):
-        expected = whole(x, w, b, target, class_weight, steps, reduction=reduction, label_smoothing=smoothing)
-        loss = tiled_cross_entropy(x, w, b, target, class_weight, steps, reduction, -100, smoothing, TILE)
-        torch.testing.assert_close(loss, expected, rtol=rounding, atol=rounding)
-        seed = torch.rand_like(expected)
-        grads = torch.autograd.grad(loss, (x, w, b), seed)
-        for grad, want in zip(grads, torch.autograd.grad(expected, (x, w, b), seed), strict=True):
-            torch.testing.assert_close(grad, want, rtol=rounding, atol=rounding)
+    cases = itertools.product(("none", "mean", "sum"), (0.0, 0.1), (None, weights), (-100, int(target[1])))
+    for reduction, smoothing, class_weight, ignored in cases:
+        labels = torch.where(target == -100, ignored, target)
+        how = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
+        for leaves in ((x, w, b), (x, w)):
+            bias = leaves[2] if len(leaves) == 3 else None
+            expected = whole(x, w, bias, labels, class_weight, steps, **how)
+            how_in_tiles = steps, reduction, ignored, smoothing, TILE // 5 * tile_rows
+            loss = tiled_cross_entropy(x, w, bias, labels, class_weight, *how_in_tiles)
+            torch.testing.assert_close(loss, expected, rtol=rounding, atol=rounding)
+            seed = torch.rand_like(expected)
+            grads = torch.autograd.grad(loss, leaves, seed)
+            for grad, want in zip(grads, torch.autograd.grad(expected, leaves, seed), strict=True):
+                torch.testing.assert_close(grad, want, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
