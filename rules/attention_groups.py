@@ -4,7 +4,8 @@
     sdpa(q, k, v, enable_gqa=True)       ->  sdpa(q, repeat_kv(k), repeat_kv(v))   REPEAT_HEADS
 
 The first form is what rules reason about: k and v are as they are sent and kept, and how often they are read is said
-by the shapes. It matches unsqueeze, expand and reshape; repeat_interleave; one head that is expanded; with sinks too.
+by the shapes. It matches unsqueeze, expand and reshape, of [B, S, KV, D] too, which is transposed afterwards;
+repeat_interleave; one head that is expanded; all that in front of attention with sinks as well.
 Leaves alone, in these words, "k and v are no repeats of as many heads".
 Kernels for CPUs take groups, and read k and v as they are. On other devices FlashAttention does: without a mask, for
 head sizes up to 256, in half precision. Elsewhere the operator would fall back to one that holds all scores, so there
@@ -34,7 +35,7 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, op, shared, where
 from fxrewrite.ops import bind, key, value
-from fxrewrite.spmd import is_same_size
+from fxrewrite.spmd import Size, is_same_size
 from rules.attention_parts import attend_with_sinks, attention_call, sinks_call
 
 if TYPE_CHECKING:
@@ -46,9 +47,10 @@ aten = torch.ops.aten
 
 
 def _repeated(name: str) -> Any:
-    x, sizes = cap(name), cap(f"{name}_sizes", "any")
+    x, groups, sizes = cap(name), cap(f"{name}_groups", "any"), cap(f"{name}_sizes", "any")
     return either(
-        shared(op("reshape", op("expand", op("unsqueeze", x, 2), cap(f"{name}_groups", "any")), sizes)),
+        shared(op("reshape", op("expand", op("unsqueeze", x, 2), groups), sizes)),
+        shared(op("transpose", op("reshape", op("expand", op("unsqueeze", x, 3), groups), sizes), 1, 2)),
         shared(op("repeat_interleave", x, cap(f"{name}_times", Literal), 1)),
         shared(op("expand", x, sizes)),
     )
@@ -59,20 +61,35 @@ _REPEATED: dict[str, Any] = {"k": _repeated("k"), "v": _repeated("v")}
 
 @where.predicate("root", "q", "k", "v", text="share_heads")
 def _share_heads(root: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> bool | str:
-    heads, *kv_heads = (x.shape[1] if x.dim() == 4 else 0 for x in map(value, (q, k, v)))
-    operands = bind(root)
-    fits = isinstance(heads, int) and isinstance(kv_heads[0], int) and 0 < kv_heads[0] == kv_heads[1] < heads
-    fits = fits and all(_repeats(operands[name], x, heads) for name, x in (("key", k), ("value", v)))
-    return fits or "k and v are no repeats of as many heads"
+    heads, operands = value(q).shape[1] if value(q).dim() == 4 else 0, bind(root)
+    of_k, of_v = (_shared_heads(operands[name], x, heads) for name, x in (("key", k), ("value", v)))
+    return 0 < of_k == of_v < heads or "k and v are no repeats of as many heads"
 
 
-def _repeats(repeated: fx.Node, x: fx.Node, heads: int) -> bool:
-    """Whether each head of x is repeated so that there are as many; none of the other dimensions is."""
-    batch, kv_heads, *rest = value(x).shape
-    sizes, (inner, *_) = value(repeated).shape, repeated.all_input_nodes
-    if len(sizes) != 4 or not all(map(is_same_size, sizes, (batch, heads, *rest))):
-        return False
-    return key(repeated) != "aten::reshape" or is_same_size(value(inner).shape[2] * kv_heads, heads)
+def _shared_heads(repeated: fx.Node, x: fx.Node, heads: Size) -> int:
+    """The heads of x, where each is repeated so that there are `heads`, and no other dimension is; else 0."""
+    dim, sizes = _head_dim(repeated), list(value(x).shape)
+    repeated = repeated.all_input_nodes[0] if dim == 2 else repeated
+    kv_heads, found = sizes[dim] if len(sizes) == 4 else 0, value(repeated).shape
+    if not isinstance(heads, int) or not isinstance(kv_heads, int) or len(found) != 4:
+        return 0
+    sizes[dim] = heads
+    fits = all(map(is_same_size, found, sizes))
+    if key(repeated) == "aten::reshape":
+        fits = fits and is_same_size(value(repeated.all_input_nodes[0]).shape[dim + 1] * kv_heads, heads)
+    return kv_heads if fits else 0
+
+
+def _head_dim(repeated: fx.Node) -> int:
+    """Where the heads of what is repeated are: [B, KV, S, D], or [B, S, KV, D] that is transposed afterwards."""
+    return 2 if key(repeated) == "aten::transpose" else 1
+
+
+def _by_head(match: Match) -> list[Any]:
+    """k and v, [B, KV, S, D]."""
+    operands, given = bind(match.root), [match.proxy(match[name]) for name in "kv"]
+    dims = [_head_dim(operands[name]) for name in ("key", "value")]
+    return [torch.transpose(x, 1, 2) if dim == 2 else x for x, dim in zip(given, dims, strict=True)]
 
 
 def _share(name: str, attention: Any) -> Rule:
@@ -92,15 +109,16 @@ def _sample(draw: Draw) -> dict[str, Any]:
     batch, kv_heads, length, num_keys, depth = draw.shape(5)
     kv_heads, times = draw.choice(1, kv_heads), draw.integer(2, 3)
     heads = kv_heads * times
-    repeat = {
-        "_times": times,
-        "_groups": [draw.choice(-1, batch), kv_heads, times, num_keys, depth],
-        "_sizes": [batch, draw.choice(-1, heads), num_keys, depth],
-    }
+    found: dict[str, Any] = {}
+    for name in "kv":
+        outer, inner = draw.choice(([batch], [num_keys, depth]), ([batch, num_keys], [depth]))
+        found[name] = draw.tensor(*outer, kv_heads, *inner)
+        found[f"{name}_times"] = times
+        found[f"{name}_groups"] = [draw.choice(-1, batch), *outer[1:], kv_heads, times, *inner]
+        found[f"{name}_sizes"] = [*outer, draw.choice(-1, heads), *inner]
     return {
+        **found,
         "q": draw.tensor(batch, heads, length, depth),
-        **{name: draw.tensor(batch, kv_heads, num_keys, depth) for name in "kv"},
-        **{f"{name}{part}": given for part, given in repeat.items() for name in "kv"},
         "mask": draw.choice(None, draw.tensor(length, num_keys)),
         "sinks": draw.tensor(batch, heads, length, 1),
         "dropout_p": 0.0,
@@ -114,15 +132,16 @@ share_heads_beside_sinks = _share("share_heads_beside_sinks", sinks_call(**_REPE
 
 
 @share_heads.replacement
-def _(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+def _(match: Match, q: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
     """sdpa(q, k, v, mask, enable_gqa=True)"""
+    k, v = _by_head(match)
     return aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
 
 
 @share_heads_beside_sinks.replacement
-def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float) -> Any:
+def _(match: Match, q: Any, mask: Any, sinks: Any, scale: float) -> Any:
     """attend_with_sinks(q, k, v, mask, sinks, scale)"""
-    return match.call(attend_with_sinks, q, k, v, mask, sinks, scale)
+    return match.call(attend_with_sinks, q, *_by_head(match), mask, sinks, scale)
 
 
 @where.predicate("root", "q", "v", text="no_kernel_takes_groups")

@@ -57,6 +57,12 @@ def read_elsewhere(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[t
     return sdpa(q, k, repeat_kv(v)), k.sin()
 
 
+def by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The heads of k [B, S, KV, D] are repeated, then it is transposed, as torchtitan's Llama does."""
+    k = k.transpose(1, 2)[:, :, :, None].expand(B, S, KV, H // KV, D).reshape(B, S, H, D).transpose(1, 2)
+    return sdpa(q, k, repeat_kv(v), is_causal=True)
+
+
 def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.softmax(q @ repeat_kv(k).transpose(2, 3) * 0.5, -1) @ repeat_kv(v)
 
@@ -69,6 +75,7 @@ def beside_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
 SHARED: dict[str, tuple[Function, int]] = {
     "expanded": (lambda q, k, v: sdpa(q, repeat_kv(k), repeat_kv(v), is_causal=True, scale=0.3), KV),
     "interleaved": (lambda q, k, v: sdpa(q, *(x.repeat_interleave(3, dim=1) for x in (k, v)), q[..., :1]), KV),
+    "by rows": (by_rows, KV),
     "one head": (lambda q, k, v: sdpa(q, k.expand(-1, H, -1, -1), repeat_kv(v, H)), 1),
     "one value": (lambda q, k, v: sdpa(q, repeat_kv(k), repeat_kv(k)), KV),
     "two attentions": (shared_by_two, KV),
