@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import TracebackType
@@ -200,6 +201,20 @@ class Edit:
             meta[self._value_key] = val
         return node
 
+    def attach(self, module: torch.nn.Module, name: str) -> fx.Node:
+        """A `get_attr` node that reads the module; it is in front of all calls, and the module an attribute of `gm`.
+
+        Args:
+            module: a body of a higher-order operator.
+            name: what the attribute is called, with a number behind it.
+        """
+        path = next(path for path in (f"{name}_{i}" for i in itertools.count()) if not hasattr(self.gm, path))
+        self.gm.add_module(path, module)
+        with self.graph.inserting_before(self._body):
+            node = self.graph.get_attr(path)
+        self._journal.append(("attach", node))
+        return node
+
     def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Afterwards the node has these arguments; keyword arguments stay as they are when `kwargs` is None."""
         self._journal.append(("args", node, node.args, node.kwargs))
@@ -299,7 +314,7 @@ class Edit:
         erased = self.erased
         for record in self._journal:
             kind, node = record[0], record[1]
-            if kind == "erase" or kind == "meta" or node in erased:
+            if kind in ("erase", "meta", "attach") or node in erased:
                 continue
             for used in node.all_input_nodes:
                 if used in erased or used.graph is not self.graph:
@@ -342,6 +357,9 @@ class Edit:
             else:
                 self.graph.erase_node(node)
                 _forget_name(self.graph, node)
+                if kind == "attach":
+                    self._attributes.pop(node.target, None)
+                    delattr(self.gm, node.target)
 
 
 class Savepoint:

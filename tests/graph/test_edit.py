@@ -124,6 +124,22 @@ def test_a_savepoint_undoes_only_its_own_part() -> None:
     assert [n.name for n in gm.graph.nodes if n.op == "call_function"] == ["sigmoid", "silu_default", "add"]
 
 
+def test_a_body_is_attached_and_taken_away_again() -> None:
+    gm = traced()
+    before = state(gm)
+    body = fx.symbolic_trace(lambda x: x.sin())
+    with pytest.raises(KeyError), Edit(gm) as edit:  # noqa: PT012
+        assert edit.attach(body, "body").target == "body_0"
+        assert edit.attach(body, "body").target == "body_1"
+        raise KeyError
+    assert state(gm) == before
+    assert not list(gm.children())
+    with Edit(gm) as edit:
+        edit.attach(body, "body")
+    gm.graph.lint()
+    assert gm.body_0 is body
+
+
 def test_undo_costs_what_was_changed() -> None:
     graph = fx.Graph()
     value = graph.placeholder("x")
