@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autosp_rules.checkpoint import CheckpointOption
 from autosp_rules.mlps import MlpTileOption
+from rules.attention_flex import MaskKernel
 from rules.tiled_loss import TILE_BYTES
 
 __all__ = ["AttentionOption", "AutoSPConfig"]
@@ -34,6 +35,12 @@ class AutoSPConfig(BaseModel):
         description="how attention runs: whole sequences of some heads on each rank (ulysses), own queries to gathered "
         "keys (gather_kv), own queries to keys that travel (ring), both over groups of ranks (ring_ulysses), or auto: "
         "what costs least, by bytes sent and operations of the busiest rank; one that cannot serve is refused",
+    )
+    mask_kernel: MaskKernel = Field(
+        default="auto",
+        description="how attention is computed whose mask is more than causal and is never held whole: by rows (rows), "
+        "by torch's flex attention, or refused where it cannot be (flex), or auto: flex attention under inductor on "
+        "CUDA where it can be, else by rows",
     )
     skip_all_but_last_attention: bool = Field(
         default=False,

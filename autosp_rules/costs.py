@@ -27,7 +27,12 @@ __all__ = [
 ]
 
 ATTENTION = frozenset(
-    {"aten::scaled_dot_product_attention", "fxrewrite_rules::attention_by_rows", "autosp::ring_attention"}
+    {
+        "aten::scaled_dot_product_attention",
+        "autosp::ring_attention",
+        "fxrewrite_rules::attention_by_rows",
+        "higher_order::flex_attention",
+    }
 )
 """Operators that are attention, by their keys: `op(q, k, v, ...)` with q [..., L, D] and k, v [..., S, D]."""
 

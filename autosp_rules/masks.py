@@ -6,29 +6,34 @@ from typing import Any
 
 from torch import fx
 
-from fxrewrite import Edit, Report
+from fxrewrite import Edit, Report, refuse
 from fxrewrite.graph import product, size_hint, source_line
 from fxrewrite.ops import bind, fake_value, key
-from rules.attention_by_rows import why_not_by_rows
+from rules.attention_by_rows import ATTENTION_BY_ROWS, why_not_by_rows
+from rules.attention_flex import MaskKernel, why_not_flex
 from rules.attention_parts import ATTENTIONS
+from rules.flex_operator import FLEX_ATTENTION
 from rules.mask_kinds import kind_of
 from rules.mask_reading import is_dense
 
-__all__ = ["DescribeMasks"]
+__all__ = ["DescribeMasks", "check_flex"]
 
 _LONG = 131_072
 """Tokens for which a dense mask is priced."""
 
 
 class DescribeMasks:
-    """The step that reports masks that are computed by rows, and dense ones with the reason and the price."""
+    """The step that reports masks that are never held, how they are computed, and dense ones with the price."""
 
     name = "describe_masks"
+
+    def __init__(self, kernel: MaskKernel = "auto") -> None:
+        self._kernel: MaskKernel = kernel
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         alike: dict[str, list[fx.Node]] = {}
         for node in edit.nodes():
-            line = _line(node)
+            line = self._line(node)
             if line:
                 alike.setdefault(line, []).append(node)
         for line, (first, *more) in alike.items():
@@ -39,12 +44,36 @@ class DescribeMasks:
     def text(self) -> str:
         return "a line in the report for every kind of mask: what it means, or why it is dense and what it costs"
 
+    def _line(self, node: fx.Node) -> str:
+        if node.target in (ATTENTION_BY_ROWS, FLEX_ATTENTION):
+            return f"{kind_of(node) or 'an expression of rows and columns'}, {self._how(node)}"
+        return _dense(node) if key(node) in ATTENTIONS else ""
 
-def _line(node: fx.Node) -> str:
-    if key(node) == "fxrewrite_rules::attention_by_rows":
-        return f"{kind_of(node) or 'an expression of rows and columns'}, computed by rows"
-    if key(node) not in ATTENTIONS:
-        return ""
+    def _how(self, node: fx.Node) -> str:
+        if node.target is FLEX_ATTENTION:
+            return "by flex attention"
+        is_asked = self._kernel != "rows" and fake_value(node.all_input_nodes[0]).device.type == "cuda"
+        return "computed by rows" + (f": {why_not_flex(node)}" if is_asked else "")
+
+
+def check_flex(gm: fx.GraphModule, inner: object) -> list[str]:
+    """What the report says where flex attention is no kernel; refuses inductor on the CPU, which has no backward."""
+    node = next((node for node in gm.graph.nodes if node.target is FLEX_ATTENTION), None)
+    if node is None:
+        return []
+    if inner != "inductor":
+        return ["mask_kernel: flex attention is a kernel in inner='inductor' on CUDA; here it may hold all scores"]
+    if fake_value(node.all_input_nodes[0]).device.type == "cpu":
+        refuse(
+            "inductor has no backward pass of flex attention on the CPU",
+            hint="use mask_kernel='auto' or 'rows', or inner='aot_eager', which holds all scores",
+            node=node,
+        )
+    return []
+
+
+def _dense(node: fx.Node) -> str:
+    """The reason and the price of a mask that is held."""
     given = bind(node)
     mask = given["attn_mask"]
     if not isinstance(mask, fx.Node) or not is_dense(mask):

@@ -14,6 +14,7 @@
     shard_label_ids, ...          redistributions become slices and collectives
     write_out_slots               the operators of experts again, on the slots of a rank's tokens
     attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
+    flex_attention                that becomes torch's flex attention where inductor has a kernel for it
     attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits
     checkpoint                    tags: what layers keep, and what they compute again
@@ -43,6 +44,7 @@ from fxrewrite import DeadCode, RuleSet
 from fxrewrite.spmd import LayoutRules, LocalizeShapes, PropagateLayouts
 from rules.attention import ATTENTION_UNBIASED
 from rules.attention_by_rows import BY_ROWS
+from rules.attention_flex import MaskKernel, flex_rules
 from rules.attention_groups import REPEAT_HEADS, SHARE_HEADS
 from rules.attention_sinks import SINK_LAYOUTS
 from rules.bundles import BUNDLE_RULES
@@ -70,6 +72,7 @@ def rule_set(
     checkpoint: CheckpointOption = "auto",
     loss_tile: int = TILE_BYTES,
     mlp_tile: MlpTileOption = "auto",
+    mask_kernel: MaskKernel = "auto",
     *,
     skip_all_but_last_attention: bool = False,
 ) -> RuleSet:
@@ -94,8 +97,9 @@ def rule_set(
         COLLECTIVE_RULES,
         WRITE_OUT_SLOTS,
         BY_ROWS,
+        *(() if mask_kernel == "rows" else (flex_rules(mask_kernel),)),
         REPEAT_HEADS,
-        DescribeMasks(),
+        DescribeMasks(mask_kernel),
         tiled_loss_rules(loss_tile),
         *((tags, *tiles) if mlp_tile == "auto" else (*tiles, tags)),
         *((SKIP_ALL_BUT_LAST,) if skip_all_but_last_attention else ()),

@@ -11,6 +11,7 @@ from autosp_rules.checkpoint import is_recomputed
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.logits import drop_logits, why_not_tiled
+from autosp_rules.masks import check_flex
 from autosp_rules.offload import MIN_BYTES
 from autosp_rules.random import refuse_own_draws
 from autosp_rules.report import AutoSPReport, summarize
@@ -40,11 +41,13 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
             config.checkpoint,
             config.loss_tile,
             config.mlp_tile,
+            "rows" if config.mask_kernel == "auto" and config.inner != "inductor" else config.mask_kernel,
             skip_all_but_last_attention=config.skip_all_but_last_attention,
         )
         report = rules.apply(normal, context=context)
         if config.rng == "global":
             refuse_own_draws(normal)
+        report.lines.extend(check_flex(normal, config.inner))
     except RefusedError as error:
         raise AutoSPError(error.refusal, error.located_at) from error
     except FxRewriteError as error:

@@ -29,6 +29,7 @@ PRIVATE_TORCH = {
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
+    "rules/flex_operator.py": "flex attention as an operator: the public function takes no bodies and no tiles",
 }
 STABLE = (
     "torch._dynamo.mark_dynamic",  # documented for users of torch.compile

@@ -15,9 +15,10 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxrewrite.graph.sizes import size_hint
-from fxrewrite.ops import bodies_of_communicating
+from fxrewrite.ops import bodies_of_communicating, key
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.layout import check_num_ranks
 
@@ -72,6 +73,50 @@ def _run_inside(operator: OpOverload, body: Callable[..., Any]) -> None:
     torch.library.register_torch_dispatch(operator, LocalTensorMode, run)
 
 
+_RANK_BY_RANK = frozenset({"higher_order::flex_attention"})
+"""Higher-order operators that LocalTensorMode does not know."""
+
+
+class _RankByRank(torch.autograd.Function):
+    """A function on the values of each rank, forward and backward, where LocalTensorMode is not looking."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., tuple[torch.Tensor, ...]], *given: LocalTensor) -> Any:
+        ctx.ranks = sorted(given[0]._local_tensors)
+        ctx.given, ctx.made = [], []
+        with _disable_current_modes(), torch.enable_grad():
+            for rank in ctx.ranks:
+                values = [x._local_tensors[rank].detach().requires_grad_(x.requires_grad) for x in given]
+                ctx.given.append(values)
+                ctx.made.append(function(*values))
+        made = zip(*ctx.made, strict=True)
+        return tuple(LocalTensor({r: x.detach() for r, x in zip(ctx.ranks, xs, strict=True)}) for xs in made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: LocalTensor) -> Any:
+        found: list[dict[int, torch.Tensor]] = [{} for _ in ctx.given[0]]
+        for rank, given, made in zip(ctx.ranks, ctx.given, ctx.made, strict=True):
+            where = [i for i, x in enumerate(given) if x.requires_grad]
+            back = [(x, grad._local_tensors[rank]) for x, grad in zip(made, grads, strict=True) if x.requires_grad]
+            with _disable_current_modes():
+                inner = torch.autograd.grad([x for x, _ in back], [given[i] for i in where], [g for _, g in back])
+            for i, grad in zip(where, inner, strict=True):
+                found[i][rank] = grad
+        return None, *(LocalTensor(on_ranks) if on_ranks else None for on_ranks in found)
+
+
+def _run_rank_by_rank(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    flat, spec = pytree.tree_flatten((args, kwargs))
+    where = [i for i, x in enumerate(flat) if isinstance(x, LocalTensor)]
+
+    def run(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        placed = dict(zip(where, values, strict=True))
+        inner_args, inner_kwargs = pytree.tree_unflatten([placed.get(i, x) for i, x in enumerate(flat)], spec)
+        return target(*inner_args, **inner_kwargs)
+
+    return _RankByRank.apply(run, *(flat[i] for i in where))
+
+
 class _RankInterpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, num_ranks: int) -> None:
         super().__init__(gm)
@@ -81,6 +126,8 @@ class _RankInterpreter(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is axis_rank:
             return self._ranks
+        if key(target) in _RANK_BY_RANK:
+            return _run_rank_by_rank(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,6 +26,7 @@ _NOT_SHOWN = (
     "shard_label_ids, shard_position_ids",
     "write_out_slots",
     "attention_by_rows",
+    "flex_attention",
     "attention_repeat_heads",
     "name_masks",
     "describe_masks",

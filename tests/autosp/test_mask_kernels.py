@@ -1,0 +1,95 @@
+"""`mask_kernel`: flex attention in place of blocks of rows is exact on simulated ranks, is kept, and is said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from autosp_rules import AutoSPConfig, AutoSPError, AutoSPReport
+from autosp_rules.config import AttentionOption
+from autosp_rules.transform import transform
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh
+from rules.attention_by_rows import ATTENTION_BY_ROWS
+from rules.attention_flex import MaskKernel
+from rules.flex_operator import FLEX_ATTENTION
+from tests.autosp.attention_layer import IDS, Layer, OneDevice
+from tests.autosp.models import batch, build
+from tests.autosp.one_device import captured
+from tests.autosp.partition import Partition
+from tests.autosp.test_masks import MASKS_OF, Mask, kinds
+
+HOLDS = "mask_kernel: flex attention is a kernel in inner='inductor' on CUDA; here it may hold all scores"
+RUNS: dict[str, tuple[int, AttentionOption, int, bool]] = {
+    "right padding": (3, "gather_kv", 4, False),
+    "window": (4, "ulysses", 2, False),
+    "chunks": (2, "gather_kv", 2, True),
+    "documents": (2, "ulysses", 2, False),
+    "prefix": (2, "ulysses", 4, False),
+    "alibi": (2, "ulysses", 4, False),
+}
+"""Ranks, how attention runs, heads of k and v, and whether the length is a symbol."""
+
+
+def attend_with(mask: Mask) -> Callable[..., torch.Tensor]:
+    def attend(layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        columns = torch.arange(x.shape[1])
+        made = mask(columns[:, None], columns, layer.slopes.detach())
+        return F.scaled_dot_product_attention(q, k, v, made, enable_gqa=True)
+
+    return attend
+
+
+def config(mask_kernel: MaskKernel = "flex", inner: str = "eager", **how: object) -> AutoSPConfig:
+    return AutoSPConfig.model_validate({"mask_kernel": mask_kernel, "inner": inner, **how})
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_exact(name: str) -> None:
+    num_ranks, attention, kv_heads, dynamic = RUNS[name]
+    mask, kind = MASKS_OF[name]
+    one_device = OneDevice(Layer(attend_with(mask), 4, kv_heads), dynamic=dynamic)
+    report = one_device.check(num_ranks, config(strict=True, attention=attention))
+    assert kinds(report) == [f"{kind}, by flex attention"]
+    assert HOLDS in report.lines
+
+
+def program_of(mask: Mask, how: AutoSPConfig) -> tuple[list[object], AutoSPReport]:
+    """What the nodes of a program on two ranks call."""
+    gm, _ = captured(Layer(attend_with(mask), 4, 2), {"ids": IDS, "memory": IDS})
+    with fake_mesh((2,), ("sp",)) as mesh:
+        program, report = transform(gm, how, axis_of(mesh, "sp"))
+    return [node.target for node in program.graph.nodes], report
+
+
+@pytest.mark.parametrize(("kernel", "inner"), [("auto", "inductor"), ("auto", "eager"), ("rows", "inductor")])
+def test_on_the_cpu_masks_are_computed_by_rows(kernel: MaskKernel, inner: str) -> None:
+    called, report = program_of(MASKS_OF["window"][0], config(kernel, inner))
+    assert ATTENTION_BY_ROWS in called
+    assert FLEX_ATTENTION not in called
+    assert kinds(report) == ["causal and window 4, computed by rows"]
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(AutoSPError, match="inductor has no backward pass of flex attention on the CPU") as caught:
+        program_of(MASKS_OF["window"][0], config(inner="inductor"))
+    assert "mask_kernel='auto'" in caught.value.hint
+    lowest = torch.finfo(torch.float64).min
+    with pytest.raises(AutoSPError, match=r"the mask adds -1.8e\+308, and a row of it alone attends"):
+        program_of(lambda r, c, _: (0 * (c - r)).double().masked_fill((c > r) | (c <= r - 4), lowest), config())
+
+
+def test_layers_keep_its_result() -> None:
+    """The result and the logsumexp are kept, as by rows; tiles are found once, forward and backward, for all layers."""
+    gm, args = captured(build("llama_gqa"), batch("llama_gqa", "right_padding"))
+    with fake_mesh((2,), ("sp",)) as mesh:
+        program, report = transform(gm, config(inner="aot_eager", checkpoint="attention"), axis_of(mesh, "sp"))
+        partition = Partition(program, args)
+    (line,) = [line for line in report.lines if line.startswith("checkpoint")]
+    assert "recomputed are 12 x linear" in line, "and no attention"
+    assert "sent again are 2 values" in line, "q, k and v of each layer"
+    assert partition.num_again("flex_attention") == 0
+    assert partition.num_again("mask_tiles") == 1
