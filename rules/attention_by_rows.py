@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from fxrewrite import DeadCode, Match, Pattern, Rule, RuleSet, cap, where
-from fxrewrite.ops import fake_value
+from fxrewrite.ops import bind, fake_value
 from fxrewrite.spmd import is_same_size
 from rules.attention_kernels import (
     attend_block,
@@ -288,10 +288,10 @@ def _goes_by_rows(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node, dropout_p: 
     return why or True
 
 
-@where.predicate("q", "k", "v", "mask", text="goes_by_rows")
-def _goes_by_rows_with_sinks(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None) -> bool | str:
-    why = why_not_by_rows(q, k, v, mask)
-    return why or True
+@where.predicate("root", text="goes_by_rows")  # without a mask, nothing is asked of a capture of it
+def _goes_by_rows_with_sinks(root: fx.Node) -> bool | str:
+    q, k, v, mask, *_ = bind(root).values()
+    return why_not_by_rows(q, k, v, mask) or True
 
 
 attend_by_rows = Rule(
