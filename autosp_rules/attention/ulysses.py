@@ -29,15 +29,12 @@ __all__ = ["ULYSSES", "repeat_kv_heads", "repeat_kv_heads_beside_sinks"]
 
 aten = torch.ops.aten
 
-
 repeat_kv_heads = Rule(
     "autosp.repeat_kv_heads",
     Pattern((attention_call(enable_gqa=True),), (needs("autosp.repeat_kv_heads"),)),
     numerics="reassociates",
     domain="finite",
 )
-
-
 repeat_kv_heads_beside_sinks = Rule(
     "autosp.repeat_kv_heads_beside_sinks",
     Pattern((sinks_call(),), (needs("autosp.repeat_kv_heads_beside_sinks"),)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from autosp_rules import AutoSPError, AutoSPReport
 from autosp_rules.config import AttentionOption
-from tests.autosp.attention_layer import BATCH, HEAD_DIM, LENGTH, Layer, check
+from tests.autosp.attention_layer import BATCH, HEAD_DIM, LENGTH, VALUE_DIM, Layer, check
 
 sdpa = F.scaled_dot_product_attention
 TOKENS = torch.tensor([[1, 1, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]])
@@ -60,19 +61,27 @@ def test_exact(name: str) -> None:
 def attend_with_sinks(layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     rows, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     hidden = (columns > rows) | (columns <= rows - 4) | (columns < 2)
+    if layer.heads != layer.kv_heads:
+        k, v = (x.repeat_interleave(layer.heads // layer.kv_heads, 1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * HEAD_DIM**-0.5 + hidden * torch.tensor(torch.finfo(q.dtype).min, dtype=q.dtype)
     both = torch.cat([scores, layer.slopes.reshape(1, -1, 1, 1).expand(BATCH, -1, LENGTH, -1)], -1)
     return torch.softmax(both - both.amax(-1, keepdim=True), -1)[..., :-1] @ v
 
 
+@pytest.mark.parametrize("kv_heads", [12, 2])
 @pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])
-def test_sinks_are_exact(attention: AttentionOption) -> None:
-    """Of 12 heads a rank has its own, and the first rows keep no key."""
-    for num_ranks, report in check(Layer(attend_with_sinks, 12, 12), ranks=(3, 4), attention=attention).items():
+def test_sinks_are_exact(attention: AttentionOption, kv_heads: int) -> None:
+    """Of 12 heads a rank has its own, and the first rows keep no key; two heads of keys divide over no ranks here."""
+    for num_ranks, report in check(Layer(attend_with_sinks, 12, kv_heads), ranks=(3, 4), attention=attention).items():
         (line,) = [line for line in report.lines if line.startswith("attention: ")]
         assert line.startswith(f"attention: 1 x {attention}: asked for")
         kinds_sent = {c.kind for c in report.collectives if c.direction == "forward"}
         assert kinds_sent == {"all_reduce", "all_gather" if attention == "gather_kv" else "all_to_all"}, num_ranks
+        if attention == "ulysses":
+            numbers = BATCH * LENGTH // num_ranks * (HEAD_DIM + VALUE_DIM) * 8  # of one head, of two operands
+            (sent,) = (c for c in report.collectives if (c.kind, c.direction) == ("all_to_all", "forward"))
+            assert sent.count == 2
+            assert sent.bytes_sent == numbers * (12 + math.lcm(kv_heads, num_ranks)) * (num_ranks - 1) // num_ranks
         assert [kind.endswith("computed by rows") for kind in kinds(report)] == [True]
 
 
