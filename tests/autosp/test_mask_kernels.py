@@ -10,17 +10,20 @@ import torch.nn.functional as F  # noqa: N812
 
 from autosp_rules import AutoSPConfig, AutoSPError, AutoSPReport
 from autosp_rules.config import AttentionOption
+from autosp_rules.masks import DescribeMasks
 from autosp_rules.transform import transform
+from fxrewrite import RuleSet
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh
-from rules.attention_by_rows import ATTENTION_BY_ROWS
-from rules.attention_flex import MaskKernel
+from rules.attention_by_rows import ATTENTION_BY_ROWS, BY_ROWS
+from rules.attention_flex import MaskKernel, flex_rules
 from rules.flex_operator import FLEX_ATTENTION
 from tests.autosp.attention_layer import IDS, Layer, OneDevice
 from tests.autosp.models import batch, build
-from tests.autosp.one_device import captured
+from tests.autosp.one_device import assert_equal_to_one_device, captured
 from tests.autosp.partition import Partition
-from tests.autosp.test_masks import MASKS_OF, Mask, kinds
+from tests.autosp.test_masks import MASKS_OF, Mask, attend_with_sinks, kinds
+from tests.rules.test_attention_flex import ON_CUDA, on_cuda
 
 HOLDS = "mask_kernel: flex attention is a kernel in inner='inductor' on CUDA; here it may hold all scores"
 RUNS: dict[str, tuple[int, AttentionOption, int, bool]] = {
@@ -57,6 +60,20 @@ def test_exact(name: str) -> None:
     assert HOLDS in report.lines
 
 
+@pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])
+def test_sinks(attention: AttentionOption) -> None:
+    """In float32, as the logsumexp is."""
+    report = assert_equal_to_one_device(
+        Layer(attend_with_sinks, 12, 12).float(),
+        {"ids": IDS, "memory": IDS},
+        ranks=(3,),
+        config=config(attention=attention),
+        loss_tolerance=1e-6,
+        grad_tolerance=1e-6,
+    )
+    assert [kind.endswith("by flex attention") for kind in kinds(report)] == [True]
+
+
 def program_of(mask: Mask, how: AutoSPConfig) -> tuple[list[object], AutoSPReport]:
     """What the nodes of a program on two ranks call."""
     gm, _ = captured(Layer(attend_with(mask), 4, 2), {"ids": IDS, "memory": IDS})
@@ -71,6 +88,13 @@ def test_on_the_cpu_masks_are_computed_by_rows(kernel: MaskKernel, inner: str) -
     assert ATTENTION_BY_ROWS in called
     assert FLEX_ATTENTION not in called
     assert kinds(report) == ["causal and window 4, computed by rows"]
+
+
+@pytest.mark.parametrize("case", ON_CUDA)
+def test_the_report_says_why_masks_stay_by_rows_on_cuda(case: str) -> None:
+    report = RuleSet("masks", BY_ROWS, flex_rules("auto"), DescribeMasks("auto")).apply(on_cuda(case))
+    (line,) = report.lines
+    assert f", computed by rows: {ON_CUDA[case][-1]}" in line
 
 
 def test_what_is_refused() -> None:

@@ -134,10 +134,9 @@ ON_CUDA: dict[str, tuple[int, torch.dtype, float | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", ON_CUDA)
-def test_what_stays_by_rows_on_cuda_says_why(case: str) -> None:
-    """On fake values of a device that need not be there."""
-    width, dtype, fill, why = ON_CUDA[case]
+def on_cuda(case: str) -> fx.GraphModule:
+    """Attention on fake values of a device that need not be there."""
+    width, dtype, fill, _ = ON_CUDA[case]
     with FakeTensorMode():
         qkv = [torch.empty(2, heads, 300, width, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
 
@@ -147,11 +146,15 @@ def test_what_stays_by_rows_on_cuda_says_why(case: str) -> None:
         mask = kept if fill is None else torch.where(kept, 0.0, fill).to(dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
-    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*qkv)
-    rules = RuleSet("auto", BY_ROWS, flex_rules("auto"))
+    return make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*qkv)
+
+
+@pytest.mark.parametrize("case", ON_CUDA)
+def test_what_stays_by_rows_on_cuda_says_why(case: str) -> None:
+    gm, rules = on_cuda(case), RuleSet("auto", BY_ROWS, flex_rules("auto"), atomic=True)
     rules.apply(gm)
     assert ATTENTION_BY_ROWS in [node.target for node in gm.graph.nodes]
-    assert why in str(rules.once().explain(gm, "masks.attend_by_flex"))
+    assert ON_CUDA[case][-1] in str(rules.once().explain(gm, "masks.attend_by_flex"))
 
 
 def test_graph(fx_snapshot: Any) -> None:
