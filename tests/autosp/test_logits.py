@@ -12,9 +12,13 @@ from torch import fx, nn
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
 from autosp_rules.logits import drop_logits
+from autosp_rules.transform import transform
 from fxrewrite import normalize
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh
 from tests.autosp.models import VOCAB, batch, build
-from tests.autosp.one_device import assert_equal_to_one_device
+from tests.autosp.one_device import assert_equal_to_one_device, captured
+from tests.autosp.partition import Partition
 
 DROP = AutoSPConfig(logits="drop", loss_tile=VOCAB * 8 * 3)
 
@@ -89,3 +93,37 @@ def test_logits_that_are_held_nevertheless_are_reported(loss: Any, is_tiled: boo
     report = assert_equal_to_one_device(_Head(loss), {"ids": ids}, ranks=(2, 3), config=DROP)
     assert report.rewrites.get("tiled_loss.tile", 0) == is_tiled
     assert any("its loss is not computed in tiles" in line for line in report.lines) != is_tiled
+
+
+class _Predictor(nn.Module):
+    """A layer that returns a loss of its own, as those that predict more than one token do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.head = nn.Linear(8, 8), nn.Linear(8, VOCAB)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.proj(x).tanh()).flatten(0, 1), ids.flatten())
+
+
+class _Predictors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Embedding(VOCAB, 8), nn.ModuleList(_Predictor() for _ in range(2))
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        return self.layers[0](x, ids) + 0.3 * self.layers[1](x, ids.roll(-1, 1))
+
+
+def test_a_loss_in_tiles_is_in_no_layer_that_is_computed_again() -> None:
+    model, inputs = _Predictors(), {"ids": torch.arange(32).reshape(2, 16)}
+    config = DROP.model_copy(update={"checkpoint": "full", "logits": "keep"})
+    report = assert_equal_to_one_device(model, inputs, ranks=(2,), config=config)
+    assert report.rewrites["tiled_loss.tile"] == 2
+    gm, args = captured(model, inputs)
+    with fake_mesh((2,), ("sp",)) as mesh:
+        partition = Partition(transform(gm, config, axis_of(mesh, "sp"))[0], args)
+    assert partition.num_again("tanh") == 2
+    assert partition.num_again("tiled_cross_entropy") == 0

@@ -180,9 +180,11 @@ def test_half_precision_is_as_near_to_the_truth_as_all_logits(
     def grads(loss: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         return [grad.double() / loss_scale for grad in torch.autograd.grad(loss.float() * loss_scale, leaves)]
 
-    truth = torch.autograd.grad(whole(*exact, target, None, ""), exact)
-    before = grads(whole(*half, target, None, steps), half)
+    exactly, at_once = whole(*exact, target, None, ""), whole(*half, target, None, steps)
     loss = tiled_cross_entropy(*half, target, None, steps, "mean", -100, 0.0, TILE)
+    assert loss.dtype == at_once.dtype
+    assert (loss - exactly).abs() <= 1.2 * (at_once - exactly).abs() + 1e-6
+    truth, before = torch.autograd.grad(exactly, exact), grads(at_once, half)
     for leaf, grad, untiled, true in zip(half, grads(loss, half), before, truth, strict=True):
         assert (grad - true).norm() <= 1.2 * (untiled - true).norm() + 1e-9, leaf.shape
 
