@@ -4,11 +4,12 @@
             kept in part   [1, 1, 1] of them   [0, ...] [1, ...] [2, ...]
             kept all       [0, 1, 2] of them   [...]    [0, ...] [0, 1, ...]
 
-Eight tensors of int32. How many tiles of 128 x 128 each run of rows keeps in part, [B or 1, H or 1, L / 128], and
-which, those first, [B or 1, H or 1, L / 128, S / 128]; the same of tiles that are kept all; then both by columns. A
-tile that is cut off at the end is kept in part. Of a mask that is added to scores, tiles are hidden that have no entry
-greater than `hidden`, and none is kept all. Where `hidden` is -inf, an entry that may be finite and hide as well is an
-error: a row of such entries alone attends to all keys alike. For that the device is waited for, and for nothing else.
+Eight tensors of int32. How many tiles of 128 x 128 each run of rows keeps in part, [B or 1, 1, L / 128], and which,
+those first, [B or 1, 1, L / 128, S / 128]; the same of tiles that are kept all; then both by columns. What one head
+keeps and another hides is kept in part, and so is a tile that is cut off at the end. Of a mask that is added to scores,
+tiles are hidden that have no entry greater than `hidden`, and none is kept all. Where `hidden` is -inf, an entry that
+may be finite and hide as well is an error: a row of such entries alone attends to all keys alike. For that the device
+is waited for, and for nothing else.
 Numerics: exact; a tile that bounds cannot tell is kept in part.
 Source: PyTorch, torch/nn/attention/flex_attention.py (create_block_mask, BlockMask).
 """
@@ -49,12 +50,13 @@ def _tiles(
         kept, full = high > hidden, torch.zeros_like(high, dtype=torch.bool)
         if math.isinf(hidden):
             _check_hidden(expression, leaves, high.dtype)
-    shape = _shape(leaves, rows, columns)
-    kept, full = (x.to(device).expand(shape).clone() for x in (kept, full))
+    batch, *tiles = _shape(leaves, rows, columns)
+    kept, full = (x.to(device).expand(*torch.broadcast_shapes(x.shape, (batch, 1, *tiles))) for x in (kept, full))
+    kept, full = kept.any(1, keepdim=True), full.all(1, keepdim=True)
     full[..., rows // TILE :, :] = False
     full[..., columns // TILE :] = False
     part = kept & ~full
-    return tuple(x for tiles in (part, full, part.mT, full.mT) for x in _ordered(tiles))
+    return tuple(x for found in (part, full, part.mT, full.mT) for x in _ordered(found))
 
 
 MASK_TILES = torch.ops.fxrewrite_rules.mask_tiles.default
@@ -63,16 +65,16 @@ MASK_TILES = torch.ops.fxrewrite_rules.mask_tiles.default
 
 @_tiles.register_fake
 def _(leaves: Any, mask: str, rows: int, columns: int, hidden: float, device: torch.device) -> Any:
-    *outer, down, across = _shape(leaves, rows, columns)
+    batch, down, across = _shape(leaves, rows, columns)
     by_rows, by_columns = ((down,), (down, across)), ((across,), (across, down))
     sizes = (*by_rows, *by_rows, *by_columns, *by_columns)
-    return tuple(torch.empty((*outer, *size), dtype=torch.int32, device=device) for size in sizes)
+    return tuple(torch.empty((batch, 1, *size), dtype=torch.int32, device=device) for size in sizes)
 
 
 def _shape(leaves: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[int, ...]:
-    """[B or 1, H or 1, runs of rows, runs of columns]"""
-    outer = torch.broadcast_shapes((1, 1), *(leaf.shape[:-2] for leaf in leaves))
-    return (*outer, *((length + TILE - 1) // TILE for length in (rows, columns)))
+    """[B or 1, runs of rows, runs of columns]"""
+    batch, _ = torch.broadcast_shapes((1, 1), *(leaf.shape[:-2] for leaf in leaves))
+    return (batch, *((length + TILE - 1) // TILE for length in (rows, columns)))
 
 
 def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

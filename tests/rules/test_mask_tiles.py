@@ -12,7 +12,7 @@ from fxrewrite import FxRewriteError
 from rules.mask_tiles import MASK_TILES
 
 IDS = torch.arange(300).repeat(2, 1) // torch.tensor([[70], [150]])
-ROWS, COLUMNS = torch.arange(300)[:, None], torch.arange(300)
+ROWS, COLUMNS = torch.arange(384)[:, None], torch.arange(384)
 PADDING = torch.stack([torch.arange(300) < 290, torch.arange(300) >= 140])
 CPU, INF = torch.device("cpu"), float("inf")
 LOW = torch.finfo(torch.float32).min
@@ -27,11 +27,6 @@ EXACT: dict[str, tuple[str, list[torch.Tensor], Callable[..., torch.Tensor]]] = 
         "eq(x0, x1)",
         [IDS[:, None, :, None], IDS[:, None, None]],
         lambda b, h, q, k: IDS[b, q] == IDS[b, k],
-    ),
-    "by heads": (
-        "lt(sub(x0, x1), x2)",
-        [ROWS, COLUMNS, torch.tensor([1, 130, 400])[:, None, None]],
-        lambda b, h, q, k: q - k < torch.tensor([1, 130, 400])[h],
     ),
     "all": ("full(1, torch.bool)", [], lambda b, h, q, k: k >= 0),
 }
@@ -56,11 +51,21 @@ def _cut(leaf: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return leaf if leaf.dim() < -dim or leaf.shape[dim] == 1 else leaf.narrow(dim, 0, size)
 
 
+WINDOWS = torch.tensor([1, 130, 400])[:, None, None]
+
+
+def test_what_some_head_keeps_is_kept() -> None:
+    in_part, _, full, *_ = MASK_TILES([ROWS, COLUMNS, WINDOWS], "lt(sub(x0, x1), x2)", 384, 384, -INF, CPU)
+    assert in_part.tolist() == [[[1, 2, 3]]], "the diagonal, and all below it, which the first head hides"
+    assert full.tolist() == [[[2, 1, 0]]], "all above the diagonal"
+
+
 def test_the_operator_is_one_for_torch() -> None:
     """Schema, fake values, dynamic shapes."""
-    for name in ("causal and padding", "by heads", "all"):
+    for name in ("causal and padding", "all"):
         text, leaves, _ = EXACT[name]
         torch.library.opcheck(MASK_TILES, (leaves, text, 300, 300, -INF, CPU))
+    torch.library.opcheck(MASK_TILES, ([COLUMNS, ROWS, SLOPES], CAUSAL_BIAS, 300, 300, -INF, CPU))
 
 
 CAUSAL_BIAS = "add(mul(sub(x0, x1), x2), masked_fill(full(0, torch.float32), gt(x0, x1), -inf))"
@@ -69,8 +74,8 @@ SLOPES = torch.tensor([0.5, 0.25])[:, None, None]
 
 def test_what_an_added_mask_hides() -> None:
     counts, which, full, *_ = MASK_TILES([COLUMNS, ROWS, SLOPES], CAUSAL_BIAS, 300, 300, -INF, CPU)
-    assert counts.tolist() == [[[1, 2, 3], [1, 2, 3]]]
-    assert which[0, 0].tolist() == [[0, 1, 2], [0, 1, 2], [0, 1, 2]]
+    assert counts.tolist() == [[[1, 2, 3]]]
+    assert which.tolist() == [[[[0, 1, 2], [0, 1, 2], [0, 1, 2]]]]
     assert not full.any(), "a score is changed in every tile"
 
 
