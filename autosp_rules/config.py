@@ -37,7 +37,7 @@ class AutoSPConfig(BaseModel):
         "what costs least, by bytes sent and operations of the busiest rank; one that cannot serve is refused",
     )
     mask_kernel: MaskKernel = Field(
-        default="auto",
+        default="rows",
         description="how attention is computed whose mask is more than causal and is never held whole: by rows (rows), "
         "by torch's flex attention, or refused where it cannot be (flex), or auto: flex attention under inductor on "
         "CUDA where it can be, else by rows",

@@ -14,7 +14,7 @@
     shard_label_ids, ...          redistributions become slices and collectives
     write_out_slots               the operators of experts again, on the slots of a rank's tokens
     attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
-    flex_attention                that becomes torch's flex attention where inductor has a kernel for it
+    flex_attention                if asked for, that becomes torch's flex attention where inductor has a kernel for it
     attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits
     checkpoint                    tags: what layers keep, and what they compute again
@@ -72,7 +72,7 @@ def rule_set(
     checkpoint: CheckpointOption = "auto",
     loss_tile: int = TILE_BYTES,
     mlp_tile: MlpTileOption = "auto",
-    mask_kernel: MaskKernel = "auto",
+    mask_kernel: MaskKernel = "rows",
     *,
     skip_all_but_last_attention: bool = False,
 ) -> RuleSet:
