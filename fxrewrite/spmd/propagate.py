@@ -143,14 +143,18 @@ class _Propagation:
         return decision
 
     def _home(self, node: fx.Node, decision: Decision) -> Decision:
-        """A value that was computed whole from sharded ones is shown sharded where it is as long as the sequence."""
+        """A value that was computed whole from sharded ones is shown sharded where it is as long as the sequence.
+
+        That is a guess at what is fast: within the graph layouts are exact whatever is sharded.
+        """
         if any(layout != R for layout in decision.gives + decision.shows) or node in self._written:
             return decision
         if node.target is redistribute:
             return decision  # whole, as asked for
         values = node.meta.get("val")
         values = values if isinstance(values, (list, tuple)) else [values]
-        return replace(decision, shows=tuple(map(self._along_sequence, values[: len(decision.shows)])))
+        shows = tuple(map(self._along_sequence, values[: len(decision.shows)]))
+        return replace(decision, shows=shows, by_size=any(layout != R for layout in shows))
 
     def _along_sequence(self, value: Any) -> Layout:
         shape = value.shape if isinstance(value, torch.Tensor) else ()
@@ -196,6 +200,10 @@ class _Propagation:
         if updates_statistics(node):
             return replace(replicated(len(operands), num_results), gathered="it writes statistics of all tokens")
         if mutates(node):
+            written = mutated(node)
+            is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
+            if is_whole and not self._writes_through_a_copy(node):
+                return replace(replicated(len(operands), num_results), gathered="it writes to what every rank holds")
             refuse(
                 "an in-place operation on a sharded value",
                 node=node,
@@ -203,7 +211,8 @@ class _Propagation:
             )
         function = custom_function(node)
         if function is not None and self._given is None:
-            return self.functions.decide(node, function, layouts)
+            by_size = any(self.decisions[operand].by_size for operand in operands)
+            return replace(self.functions.decide(node, function, layouts), by_size=by_size)
         if self._given is not None and stays_a_sum(node, operands, layouts):
             return Decision(tuple(layouts), (Partial(),), (Partial(),), "a sum stays one")
         call, rule, indices = self._call(node)
@@ -219,9 +228,10 @@ class _Propagation:
                 )
             return replace(replicated(len(operands), num_results), gathered=why)
         try:
-            return self._decide(call, rule, indices, layouts)
+            decision = self._decide(call, rule, indices, layouts)
         except RefusedError as error:
             raise error.filled(rule=rule.id) from error
+        return replace(decision, by_size=self._is_by_size(call, indices, decision))
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
         """Whether the node writes to a view of a sharded value: the view was gathered, so the write would be lost."""
@@ -238,7 +248,9 @@ class _Propagation:
         return False
 
     def _decide(self, call: Call, rule: LayoutRule, indices: IndexMap, layouts: list[Layout]) -> Decision:
-        parts = [indices.locate(terms, layout) for terms, layout in zip(indices.operands, layouts, strict=True)]
+        by_size = [self.decisions[operand].by_size for operand in call.operands]
+        order = sorted(range(len(layouts)), key=by_size.__getitem__)  # a dimension that dataflow found comes first
+        parts = [indices.locate(indices.operands[i], layouts[i]) for i in order]
         blocked = next((part for part in parts if part is not None and part.index in indices.whole), None)
         free = [part for part in parts if part is not None and part.index not in indices.whole]
         free = [part for part in free if self._divides(indices, part)]
@@ -277,12 +289,24 @@ class _Propagation:
             where = f"its index {blocked.index} must be whole"
         return replace(decision, shows=shows, gathered=f"{call.key}: {where}")
 
+    def _is_by_size(self, call: Call, indices: IndexMap, decision: Decision) -> bool:
+        """Whether a result is shown sharded otherwise than on a dimension that dataflow follows to it."""
+        operands = zip(call.operands, indices.operands, strict=True)
+        found = [indices.locate(terms, self._shown(n)) for n, terms in operands if not self.decisions[n].by_size]
+        parts = [part for part in found if part is not None]
+        for terms, shown in zip(indices.results, decision.shows, strict=True):
+            followed = [indices.layout(terms, part) for part in parts if indices.has(terms, part.index)]
+            if isinstance(shown, Shard) and not any(is_same_layout(shown, layout) for layout in followed):
+                return True
+        return False
+
     def _divides(self, indices: IndexMap, part: IndexPart) -> bool:
         return part.uneven or require_divisible(indices.sizes[part.index] // part.within, self.axis.size)
 
     def _output(self, node: fx.Node) -> Decision:
-        wants = tuple(self.context.output_layout(value, self._shown(value)) for value in operands_of(node))
-        return Decision(wants, (), ())
+        operands = operands_of(node)
+        layouts = [R if self.decisions[operand].by_size else self._shown(operand) for operand in operands]
+        return Decision(tuple(map(self.context.output_layout, operands, layouts)), (), ())
 
     # backward
 

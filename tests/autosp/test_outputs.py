@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from autosp_rules import AutoSPConfig, AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import batch, build
+from tests.autosp.one_device import captured
 
 
 def run(inputs: dict[str, Any], **options: Any) -> tuple[list[Any], Any, AutoSPReport]:
@@ -63,3 +66,59 @@ def test_bytes_sent_are_those_of_the_formula() -> None:
     (all_to_all,) = [c for c in report.collectives if c.kind == "all_to_all"]
     assert all_to_all.count == 4
     assert all_to_all.bytes_sent == 2 * (2 * 4 + 2 * 2) * (2 * 8) * 8 * 8 // 2
+
+
+WIDTH = 24
+WHOLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "the last token": lambda x: x[:, -1],
+    "the largest": lambda x: x.amax(1),
+    "computed of the last token": lambda x: x[:, -1].tanh() * 2,
+    "every second": lambda x: x[:, ::2],
+    "twice": lambda x: torch.cat([x, x], 1),
+    "by an operator without a rule": lambda x: torch.linalg.qr(x).Q.relu(),
+}
+CHUNKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "hidden states": lambda x: x * 2,
+    "in front of the last token": lambda x: x * x[:, -1:],
+    "behind the last token": lambda x: x[:, -1:] * x,
+    "scores": lambda x: x @ x.transpose(1, 2),
+    "after a scan over the sequence": lambda x: x.cumsum(1).relu(),
+}
+
+
+class Returns(nn.Module):
+    """A loss of hidden states [2, S, 24], and what `read` makes of them."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.read = nn.Embedding(7, WIDTH, dtype=torch.float64), read
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embed(ids)
+        return x.square().mean(), self.read(x)
+
+
+@pytest.mark.parametrize("length", [20, WIDTH])
+@pytest.mark.parametrize("name", [*WHOLE, *CHUNKS])
+def test_what_returns_as_a_chunk_is_no_question_of_sizes(name: str, length: int) -> None:
+    """A length that is also the number of features changes nothing: dataflow says what the sequence is."""
+    outputs, expected = read_on_two_ranks((WHOLE | CHUNKS)[name], length)
+    parts = list(expected.chunk(2, dim=1)) if name in CHUNKS else [expected, expected]
+    for output, part in zip(outputs, parts, strict=True):
+        torch.testing.assert_close(output, part, rtol=1e-12, atol=1e-12)
+
+
+def test_of_a_flattened_batch_a_rank_has_its_chunk_of_every_row() -> None:
+    outputs, expected = read_on_two_ranks(lambda x: x.flatten(0, 1), 20)
+    whole = torch.cat([output.view(2, 10, WIDTH) for output in outputs], dim=1).flatten(0, 1)
+    torch.testing.assert_close(whole, expected, rtol=1e-12, atol=1e-12)
+
+
+def read_on_two_ranks(read: Callable[[Tensor], Tensor], length: int) -> tuple[list[Tensor], Tensor]:
+    """What each rank returns of `Returns(read)`, and what one device does."""
+    model, ids = Returns(read), torch.randint(7, (2, length))
+    gm, inputs = captured(model, {"ids": ids})
+    with fake_mesh((2,), ("sp",)) as mesh:
+        program, _ = transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))
+        return [output for _, output in run_on_ranks(program, inputs, 2).outputs], model(ids)[1].detach()
