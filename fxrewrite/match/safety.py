@@ -8,8 +8,10 @@ from collections.abc import Set as AbstractSet
 from itertools import combinations, product
 from typing import Any
 
+import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite import ops
 from fxrewrite.errors import Reason, refuse
@@ -223,7 +225,7 @@ def _nodes(values: Iterable[Any]) -> list[fx.Node]:
 
 
 def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
-    """Whether a writer may write to memory of these nodes. Inputs of the graph may be views of each other."""
+    """Whether a writer may write to memory of these nodes."""
     if ops.is_barrier(writer):
         return True
     written = {origin for node in ops.mutated(writer) for origin in ops.memory_origins(node)}
@@ -232,13 +234,18 @@ def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
 
 
 def _from_outside(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if node.op in ("placeholder", "get_attr")]
+    """The inputs and attributes among them, without sizes and other numbers, which are no memory."""
+    numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+    from_outside = (node for node in nodes if node.op in ("placeholder", "get_attr"))
+    return [node for node in from_outside if not isinstance(node.meta.get("val"), numbers)]
 
 
 def _may_be_one_memory(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two inputs may be views of each other: nobody passes one memory as two dtypes."""
-    first, second = (getattr(node.meta.get("val"), "dtype", None) for node in (a, b))
-    return first is None or second is None or first == second
+    """Whether two inputs may be views of each other: they were when traced, as AOTAutograd takes it, or nobody knows."""
+    first, second = (node.meta.get("val") for node in (a, b))
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return True
+    return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
 
 
 def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
