@@ -118,8 +118,8 @@ class RuleSet:
 
     def fixpoint(self, limit: int = 8, *, order: Order = "top_down", overlap: Overlap = "first") -> Plan:
         """The plan that runs the set until nothing changes; more than `limit` rounds with changes are an error."""
-        if limit < 1:
-            raise RuleDefinitionError(f"fixpoint(limit={limit}): at least one round")
+        if not isinstance(limit, int) or limit < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(f"fixpoint(limit={limit!r}): a number of rounds, at least one")
         return Plan((_Stage(self, limit, Strategy(order, overlap)),))
 
     def __rshift__(self, other: RuleSet | Rule | Plan) -> Plan:
@@ -167,7 +167,12 @@ class RuleSet:
 
     def _check(self, edit: Edit) -> None:
         if self.invariant is not None:
-            wrong = self.invariant(edit.nodes())
+            try:
+                wrong = self.invariant(edit.nodes())
+            except Exception as error:
+                raise InvariantError(
+                    f"set {self.name}: the invariant raised {type(error).__name__}: {error}; the graph is as before"
+                ) from error
             if wrong is not None and not isinstance(wrong, str):  # pyright: ignore[reportUnnecessaryIsInstance, reportUnnecessaryComparison]
                 raise InvariantError(
                     f"set {self.name}: the invariant gave {wrong!r}; it gives a text that says what is wrong, or ''"

@@ -268,14 +268,19 @@ def test_fields_of_named_tuples_in_replacements():
         (lambda: Pattern("relu(x)"), "takes tuples"),
         (lambda: RuleSet("s", [NEG]), "one by one"),
         (lambda: RuleSet(NEG, NEG), "takes a name"),
-        (lambda: DROP_NEG.fixpoint(0), "at least one round"),
+        (lambda: DROP_NEG.fixpoint(0), "at least one"),
+        (lambda: DROP_NEG.fixpoint("a"), r"fixpoint\(limit='a'\): a number of rounds"),
         (lambda: DROP_NEG.apply(None), "takes an fx.GraphModule, not NoneType"),
         (
             lambda: RuleSet("s", NEG, invariant=lambda nodes: False).apply(fx.symbolic_trace(lambda x: x + 1)),
             "the invariant gave False",
         ),
+        (
+            lambda: RuleSet("s", NEG, invariant=lambda nodes: 1 / 0).apply(fx.symbolic_trace(lambda x: x + 1)),
+            "set s: the invariant raised ZeroDivisionError: division by zero; the graph is as before",
+        ),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_mistakes_are_named(wrong, message):
     with pytest.raises(FxRewriteError, match=message):
