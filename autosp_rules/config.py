@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autosp_rules.checkpoint import CheckpointOption
+from autosp_rules.errors import AutoSPError
 from autosp_rules.mlps import MlpTileOption
 from rules.attention_flex import MaskKernel
 from rules.tiled_loss import TILE_BYTES
@@ -18,7 +21,11 @@ AttentionOption: TypeAlias = Literal["auto", "ulysses", "gather_kv", "ring", "ri
 
 
 class AutoSPConfig(BaseModel):
-    """Settings of the `autosp` backend; unknown names are errors."""
+    """Settings of the `autosp` backend.
+
+    Raises:
+        AutoSPError: a name is no setting, or a value is none for it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,3 +94,29 @@ class AutoSPConfig(BaseModel):
     timeout: float = Field(
         default=300.0, gt=0, description="seconds to wait at compile time for the other ranks to show the same graph"
     )
+
+    if not TYPE_CHECKING:  # type checkers know the settings from the fields
+
+        def __init__(self, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise _first_mistake(error) from None
+
+
+def _first_mistake(error: ValidationError) -> AutoSPError:
+    """What is wrong with the first setting that is: its name, or, of each type that it may have, why it is none."""
+    first, *others = error.errors()
+    name, value = str(first["loc"][0]), first["input"]
+    if first["type"] == "extra_forbidden":
+        known = list(AutoSPConfig.model_fields)
+        return AutoSPError.of(f"{name} is no setting", hint=_nearest(name, known) or f"there are {', '.join(known)}")
+    problems = [first, *(other for other in others if other["loc"][0] == name)]
+    why = ", or ".join(problem["msg"].replace("Input should", "it should") for problem in problems)
+    known = [word for problem in problems for word in re.findall("'(.*?)'", problem.get("ctx", {}).get("expected", ""))]
+    return AutoSPError.of(f"{name}={value!r}: {why}", hint=_nearest(str(value), known))
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f"did you mean {near[0]!r}?" if near else ""

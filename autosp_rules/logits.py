@@ -27,17 +27,22 @@ _LOSSES = {"aten::cross_entropy_loss": "self", "aten::nll_loss_nd": "self", "ate
 def drop_logits(gm: fx.GraphModule) -> dict[str, str]:
     """Afterwards outputs from which a loss of the graph is made, rows of logits, are None; a line for each, by name.
 
+    Of a graph that returns none of its logits, a line for the logits.
+
     Raises:
-        RefusedError: the graph has no such output.
+        RefusedError: the graph has no logits of a cross entropy.
     """
-    output = gm.graph.output_node()
-    dropped = _logits(gm.graph) & set(output.all_input_nodes)
-    if not dropped:
+    output, logits = gm.graph.output_node(), _logits(gm.graph)
+    if not logits:
         refuse(
-            "logits='drop', and the graph returns no logits of a cross entropy",
+            "logits='drop', and the graph has no logits of a cross entropy",
             node=output,
             hint=_hint(gm.graph),
         )
+    dropped = logits & set(output.all_input_nodes)
+    if not dropped:
+        first = next(node for node in gm.graph.nodes if node in logits)
+        return {first.name: f"logits='drop' changes nothing: the logits %{first.name} are no output"}
     with Edit(gm) as edit:
 
         def kept(node: fx.Node) -> Any:

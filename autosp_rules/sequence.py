@@ -14,7 +14,7 @@ The sequence is the last dimension of ids, and the dimension beside the features
 from the inputs on. Of a floating input that is passed as [a, b, features] it is the longer of a and b. A dimension that
 alone is marked dynamic is the sequence. All this decides only what is fast: layouts are exact whatever is sharded.
 A length that the ranks do not divide is cut into padded chunks, with a line; a shorter one than there are ranks stays
-whole beside a longer one, with a line.
+whole beside a longer one, with a line. A call of one token runs whole on every rank, with a line.
 All else is sharded because something sharded asks for it. Rotary tables, learned positions and shifted labels are
 computed from whole inputs and sliced, so a label is shifted before it is sliced.
 Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids, labels and positions at the inputs.
@@ -105,6 +105,9 @@ class ShardInputs:
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         axis = SpmdContext.required(context, self.name).axis
         starts = list(_Tracing(self.rules).starts(edit.nodes()))
+        if not starts and _is_one_token(edit):
+            edit.set_meta(edit.graph.output_node(), "tokens_per_rank", 1)
+            report.lines.append("whole: the call is of one token, which every rank computes")
         longest = max((size_hint(start.length) for start in starts), default=0)
         for start in starts:
             where = f"%{start.node.name} {source_line(start.node)} starts hidden states"
@@ -137,7 +140,7 @@ class ShardInputs:
 
 
 def tokens_per_rank(gm: fx.GraphModule) -> int:
-    """Tokens of the batch in a rank's chunks, from the operators at which sharding started; 0 where there are none."""
+    """Tokens of the batch in a rank's chunks, from where sharding started; 0 where no sequence was found."""
     return max((node.meta.get("tokens_per_rank", 0) for node in gm.graph.nodes), default=0)
 
 
@@ -222,6 +225,13 @@ class _Tracing:
             return None
         likely = (trace.dim if trace.dim in (0, 1) else 1, 0)
         return next((Start(node, reader, value, dim) for dim in likely if not is_same_size(shape[dim], 1)), None)
+
+
+def _is_one_token(edit: Edit) -> bool:
+    """Whether no tensor that is passed has two entries along one of its first two dimensions, and some has both."""
+    passed = (n for n in edit.nodes() if n.op == "placeholder" and _is_tensor(n) and not is_parameter(n))
+    shapes = [_shape(node)[:2] for node in passed if len(_shape(node)) >= 2]
+    return bool(shapes) and all(is_same_size(size, 1) for shape in shapes for size in shape)
 
 
 def _of_input(placeholder: fx.Node) -> Trace:

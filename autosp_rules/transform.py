@@ -61,7 +61,7 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
     if not tokens:
         raise AutoSPError.of(
             "no sequence found: nothing looks up integers [batch, sequence] of the model's call, or projects or "
-            "normalizes floating values [batch, sequence, features] of it",
+            "normalizes floating values [batch, sequence, features] of it, of two tokens or more",
             hint="pass token ids with the sequence as their last dimension, or hidden states with features as the last",
         )
     return normal, summarize(normal, report, axis, tokens, time.perf_counter() - started)

@@ -10,8 +10,8 @@ P below P that divides the heads. A mask is taken as an expression of rows and c
 as the comparison of their positions. Where P does not divide the length, the mask also hides the padding of the last
 chunks; where groups have an odd number of rows, halves cannot be traded, and the last group does most of causal work.
 Refuses, in these words: "q has rank 3"; "queries and keys have lengths 16 and 24"; "dropout draws in the scores"; "the
-mask is added to the scores"; "5 heads are no multiple of 2 kv heads"; why a mask cannot be read; "no divisor of 3 ranks
-but 1 and 3 divides 4 heads". Then another strategy serves.
+mask is added to the scores"; "5 heads are no multiple of 2 kv heads"; why a mask cannot be read; "3 ranks
+cannot be split into two or more groups of two or more that share 4 heads". Then another strategy serves.
 Numerics: reassociates; rows that keep no key are 0, as from the operator.
 Source: Ring Attention (arXiv 2310.01889), USP (arXiv 2405.07719).
 """
@@ -259,7 +259,8 @@ def _why_no_mask(call: AttentionCall) -> str:
 def _why_no_groups(call: AttentionCall, axis: Axis) -> str:
     if _per_group(size_hint(call.heads), axis.size) > 1:
         return _why_no_ring(call, axis)
-    return f"no divisor of {axis.size} ranks but 1 and {axis.size} divides {size_hint(call.heads)} heads"
+    heads = size_hint(call.heads)
+    return f"{axis.size} ranks cannot be split into two or more groups of two or more that share {heads} heads"
 
 
 def _per_group(heads: int, num_ranks: int) -> int:

@@ -111,14 +111,14 @@ def _crossed(m: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: tor
     return sdpa(q, k[:, :, :12], v[:, :, :12])
 
 
-_NO_GROUPS = "no divisor of 3 ranks but 1 and 3 divides 4 heads"
+_NO_GROUPS = "3 ranks cannot be split into two or more groups of two or more that share 4 heads"
 REFUSED: dict[str, tuple[AttentionOption, Layer, int, str, str]] = {
     "heads": ("ulysses", layer("six", "causal"), 4, "6 heads do not divide over axis sp (size 4)", "gather_kv"),
     "groups": (
         "ring_ulysses",
         layer("mha", "none"),
         3,
-        "no divisor of 3 ranks but 1 and 3 divides 4 heads",
+        _NO_GROUPS,
         "gather_kv",
     ),
     "lengths": ("ring", Layer(_crossed), 2, "queries and keys have lengths 24 and 12", "gather_kv"),

@@ -154,3 +154,19 @@ def test_a_whole_batch_of_ids_and_chunks_of_one_token() -> None:
     for shape, num_ranks in (((3, 7), 7), ((3, 7), 6), ((1, 2), 3)):
         ids = IDS.flatten()[: shape[0] * shape[1]].reshape(shape)
         assert_equal_to_one_device(Reads(LOSSES["sums multiplied"]), {"ids": ids}, ranks=(num_ranks,))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_one_token_is_computed_by_every_rank(num_ranks: int) -> None:
+    model, ids = Reads(LOSSES["sum"]), IDS[:1, :1]
+    model(ids)[0].backward()
+    gm, inputs = captured(model, {"ids": ids})
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program, report = transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))
+        run = run_on_ranks(program, inputs, num_ranks, backward=0)
+    assert "whole: the call is of one token, which every rank computes" in report.lines
+    assert report.tokens_per_rank == 1
+    assert all(torch.equal(loss, model(ids)[0]) for loss, _ in run.outputs)
+    for value, grad in zip(inputs, run.mean_grads(), strict=True):
+        if value.grad is not None:
+            torch.testing.assert_close(grad, value.grad, rtol=1e-12, atol=0)

@@ -54,8 +54,29 @@ def test_the_model_returns_none() -> None:
 def test_no_loss_no_drop() -> None:
     inputs = batch("llama_gqa", "plain")
     del inputs["labels"]
-    with pytest.raises(AutoSPError, match=r"returns no logits of a cross entropy.*pass labels"):
+    with pytest.raises(AutoSPError, match=r"has no logits of a cross entropy.*pass labels"):
         dry_run(build("llama_gqa", layers=1), inputs, num_ranks=2, config=DROP)
+
+
+@pytest.mark.parametrize("loss_tile", [2**20, 64])
+def test_a_model_that_returns_its_loss_alone_is_as_without_the_option(loss_tile: int) -> None:
+    class Alone(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.model(ids)[0]
+
+    def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    report = assert_equal_to_one_device(
+        Alone(_Head(loss)),
+        {"ids": torch.arange(32).reshape(2, 16)},
+        config=AutoSPConfig(logits="drop", loss_tile=loss_tile),
+    )
+    assert "logits='drop' changes nothing: the logits %linear are no output" in report.lines
 
 
 def test_a_loss_that_is_written_out_is_told_how_to_be_written() -> None:
