@@ -29,6 +29,7 @@ __all__ = [
 ATTENTION = frozenset(
     {
         "aten::scaled_dot_product_attention",
+        "fxrewrite_rules::aten_scaled_dot_product_attention_by_rank",
         "autosp::ring_attention",
         "fxrewrite_rules::attention_by_rows",
         "higher_order::flex_attention",
@@ -151,7 +152,7 @@ def kept_bytes(node: fx.Node) -> int:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node that made the memory which the node shows."""
-    while is_view(node) and node.op == "call_function":
+    while is_view(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from autosp_rules import AutoSPConfig, dry_run
 from autosp_rules.checkpoint import CheckpointOption, TagCheckpoints
+from autosp_rules.costs import base_of
 from autosp_rules.mlps import tile_mlps
 from fxrewrite import Report, RuleSet, normalize
 from tests.autosp.models import BATCH, LENGTH, batch, build
@@ -132,7 +134,7 @@ def test_auto_weighs_the_inside_against_the_rest_of_a_layer(inner: int, is_tiled
     ("layer", "option", "why"),
     [
         (_Layer(64), 2**20, "no MLP is computed in tiles: the largest, at %linear_2"),
-        (_Layer(64, dropout=0.5), 2**8, "fxrewrite_rules::rank_noise, is not in the table"),
+        (_Layer(64, dropout=0.5), 2**8, "fxrewrite_rules::aten_dropout_by_rank, is not in the table"),
         (_Layer(64), None, ""),
         (_Layer(64), "auto", ""),
     ],
@@ -147,3 +149,9 @@ def test_what_is_not_tiled_and_why(layer: nn.Module, option: Any, why: str) -> N
 def test_what_is_no_option(option: object) -> None:
     with pytest.raises(ValidationError):
         AutoSPConfig.model_validate({"mlp_tile": option})
+
+
+def test_what_reads_nothing_made_its_own_memory() -> None:
+    graph = fx.Graph()
+    compared = graph.call_function(operator.eq, (30, 30))
+    assert base_of(compared) is compared
