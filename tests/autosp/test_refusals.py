@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from autosp_rules import AutoSPConfig, AutoSPError, autosp, dry_run
+from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError
-from fxrewrite.spmd import Axis
+from fxrewrite.spmd import Axis, axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
-from tests.autosp.one_device import assert_equal_to_one_device
+from tests.autosp.one_device import assert_equal_to_one_device, captured
 
 IDS = torch.arange(32).reshape(2, 16) % 8
 
@@ -209,3 +211,33 @@ def test_statistics_of_all_tokens_are_gathered_for(norm: Any) -> None:
     assert len(gathered) == 1
     assert "it writes statistics of all tokens" in gathered[0]
     assert not [line for line in report.lines if line.startswith("whole")]
+
+
+@pytest.mark.parametrize("length", [12, 13])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_buffers_are_written_to_late(length: int, dynamic: bool) -> None:
+    class Counts(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mean", torch.zeros(16))
+            self.double()
+
+        def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            x = self.embed(ids)
+            loss = x.square().mean()
+            self.calls.add_(1)
+            self.mean.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+            return loss, self.calls + 0, self.mean + 0
+
+    ids = IDS[:, :length].clone()
+    if dynamic:
+        torch._dynamo.mark_dynamic(ids, 1)
+    model = Counts()
+    gm, inputs = captured(model, {"ids": ids})
+    expected = copy.deepcopy(model)(ids)
+    with fake_mesh((2,), ("sp",)) as mesh:
+        program, _ = transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))
+        run = run_on_ranks(program, inputs, 2)
+    for outputs in run.outputs:
+        torch.testing.assert_close(outputs, expected)
