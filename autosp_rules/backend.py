@@ -14,7 +14,7 @@ from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.inputs import why_not_called
 from autosp_rules.offload import offloaded
-from autosp_rules.random import generator_text
+from autosp_rules.random import drawing_alike
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError, graph_text
@@ -51,13 +51,13 @@ class AutoSPBackend:
         try:
             agree(
                 axis,
-                generator_text(program) + checkpoint_text(program) + graph_text(program),
+                checkpoint_text(program) + graph_text(program),
                 timeout=self.config.timeout,
             )
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
         self.reports.append(report)
-        run = find_backend(self.config.inner)(program, list(example_inputs))
+        run = drawing_alike(find_backend(self.config.inner)(program, list(example_inputs)), program, axis)
         return offloaded(run) if self.config.offload else run
 
 

@@ -9,13 +9,13 @@
     shard_seq_dim                 layout rules by worklist; a redistribution wherever two layouts disagree
     insert_attention_all_to_all   those at attention go together
     propagate_shapes              S -> S/P
-    draw_by_rank                  dropout on a chunk draws other numbers on each rank
     lower_ring                    attention over a ring becomes the operator that sends k and v round
     shard_label_ids, ...          redistributions become slices and collectives
     write_out_slots               the operators of experts again, on the slots of a rank's tokens
     attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
     flex_attention                if asked for, that becomes torch's flex attention where inductor has a kernel for it
     attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
+    draw_by_rank                  what draws on a chunk, noise or dropout, draws other numbers on each rank
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits
     checkpoint                    tags: what layers keep, and what they compute again
     tile_mlps                     MLPs in tiles, where layers compute them again; before the tags where asked for
@@ -55,7 +55,7 @@ from rules.losses import LOSSES
 from rules.mask_kinds import NameMasks
 from rules.masks import MASKS
 from rules.normal_forms import NORMAL_FORMS
-from rules.random import DRAW_BY_RANK, DRAW_WHOLE
+from rules.random import DRAW_WHOLE, DrawByRank
 from rules.reductions import REDUCTIONS
 from rules.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.tiled_loss import TILE_BYTES, tiled_loss_rules
@@ -90,7 +90,6 @@ def rule_set(
         ATTENTION_RULES,
         REDUCTIONS,
         LocalizeShapes("propagate_shapes", _ALL_LAYOUTS),
-        DRAW_BY_RANK,
         SLICE_RULES,
         RING_RULES,
         BUNDLE_RULES,
@@ -100,6 +99,7 @@ def rule_set(
         *(() if mask_kernel == "rows" else (flex_rules(mask_kernel),)),
         REPEAT_HEADS,
         DescribeMasks(mask_kernel),
+        *((DrawByRank(),) if rng == "local" else ()),
         tiled_loss_rules(loss_tile),
         *((tags, *tiles) if mlp_tile == "auto" else (*tiles, tags)),
         *((SKIP_ALL_BUT_LAST,) if skip_all_but_last_attention else ()),

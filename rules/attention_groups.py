@@ -166,7 +166,9 @@ def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_caus
     """sdpa(q, repeat_kv(k), repeat_kv(v), mask)"""
     heads = value(match["q"]).shape[-3]
     k, v = (aten.repeat_interleave(x, heads // value(match[name]).shape[-3], -3) for name, x in (("k", k), ("v", v)))
-    return aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
+    attended = aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
+    match.edit.set_meta(attended.node, "layout", match.root.meta.get("layout"))  # says whose numbers dropout draws
+    return attended
 
 
 SHARE_HEADS = RuleSet("attention_share_heads", share_heads, share_heads_beside_sinks)

@@ -1,34 +1,42 @@
 """Random draws when a value is sharded: the whole value's numbers, or each rank's own.
 
-    dropout(x, p, True)   ->  x * clone(dropout(ones(shape of x), p, True))              DRAW_WHOLE, before propagation
-    dropout(x, p, True)   ->  x * rank_noise(randint(2**63 - 1, ()), rank, shape, p)     DRAW_BY_RANK, on local shapes
+    dropout(x, p, True)   ->  x * clone(dropout(ones(shape of x), p, True))             DRAW_WHOLE, before propagation
+    dropout(x, p, True)   ->  x * dropout_by_rank(ones_like(x), p, True, seed, rank)    DrawByRank, on local shapes
+    draw(x, ...)          ->  draw_by_rank(x, ..., seed, rank)                          DrawByRank, any other operator
 
 DRAW_WHOLE takes the draw off the value: what is drawn depends on sizes alone, so every rank draws the numbers of the
 whole value, as one device does, and what reads them takes its chunk. With one generator state the numbers are those of
 one device, element for element, at the price of drawing (and for a moment holding) all of them on every rank.
-DRAW_BY_RANK gives a sharded dropout numbers that differ from rank to rank although all ranks are seeded alike, as
-replicated draws need it. The generator advances by one seed on every rank, so the ranks stay alike.
+DrawByRank gives every operator that draws on a chunk numbers that differ from rank to rank although all ranks are
+seeded alike, as replicated draws need it. A seed is drawn of the common generator, which stays alike on all ranks, and
+the operator becomes one without state: the same call by a generator seeded with `seed + rank`. Its gradient is that of
+the same call drawn again, so attention with dropout runs forward once more in the backward pass.
 Both are right under activation checkpointing: what is saved is the chunk of the noise, or the seed that it is made of.
-Matches dropout in training with 0 < p < 1.
-Numerics: exact; DRAW_BY_RANK changes the numbers. inductor draws by a generator of its own, which gives one device's
+Matches dropout in training with 0 < p < 1, and DrawByRank whatever draws on a chunk: noise, `bernoulli`, `multinomial`,
+attention with dropout. Refuses, in these words: "takes a list of tensors"; "draws by a generator of its own".
+Numerics: exact; DrawByRank changes the numbers. inductor draws by a generator of its own, which gives one device's
 numbers of eager mode only with `torch._inductor.config.fallback_random = True`.
 Source: PyTorch, aten/src/ATen/native/Dropout.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxrewrite import Literal, Match, RuleSet, rule, where
-from fxrewrite.ops import key
-from fxrewrite.spmd import Shard, SpmdContext, layout_of, size_hint, size_proxy
+from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
+from fxrewrite.ops import bind, differentiates, is_random, key
+from fxrewrite.spmd import Shard, SpmdContext, size_hint, size_proxy
 
-__all__ = ["DRAW_BY_RANK", "DRAW_WHOLE", "rank_noise"]
+__all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank", "draws_on_chunk"]
 
 aten = torch.ops.aten
 
@@ -42,11 +50,6 @@ def _draws(p: float, train: bool) -> bool:
 def _reads_data(x: fx.Node) -> bool:
     """Not what this rule itself makes: ones, in some memory order."""
     return key(x.all_input_nodes[0] if key(x) == "aten::permute" else x) != "aten::ones"
-
-
-@where.predicate("root", text="is_sharded")
-def _is_sharded(root: fx.Node) -> bool:
-    return isinstance(layout_of(root), Shard)
 
 
 def _saved(match: Match, made: fx.Proxy) -> fx.Proxy:
@@ -89,53 +92,152 @@ def _(match: Match, x: fx.Proxy, p: float) -> fx.Proxy:
 DRAW_WHOLE = RuleSet("draw_whole", draw_dropout_whole)
 
 
-@torch.library.custom_op(
-    "fxrewrite_rules::rank_noise",
-    mutates_args=(),
-    schema="(Tensor seed, SymInt rank, SymInt[] shape, float p, ScalarType dtype, Device device) -> Tensor",
-)
-def rank_noise(
-    seed: torch.Tensor, rank: int, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """What dropout multiplies by: 0 with probability `p`, else 1 / (1 - p), drawn by a generator for this rank alone.
+def draws_on_chunk(node: fx.Node) -> bool:
+    """Whether the node draws random numbers for the part of a value that one rank holds."""
+    layouts = node.meta.get("layout")
+    layouts = layouts if isinstance(layouts, tuple) else (layouts,)
+    return any(isinstance(layout, Shard) for layout in layouts) and is_random(node)
 
-    Args:
-        seed: a whole number on the CPU, so that no accelerator is waited for.
-        rank: this rank's position on the axis.
-        shape: of the result, in elements.
-        p: probability of a zero.
-        dtype: of the result.
-        device: of the result.
+
+class DrawByRank:
+    """The step after which no operator draws the same numbers on every rank for different chunks."""
+
+    name = "draw_by_rank"
+    seed_id = "random.draw_seed"
+    """Among the rules that made a node (`meta["fxrewrite"]`): it is a seed that each rank makes its own numbers of."""
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        drawn = [node for node in edit.nodes() if draws_on_chunk(node)]
+        for node in drawn:
+            edit.replace_uses(node, _drawn_by_rank(edit, node, SpmdContext.required(context, self.name)))
+            edit.erase(node)
+        return len(drawn)
+
+    def text(self) -> str:
+        return "what draws random numbers on a chunk draws by a generator seeded for this rank"
+
+
+def _drawn_by_rank(edit: Edit, node: fx.Node, context: SpmdContext) -> fx.Node:
+    def call(target: Any, *args: Any, rule: str = DrawByRank.name, **kwargs: Any) -> fx.Node:
+        return edit.call(target, args, kwargs, before=node, like=node, rule=rule)
+
+    why = _why_not_by_rank(node)
+    if why:
+        refuse(
+            f"{key(node)} draws random numbers for a chunk and {why}, so all ranks would draw the same",
+            node=node,
+            hint="draw for the whole value, which is torch.rand(shape), or with an operator that takes neither",
+        )
+    given = {name: value for name, value in bind(node).items() if name != "generator"}
+    x: Any = node.all_input_nodes[0]
+    is_dropout = key(node) == "aten::dropout"
+    if is_dropout:
+        given["input"] = call(aten.ones_like.default, x)
+    seed = call(aten.randint.default, 2**63 - 1, [], rule=DrawByRank.seed_id, dtype=torch.int64, device=_CPU)
+    edit.set_meta(seed, "recompute", CheckpointPolicy.MUST_SAVE)
+    made = call(by_rank(_overload(node)), *given.values(), seed, context.rank_node(edit))
+    return call(aten.mul.Tensor, x, made) if is_dropout else made
+
+
+_CPU = torch.device("cpu")
+
+
+def _overload(node: fx.Node) -> OpOverload:
+    assert isinstance(node.target, OpOverload), node.target
+    return node.target
+
+
+def _why_not_by_rank(node: fx.Node) -> str:
+    if any("List[Tensor]" in str(argument.type) for argument in _overload(node)._schema.arguments):
+        return "takes a list of tensors"
+    return "draws by a generator of its own" if bind(node).get("generator") is not None else ""
+
+
+@cache
+def by_rank(overload: OpOverload) -> OpOverload:
+    """`overload` without state: the operator of its arguments, a seed (an integer on the CPU, so that no accelerator is
+    waited for) and a rank, all positional, that draws by a generator of this seed and rank alone.
     """
-    generator = torch.Generator(device).manual_seed((int(seed) + rank) % 2**63)
-    return torch.empty(shape, dtype=dtype, device=device).bernoulli_(1 - p, generator=generator).div_(1 - p)
+    schema = overload._schema
+    name = "_".join(filter(None, (*schema.name.split("::"), schema.overload_name, "by_rank")))
+    text, _, results = str(schema).partition("(")[2].rpartition(") -> ")
+    arguments = [text for text in re.sub(r"=(\[[^]]*\]|[^,]*)", "", text).split(", ") if text != "*"]
+    arguments = [text for text in arguments if not text.startswith("Generator?")]
+    names = [argument.rpartition(" ")[2] for argument in arguments]
+    parameters = ", ".join([*arguments, "Tensor seed", "SymInt rank"])
 
+    def draw(*given: Any) -> Any:
+        *values, seed, rank = given
+        with _seeded(_tensors(values)[0].device, (int(seed) + rank) % 2**63):
+            return overload(**dict(zip(names, values, strict=True)))
 
-@rank_noise.register_fake
-def _(
-    seed: torch.Tensor, rank: int, shape: Sequence[int], p: float, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
+    def draw_backward(*given: Any) -> list[torch.Tensor]:
+        *values, wanted, grads = given
+        at = [i for i, want in enumerate(wanted) if want]
 
+        def of_wanted(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            made = draw(*(chosen[at.index(i)] if i in at else value for i, value in enumerate(values)))
+            return tuple(x for x in _results(made) if x.is_floating_point())
 
-@rule("random.draw_dropout_by_rank", where=[_draws, _is_sharded], rng="changes")
-def draw_dropout_by_rank(x: torch.Tensor, p: Literal, train: Literal) -> torch.Tensor:
-    """dropout in training, of a value that is sharded"""
-    return aten.dropout(x, p, train)
+        back: Callable[..., Sequence[torch.Tensor]] = torch.func.vjp(of_wanted, *(values[i] for i in at))[1]
+        return [torch.empty_like(values[i]).copy_(grad) for i, grad in zip(at, back(tuple(grads)), strict=True)]
 
-
-@draw_dropout_by_rank.replacement
-def _(match: Match, x: fx.Proxy, p: float) -> fx.Proxy:
-    """x * noise of this rank"""
-    value: torch.Tensor = match["x"].meta["val"]
-    context = SpmdContext.required(match.context, "this rule")
-    seed = match.call(aten.randint.default, 2**63 - 1, [], dtype=torch.int64, device=torch.device("cpu"))
-    rank = match.proxy(context.rank_node(match.edit))
-    shape = [size_proxy(match, size) for size in value.shape]
-    noise = match.call(
-        torch.ops.fxrewrite_rules.rank_noise.default, _saved(match, seed), rank, shape, p, value.dtype, value.device
+    forward = torch.library.custom_op(
+        f"fxrewrite_rules::{name}", draw, mutates_args=(), schema=f"({parameters}) -> {results}"
     )
-    return aten.mul(x, noise)
+    forward.register_fake(lambda *values: overload(**dict(zip(names, values[:-2], strict=True))))
+    backward = torch.library.custom_op(
+        f"fxrewrite_rules::{name}_backward",
+        draw_backward,
+        mutates_args=(),
+        schema=f"({parameters}, bool[] wanted, Tensor[] grads) -> Tensor[]",
+    )
+    backward.register_fake(
+        lambda *values: [torch.empty_like(x) for x, want in zip(values, values[-2], strict=False) if want]
+    )
+
+    differentiates(backward)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        results = _results(output)
+        ctx.is_real = [x.is_floating_point() for x in results]
+        if schema.name.endswith("_like"):  # it reads no values
+            ctx.mark_non_differentiable(*results)
+            return
+        ctx.mark_non_differentiable(*(x for x, is_real in zip(results, ctx.is_real, strict=True) if not is_real))
+        ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
+        ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in inputs))
+
+    def gradients(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        wanted = [bool(want) for want in ctx.needs_input_grad]
+        values = [b if a is None else a for a, b in zip(ctx.saved_tensors, ctx.others, strict=True)]
+        real = [grad for grad, is_real in zip(grads, ctx.is_real, strict=True) if is_real]
+        found = iter(backward(*values, wanted, real))
+        return tuple(next(found) if want else None for want in wanted)
+
+    forward.register_autograd(gradients, setup_context=save)
+    return getattr(torch.ops.fxrewrite_rules, name).default
 
 
-DRAW_BY_RANK = RuleSet("draw_by_rank", draw_dropout_by_rank)
+def _results(made: Any) -> tuple[torch.Tensor, ...]:
+    return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Generator[None]:
+    """The default generator of the device draws from this seed, and goes on afterwards where it was."""
+    generator: torch.Generator = (
+        torch.default_generator
+        if device.type == "cpu"
+        else torch.get_device_module(device).default_generators[device.index]
+    )
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)

@@ -11,7 +11,7 @@ from fxrewrite.ops.binding import (
     overload_of,
     spelling,
 )
-from fxrewrite.ops.communicating import bodies_of_communicating, communicates
+from fxrewrite.ops.communicating import bodies_of_communicating, communicates, differentiates, differentiating
 from fxrewrite.ops.effects import (
     declare_pure,
     exchangeable,
@@ -45,6 +45,8 @@ __all__ = [
     "call_key",
     "communicates",
     "declare_pure",
+    "differentiates",
+    "differentiating",
     "emit_aten",
     "exchangeable",
     "fake_value",

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload
-from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, _for_each_rank_run_func
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxrewrite.graph.sizes import size_hint
-from fxrewrite.ops import bodies_of_communicating, key
+from fxrewrite.ops import bodies_of_communicating, differentiating, key
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.layout import check_num_ranks
 
@@ -52,6 +52,8 @@ def run_on_ranks(gm: fx.GraphModule, inputs: Sequence[Any], num_ranks: int, *, b
     check_num_ranks(num_ranks)
     for operator, body in bodies_of_communicating().items():
         _run_inside(operator, body)
+    for operator in differentiating():
+        _run_with_autograd(operator)
     with LocalTensorMode(num_ranks):
         args = [_spread(value, num_ranks) for value in inputs]
         flat, spec = pytree.tree_flatten(_RankInterpreter(gm, num_ranks).run(*args))
@@ -69,6 +71,21 @@ def _run_inside(operator: OpOverload, body: Callable[..., Any]) -> None:
     def run(mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with LocalTensorMode(mode.ranks):  # leaving `mode` itself would leave it disabled
             return body(*args, **kwargs)
+
+    torch.library.register_torch_dispatch(operator, LocalTensorMode, run)
+
+
+_OUTSIDE = torch._C._dispatch_tls_local_exclude_set()
+"""The dispatch keys that are switched off outside of every operator, among which autograd's are not."""
+
+
+@cache
+def _run_with_autograd(operator: OpOverload) -> None:
+    """From now on, among simulated ranks, an operator that differentiates inside finds autograd switched on."""
+
+    def run(mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _OUTSIDE):
+            return _for_each_rank_run_func(func, mode.ranks, args, kwargs)
 
     torch.library.register_torch_dispatch(operator, LocalTensorMode, run)
 

@@ -35,6 +35,17 @@ def one_rank_never_compiles(rank: int) -> None:
         raise ValueError("rank 1 is elsewhere")
 
 
+def generators_that_differ(rank: int) -> None:
+    """They are alike when the model is compiled and in the call after; then one rank draws something of its own."""
+    compiled = torch.compile(Model(nn.Dropout), backend=autosp("eager", rng="global"))
+    torch.manual_seed(0)
+    losses = torch.stack([compiled(IDS) for _ in range(2)]).detach()
+    torch.manual_seed(0)
+    torch.testing.assert_close(losses, torch.stack([compiled(IDS) for _ in range(2)]).detach())
+    torch.manual_seed(rank)
+    compiled(IDS)
+
+
 def entry_point_and_mesh(rank: int) -> None:
     """Two replicas of a sequence over two ranks each, the backend by name; every replica gets its own batch's mean."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))

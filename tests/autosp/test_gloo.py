@@ -138,5 +138,12 @@ def test_a_rank_that_never_compiles_is_named_in_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+def test_generators_that_come_to_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
+    for message in launch("gloo_refusals.py", "generators_that_differ", 2, tmp_path):
+        assert "the random number generators of the ranks of axis sp differ before a call, but %dropout" in message
+        assert "seed all ranks alike" in message
+
+
+@pytest.mark.gloo
 def test_entry_point_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
     assert launch("gloo_refusals.py", "entry_point_and_mesh", 4, tmp_path) == ["done"] * 4

@@ -9,16 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
-from autosp_rules.random import generator_text
+from autosp_rules.random import drawing_alike, draws_alike
 from autosp_rules.transform import transform
+from fxrewrite import RefusedError, RuleSet
 from fxrewrite.backends import rewriting_backend
-from fxrewrite.ops import is_random
-from fxrewrite.spmd import Shard, SpmdContext, axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
-from rules.random import DRAW_BY_RANK, DRAW_WHOLE, draw_dropout_whole, rank_noise
+from fxrewrite.ops import is_random, key, may_be_random
+from fxrewrite.spmd import Axis, Shard, SpmdContext, axis_of
+from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
+from rules.layouts import LAYOUTS
+from rules.random import DRAW_WHOLE, DrawByRank, by_rank, draw_dropout_whole
 from tests.autosp.models import batch, build, with_dropout
 from tests.autosp.one_device import assert_equal_to_one_device, captured
 from tests.zoo.others import NanoGPT, inputs_of
@@ -97,13 +100,146 @@ def test_draws_are_taken_off_the_value_exactly() -> None:
     assert verdict.samples >= 24, str(verdict)
 
 
+aten = torch.ops.aten
+HEADS = torch.ones(2, 4, 16, 8, dtype=torch.float64)
+DRAWS: dict[str, tuple[OpOverload, tuple[Any, ...]]] = {
+    "alpha_dropout": (aten.alpha_dropout.default, (0.5, True)),
+    "bernoulli": (aten.bernoulli.p, (0.5,)),
+    "cauchy": (aten.cauchy.default, (0.0, 1.0)),
+    "dropout": (aten.dropout.default, (0.5, True)),
+    "exponential": (aten.exponential.default, (1.0,)),
+    "feature_alpha_dropout": (aten.feature_alpha_dropout.default, (0.5, True)),
+    "feature_dropout": (aten.feature_dropout.default, (0.5, True)),
+    "geometric": (aten.geometric.default, (0.1,)),
+    "log_normal": (aten.log_normal.default, (1.0, 2.0)),
+    "multinomial": (aten.multinomial.default, (64, True)),
+    "native_dropout": (aten.native_dropout.default, (0.5, True)),
+    "normal_functional": (aten.normal_functional.default, (0.0, 1.0)),
+    "rand_like": (aten.rand_like.default, (None,) * 5),
+    "randint_like": (aten.randint_like.default, (99, *(None,) * 5)),
+    "randn_like": (aten.randn_like.default, (None,) * 5),
+    "random": (aten.random.default, ()),
+    "rrelu": (aten.rrelu.default, (0.125, 1 / 3, True)),
+    "scaled_dot_product_attention": (
+        aten.scaled_dot_product_attention.default,
+        (HEADS, HEADS, None, 0.5, False, None, False),
+    ),
+    "uniform": (aten.uniform.default, (0.0, 1.0)),
+}
+"""A call, after its first operand, of every operator that draws and has a layout rule, so may draw on a chunk."""
+GRADIENTS = [name for name in DRAWS if name.endswith(("dropout", "rrelu", "attention"))]
+
+
+def test_every_operator_that_draws_on_chunks_is_tried() -> None:
+    draws = {op.removeprefix("aten::") for rule in LAYOUTS for op in rule.ops if may_be_random(op)}
+    assert draws == set(DRAWS)
+
+
+def _operand(name: str) -> Tensor:
+    """The first operand of the call: a matrix of rows to choose from, or heads; negative where rrelu draws."""
+    if name == "multinomial":
+        return torch.ones(8, 50, dtype=torch.float64)
+    return -HEADS if name == "rrelu" else HEADS
+
+
+def _made(name: str, seed: int, rank: int) -> Tensor:
+    overload, others = DRAWS[name]
+    made = by_rank(overload)(_operand(name), *others, torch.tensor(seed), rank)
+    return made[0] if isinstance(made, tuple) else made
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_rank_draws_its_own_numbers(name: str) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first, second = _made(name, 7, 0), _made(name, 7, 1)
+    assert torch.equal(first, _made(name, 7, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(first, second)
+    torch.manual_seed(8)
+    overload, others = DRAWS[name]
+    names = [a.name for a in overload._schema.arguments if a.name != "generator"]
+    expected = overload(**dict(zip(names, (_operand(name), *others), strict=True)))
+    assert torch.equal(second, expected[0] if isinstance(expected, tuple) else expected)
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_gradient_is_that_of_the_numbers_drawn(name: str) -> None:
+    overload, others = DRAWS[name]
+    generator = torch.Generator().manual_seed(0)
+
+    def operand(like: Any) -> Any:
+        value = torch.randn(1, 2, 3, 2, generator=generator, dtype=torch.float64)
+        return value.requires_grad_() if isinstance(like, Tensor) else like
+
+    def draw(*given: Any) -> Any:
+        made = by_rank(overload)(*given, torch.tensor(3), 1)
+        return made[0] if isinstance(made, tuple) else made
+
+    assert torch.autograd.gradcheck(draw, tuple(map(operand, (_operand(name), *others))))
+
+
 def test_noise_drops_as_often_as_asked_and_is_scaled() -> None:
-    noise = rank_noise(torch.tensor(3), 1, [100_000], 0.2, torch.float32, torch.device("cpu"))
+    noise = by_rank(aten.dropout.default)(torch.ones(100_000), 0.2, True, torch.tensor(3), 1)
     assert noise.unique().tolist() == [0.0, 1.25]
     assert abs((noise == 0).double().mean() - 0.2) < 0.01
-    torch.testing.assert_close(
-        noise, rank_noise(torch.tensor(3), 1, [100_000], 0.2, torch.float32, torch.device("cpu"))
-    )
+
+
+@pytest.mark.parametrize(("attention", "heads"), [("ulysses", 4), ("gather_kv", 1)])
+def test_attention_drops_other_weights_on_each_rank(attention: Any, heads: int) -> None:
+    """All scores are 0 and all values 1, so a row shows how many of its weights were dropped."""
+
+    def body(x: Tensor) -> Tensor:
+        ones = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(ones * 0, ones * 0, ones, dropout_p=0.5).transpose(1, 2).flatten(2)
+
+    rows = on_ranks(body, 2, AutoSPConfig(attention=attention, outputs="gather"))[0][0]
+    parts = rows.chunk(2, -1 if attention == "ulysses" else 1)
+    assert not torch.equal(*parts)
+    assert abs(rows.mean() - 1.0) < 0.15
+
+
+@pytest.mark.parametrize("length", [16, 15])
+def test_ranks_differentiate_what_they_drew(length: int) -> None:
+    """The gradient of the mean loss along a direction, against a difference of two losses of the same seed."""
+
+    def body(x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(heads, heads, heads.exp(), is_causal=True, dropout_p=0.5)
+        return (F.rrelu(-y, training=True) * torch.rand_like(y)).square().mean()
+
+    model = Drops(body)
+    weight = model.embed.weight
+    torch.manual_seed(1)
+    nn.init.normal_(weight)
+    gm, inputs = captured(model, {"ids": IDS[:, :length]})
+
+    def run(moved: float) -> RankRun:
+        with fake_mesh((2,), ("sp",)) as mesh, torch.no_grad():
+            program, _ = transform(gm, AutoSPConfig(attention="ulysses", checkpoint="full"), axis_of(mesh, "sp"))
+            weight.add_(direction * moved)
+            torch.manual_seed(0)
+            with torch.enable_grad():
+                made = run_on_ranks(program, inputs, 2, backward=0)
+            weight.sub_(direction * moved)
+            return made
+
+    direction, step = torch.randn_like(weight), 1e-5
+    at = next(i for i, value in enumerate(inputs) if value is weight)
+    grad = run(0.0).mean_grads()[at]
+    assert grad is not None
+    difference = (run(step).outputs[0][0] - run(-step).outputs[0][0]) / (2 * step)
+    torch.testing.assert_close((grad * direction).sum(), difference, rtol=1e-6, atol=1e-9)
+
+
+def test_a_draw_on_a_chunk_that_no_rank_can_make_its_own_is_refused() -> None:
+    graph = fx.Graph()
+    x, h, w = map(graph.placeholder, "xhw")
+    graph.output(graph.call_function(aten.rnn_tanh.input, (x, h, [w, w], False, 1, 0.5, True, False, False)))
+    gm = fx.GraphModule({}, graph)
+    expected = r"aten::rnn_tanh draws random numbers for a chunk and takes a list of tensors, so all ranks would draw"
+    with fake_mesh((1,), ("sp",)) as mesh, pytest.raises(RefusedError, match=expected):
+        _sharded(gm, SpmdContext(axis_of(mesh, "sp")))
 
 
 @pytest.mark.parametrize(
@@ -126,7 +262,9 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def block(x: Tensor) -> Tensor:
-            return F.dropout(self.lin(x).sin(), 0.5).exp()
+            y = F.dropout(self.lin(x).sin(), 0.5).exp()
+            heads = y[:, None]
+            return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5)[:, 0] + y * torch.rand_like(y)
 
         for _ in range(2):
             x = checkpoint(block, x, use_reentrant=False)  # pyright: ignore[reportAssignmentType]
@@ -138,7 +276,7 @@ def _sharded(gm: fx.GraphModule, context: Any) -> Any:
     for node in gm.graph.nodes:
         if is_random(node):
             node.meta["layout"] = Shard(1)
-    return DRAW_BY_RANK.apply(gm, context)
+    return RuleSet("draws", DrawByRank()).apply(gm, context)
 
 
 @pytest.mark.parametrize("rules", ["whole", "by rank"])
@@ -157,20 +295,22 @@ def test_recomputation_does_not_draw_again(rules: str) -> None:
         torch.testing.assert_close(run("aot_eager"), run("eager"), rtol=1e-12, atol=0)
 
 
-def test_ranks_show_each_other_their_generators_where_they_must_draw_alike() -> None:
-    def shown(body: Callable[[Tensor], Tensor], seed: int, config: AutoSPConfig) -> str:
-        torch.manual_seed(seed)
-        return generator_text(dry_run(Drops(body), {"ids": IDS}, num_ranks=2, config=config)[0])
+def test_what_ranks_must_draw_alike() -> None:
+    def drawn(body: Callable[[Tensor], Tensor], config: AutoSPConfig) -> list[str]:
+        program, _ = dry_run(Drops(body), {"ids": IDS}, num_ranks=2, config=config)
+        return [key(node) for node in draws_alike(program)]
 
     def chunks(x: Tensor) -> Tensor:
-        return F.dropout(x, 0.5).sum()
+        return F.dropout(x + torch.rand_like(x), 0.5).sum()
 
     def pooled(x: Tensor) -> Tensor:
         return F.dropout(x.mean(1), 0.5).sum()
 
-    local = AutoSPConfig()
-    assert not shown(chunks, 0, local)
-    for body, config in ((chunks, GLOBAL), (pooled, local)):
-        assert shown(body, 0, config) == shown(body, 0, config)
-        assert shown(body, 0, config) != shown(body, 1, config)
-        assert "draws on every rank: seed all ranks alike" in shown(body, 0, config)
+    assert not drawn(chunks, AutoSPConfig())
+    assert drawn(pooled, AutoSPConfig()) == ["aten::dropout"]
+    assert drawn(lambda x: F.dropout(x, 0.5).sum(), GLOBAL) == ["aten::dropout"]
+
+
+def test_a_program_that_draws_nothing_alike_is_called_as_it_is() -> None:
+    program, _ = dry_run(Drops(torch.rand_like), {"ids": IDS}, num_ranks=2)
+    assert drawing_alike(program, program, Axis("sp", 2)) is program

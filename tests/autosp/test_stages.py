@@ -30,6 +30,7 @@ _NOT_SHOWN = (
     "attention_repeat_heads",
     "name_masks",
     "describe_masks",
+    "draw_by_rank",
     "tiled_loss",
     "tile_mlps",
     "checkpoint",

@@ -41,7 +41,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "autosp.lower_ring": (WITH_LAYOUT, "../autosp/test_attention_strategies.py"),
     "autosp.shard_label_ids": (ON_RANKS, "test_collectives.py"),
     "autosp.shard_position_ids": (ON_RANKS, "test_collectives.py"),
-    "random.draw_dropout_by_rank": (WITH_LAYOUT, "../autosp/test_random.py"),
     "reductions.mean_over_shards": (WITH_LAYOUT, "test_layouts.py"),
     "attention.repeat_heads": (ON_DEVICE, HERE),
     "autosp.causal_to_mask": (WHERE_CHOSEN, HERE),
