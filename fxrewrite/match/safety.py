@@ -241,7 +241,7 @@ def _from_outside(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def _may_be_one_memory(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two inputs may be views of each other: they were when traced, as AOTAutograd takes it, or nobody knows."""
+    """Whether two inputs may be views of each other: they were when traced, as for AOTAutograd, or nobody knows."""
     first, second = (node.meta.get("val") for node in (a, b))
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return True

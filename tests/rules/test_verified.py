@@ -27,7 +27,6 @@ ON_DEVICE = "it matches on devices whose kernels take no groups of heads"
 WHERE_CHOSEN = "it reads which strategy was chosen for an attention"
 OF_A_BODY = "what it writes out is no literal that could be guessed"
 IN_A_GRAPH = "it reads who uses the result, which its own pattern does not hold"
-ON_A_DEVICE = "it applies where a device has a kernel"
 HERE = Path(__file__).name
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "collectives.slice": (ON_RANKS, "test_collectives.py"),
@@ -54,7 +53,6 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "attention.untranspose_key": (IN_A_GRAPH, HERE),
     "masks.attend_by_rows": (IN_A_GRAPH, "test_attention_by_rows.py"),
     "masks.attend_by_rows_with_sinks": (IN_A_GRAPH, "test_attention_sinks.py"),
-    "masks.attend_by_flex": (ON_A_DEVICE, "test_attention_flex.py"),
     "masks.causal": (IN_A_GRAPH, "test_masks.py"),
     "masks.nothing_hidden": (IN_A_GRAPH, "test_masks.py"),
     "shifted_losses.pad_labels_of_cross_entropy_loss": (IN_A_GRAPH, "test_shifted_losses.py"),
