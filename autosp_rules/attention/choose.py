@@ -49,7 +49,8 @@ class ChooseAttention:
         reasons = {name: strategy.why_not(call, axis) for name, strategy in self._strategies.items()}
         able = [strategy for name, strategy in self._strategies.items() if not reasons[name]]
         costs = {strategy.name: strategy.cost(call, axis) for strategy in able}
-        cheapest = min(able, key=lambda strategy: _time(costs[strategy.name]))
+        longer = _times_longer(call)
+        cheapest = min(able, key=lambda strategy: _time(costs[strategy.name], longer))
         chosen = cheapest if self._asked == "auto" else self._strategies[self._asked]
         if reasons[chosen.name]:
             refuse(
@@ -77,13 +78,24 @@ class ChooseAttention:
         return f"for each attention the cheapest that serves it, or as asked ({self._asked}): {names}"
 
 
-def _time(cost: Cost) -> float:
-    """In operations: what is computed, and as many as take as long as sending the bytes."""
-    return (cost.forward + cost.backward) * FLOPS_PER_BYTE_SENT + _PASSES * cost.flops
+def _time(cost: Cost, longer: float) -> float:
+    """In operations: what is computed, and as many as take as long as sending the bytes for so many tokens.
+
+    Of so many times the tokens bytes are so many times as many, operations its square.
+    """
+    return (cost.forward + cost.backward) * FLOPS_PER_BYTE_SENT + _PASSES * cost.flops * longer
+
+
+def _times_longer(call: AttentionCall) -> float:
+    """How much longer a sequence is decided for than the one at hand, where one program serves any length."""
+    length = call.k.shape[-2]
+    return 1 if isinstance(length, int) else max(1, _LONG / size_hint(length))
 
 
 _PASSES = 3.5
 """Operations of forward and backward, in those of the forward."""
+_LONG = 32_768
+"""Tokens for which attention is decided where their number is a symbol."""
 
 
 def _priced(cost: Cost, chosen: Cost) -> str:

@@ -198,6 +198,17 @@ def test_what_costs_least_is_taken(masked: bool) -> None:
         assert ("costs less than ulysses" in line) == (expected == "gather_kv")
 
 
+@pytest.mark.parametrize(("dynamic", "expected"), [(False, "gather_kv"), (True, "ulysses")])
+def test_a_symbolic_length_is_decided_for_as_a_long_one(dynamic: bool, expected: str) -> None:
+    ids = torch.zeros(1, 64, dtype=torch.long, device="meta")
+    if dynamic:
+        torch._dynamo.mark_dynamic(ids, 1)
+    gm, _ = captured(_Attends(32, 8, is_causal=True).to("meta"), {"ids": ids})
+    _, report = transform(gm, AutoSPConfig(), Axis("sp", 2))
+    (line,) = [line for line in report.lines if line.startswith("attention: ")]
+    assert line.startswith(f"attention: 1 x {expected}: "), line
+
+
 class _Attends(torch.nn.Module):
     def __init__(self, heads: int, kv_heads: int, *, is_causal: bool, masked: bool = False) -> None:
         super().__init__()
