@@ -79,9 +79,9 @@ class ChooseAttention:
 
 
 def _time(cost: Cost, longer: float) -> float:
-    """In operations: what is computed, and as many as take as long as sending the bytes for so many tokens.
+    """In operations by token: as many as take as long as sending the bytes, and those of the busiest rank.
 
-    Of so many times the tokens bytes are so many times as many, operations its square.
+    In a sequence `longer` times as long, a token sends as much and computes so many times as much.
     """
     return (cost.forward + cost.backward) * FLOPS_PER_BYTE_SENT + _PASSES * cost.flops * longer
 
