@@ -33,7 +33,7 @@ from torch import fx
 
 from fxrewrite.ops import bind, fake_value, key, layout_of, value
 
-__all__ = ["grads_of_steps", "run_steps", "step_of", "why_no_step"]
+__all__ = ["dtype_after", "grads_of_steps", "run_steps", "step_of", "why_no_step"]
 
 aten = torch.ops.aten
 
@@ -143,6 +143,12 @@ def grads_of_steps(steps: str, values: Sequence[torch.Tensor], grad: torch.Tenso
                 before = grads[argument.index]
                 grads[argument.index] = of_argument if before is None else before + of_argument
     return grads
+
+
+def dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of what the steps compute, of operands of type `dtype`."""
+    casts = [arguments[1] for kind, arguments in _parsed(steps) if kind is _BY_NAME[_CAST]]
+    return getattr(torch, casts[-1]) if casts else dtype
 
 
 def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:

@@ -28,7 +28,6 @@ True
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.graph import size_hint
 from fxrewrite.ops import bind, fake_value, key
-from rules.pointwise_steps import grads_of_steps, run_steps, step_of, why_no_step
+from rules.pointwise_steps import dtype_after, grads_of_steps, run_steps, step_of, why_no_step
 
 __all__ = ["TILE_BYTES", "tiled_cross_entropy", "tiled_loss_rules"]
 
@@ -84,7 +83,7 @@ def tiled_cross_entropy(
     loss, *_ = tiled_cross_entropy_with_grads(x, weight, bias, target, class_weight, None, *how)
     if reduction == "mean":
         loss = loss / _count(target, class_weight, ignore_index, loss.dtype)
-    return loss.to(_dtype_after(steps, x.dtype))
+    return loss.to(dtype_after(steps, x.dtype))
 
 
 # A composite, so that it stays one node of a graph, and is called with what autograd knows of its operands.
@@ -116,7 +115,7 @@ def tiled_cross_entropy_with_grads(
         wanted: the gradients of x, weight and bias that are computed; the others are empty.
     """
     of_x, of_weight, of_bias = grads = _zeros(x, weight, bias, wanted)
-    losses = x.new_empty(len(x), dtype=_dtype_after(steps, x.dtype))
+    losses = x.new_empty(len(x), dtype=dtype_after(steps, x.dtype))
     counted = target != ignore_index
     factors = counted.to(losses.dtype) if factors is None else torch.where(counted, factors, 0)
 
@@ -147,7 +146,7 @@ def tiled_cross_entropy_with_grads(
 @tiled_cross_entropy_with_grads.register_fake
 def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, factors: Any, steps: str, *others: Any) -> Any:
     is_sum, wanted = others[-2:]
-    dtype = _dtype_after(steps, x.dtype)
+    dtype = dtype_after(steps, x.dtype)
     loss = x.new_empty((), dtype=_sums(dtype)) if is_sum else x.new_empty(x.shape[0], dtype=dtype)
     return loss, *_zeros(x, weight, bias, wanted)
 
@@ -197,17 +196,12 @@ def _tiles(x: torch.Tensor, weight: torch.Tensor, steps: str, tile_bytes: int) -
 
 
 def _row_bytes(classes: int, steps: str, dtype: torch.dtype) -> int:
-    return classes * max(dtype.itemsize, _dtype_after(steps, dtype).itemsize)
+    return classes * max(dtype.itemsize, dtype_after(steps, dtype).itemsize)
 
 
 def _sums(dtype: torch.dtype) -> torch.dtype:
     """The type in which sums over tiles are added up."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
-    casts = re.findall(r"to\(v\d+, '(\w+)'\)", steps)
-    return getattr(torch, casts[-1]) if casts else dtype
 
 
 def _count(target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> Any:

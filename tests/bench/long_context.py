@@ -3,7 +3,8 @@
 Every way of `ways.py` runs in its own gloo processes on this machine, one thread a rank, the same model and batch;
 with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing is counted as sent.
 
-    time            median of the steps, forward and backward, after two that are not counted
+    steps           the ways take turns, a step each: seconds are medians, ratios the medians of those of each round
+    time            forward and backward, after two steps that are not counted
     peak, saved     bytes that the allocator handed out in one step above what was there before: the most at any time,
                     and what is left behind the forward; read from torch's profiler, not estimated
     sent            bytes that collectives carried away from a rank in one step, from the same profile
@@ -28,6 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules.launch import RankError, launch
 from fxrewrite.testing import fake_mesh
+from tests.bench.turns import Turns, run_in_turns
 from tests.bench.ways import WAYS, Step, is_installed, llama
 
 _FORWARD_ENDS = "forward ends"
@@ -64,7 +67,7 @@ class Setting:
 
 STEPS = Setting(layers=2, hidden=256, vocab=8192, length=4096, rounds=5)
 LONGEST = Setting(layers=4, hidden=128, vocab=2048, length=512, rounds=1)
-DEEP = Setting(layers=2, hidden=64, vocab=512, length=256, rounds=1)
+DEEP = Setting(layers=2, hidden=128, vocab=512, length=256, rounds=1)
 LAYERS = (2, 16, 32)
 LENGTHS = (2048, 4096, 8192)
 
@@ -129,6 +132,20 @@ def _sent(event: dict[str, Any]) -> int:
     return 2 * share if "all_reduce" in kind else share
 
 
+def _train_in_turns(way: str, setting: Setting, turns: Turns) -> tuple[Figures, list[float]]:
+    """The figures at the length of the setting, and the seconds of each step."""
+    step = setting.prepared(way)
+    steps = _steps(step, setting, setting.length)
+    seconds: list[float] = []
+    for number in range(turns.rounds - 1):
+        with turns.take(number):
+            seconds.append(next(steps))
+    with turns.take(turns.rounds - 1):
+        memory = _profiled(step, setting, setting.length)
+    first, _, *rest = seconds
+    return Figures(statistics.median(rest), *memory, first, step.transform_seconds()), rest
+
+
 def _train(way: str, setting: Setting, lengths: Sequence[int]) -> list[Figures]:
     """The figures at each length, of a step that is compiled at the first."""
     step = setting.prepared(way)
@@ -163,21 +180,35 @@ def _longest(way: str, setting: Setting, budget: int) -> int:
 
 
 def _on_ranks(function: Any, way: str, *args: Any, ranks: int, alone: bool) -> Any:
+    """What rank 0 returns of ranks that share an empty cache."""
     with TemporaryDirectory() as cache:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-        try:
-            if not alone:
-                return launch(function, way, *args, ranks=ranks)
-            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-                return pool.submit(_first_of, ranks, function, way, *args).result()
-        except (RankError, RuntimeError) as error:
-            return str(error).splitlines()[0]
+        if not alone:
+            return launch(_with_cache, cache, function, way, *args, ranks=ranks)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            return pool.submit(_first_of, ranks, cache, function, way, *args).result()
 
 
-def _first_of(ranks: int, function: Any, *args: Any) -> Any:
+def _first_of(ranks: int, *args: Any) -> Any:
     """Rank 0 alone: collectives return at once, with other numbers of the right shape."""
     with fake_mesh((ranks,), ("sp",)):
-        return function(*args)
+        return _with_cache(*args)
+
+
+def _with_cache(cache: str, function: Any, *args: Any) -> Any:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    return function(*args)
+
+
+def _outcome(*args: Any, **where: Any) -> Any:
+    """What `_on_ranks` returns, or the error that it raises."""
+    try:
+        return _on_ranks(*args, **where)
+    except (RankError, RuntimeError) as error:
+        return error
+
+
+def _headline(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def _row(cells: list[str]) -> str:
@@ -189,20 +220,23 @@ def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> 
     head = ["way", "step, s", "/ by hand", "peak, MiB", "/ by hand", "saved a token and layer, x hidden"]
     print(_row([*head, "sent, MiB", "compile, s", "own passes, s"]))
     print(_row(["---"] * 9))
-    base: Figures | None = None
-    for way in ways:
-        trained = _on_ranks(_train, way, setting, [setting.length], ranks=ranks, alone=alone)
-        if isinstance(trained, str):
-            print(_row([way, trained, *[""] * 7]), flush=True)
+    runs = [partial(_on_ranks, _train_in_turns, way, setting, ranks=ranks, alone=alone) for way in ways]
+    by_way = dict(zip(ways, run_in_turns(runs, 1 if alone else ranks, setting.rounds + 3), strict=True))
+    base = by_way.get("Ulysses by hand")
+    for way, trained in by_way.items():
+        if isinstance(trained, Exception):
+            print(_row([way, _headline(trained), *[""] * 7]), flush=True)
             continue
-        (found,) = trained
-        print(json.dumps({"way": way, **asdict(setting), **asdict(found)}), file=sys.stderr)
-        base = found if way == "Ulysses by hand" else base
+        found, seconds = trained
+        print(json.dumps({"way": way, **asdict(setting), **asdict(found), "steps": seconds}), file=sys.stderr)
+        of_base, memory_of_base = "", ""
+        if isinstance(base, tuple):
+            of_base = f"{statistics.median(a / b for a, b in zip(seconds, base[1], strict=True)):.2f}"
+            memory_of_base = f"{found.peak / base[0].peak:.2f}"
         held = setting.length if way == "one device" else setting.length // ranks
         hidden_sizes = found.saved / 4 / held / setting.layers / setting.hidden
-        cells = [way, f"{found.seconds:.2f}", f"{found.seconds / base.seconds:.2f}" if base else ""]
-        cells += [f"{found.peak / 2**20:.0f}", f"{found.peak / base.peak:.2f}" if base else "", f"{hidden_sizes:.1f}"]
-        cells += [f"{found.sent / 2**20:.1f}", f"{found.compile:.1f}", f"{found.transform:.2f}"]
+        cells = [way, f"{found.seconds:.2f}", of_base, f"{found.peak / 2**20:.0f}", memory_of_base]
+        cells += [f"{hidden_sizes:.1f}", f"{found.sent / 2**20:.1f}", f"{found.compile:.1f}", f"{found.transform:.2f}"]
         print(_row(cells), flush=True)
 
 
@@ -215,9 +249,9 @@ def _print_growth(of: str, sizes: Sequence[int], settings: Sequence[Setting], wa
         found: list[Figures] = []
         for setting in settings:
             lengths = sizes if len(settings) == 1 else [setting.length]
-            trained = _on_ranks(_train, way, setting, lengths, **where)
-            if isinstance(trained, str):
-                print(_row([way, trained, *[""] * 6]), flush=True)
+            trained = _outcome(_train, way, setting, lengths, **where)
+            if isinstance(trained, Exception):
+                print(_row([way, _headline(trained), *[""] * 6]), flush=True)
                 break
             found.extend(trained)
         for size, one in zip(sizes, found, strict=False):
@@ -235,8 +269,8 @@ def _print_longest(setting: Setting, ways: list[str], budget: int, ranks: int, a
     print(_row(["way", "tokens"]))
     print(_row(["---"] * 2))
     for way in ways:
-        found = _on_ranks(_longest, way, setting, budget, ranks=ranks, alone=alone)
-        print(_row([way, found if isinstance(found, str) else f"{found:,}"]), flush=True)
+        found = _outcome(_longest, way, setting, budget, ranks=ranks, alone=alone)
+        print(_row([way, _headline(found) if isinstance(found, Exception) else f"{found:,}"]), flush=True)
 
 
 def main() -> None:
