@@ -18,7 +18,7 @@ from autosp_rules.random import drawing_alike
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError, graph_text
-from fxrewrite.backends import capture, find_backend, graph_break_hint, graph_break_reason
+from fxrewrite.backends import OVERLAP, capture, graph_break_hint, graph_break_reason, inner_compiler
 from fxrewrite.spmd import Axis, agree, axis_of
 
 __all__ = ["AutoSPBackend", "autosp", "autosp_backend", "dry_run"]
@@ -35,12 +35,14 @@ class AutoSPBackend:
         self.mesh = mesh
         self.reports: list[AutoSPReport] = []
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """The compiled program of this rank; `options` are the `mode` and `options` of `torch.compile`, for `inner`."""
+        compile_inner = self._inner(**options)
         axis = _axis(self.mesh, self.config.axis)
         why = _why_left_alone(self.config, axis)
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
-            return find_backend(self.config.inner)(gm, list(example_inputs))
+            return compile_inner(gm, list(example_inputs))
         reason = graph_break_reason(gm)
         if reason:
             raise AutoSPError.of(
@@ -57,8 +59,13 @@ class AutoSPBackend:
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
         self.reports.append(report)
-        run = drawing_alike(find_backend(self.config.inner)(program, list(example_inputs)), program, axis)
+        run = drawing_alike(compile_inner(program, list(example_inputs)), program, axis)
         return offloaded(run) if self.config.offload else run
+
+    def _inner(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+        if self.config.overlap:
+            options = {**OVERLAP, **(options or {})}
+        return inner_compiler(self.config.inner, mode=mode, options=options)
 
 
 def autosp(
@@ -82,10 +89,10 @@ def autosp(
 
 
 def autosp_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
 ) -> Callable[..., Any]:
     """The entry point of `torch.compile(model, backend="autosp", options={...})`; options as for `autosp`."""
-    return autosp(**dict(options or {}))(gm, example_inputs)
+    return autosp(**dict(options or {}))(gm, example_inputs, **others)
 
 
 def dry_run(

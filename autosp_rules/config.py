@@ -87,6 +87,10 @@ class AutoSPConfig(BaseModel):
         default=False,
         description="hold in host memory what layers keep for the backward pass; see `checkpoint` for what that is",
     )
+    overlap: bool = Field(
+        default=False,
+        description="have inductor start collectives early and wait for them late, within the same peak of memory",
+    )
     disable_in_eval: bool = Field(
         default=False,
         description="run what is called with gradients disabled (torch.no_grad) as it is, whole on every rank",
@@ -102,6 +106,11 @@ class AutoSPConfig(BaseModel):
                 super().__init__(**settings)
             except ValidationError as error:
                 raise _first_mistake(error) from None
+            if self.overlap and self.inner != "inductor":
+                raise AutoSPError.of(
+                    f"overlap=True reorders what inductor compiles, and the inner backend is {self.inner!r}",
+                    hint="leave overlap out, or leave inner out",
+                )
 
 
 def _first_mistake(error: ValidationError) -> AutoSPError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from autosp_rules.attention.strategy import (
@@ -89,7 +90,7 @@ def _time(cost: Cost, longer: float) -> float:
 def _times_longer(call: AttentionCall) -> float:
     """How much longer a sequence is decided for than the one at hand, where one program serves any length."""
     length = call.k.shape[-2]
-    return 1 if isinstance(length, int) else max(1, _LONG / size_hint(length))
+    return max(1, _LONG / size_hint(length)) if isinstance(length, torch.SymInt) else 1
 
 
 _PASSES = 3.5

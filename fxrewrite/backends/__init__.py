@@ -11,12 +11,14 @@ if TYPE_CHECKING:
         find_backend,
         graph_break_hint,
         graph_break_reason,
+        inner_compiler,
         rewriting_backend,
     )
     from fxrewrite.backends.export import apply_to_export
-    from fxrewrite.backends.inductor import GraphPass, Slot, installed
+    from fxrewrite.backends.inductor import OVERLAP, GraphPass, Slot, installed
 
 __all__ = [
+    "OVERLAP",
     "GraphPass",
     "RewritingBackend",
     "Slot",
@@ -25,6 +27,7 @@ __all__ = [
     "find_backend",
     "graph_break_hint",
     "graph_break_reason",
+    "inner_compiler",
     "installed",
     "rewriting_backend",
 ]
@@ -37,8 +40,10 @@ lazy_package(
         "find_backend": "fxrewrite.backends.dynamo",
         "graph_break_hint": "fxrewrite.backends.dynamo",
         "graph_break_reason": "fxrewrite.backends.dynamo",
+        "inner_compiler": "fxrewrite.backends.dynamo",
         "rewriting_backend": "fxrewrite.backends.dynamo",
         "apply_to_export": "fxrewrite.backends.export",
+        "OVERLAP": "fxrewrite.backends.inductor",
         "GraphPass": "fxrewrite.backends.inductor",
         "Slot": "fxrewrite.backends.inductor",
         "installed": "fxrewrite.backends.inductor",

@@ -22,6 +22,7 @@ __all__ = [
     "find_backend",
     "graph_break_hint",
     "graph_break_reason",
+    "inner_compiler",
     "rewriting_backend",
 ]
 
@@ -143,7 +144,7 @@ class RewritingBackend(Generic[R]):
         self.reports.append(report)
         if self._on_report is not None:
             self._on_report(report)
-        return _compiler(self.inner, **options)(program, list(example_inputs))
+        return inner_compiler(self.inner, **options)(program, list(example_inputs))
 
 
 def rewriting_backend(
@@ -174,10 +175,13 @@ def rewriting_backend(
     return RewritingBackend(apply, inner, graph, context, on_report)
 
 
-def _compiler(
-    inner: str | Callable[..., Any], mode: str | None = None, options: Mapping[str, Any] | None = None
+def inner_compiler(
+    inner: str | Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The inner backend with the mode and the options of `torch.compile`, given as torch itself gives them."""
+    """The inner backend with the mode and the options of `torch.compile`, given as torch itself gives them.
+
+    Raises FxRewriteError where it does not exist.
+    """
     if inner == "inductor":  # its function knows neither; torch.compile turns both into patches of its configuration
         return torch._TorchCompileInductorWrapper(mode, options, None)
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}

@@ -32,7 +32,7 @@ from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError, InvariantError
 from fxrewrite.pattern.identity import NoIdentityError, identity
 
-__all__ = ["SLOTS", "GraphPass", "Slot", "installed"]
+__all__ = ["OVERLAP", "SLOTS", "GraphPass", "Slot", "installed"]
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -47,6 +47,20 @@ SLOTS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Our name of a slot -> inductor's, which is also the key in `torch.compile(options={...})`."""
+OVERLAP: Mapping[str, Any] = MappingProxyType(
+    {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": [
+            "reorder_communication_preserving_peak_memory",
+            "sink_waits_iterative",
+            "reorder_communication_preserving_peak_memory",
+        ],
+    }
+)
+"""Options of `torch.compile` under which collectives start early and are waited for late, within the peak of memory.
+
+Source: PyTorch, torch/_inductor/config.py, which recommends these passes in this order.
+"""
 
 
 class GraphPass(CustomGraphPass, Generic[R]):

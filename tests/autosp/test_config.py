@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import fx
 
 from autosp_rules import AutoSPConfig, AutoSPError, autosp
+from fxrewrite.testing import fake_mesh
 
 NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
     "name": ({"atention": "ring"}, "atention is no setting; did you mean 'attention'?"),
@@ -20,6 +23,11 @@ NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "did you mean 'full'?",
     ),
     "range": ({"loss_tile": 0}, "loss_tile=0: it should be greater than 0"),
+    "together": (
+        {"overlap": True, "inner": "aot_eager"},
+        "overlap=True reorders what inductor compiles, and the inner backend is 'aot_eager'; leave overlap out, or "
+        "leave inner out",
+    ),
 }
 
 
@@ -30,3 +38,19 @@ def test_what_is_no_setting_is_one_sentence(name: str) -> None:
         with pytest.raises(AutoSPError) as error:
             made(**options)
         assert str(error.value) == f"autosp: {sentence}"
+
+
+def test_mode_and_options_of_torch_compile_reach_the_inner_backend() -> None:
+    given: list[dict[str, Any]] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+        given.append(options)
+        return gm.forward
+
+    with fake_mesh((2,), ("sp",)):
+        for options in ({"mode": "max-autotune"}, {"options": {"max_autotune": True}}):
+            torch._dynamo.reset()
+            torch.compile(torch.nn.Embedding(8, 2), backend=autosp(inner), **options)(
+                torch.zeros(1, 4, dtype=torch.int64)
+            )
+    assert given == [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,13 +17,15 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
-from torch._inductor.utils import fresh_cache
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.distributed import _functional_collectives as funcol
 
-from fxrewrite.backends import GraphPass, installed, rewriting_backend
+from fxrewrite.backends import OVERLAP, GraphPass, installed, rewriting_backend
 from fxrewrite.backends.inductor import SLOTS
 from fxrewrite.errors import refuse
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.rule import rule
+from fxrewrite.testing import fake_mesh
 from tests.backends.cache_worker import cached, function
 from tests.backends.plans import SILU, plan, scale
 
@@ -217,3 +220,18 @@ def test_inductor_compiles_both_graphs_with_gradients_and_dynamic_sizes() -> Non
 def test_plans_are_values_here_too() -> None:
     assert isinstance(plan(), Plan)
     assert plan(scale(2.0)).digest() == plan(scale(2.0)).digest() != plan(scale(3.0)).digest()
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [({}, ["all_reduce", "wait_tensor", "mm", "mm"]), (OVERLAP, ["all_reduce", "mm", "wait_tensor", "mm"])],
+)
+def test_overlap_waits_for_a_collective_behind_what_does_not_need_it(options: Any, order: list[str]) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        total = funcol.all_reduce(x, "sum", torch.distributed.group.WORLD)
+        return (total + 1) @ (x @ x)
+
+    with fake_mesh((2,), ("sp",)):
+        _, (code,) = run_and_get_code(torch.compile(function, options=dict(options)), torch.ones(8, 8))
+    called = re.findall(r"^ [^#\n]*?(all_reduce_?|wait_tensor|extern_kernels[.]mm)[.(]", code, re.MULTILINE)
+    assert [name.rsplit(".")[-1].strip("_") for name in called][:4] == order

@@ -7,7 +7,8 @@
     autosp                        ours as it is
     autosp, logits dropped        checkpoint="none", logits="drop"
     autosp, layers checkpointed   checkpoint="attention", logits="drop", tiles of 4 MiB
-    autosp, MLPs tiled too        the same, and mlp_tile of 4 MiB
+    autosp, overlapped            the same, and overlap=True
+    autosp, MLPs tiled too        as checkpointed, and mlp_tile of 4 MiB
     autosp, all checkpointed      checkpoint="full", logits="drop", tiles of 4 MiB
     autosp, ring                  attention="ring"
 
@@ -38,6 +39,7 @@ __all__ = ["WAYS", "Step", "is_installed", "llama"]
 
 _TILES = 8  # of the tuned way
 _TILE_BYTES = 2**22
+_CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop", "loss_tile": _TILE_BYTES}
 
 
 @dataclass
@@ -210,8 +212,9 @@ WAYS: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "DeepSpeed AutoSP": _deepspeed,
     "autosp": _ours(),
     "autosp, logits dropped": _ours(checkpoint="none", logits="drop"),
-    "autosp, layers checkpointed": _ours(checkpoint="attention", logits="drop", loss_tile=_TILE_BYTES),
-    "autosp, MLPs tiled too": _ours(checkpoint="attention", logits="drop", loss_tile=_TILE_BYTES, mlp_tile=_TILE_BYTES),
-    "autosp, all checkpointed": _ours(checkpoint="full", logits="drop", loss_tile=_TILE_BYTES),
+    "autosp, layers checkpointed": _ours(**_CHECKPOINTED),
+    "autosp, overlapped": _ours(**_CHECKPOINTED, overlap=True),
+    "autosp, MLPs tiled too": _ours(**_CHECKPOINTED, mlp_tile=_TILE_BYTES),
+    "autosp, all checkpointed": _ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
     "autosp, ring": _ours(attention="ring"),
 }
