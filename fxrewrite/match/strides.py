@@ -16,9 +16,12 @@ __all__ = ["is_laid_out_alike", "stride_reader"]
 
 
 def is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two fake tensors have equal strides, for every length that the graph admits."""
-    pairs = zip(a.stride(), b.stride(), strict=False)
-    return a.ndim == b.ndim and all(m is n or is_same_size(m, n) for m, n in pairs)
+    """Whether two fake tensors have equal strides, for every length that the graph admits.
+
+    The stride of a dimension of one entry says nothing. Source: torch._prims_common.check_significant_strides.
+    """
+    pairs = zip(a.stride(), b.stride(), a.shape, strict=False)
+    return a.ndim == b.ndim and all(m is n or is_same_size(m, n) or is_same_size(size, 1) for m, n, size in pairs)
 
 
 def stride_reader(edit: Edit, old: fx.Node, new: torch.Tensor) -> fx.Node | None:

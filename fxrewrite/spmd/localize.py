@@ -16,7 +16,7 @@ from torch import fx
 
 from fxrewrite.errors import refuse
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.sizes import Size, SizeNodes, divide_exactly, is_same_size
+from fxrewrite.graph.sizes import Size, SizeNodes, divide_exactly, is_same_size, size_hint
 from fxrewrite.ops import bind, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
@@ -129,8 +129,20 @@ class _LocalValues:
             size = local_shape(value.shape, layout, self._num_ranks)[layout.dim]
             shape_env = value.fake_mode.shape_env  # pyright: ignore[reportAttributeAccessIssue]
             with shape_env.suppress_guards() if shape_env is not None else nullcontext():
-                self._made[looks] = value.detach().narrow(layout.dim, 0, size)
+                self._made[looks] = _cut(value.detach(), layout.dim, size)
         return self._made[looks]
+
+
+def _cut(value: torch.Tensor, dim: int, size: Size) -> torch.Tensor:
+    """The first `size` entries of a dimension, lying in memory as if there had never been more."""
+    whole, run = value.shape[dim], value.shape[dim] * value.stride(dim)
+    strides: list[Size] = list(value.stride())
+    for outer, stride in enumerate(strides):
+        if outer != dim and size_hint(stride) >= size_hint(run) > 0:
+            entries = divide_exactly(stride, whole)
+            strides[outer] = stride if entries is None else entries * size
+    cut = value.narrow(dim, 0, size)
+    return cut.as_strided(cut.shape, strides)
 
 
 def _term(size: Size) -> Any:

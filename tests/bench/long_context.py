@@ -66,10 +66,11 @@ class Setting:
 
 
 STEPS = Setting(layers=2, hidden=256, vocab=8192, length=4096, rounds=5)
-LONGEST = Setting(layers=4, hidden=128, vocab=2048, length=512, rounds=1)
+LONGEST = Setting(layers=8, hidden=128, vocab=2048, length=512, rounds=1)
 DEEP = Setting(layers=2, hidden=128, vocab=512, length=256, rounds=1)
 LAYERS = (2, 16, 32)
 LENGTHS = (2048, 4096, 8192)
+_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -161,12 +162,12 @@ def _train(way: str, setting: Setting, lengths: Sequence[int]) -> list[Figures]:
 
 
 def _longest(way: str, setting: Setting, budget: int) -> int:
-    """The longest sequence, in steps of 256 tokens, whose peak stays within `budget` bytes."""
+    """The longest sequence, in steps of 128 tokens, whose peak stays within `budget` bytes."""
     step = setting.prepared(way)
     next(_steps(step, setting, setting.length))
 
     def fits(blocks: int) -> bool:
-        peak = torch.tensor(_profiled(step, setting, 256 * blocks)[0])
+        peak = torch.tensor(_profiled(step, setting, _BLOCK * blocks)[0])
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
         return peak.item() <= budget
 
@@ -176,7 +177,7 @@ def _longest(way: str, setting: Setting, budget: int) -> int:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return 256 * low
+    return _BLOCK * low
 
 
 def _on_ranks(function: Any, way: str, *args: Any, ranks: int, alone: bool) -> Any:
@@ -280,7 +281,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=[way for way in WAYS if is_installed(way)])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--alone", action="store_true", help="rank 0 of --ranks, over torch's fake process group")
-    parser.add_argument("--budget", type=int, default=96, help="MiB of peak memory above weights and gradients")
+    parser.add_argument("--budget", type=int, default=128, help="MiB of peak memory above weights and gradients")
     for field in fields(Setting):
         parser.add_argument(f"--{field.name}", type=int, help="of the model and batch; each table has its own")
     options = parser.parse_args()

@@ -1,0 +1,46 @@
+"""What the transform does grows with the number of layers, not with its square."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from autosp_rules import AutoSPConfig, dry_run
+from fxrewrite import Edit
+
+
+def _operators_run(num_layers: int, attention: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many operators a transform runs on fake values; what is captured before does not count."""
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.arange(32).reshape(2, 16)
+    counted = 0
+    call: Callable[..., Any] = Edit._call
+
+    def count(*args: Any) -> Any:
+        nonlocal counted
+        counted += 1
+        return call(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Edit, "_call", count)
+        dry_run(model, {"input_ids": ids, "labels": ids}, num_ranks=2, config=AutoSPConfig(attention=attention))
+    return counted
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "gather_kv", "ring"])
+def test_operators_run_on_fake_values_grow_with_layers(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    two, three, four = (_operators_run(n, attention, monkeypatch) for n in (2, 3, 4))
+    assert 0 < four - three == three - two
