@@ -68,7 +68,7 @@ def attention_by_rows(
     Args:
         q, k, v: queries, keys, values.
         leaves: values by rows [..., L, 1], by columns [..., 1, S], or by neither.
-        mask: an expression of them, as `rules.mask_expressions` reads it.
+        mask: an expression of them, as `rules.mask_expressions` reads it; "" hides nothing.
         scale: of the scores.
         sinks: a score more for each row [B, H, L, 1], of a key whose value is 0; it is in the logsumexp.
     """
@@ -90,7 +90,7 @@ def _attend(
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _results(q, v)
-    for rows, runs, part in _blocks(q, k, v, leaves, parse_mask(mask)):
+    for rows, runs, part in _blocks(q, k, v, leaves, mask):
         attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale)
         _rows(out, rows).copy_(attended)
         lse.narrow(2, rows[0], sums.shape[2]).copy_(sums)
@@ -103,8 +103,8 @@ def _attend(
 @torch.library.custom_op(
     "fxrewrite_rules::attention_by_rows_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] leaves, str mask, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] leaves, str mask, float scale,"
+    " ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
 )
 def attention_by_rows_backward(
     dout: torch.Tensor,
@@ -116,11 +116,15 @@ def attention_by_rows_backward(
     leaves: Sequence[torch.Tensor],
     mask: str,
     scale: float,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v; `out` and `lse` may be over more keys than these, whose part it is then."""
-    dq = torch.zeros_like(q)
+    """The gradients of q, k and v, in `dtype` or in theirs.
+
+    `out` and `lse` may be over more keys than these, whose part it is then, to be summed in `lse_dtype`.
+    """
+    dq = torch.zeros_like(q, dtype=dtype)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    for rows, runs, part in _blocks(q, k, v, leaves, parse_mask(mask)):
+    for rows, runs, part in _blocks(q, k, v, leaves, mask):
         dout_r, q_r, out_r = (_rows(x, rows) for x in (dout, q, out))
         k_c, v_c = _columns(k, runs), _columns(v, runs)
         lse_r = lse.narrow(2, rows[0], rows[1] - rows[0])
@@ -128,7 +132,7 @@ def attention_by_rows_backward(
         _rows(dq, rows).copy_(dq_r)
         _add_columns(dk, runs, dk_c)
         _add_columns(dv, runs, dv_c)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(dtype or k.dtype), dv.to(dtype or v.dtype)
 
 
 def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,8 +148,10 @@ def _(q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, sinks: Any) 
 
 
 @attention_by_rows_backward.register_fake
-def _(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, leaves: Any, mask: str, scale: float) -> Any:
-    return tuple(torch.empty_like(x) for x in (q, k, v))
+def _(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, leaves: Any, mask: str, scale: float, dtype: Any = None
+) -> Any:
+    return tuple(torch.empty_like(x, dtype=dtype) for x in (q, k, v))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -167,18 +173,19 @@ ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
 
 
 def _blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], mask: MaskExpression
-) -> Iterator[tuple[Range, list[Range], torch.Tensor]]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], text: str
+) -> Iterator[tuple[Range, list[Range], torch.Tensor | None]]:
     """Rows, the runs of columns that any of them may keep, and the mask of these; without rows that keep none."""
-    outer = 1 if has_kernel(q, v) else q.shape[0] * q.shape[1]
-    for leaf in leaves:
-        outer = max(outer, math.prod(leaf.shape[:-2]))
+    mask = parse_mask(text) if text else None
+    of_scores = 0 if has_kernel(q, v) else q.shape[0] * q.shape[1]
+    of_mask = 0 if mask is None else max((math.prod(leaf.shape[:-2]) for leaf in leaves), default=1)
+    outer = max(of_scores, of_mask)
     for (first, end), runs in _kept(leaves, mask, q.shape[2], k.shape[2]):
         num_columns = sum(last - start for start, last in runs)
         step = max(1, _MOST_ENTRIES // max(1, outer * num_columns))
         for start in range(first, end, step):
             rows = (start, min(start + step, end))
-            yield rows, runs, _part(mask, leaves, rows, runs).to(q.device)
+            yield rows, runs, None if mask is None else _part(mask, leaves, rows, runs).to(q.device)
 
 
 def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, runs: Sequence[Range]) -> torch.Tensor:
@@ -192,7 +199,7 @@ def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, run
 
 
 def _kept(
-    leaves: Sequence[torch.Tensor], mask: MaskExpression, length: int, num_keys: int
+    leaves: Sequence[torch.Tensor], mask: MaskExpression | None, length: int, num_keys: int
 ) -> list[tuple[Range, list[Range]]]:
     """Blocks of rows, and the runs of columns that any of them may keep; without blocks that keep none.
 
@@ -202,6 +209,8 @@ def _kept(
     """
     if not length or not num_keys:
         return []
+    if mask is None:
+        return [((0, length), [(0, num_keys)])]
     width = _COLUMNS
     while length // _MOST_ROWS * (num_keys // width) > _MOST_ENTRIES:
         width *= 2

@@ -5,12 +5,14 @@
     dq, dk, dv = attend_block_backward(dout, q, k, v, out, lse, mask, scale)
 
 The backward of a block of keys takes `out` and `lse` over all keys: its gradients of q are to be summed over blocks of
-keys, those of k and v over blocks of queries. A sink is a key whose value is 0: its share goes into `out` and `lse`.
+keys, those of k and v over blocks of queries, so they come in float32 at least. A sink is a key whose value is 0: its
+share goes into `out` and `lse`.
 Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D], out [B, H, L, D], lse [B, H, L]; KV divides H, and nothing is
 repeated. A mask broadcasts to [B, H, L, S]: bool, where True may be attended to, or added, in q's dtype, or None.
 Rows that keep no key get 0, an lse of -inf, and no gradient, as from scaled_dot_product_attention. A row whose keys are
 all hidden by one finite number attends to all alike; its lse cannot say to how many, so they must come in one block.
-On the CPU and where E == D it is ATen's flash kernel, elsewhere products of matrices, in float32 at least.
+On the CPU and where E == D it is ATen's flash kernel, which rounds what it gives to q's dtype; elsewhere products of
+matrices, in float32 at least, and gradients are not rounded.
 Source: FlashAttention (arXiv 2205.14135, section 3.1); PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 """
 
@@ -61,13 +63,14 @@ def attend_block_backward(
     mask: torch.Tensor | None,
     scale: float,
 ) -> Gradients:
-    """The part that these keys have in the gradients of q, k and v; `out` and `lse` are over all keys."""
+    """The part of these keys in the gradients of q, k and v, in `lse_dtype`; `out` and `lse` are over all keys."""
     finite = _finite(lse)
     if has_kernel(q, v):
         dout, q, k, v, out = map(_kernel_strides, (dout, q, k, v, out))
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, finite, 0.0, False, attn_mask=_added(mask, q.dtype), scale=scale
         )
+        return dq.to(lse.dtype), dk.to(lse.dtype), dv.to(lse.dtype)
     scores = _scores(q, k, mask, scale)
     is_uniform = (finite <= torch.finfo(q.dtype).min / 2)[..., None]
     weights = torch.where(is_uniform, torch.softmax(scores, -1), torch.exp(scores - finite[..., None]))
@@ -78,7 +81,7 @@ def attend_block_backward(
     dq = _merged_heads(dscores @ wide_k, q)
     dk = dscores.transpose(-2, -1) @ _grouped(wide_q, k)
     dv = _grouped(weights, v).transpose(-2, -1) @ _grouped(dout, v)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk, dv
 
 
 def merge_blocks(

@@ -2,10 +2,12 @@
 
     for each of R groups: send k, v to the next; attend to those at hand; merge by logsumexp; take those that came
 
-The transfer of the next k and v starts before the present ones are read. Of a mask a rank computes the blocks of its
-own rows, from leaves that are whole on every rank; keys that it hides from a block of rows are left out.
+The transfer of the next k and v starts before the present ones are read. Where no kernel reads them, scores are held of
+a block of rows at a time. Of a mask a rank computes the blocks of its own rows, from leaves that are whole on every
+rank; keys that it hides from a block of rows are left out.
 Kept for the backward: q, k, v of a rank's own rows, the result, its logsumexp. In it dk and dv travel along with k and
-v, in float32 at least, and one step further, home.
+v, and one step further, home. They and dq are summed over the steps in float32 at least, and rounded at the end; what
+the kernel for CPUs adds in a step it has rounded itself.
 Shapes: as `exchange` gives them, q [B, H / U, S / R, E], k [B, KV / U, S / R, E], v [B, KV / U, S / R, D].
 Numerics: reassociates; sums over keys are sums over blocks of keys.
 Source: Ring Attention (arXiv 2310.01889); PyTorch, torch/distributed/tensor/experimental/_context_parallel.
@@ -22,7 +24,7 @@ from autosp_rules.attention.exchange import PLACE, Ring, send
 from fxrewrite.ops import communicates
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention_by_rows import attention_by_rows, attention_by_rows_backward
-from rules.attention_kernels import attend_block, attend_block_backward, lse_dtype, merge_blocks
+from rules.attention_kernels import lse_dtype, merge_blocks
 
 __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
 
@@ -80,11 +82,8 @@ def _attend(
     held = [k, v]
     for step in range(ring.num_groups):
         coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
-        if mask:
-            source = (ring.group + (ring.num_groups - step)) % ring.num_groups
-            out, lse = attention_by_rows(q, *held, [_of_group(x, -1, source, ring) for x in own], mask, scale)
-        else:
-            out, lse = attend_block(q, *held, None, scale)
+        source = (ring.group + (ring.num_groups - step)) % ring.num_groups
+        out, lse = attention_by_rows(q, *held, [_of_group(x, -1, source, ring) for x in own], mask, scale)
         out = out.to(lse.dtype)
         found = (out, lse) if found is None else merge_blocks(*found, out, lse)
         if coming is not None:
@@ -111,14 +110,10 @@ def _gradients_of(
     held, dq, home = [k, v], torch.zeros_like(q, dtype=lse.dtype), None
     for step in range(ring.num_groups):
         coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
-        if mask:
-            source = (ring.group + (ring.num_groups - step)) % ring.num_groups
-            cut = [_of_group(x, -1, source, ring) for x in own]
-            dq_part, *given = attention_by_rows_backward(dout, q, *held, out, lse, cut, mask, scale)
-        else:
-            dq_part, *given = attend_block_backward(dout, q, *held, out, lse, None, scale)
+        source = (ring.group + (ring.num_groups - step)) % ring.num_groups
+        cut = [_of_group(x, -1, source, ring) for x in own]
+        dq_part, *given = attention_by_rows_backward(dout, q, *held, out, lse, cut, mask, scale, lse.dtype)
         dq = dq + dq_part
-        given = [x.to(lse.dtype) for x in given]
         if home is not None:
             given = [x + y for x, y in zip(_arrived(home, given), given, strict=True)]
         home = _to_next(given, ring)

@@ -14,7 +14,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules import attention_by_rows as module
-from rules.attention_by_rows import ATTENTION_BY_ROWS, BY_ROWS, attention_by_rows
+from rules.attention_by_rows import ATTENTION_BY_ROWS, BY_ROWS, attention_by_rows, attention_by_rows_backward
+from rules.attention_kernels import attend_block
 from rules.mask_expressions import MaskExpression
 
 B, H, KV, S = 2, 4, 2, 7
@@ -243,12 +244,13 @@ def test_narrow_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Rows and columns of the mask in each block of the forward and the backward."""
+    """Rows and columns of each block of the forward and the backward."""
     seen: list[tuple[int, int]] = []
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            seen.append(tuple(args[-2].shape[-2:]))
+            q, k = args[:2] if function is attend_block else args[1:3]
+            seen.append((q.shape[2], k.shape[2]))
             return function(*args)
 
         return run
@@ -358,6 +360,29 @@ def test_blocks_are_smaller_where_scores_are_held(
     blocks.clear()
     results(gm, 4)
     assert {rows for rows, _ in blocks} == {3, 1}
+
+
+@pytest.mark.parametrize(("width", "rows"), [(4, [7]), (6, [2, 2, 2, 1])])
+def test_without_a_mask_rows_are_in_blocks_where_scores_are_held(
+    width: int, rows: list[int], monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(module, "_MOST_ENTRIES", 2 * B * H * S)
+
+    def by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
+        return attention_by_rows(q, k, v, [], "", 0.5)[0]
+
+    check_equal(by_rows, lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, scale=0.5, enable_gqa=True), width)
+    assert blocks == [(n, S) for n in rows] * 2
+
+
+def test_gradients_that_are_parts_of_sums_come_in_the_dtype_of_the_sums() -> None:
+    q, k, v = (x.detach() for x in operands(6, torch.bfloat16))
+    out, lse = attention_by_rows(q, k, v, [], "", 0.5)
+    dout = torch.ones_like(out)
+    given = (dout, q, k, v, out, lse, [], "", 0.5)
+    wide, narrow = (attention_by_rows_backward(*given, dtype) for dtype in (torch.float32, None))
+    torch.testing.assert_close(tuple(grad.bfloat16() for grad in wide), narrow, rtol=0, atol=0)
+    assert all((grad != grad.bfloat16()).any() for grad in wide)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.* is deprecated:DeprecationWarning")

@@ -89,4 +89,19 @@ def test_narrow_dtypes_round_as_the_operator_does(heads: str, dtype: torch.dtype
     assert lse.dtype == torch.float32
     bound = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
-    torch.testing.assert_close(grads, torch.autograd.grad(expected, (q, k, v), dout), rtol=bound, atol=4 * bound)
+    rounded = tuple(grad.to(dtype) for grad in grads)
+    torch.testing.assert_close(rounded, torch.autograd.grad(expected, (q, k, v), dout), rtol=bound, atol=4 * bound)
+
+
+def test_a_part_of_a_gradient_is_not_rounded_to_a_narrow_dtype() -> None:
+    """Where no kernel does it: parts are summed over blocks of keys or queries, and the sum is rounded."""
+    torch.manual_seed(0)
+    q, k, v = operands("wider values", torch.bfloat16)
+    wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
+    with torch.no_grad():
+        out, lse = attend_block(wide_q, wide_k, wide_v, None, SCALE)
+        dout = torch.randn_like(out).bfloat16()
+        expected = attend_block_backward(dout.double(), wide_q, wide_k, wide_v, out, lse, None, SCALE)
+        found = attend_block_backward(dout, q, k, v, out.float(), lse.float(), None, SCALE)
+    assert {grad.dtype for grad in found} == {torch.float32}
+    torch.testing.assert_close(tuple(grad.double() for grad in found), expected, rtol=1e-5, atol=1e-5)
