@@ -1,5 +1,5 @@
 # A bare machine needs Python 3.11 or newer, make and a C++ compiler (inductor). `make` lists the targets.
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || echo python3)
 NPROC ?= 2
 
 BIN := .venv/bin

@@ -9,16 +9,16 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosp_rules.alike import called_alike, say_not_compiled
 from autosp_rules.checkpoint import checkpoint_text
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.inputs import why_not_called
 from autosp_rules.offload import offloaded
-from autosp_rules.random import drawing_alike
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError, graph_text
-from fxrewrite.backends import OVERLAP, capture, graph_break_hint, graph_break_reason, inner_compiler
+from fxrewrite.backends import OVERLAP, capture, graph_break_hint, graph_break_reason, inner_compiler, refuse_precompile
 from fxrewrite.spmd import Axis, agree, axis_of
 
 __all__ = ["AutoSPBackend", "autosp", "autosp_backend", "dry_run"]
@@ -31,6 +31,10 @@ class AutoSPBackend:
     """
 
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
+        try:
+            inner_compiler(config.inner)
+        except FxRewriteError as error:
+            raise AutoSPError.of(str(error)) from error
         self.config = config
         self.mesh = mesh
         self.reports: list[AutoSPReport] = []
@@ -38,6 +42,7 @@ class AutoSPBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """The compiled program of this rank; `options` are the `mode` and `options` of `torch.compile`, for `inner`."""
         compile_inner = self._inner(**options)
+        refuse_precompile()
         axis = _axis(self.mesh, self.config.axis)
         why = _why_left_alone(self.config, axis)
         if why:
@@ -50,16 +55,14 @@ class AutoSPBackend:
                 hint=graph_break_hint(reason),
             )
         program, report = transform(gm, self.config, axis)
-        try:
-            agree(
-                axis,
-                checkpoint_text(program) + graph_text(program),
-                timeout=self.config.timeout,
-            )
-        except FxRewriteError as error:
-            raise AutoSPError.of(str(error)) from error
+        _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
         self.reports.append(report)
-        run = drawing_alike(compile_inner(program, list(example_inputs)), program, axis)
+        try:
+            run = compile_inner(program, list(example_inputs))
+        except Exception as error:
+            say_not_compiled(axis, error)
+            raise
+        run = called_alike(run, program, axis)
         return offloaded(run) if self.config.offload else run
 
     def _inner(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
@@ -121,6 +124,19 @@ def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
     if config.disable_in_eval and not torch.is_grad_enabled():
         return "gradients are disabled, and so is AutoSP then (disable_in_eval)"
     return ""
+
+
+def _agree(axis: Axis, text: str, timeout: float) -> None:
+    try:
+        agree(axis, text, timeout=timeout)
+    except FxRewriteError as error:
+        raise AutoSPError.of(str(error)) from error
+
+
+def _order_of(config: AutoSPConfig) -> str:
+    """What changes the order of collectives in the compiled program, beside the graph."""
+    inner = config.inner if isinstance(config.inner, str) else getattr(config.inner, "__qualname__", "a callable")
+    return f"inner={inner}, overlap={config.overlap}"
 
 
 def _axis(mesh: DeviceMesh | None, name: str) -> Axis:

@@ -30,7 +30,6 @@ _DEMO = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 512,
 }
-_ATTENTION = ("auto", "ulysses", "gather_kv", "ring", "ring_ulysses")
 _INNER = ("eager", "aot_eager", "inductor")
 
 
@@ -104,19 +103,28 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=512, help="tokens in a row (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="rows in a batch (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=2, help="processes (default: %(default)s)")
-    parser.add_argument("--attention", choices=_ATTENTION, default="auto", help="how it runs (default: %(default)s)")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="a setting of autosp, as checkpoint=full"
+    )
 
 
 def _job(arguments: argparse.Namespace, **more: Any) -> Job:
-    from autosp_rules.job import Job, parse_override
+    from autosp_rules.config import AutoSPConfig
+    from autosp_rules.errors import AutoSPError
+    from autosp_rules.job import Job, JobError, parse_override
 
+    inner = {"inner": arguments.inner} if "inner" in arguments else {}
+    try:
+        config = AutoSPConfig(**inner, **dict(parse_override("--option", text) for text in arguments.option))
+    except AutoSPError as error:
+        raise JobError(f"--option: {str(error).removeprefix('autosp: ')}") from error
     return Job(
         model=arguments.model,
-        overrides=dict(parse_override(text) for text in arguments.set),
+        overrides=dict(parse_override("--set", text) for text in arguments.set),
         seq_len=arguments.seq_len,
         batch=arguments.batch,
         ranks=arguments.ranks,
-        attention=arguments.attention,
+        config=config,
         **more,
     )
 
@@ -135,14 +143,13 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from autosp_rules.job import text_files
 
-    return _run(_job(arguments, files=text_files(arguments.text), steps=arguments.steps, inner=arguments.inner))
+    return _run(_job(arguments, files=text_files(arguments.text), steps=arguments.steps))
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     import torch
 
     from autosp_rules.backend import dry_run
-    from autosp_rules.config import AutoSPConfig
     from autosp_rules.job import build_config, build_model, check_sizes, is_masked, make_batch, text_files
     from fxrewrite.graph import graph_text
 
@@ -152,9 +159,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
     with torch.device("meta"):  # shapes only: a model of any size fits
         model = build_model(model_config)
     batch = make_batch(job, 1, masked=is_masked(model))
-    config = AutoSPConfig(attention=job.attention)
     inputs = {name: value.to("meta") for name, value in batch.items()}
-    gm, report = dry_run(model, inputs, num_ranks=job.ranks, config=config)
+    gm, report = dry_run(model, inputs, num_ranks=job.ranks, config=job.config)
     print(report.model_dump_json(indent=2) if arguments.json else report)
     if arguments.graph:
         print(f"\n{graph_text(gm)}")
@@ -179,10 +185,10 @@ def _train_rank(job: Job) -> tuple[list[StepRow], str]:
     """One rank's part of the job; rank 0 shows it as it goes. The rows (none on other ranks) and the report."""
     import torch.distributed as dist
 
-    from autosp_rules.backend import autosp
+    from autosp_rules.backend import AutoSPBackend
     from autosp_rules.train import compare
 
-    backend = autosp(inner=job.inner, attention=job.attention)
+    backend = AutoSPBackend(job.config)
     rows: list[StepRow] = []
     with _Progress(job.steps, shown=dist.get_rank() == 0) as progress:
         for row in compare(job, backend, progress.doing):
@@ -198,12 +204,13 @@ def _describe(job: Job, config: Any) -> str:
     from autosp_rules.job import num_parameters, zero_dropout
 
     folder = os.path.commonpath([path.parent for path in job.files])
+    settings = ", ".join(f"{name}={value!r}" for name, value in job.config.model_dump(exclude_defaults=True).items())
     lines = [
         f"model       {config.model_type}, {num_parameters(config):,} random float32 parameters{_sizes(config)}",
         f"text        {len(job.files)} files of {folder}, as bytes",
         f"batch       {job.batch} rows of {job.seq_len} tokens, {job.steps} steps of AdamW",
-        f'one device  torch.compile(model, backend="{job.inner}")',
-        f'{f"{job.ranks} ranks":<12}torch.compile(model, backend=autosp(inner="{job.inner}")), gradients averaged',
+        f'one device  torch.compile(model, backend="{job.config.inner}")',
+        f"{f'{job.ranks} ranks':<12}torch.compile(model, backend=autosp({settings})), gradients averaged",
     ]
     dropout = zero_dropout(config)
     if dropout:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autosp_rules.config import AttentionOption
+from autosp_rules.config import AutoSPConfig
 
 __all__ = [
     "Job",
@@ -57,8 +57,7 @@ class Job:
     batch: int = 4
     ranks: int = 2
     steps: int = 20
-    inner: str = "inductor"
-    attention: AttentionOption = "auto"
+    config: AutoSPConfig = field(default_factory=AutoSPConfig)
     seed: int = 0
 
 
@@ -108,11 +107,11 @@ def _piece(path: Path, length: int, choose: random.Random) -> bytes:
         return file.read(length)
 
 
-def parse_override(text: str) -> tuple[str, Any]:
-    """`hidden_size=256` as name and Python value; what is no literal is a string."""
+def parse_override(flag: str, text: str) -> tuple[str, Any]:
+    """`hidden_size=256` as name and Python value; what is no literal is a string. `flag` is what it was given to."""
     name, equals, value = text.partition("=")
     if not (name and equals):
-        raise JobError(f"--set {text} is not of the form key=value")
+        raise JobError(f"{flag} {text} is not of the form key=value")
     try:
         return name, ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(value, value))
     except (ValueError, SyntaxError):

@@ -1,7 +1,7 @@
 """One model trained twice from the same weights on the same batches, on one device and across ranks, and compared.
 
     job = Job("llama", text_files(None), {"hidden_size": 256, "num_hidden_layers": 4}, ranks=2)
-    for row in compare(job, autosp(inner=job.inner)):    # in every rank of an initialized process group
+    for row in compare(job, AutoSPBackend(job.config)):    # in every rank of an initialized process group
         print(row)                                       # on rank 0
 
 Both runs are real: each has its own weights and its own AdamW. Their losses stay together but not bit for bit, because
@@ -158,13 +158,13 @@ def compare(
 ) -> Iterator[StepRow]:
     """Train `job` in both ways on the initialized process group; rank 0 yields a row a step, the others nothing.
 
-    `backend` compiles the run across ranks, `job.inner` the one on one device; `doing` is told what happens now.
+    `backend` compiles the run across ranks, `job.config.inner` the one on one device; `doing` is told what happens now.
     """
     config = build_config(job.model, job.overrides)
     zero_dropout(config)
     model = build_model(config, job.seed)
     sharded = TrainingRun(model, backend)
-    alone = TrainingRun(copy.deepcopy(model), job.inner) if dist.get_rank() == 0 else None
+    alone = TrainingRun(copy.deepcopy(model), job.config.inner) if dist.get_rank() == 0 else None
     for step in range(1, job.steps + 1):
         batch = make_batch(job, step, masked=is_masked(model))
         doing(f"compiling for {job.ranks} ranks" if step == 1 else "training")

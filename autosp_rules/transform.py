@@ -18,7 +18,8 @@ from autosp_rules.report import AutoSPReport, summarize
 from autosp_rules.rule_set import rule_set
 from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import FxRewriteError, RefusedError
-from fxrewrite.graph import normalize
+from fxrewrite.backends import normalized
+from fxrewrite.ops import is_parameter
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext, num_entries, size_hint
 
 __all__ = ["transform"]
@@ -31,7 +32,7 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
     """
     started = time.perf_counter()
     try:
-        normal = normalize(gm)
+        normal = normalized(gm)
         dropped = drop_logits(normal) if config.logits == "drop" else {}
         outputs = _OutputPolicy(normal, config, axis)
         context = SpmdContext(axis, strict=config.strict, output_layout=outputs)
@@ -62,7 +63,9 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
         raise AutoSPError.of(
             "no sequence found: nothing looks up integers [batch, sequence] of the model's call, or projects or "
             "normalizes floating values [batch, sequence, features] of it, of two tokens or more",
-            hint="pass token ids with the sequence as their last dimension, or hidden states with features as the last",
+            hint="pass token ids with the sequence as their last dimension, or hidden states with features as the "
+            "last; if this is a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks (FSDP "
+            "by layer breaks it: shard the model as one)",
         )
     return normal, summarize(normal, report, axis, tokens, time.perf_counter() - started)
 
@@ -73,8 +76,7 @@ class _OutputPolicy:
     def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> None:
         self._num_ranks = axis.size
         self.lines: list[str] = []
-        values = [node.meta.get("val") for node in gm.graph.output_node().all_input_nodes]
-        has_loss = any(isinstance(v, torch.Tensor) and v.dim() == 0 and v.is_floating_point() for v in values)
+        has_loss = any(map(_is_loss, gm.graph.output_node().all_input_nodes))
         self._keep = config.outputs == "shard" or (config.outputs == "auto" and has_loss)
 
     def __call__(self, node: fx.Node, layout: Layout) -> Layout:
@@ -93,3 +95,18 @@ class _OutputPolicy:
         entries = size_hint(num_entries(node.meta["val"].shape, layout))
         held = -(-entries // self._num_ranks) * self._num_ranks
         return f", and the last {held - entries} of {held} entries, at the end of the last ranks, are padding"
+
+
+def _is_loss(node: fx.Node) -> bool:
+    """Whether the output is one number that is computed of what the model is called with, and not of weights alone."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
+        return False
+    seen, waiting = {node}, [node]
+    while waiting:
+        node = waiting.pop()
+        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor) and not is_parameter(node):
+            return True
+        waiting.extend(operand for operand in node.all_input_nodes if operand not in seen)
+        seen.update(node.all_input_nodes)
+    return False

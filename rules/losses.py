@@ -10,7 +10,7 @@ The count is of the targets that are not `ignore`, or the sum of their class wei
 which every rank holds whole: a rank without a single counted token divides 0 by the global count, never by 0.
 Matches class indices and class probabilities; of the latter every row counts once. Where every entry counts once, a
 mean is that of the entries, whatever the loss.
-Numerics: reassociates (one division instead of one per token).
+Numerics: reassociates (one division instead of one per token). Losses of half precision are summed in float32.
 Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (cross_entropy_loss, nll_loss_nd) and Loss.cpp (the others).
 """
 
@@ -49,13 +49,24 @@ def mean_to_sum(
 def _(
     match: Match, logits: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int, label_smoothing: float
 ) -> Any:
-    total = aten.cross_entropy_loss(logits, target, weight, _SUM, ignore_index, label_smoothing)
     targets = fake_value(match["target"])
     if targets.is_floating_point() and targets.dim() < 2:
         refuse("class probabilities of a single row", hint="it is left as it is")
-    if targets.is_floating_point():  # class probabilities: every row counts once
-        return total / size_proxy(match, product(targets.shape) // targets.shape[1])
-    return aten.div(total, _count(target, weight, ignore_index))
+    probabilities = targets.is_floating_point()  # every row counts once
+    rows = size_proxy(match, product(targets.shape) // targets.shape[1]) if probabilities else None
+    count = rows if probabilities else _count(target, weight, ignore_index)
+
+    def loss(reduction: int) -> fx.Proxy:
+        return aten.cross_entropy_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
+
+    return _mean(loss, count, fake_value(match["logits"]).dtype)
+
+
+def _mean(loss: Callable[[int], fx.Proxy], count: Any, dtype: torch.dtype) -> fx.Proxy:
+    """The sum of the losses by their count; halves are summed in float32, as a kernel does: the sum may be no half."""
+    if dtype.itemsize > 2:
+        return aten.div(loss(_SUM), count)
+    return aten.to(aten.div(aten.sum(loss(_NONE), dtype=torch.float32), count), dtype)
 
 
 def _count(target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.Proxy:
@@ -91,10 +102,13 @@ def nll_mean_to_sum(scores: torch.Tensor, target: torch.Tensor, weight: Maybe, i
 
 
 @nll_mean_to_sum.replacement
-def _(scores: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.Proxy:
+def _(match: Match, scores: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.Proxy:
     """nll_loss(sum) / count"""
-    total = aten.nll_loss_nd(scores, target, weight, _SUM, ignore_index)
-    return aten.div(total, _count(target, weight, ignore_index))
+
+    def loss(reduction: int) -> fx.Proxy:
+        return aten.nll_loss_nd(scores, target, weight, reduction, ignore_index)
+
+    return _mean(loss, _count(target, weight, ignore_index), fake_value(match["scores"]).dtype)
 
 
 @nll_mean_to_sum.sampler

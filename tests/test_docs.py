@@ -46,3 +46,12 @@ def test_blocks_share_names_and_a_failure_names_its_line(tmp_path: Path) -> None
         run_blocks(document)
     (last,) = traceback.extract_tb(failure.value.__cause__.__traceback__)[-1:]
     assert (last.filename, last.lineno, last.line) == (str(document), 11, "length / 0")
+
+
+def test_all_settings_are_in_the_training_guide() -> None:
+    from autosp_rules import AutoSPConfig
+
+    rows = re.findall(r"^\| `(\w+)` \| `(.*?)` \|", (ROOT / "docs/training.md").read_text(), re.MULTILINE)
+    assert rows == [
+        (name, repr(field.get_default(call_default_factory=True))) for name, field in AutoSPConfig.model_fields.items()
+    ]

@@ -1,4 +1,4 @@
-"""Another parallelism in forty lines: the MLPs of an unmodified Llama, tensor parallel as in Megatron-LM.
+"""Another parallelism: the MLPs of an unmodified Llama, tensor parallel as in Megatron-LM.
 
 One step says where sharding starts: each rank takes its rows of the weights `gate_proj` and `up_proj`. Everything else
 follows from the layout rules of the operators. SiLU and the product go by rows; `down_proj` contracts over a sharded

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
         graph_break_hint,
         graph_break_reason,
         inner_compiler,
+        normalized,
+        refuse_precompile,
         rewriting_backend,
     )
     from fxrewrite.backends.export import apply_to_export
@@ -29,6 +31,8 @@ __all__ = [
     "graph_break_reason",
     "inner_compiler",
     "installed",
+    "normalized",
+    "refuse_precompile",
     "rewriting_backend",
 ]
 
@@ -41,6 +45,8 @@ lazy_package(
         "graph_break_hint": "fxrewrite.backends.dynamo",
         "graph_break_reason": "fxrewrite.backends.dynamo",
         "inner_compiler": "fxrewrite.backends.dynamo",
+        "normalized": "fxrewrite.backends.dynamo",
+        "refuse_precompile": "fxrewrite.backends.dynamo",
         "rewriting_backend": "fxrewrite.backends.dynamo",
         "apply_to_export": "fxrewrite.backends.export",
         "OVERLAP": "fxrewrite.backends.inductor",

@@ -23,6 +23,8 @@ __all__ = [
     "graph_break_hint",
     "graph_break_reason",
     "inner_compiler",
+    "normalized",
+    "refuse_precompile",
     "rewriting_backend",
 ]
 
@@ -134,12 +136,8 @@ class RewritingBackend(Generic[R]):
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """The compiled program; `options` are the `mode` and `options` of `torch.compile`, for the inner backend."""
-        if torch._dynamo.config.caching_precompile:
-            raise FxRewriteError(
-                "torch._dynamo.config.caching_precompile keeps compiled code under nothing but the function's name and "
-                "line, so another process would run it under another plan; turn it off (TORCH_CACHING_PRECOMPILE=0)"
-            )
-        program = _normalized(gm) if self.graph == "aten" else gm
+        refuse_precompile()
+        program = normalized(gm) if self.graph == "aten" else gm
         report = rewrite(self._apply, program, self._context)
         self.reports.append(report)
         if self._on_report is not None:
@@ -189,7 +187,16 @@ def inner_compiler(
     return functools.partial(function, **given) if given else function
 
 
-def _normalized(gm: fx.GraphModule) -> fx.GraphModule:
+def refuse_precompile() -> None:
+    """Raises FxRewriteError where torch keeps compiled code without asking by which backend it was compiled."""
+    if torch._dynamo.config.caching_precompile:
+        raise FxRewriteError(
+            "torch._dynamo.config.caching_precompile keeps compiled code under nothing but the function's name and "
+            "line, so another process would run it under another plan; turn it off (TORCH_CACHING_PRECOMPILE=0)"
+        )
+
+
+def normalized(gm: fx.GraphModule) -> fx.GraphModule:
     """The normal form of a Dynamo graph, with what AOTAutograd reads of one that comes from Dynamo.
 
     It reads where inputs come from, to guard those that alias and to know the parameters, which CUDA graphs need not

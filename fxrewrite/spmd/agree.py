@@ -1,4 +1,4 @@
-"""Ranks show each other what they compiled, at compile time and with a time limit, so that none waits in a collective
+"""Ranks show each other what they compiled or are called with, with a time limit, so that none waits in a collective
 that the others never enter."""
 
 from __future__ import annotations
@@ -16,42 +16,53 @@ from fxrewrite.spmd.layout import Axis
 __all__ = ["agree"]
 
 _rounds: Counter[str] = Counter()
-"""Graphs compiled so far by this process, by axis: the ranks compile the same ones in the same order."""
+"""Agreements so far of this process, by axis: the ranks come to the same ones in the same order."""
 
 
-def agree(axis: Axis, text: str, *, timeout: float) -> None:
+def agree(
+    axis: Axis,
+    text: str,
+    *,
+    timeout: float,
+    differ: str = "compiled different graphs",
+    absent: str = "compiled nothing",
+    hint: str = "give every rank the same model and batches of the same shape",
+) -> None:
     """Return once every rank of `axis` has come here with the same `text` (the same graph, in canonical form).
 
     Raises FxRewriteError on every rank where the texts differ, showing the first differing line, or where a rank does
     not come within `timeout` seconds, naming it. A rank alone on a fake process group has nobody to wait for.
+
+    Args:
+        differ: what two ranks did whose texts differ, for the error.
+        absent: what a rank did that does not come.
+        hint: what to do where texts differ.
     """
     if is_fake(axis):
         return
     store, ranks, me = store_of(axis), global_ranks(axis), axis_rank(axis.group)
     _rounds[axis.group] += 1
     number = _rounds[axis.group]
+
+    def read(other: int, what: str) -> str:
+        try:
+            store.wait([f"{number}/{other}/{what}"], timedelta(seconds=timeout))
+        except (dist.DistStoreError, RuntimeError) as error:
+            raise FxRewriteError(
+                f"axis {axis.name}: rank {ranks[other]} {absent} within {timeout:g} s; every rank must run the same "
+                "model and compile at the same step"
+            ) from error
+        return store.get(f"{number}/{other}/{what}").decode()
+
     digest = hashlib.sha256(text.encode()).hexdigest()
     store.set(f"{number}/{me}/digest", digest)
     for other in range(axis.size):
-        if _read(store, f"{number}/{other}/digest", axis, ranks[other], timeout) != digest:
+        if read(other, "digest") != digest:
             store.set(f"{number}/{me}/text", text)  # the other rank comes to the same conclusion, and wants to see it
-            theirs = _read(store, f"{number}/{other}/text", axis, ranks[other], timeout)
             raise FxRewriteError(
-                f"axis {axis.name}: rank {ranks[me]} and rank {ranks[other]} compiled different graphs; "
-                f"first difference: {_first_difference(text, theirs)}; "
-                "give every rank the same model and batches of the same shape"
+                f"axis {axis.name}: rank {ranks[me]} and rank {ranks[other]} {differ}; "
+                f"first difference: {_first_difference(text, read(other, 'text'))}; {hint}"
             )
-
-
-def _read(store: dist.Store, key: str, axis: Axis, rank: int, timeout: float) -> str:
-    try:
-        store.wait([key], timedelta(seconds=timeout))
-    except (dist.DistStoreError, RuntimeError) as error:
-        raise FxRewriteError(
-            f"axis {axis.name}: rank {rank} compiled nothing within {timeout:g} s; every rank must run the same model "
-            "and compile at the same step"
-        ) from error
-    return store.get(key).decode()
 
 
 def _first_difference(mine: str, theirs: str) -> str:

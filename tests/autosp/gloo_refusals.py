@@ -1,7 +1,8 @@
-"""One rank of a run in which the ranks do not agree: `python gloo_refusals.py <case> <folder for results>`."""
+"""One rank of runs in which the ranks do not agree: `python gloo_refusals.py <cases> <folder for messages>`."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -46,6 +47,20 @@ def generators_that_differ(rank: int) -> None:
     compiled(IDS)
 
 
+def different_batches(rank: int) -> None:
+    """As a sampler gives that counts all ranks as replicas."""
+    torch.compile(Model(nn.SiLU), backend=autosp("eager"))((IDS + rank) % 8)
+
+
+def one_rank_does_not_compile(rank: int) -> None:
+    def inner(gm: torch.fx.GraphModule, inputs: object) -> object:
+        if rank == 1:
+            raise MemoryError("no room for kernels")
+        return gm.forward
+
+    torch.compile(Model(nn.SiLU), backend=autosp(inner))(IDS)
+
+
 def entry_point_and_mesh(rank: int) -> None:
     """Two replicas of a sequence over two ranks each, the backend by name; every replica gets its own batch's mean."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
@@ -57,15 +72,18 @@ def entry_point_and_mesh(rank: int) -> None:
 
 
 def main() -> None:
-    case, folder = sys.argv[1], Path(sys.argv[2])
+    cases, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    message = "done"
-    try:
-        globals()[case](rank)
-    except Exception as error:  # noqa: BLE001  # the test reads it from the file
-        message = str(error)
-    (folder / f"rank{rank}.txt").write_text(message)
+    messages: dict[str, str] = {}
+    for case in cases:
+        torch._dynamo.reset()
+        messages[case] = "done"
+        try:
+            globals()[case](rank)
+        except Exception as error:  # noqa: BLE001  # the test reads it from the file
+            messages[case] = str(error)
+    (folder / f"rank{rank}.json").write_text(json.dumps(messages))
     dist.barrier()
     dist.destroy_process_group()
 

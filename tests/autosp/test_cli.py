@@ -26,7 +26,9 @@ LLAMA = [
 def test_train_compares_two_ranks_with_one_device(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(b"to be, or not to be: that is the question. " * 20)
-    status = main(["train", *LLAMA, "--steps", "3", "--inner", "eager", "--text", str(text), "--attention", "ulysses"])
+    status = main(
+        ["train", *LLAMA, "--steps", "3", "--inner", "eager", "--text", str(text), "--option", "attention=ulysses"]
+    )
     out, err = capfd.readouterr()
     assert (status, err) == (0, "")
     rows = re.findall(r"^ +(\d) +(\d\.\d{7}) +(\d\.\d{7}) +(\d\.\de-\d\d)$", out, re.MULTILINE)
@@ -85,7 +87,7 @@ def test_inspect_with_a_strategy_of_attention(capsys: pytest.CaptureFixture[str]
     assert get_args(AttentionOption) == _ATTENTION
     sizes = [f"--set={name}=6" for name in ("num_attention_heads", "num_key_value_heads")]
     sizes += ["--set=hidden_size=48", "--set=num_hidden_layers=1", "--seq-len=64", "--ranks=4"]
-    assert main(["inspect", "--model", "llama", *sizes, "--attention", "ring_ulysses"]) == 0
+    assert main(["inspect", "--model", "llama", *sizes, "--option", "attention=ring_ulysses"]) == 0
     assert "attention: 1 x ring_ulysses: asked for: 2 groups of 2 ranks; " in capsys.readouterr().out
 
 
@@ -96,6 +98,12 @@ def test_inspect_with_a_strategy_of_attention(capsys: pytest.CaptureFixture[str]
         (["train", "--model", "llama"], "parameters, which need"),
         (["train", *LLAMA, "--text", "/gone"], "text /gone does not exist"),
         (["train", *LLAMA, "--set", "hidden"], "--set hidden is not of the form key=value"),
+        (["train", *LLAMA, "--option", "ring"], "--option ring is not of the form key=value"),
+        (
+            ["train", *LLAMA, "--option", "attention=rign"],
+            "--option: attention='rign': it should be 'auto', 'ulysses', 'gather_kv', 'ring' or 'ring_ulysses'; "
+            "did you mean 'ring'?",
+        ),
         (["inspect", *LLAMA, "--ranks", "0"], "--ranks must be at least 1"),
     ],
 )

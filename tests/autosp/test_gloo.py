@@ -123,27 +123,71 @@ def test_two_ranks_inductor(tmp_path: Path) -> None:
     )
 
 
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What each of two ranks says in each case; the last one leaves them at different places."""
+    cases = [
+        "different_graphs",
+        "different_batches",
+        "one_rank_does_not_compile",
+        "generators_that_differ",
+        "one_rank_never_compiles",
+    ]
+    texts = launch("gloo_refusals.py", json.dumps(cases), 2, tmp_path_factory.mktemp("refusals"))
+    messages = [json.loads(text) for text in texts]
+    return {case: [message[case] for message in messages] for case in cases}
+
+
+pytestmark = pytest.mark.xdist_group("gloo")  # the fixture is made once
+
+
 @pytest.mark.gloo
-def test_ranks_that_compile_different_graphs_all_say_so(tmp_path: Path) -> None:
-    for rank, message in enumerate(launch("gloo_refusals.py", "different_graphs", 2, tmp_path)):
+def test_ranks_that_compile_different_graphs_all_say_so(refusals: dict[str, list[str]]) -> None:
+    for rank, message in enumerate(refusals["different_graphs"]):
         assert f"rank {rank} and rank {1 - rank} compiled different graphs; first difference: line" in message
         assert "silu" in message
         assert "gelu" in message
 
 
 @pytest.mark.gloo
-def test_a_rank_that_never_compiles_is_named_in_time(tmp_path: Path) -> None:
-    first, _ = launch("gloo_refusals.py", "one_rank_never_compiles", 2, tmp_path)
+def test_a_rank_that_never_compiles_is_named_in_time(refusals: dict[str, list[str]]) -> None:
+    first, _ = refusals["one_rank_never_compiles"]
     assert "rank 1 compiled nothing within 3 s" in first
 
 
 @pytest.mark.gloo
-def test_generators_that_come_to_differ_are_refused_on_every_rank(tmp_path: Path) -> None:
-    for message in launch("gloo_refusals.py", "generators_that_differ", 2, tmp_path):
+def test_generators_that_come_to_differ_are_refused_on_every_rank(refusals: dict[str, list[str]]) -> None:
+    for message in refusals["generators_that_differ"]:
         assert "the random number generators of the ranks of axis sp differ before a call, but %dropout" in message
         assert "seed all ranks alike" in message
 
 
 @pytest.mark.gloo
+def test_ranks_that_are_called_with_different_batches_all_say_so(refusals: dict[str, list[str]]) -> None:
+    for rank, message in enumerate(refusals["different_batches"]):
+        assert f"rank {rank} and rank {1 - rank} were called with different batches; first difference: line" in message
+        assert "l_ids_: int64[2, 16] " in message
+        assert "sample by the data axis" in message
+
+
+@pytest.mark.gloo
+def test_a_rank_that_cannot_compile_is_heard_by_the_others(refusals: dict[str, list[str]]) -> None:
+    first, second = refusals["one_rank_does_not_compile"]
+    assert "'could not compile: MemoryError: no room for kernels' there" in first
+    assert "no room for kernels" in second
+
+
+@pytest.mark.gloo
 def test_entry_point_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
-    assert launch("gloo_refusals.py", "entry_point_and_mesh", 4, tmp_path) == ["done"] * 4
+    for text in launch("gloo_refusals.py", json.dumps(["entry_point_and_mesh"]), 4, tmp_path):
+        assert json.loads(text) == {"entry_point_and_mesh": "done"}
+
+
+@pytest.mark.gloo
+def test_data_parallelism_beside_it(tmp_path: Path) -> None:
+    """Two replicas of two ranks each: what averages over all four ranks gives the gradients of both batches."""
+    cases = ["compiled in DDP", "DDP compiled", "FSDP", "FSDP by layer"]
+    for text in launch("gloo_wrappers.py", json.dumps(cases), 4, tmp_path):
+        results = json.loads(text)
+        assert "torch.compile(..., fullgraph=True) shows where its graph breaks" in results.pop("FSDP by layer")
+        assert all(float(found) < 1e-9 for found in results.values()), results

@@ -102,12 +102,12 @@ def test_a_masked_batch_hides_some_bytes_and_only_they_are_targets(text: Path) -
     ],
 )
 def test_overrides_are_python_values(text: str, value: object) -> None:
-    assert parse_override(text) == (text.split("=", maxsplit=1)[0], value)
+    assert parse_override("--set", text) == (text.split("=", maxsplit=1)[0], value)
 
 
 def test_an_override_without_a_value_is_refused() -> None:
     with pytest.raises(JobError, match="--set hidden_size is not of the form key=value"):
-        parse_override("hidden_size")
+        parse_override("--set", "hidden_size")
 
 
 def test_a_model_type_and_a_config_json_give_the_same_model(tmp_path: Path) -> None:

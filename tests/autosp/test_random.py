@@ -13,12 +13,12 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
-from autosp_rules.random import drawing_alike, draws_alike
+from autosp_rules.random import draws_alike
 from autosp_rules.transform import transform
 from fxrewrite import RefusedError, RuleSet
 from fxrewrite.backends import rewriting_backend
 from fxrewrite.ops import is_random, key, may_be_random
-from fxrewrite.spmd import Axis, Shard, SpmdContext, axis_of
+from fxrewrite.spmd import Shard, SpmdContext, axis_of
 from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
 from rules.layouts import LAYOUTS
 from rules.random import DRAW_WHOLE, DrawByRank, by_rank, draw_dropout_whole
@@ -309,8 +309,3 @@ def test_what_ranks_must_draw_alike() -> None:
     assert not drawn(chunks, AutoSPConfig())
     assert drawn(pooled, AutoSPConfig()) == ["aten::dropout"]
     assert drawn(lambda x: F.dropout(x, 0.5).sum(), GLOBAL) == ["aten::dropout"]
-
-
-def test_a_program_that_draws_nothing_alike_is_called_as_it_is() -> None:
-    program, _ = dry_run(Drops(torch.rand_like), {"ids": IDS}, num_ranks=2)
-    assert drawing_alike(program, program, Axis("sp", 2)) is program

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from autosp_rules.config import AutoSPConfig
 from autosp_rules.job import Job, build_config, build_model, make_batch, text_files
 from autosp_rules.train import (
     DRIFT_BOUND,
@@ -34,7 +35,7 @@ SMALL = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
-JOB = Job("llama", text_files(None), SMALL, seq_len=32, batch=2, ranks=1, steps=3, inner="eager")
+JOB = Job("llama", text_files(None), SMALL, seq_len=32, batch=2, ranks=1, steps=3, config=AutoSPConfig(inner="eager"))
 
 
 @pytest.fixture

@@ -181,10 +181,10 @@ lengths.
 
 - *exact*: no gradient is off by more than 1e-12 of its largest entry, nor the loss by more than 1e-12.
 - *refused (n)*: the n-th sentence below the table is what the user reads; it names a strategy that serves.
-- Heads are those of queries and, behind the stroke, of keys and values; \"6 heads\" has as many of each.
+- Heads are those of queries / of keys and values; MHA has 4 of each, \"6 heads\" 6.
 - Masks: `none`; `causal` by `is_causal`; `window` of 5 keys; packed `documents`, others in each row of the batch;
-  `padding` of the first keys, whose own rows keep none; `prefix`, 7 keys that all rows read. All but `none` hide the
-  other keys behind a row.
+  `padding` of the first keys, whose own rows keep none; `prefix`, 7 keys that all rows read. All but `none` also hide
+  later keys, except those of the prefix.
 """
 
 

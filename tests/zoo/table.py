@@ -62,7 +62,7 @@ def _section(title: str, cells: list[Cell]) -> list[str]:
     return [
         f"## {title}",
         "",
-        "| by the better attention | models |",
+        "| best of sdpa and eager | models |",
         "|---|---:|",
         *(f"| {what} | {counts[rank]} |" for rank, what in enumerate(_RANKS)),
         f"| all | {len(models)} |",
@@ -98,7 +98,9 @@ compared with one device.
 - *refused*: the sentence that the user reads.
 - *not applicable*: the model does not build at a tiny size, does not run, or does not compile to one graph on one
   device.
-- *gathered*: operators that run on whole values on every rank, and the bytes of these values.
+- *gathered*: how many of which operator run on whole values on every rank, and the bytes of these values.
+
+One result stands for both numbers of ranks.
 """
 
 
