@@ -12,7 +12,8 @@ joint graph and its partitioner obeys: `recompute` on what is computed again, `M
                  so many of the most expensive values that what is computed again takes at most 8 % of a step
 
 What is computed again may have been sent: an all-to-all in front of attention is then sent again, as the report says.
-What draws random numbers or has effects never runs twice. Where a model checkpoints by itself, its own choice stands.
+What draws random numbers or has effects never runs twice. A layer that checkpoints by itself, or in part, keeps its
+own choice, and all others are decided. A program for any length is decided for a long one.
 Numerics: exact. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174); Korthikanti et
 al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198).
 """
@@ -23,7 +24,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -41,6 +42,7 @@ from autosp_rules.costs import (
     is_received,
     is_sent,
     kept_bytes,
+    planned_for,
     read_in_backward,
 )
 from fxrewrite import Edit, Report
@@ -142,20 +144,20 @@ class TagCheckpoints:
         if self.option == "none":
             return 0
         nodes = edit.nodes()
-        line, layers = self._chosen(nodes)
-        report.lines.append(f"checkpoint={self.option!r}: {line}")
-        return _tag(edit, layers)
+        layers, num_own = _layers(nodes)
+        if not layers:
+            report.lines.append(f"checkpoint={self.option!r}: {_why_no_layer(nodes)}")
+            return 0
+        line, tagged = self._chosen(nodes, layers)
+        own = f"; {num_own} x a layer that checkpoints by itself, and its own choice stands" if num_own else ""
+        report.lines.append(f"checkpoint={self.option!r}{planned_for(nodes)}: {line}{own}")
+        return _tag(edit, nodes, tagged)
 
     def text(self) -> str:
         return f"layers keep and recompute by tags: {self.option}"
 
-    def _chosen(self, nodes: Sequence[fx.Node]) -> tuple[str, list[_Layer]]:
+    def _chosen(self, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> tuple[str, Sequence[_Layer]]:
         """The line of the report, and the layers of which something is computed again, with what they keep."""
-        if any(is_recomputed(node) for node in nodes):
-            return "the model checkpoints by itself, and its own choice stands", []
-        layers = list(_layers(nodes))
-        if not layers:
-            return "no layer found, nothing is tagged: a layer is an entry of a list of modules", []
         if self.option == "auto" and _fits(nodes, layers):
             return "nothing is recomputed: what the layers keep takes less than a quarter of the device's memory", []
         for layer in layers:
@@ -170,8 +172,17 @@ class TagCheckpoints:
         return _described(self.option, layers, step), layers
 
 
-def _layers(nodes: Sequence[fx.Node]) -> Iterator[_Layer]:
-    """Runs of nodes under one entry of a list of modules; a node that no module owns belongs to who reads it."""
+def _why_no_layer(nodes: Sequence[fx.Node]) -> str:
+    if any(map(is_recomputed, nodes)):
+        return "the model checkpoints by itself, and its own choice stands"
+    return "no layer found, nothing is tagged: a layer is an entry of a list of modules"
+
+
+def _layers(nodes: Sequence[fx.Node]) -> tuple[list[_Layer], int]:
+    """Runs of nodes under one entry of a list of modules, and how many others have tags of their own.
+
+    A node that no module owns belongs to who reads it.
+    """
     owners: dict[fx.Node, str] = {}
     for node in reversed(nodes):
         stack = node.meta.get("nn_module_stack")
@@ -181,11 +192,12 @@ def _layers(nodes: Sequence[fx.Node]) -> Iterator[_Layer]:
         else:
             readers = {owners.get(user, "") for user in node.users}
             owners[node] = readers.pop() if len(readers) == 1 else ""
+    own = {owners[node] for node in nodes if is_recomputed(node)} - {""}
     found: dict[str, list[fx.Node]] = {}
     for node in nodes:
-        if owners[node] and _may_run_twice(node):
+        if owners[node] and owners[node] not in own and _may_run_twice(node):
             found.setdefault(owners[node], []).append(node)
-    yield from (_Layer(group) for group in found.values() if any(cost_of(node) for node in group))
+    return [_Layer(group) for group in found.values() if any(map(cost_of, group))], len(own)
 
 
 def _may_run_twice(node: fx.Node) -> bool:
@@ -289,9 +301,10 @@ def _described(option: CheckpointOption, layers: Sequence[_Layer], step: float) 
     return "; ".join(lines)
 
 
-def _tag(edit: Edit, layers: Sequence[_Layer]) -> int:
+def _tag(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> int:
     tagged = 0
-    for index, layer in enumerate(layers):
+    numbers = _numbered(edit, nodes, layers)
+    for layer in layers:
         again = layer.again(layer.kept)
         for node in layer.nodes:
             if node in layer.kept:
@@ -301,6 +314,21 @@ def _tag(edit: Edit, layers: Sequence[_Layer]) -> int:
             else:
                 continue  # nobody reads it in the backward pass: neither kept nor computed again
             edit.set_meta(node, "recompute", policy)
-            edit.set_meta(node, "ac_graph_id", index)
+            edit.set_meta(node, "ac_graph_id", numbers[layer])
             tagged += 1
     return tagged
+
+
+def _numbered(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> dict[object, int]:
+    """Numbers of the layers, in the order in which they run; the model's own regions get theirs among them.
+
+    The partitioner keeps what a region reads of one with a lower number.
+    """
+    regions: dict[fx.Node, object] = {node: layer for layer in layers for node in layer.nodes}
+    regions |= {node: node.meta["ac_graph_id"] for node in nodes if "ac_graph_id" in node.meta}
+    numbers = {region: number for number, region in enumerate(dict.fromkeys(regions[n] for n in nodes if n in regions))}
+    for part in edit.parts() if layers else ():
+        for node in part.nodes():
+            if "ac_graph_id" in node.meta:
+                part.set_meta(node, "ac_graph_id", numbers[node.meta["ac_graph_id"]])
+    return numbers

@@ -13,7 +13,7 @@ from autosp_rules.checkpoint import CheckpointOption
 from autosp_rules.errors import AutoSPError
 from autosp_rules.mlps import MlpTileOption
 from rules.attention_flex import MaskKernel
-from rules.tiled_loss import TILE_BYTES
+from rules.tiles import TILE_BYTES
 
 __all__ = ["AttentionOption", "AutoSPConfig"]
 

@@ -1,4 +1,7 @@
-"""What a node of a program costs: floating-point operations, bytes, and what its backward pass reads."""
+"""What a node of a program costs: floating-point operations, bytes, and what its backward pass reads.
+
+A program for any length costs what it does at a long one (`fxrewrite.graph.planned_size`): what is decided stays.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite.graph import product, size_hint
+from fxrewrite.graph import PLANNED_LENGTH, planned_size, product, size_hint
 from fxrewrite.ops import bind, is_view, key
 from fxrewrite.spmd import COLLECTIVES
 
@@ -23,6 +26,7 @@ __all__ = [
     "is_received",
     "is_sent",
     "kept_bytes",
+    "planned_for",
     "read_in_backward",
 ]
 
@@ -80,10 +84,17 @@ def is_received(node: fx.Node) -> bool:
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Bytes of the node's tensors; of a symbolic size those at the size at hand."""
+    """Bytes of the node's tensors; of a symbolic size those that a program is planned for."""
     value = node.meta.get("val")
     tensors: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
-    return sum(size_hint(t.numel()) * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    return sum(planned_size(t.numel()) * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+
+def planned_for(nodes: Iterable[fx.Node]) -> str:
+    """For which length the costs of the nodes are, where that is not the one at hand; else empty."""
+    sizes = (value.numel() for node in nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
+    is_longer = any(planned_size(size) != size_hint(size) for size in sizes)
+    return f" (for a length of {PLANNED_LENGTH:,}, as it is a symbol)" if is_longer else ""
 
 
 def flops_of(node: fx.Node) -> float:
@@ -96,16 +107,16 @@ def flops_of(node: fx.Node) -> float:
         return 0.0
     if name == "fxrewrite_rules::tiled_mlp":
         x, weights = bind(node)["x"].meta["val"], [weight.meta["val"] for weight in bind(node)["weights"]]
-        return 2.0 * (size_hint(x.numel()) // size_hint(x.shape[-1])) * sum(size_hint(w.numel()) for w in weights)
+        return 2.0 * planned_size(product(x.shape[:-1])) * sum(planned_size(w.numel()) for w in weights)
     if name == "fxrewrite_rules::tiled_cross_entropy":
         x, weight = (operand.meta["val"] for operand in _operands(node, 2))
-        return 2.0 * size_hint(x.shape[0]) * size_hint(weight.numel())
+        return 2.0 * planned_size(x.shape[0]) * planned_size(weight.numel())
     if name in _PRODUCTS:
         operand = bind(node)[_PRODUCTS[name]].meta["val"]
-        return 2.0 * size_hint(value.numel()) * size_hint(operand.shape[-1])
+        return 2.0 * planned_size(value.numel()) * planned_size(operand.shape[-1])
     if name.startswith("aten::conv"):
         weight = bind(node)["weight"].meta["val"]
-        return 2.0 * size_hint(value.numel()) * size_hint(product(weight.shape[1:]))
+        return 2.0 * planned_size(value.numel()) * planned_size(product(weight.shape[1:]))
     return 0.0
 
 
@@ -147,7 +158,7 @@ def kept_bytes(node: fx.Node) -> int:
     if key(node) not in ATTENTION or not isinstance(node.meta["val"], torch.Tensor):
         return bytes_of(node)
     out = node.meta["val"]
-    return bytes_of(node) + size_hint(out.numel()) // size_hint(out.shape[-1]) * max(4, out.element_size())
+    return bytes_of(node) + planned_size(out.numel()) // planned_size(out.shape[-1]) * max(4, out.element_size())
 
 
 def base_of(node: fx.Node) -> fx.Node:
@@ -159,8 +170,8 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def _attention_flops(node: fx.Node) -> float:
     q, k, v = (operand.meta["val"] for operand in _operands(node, 3))
-    scores = size_hint(q.numel()) // size_hint(q.shape[-1]) * size_hint(k.shape[-2])
-    flops = 2.0 * scores * (size_hint(q.shape[-1]) + size_hint(v.shape[-1]))
+    scores = planned_size(q.numel()) // planned_size(q.shape[-1]) * planned_size(k.shape[-2])
+    flops = 2.0 * scores * (planned_size(q.shape[-1]) + planned_size(v.shape[-1]))
     is_causal = any(argument is True for argument in (*node.args, *node.kwargs.values()))
     return flops / 2 if is_causal else flops
 

@@ -19,11 +19,12 @@ from pydantic import Field
 from torch import fx
 
 from autosp_rules.checkpoint import is_recomputed
-from autosp_rules.costs import base_of, bytes_of, computed_again, flops_of, kept_bytes, read_in_backward
+from autosp_rules.costs import base_of, bytes_of, computed_again, flops_of, kept_bytes, planned_for, read_in_backward
 from fxrewrite import Edit, Report, RuleSet, where
-from fxrewrite.graph import source_line
+from fxrewrite.graph import planned_size, source_line
 from fxrewrite.ops import bind, key
-from rules.tiled_mlp import TILE_BYTES, Mlp, mlp_of, tiled_mlp_rules
+from rules.tiled_mlp import Mlp, mlp_of, tiled_mlp_rules
+from rules.tiles import TILE_BYTES, is_more_than_a_tile
 
 __all__ = ["MlpTileOption", "tile_mlps"]
 
@@ -61,7 +62,8 @@ class ChooseMlps:
             why_whole = held.why_whole(node, mlp) if self.option == "auto" else ""
             edit.set_meta(node, _CHOSEN, not why_whole)
             lines[why_whole or self._saving(mlp, held.inside(mlp))] += 1
-        report.lines += [f"mlp_tile={self.option!r}: {count} x {line}" for line, count in lines.items()]
+        option = f"mlp_tile={self.option!r}{planned_for(large)}"
+        report.lines += [f"{option}: {count} x {line}" for line, count in lines.items()]
         if not large and self.option != "auto":
             report.lines.append(f"mlp_tile={self.option}: no MLP is computed in tiles{_why_none(found)}")
         return 0
@@ -70,13 +72,14 @@ class ChooseMlps:
         return f"which MLPs are computed in tiles: {self.option}"
 
     def _is_large(self, mlp: Mlp) -> bool:
-        return mlp.num_rows > mlp.rows_of_tile(self.tile_bytes)
+        return is_more_than_a_tile(mlp.num_rows, mlp.rows_of_tile(self.tile_bytes))
 
     def _saving(self, mlp: Mlp, inside: int) -> str:
-        rows = mlp.rows_of_tile(self.tile_bytes)
+        num_rows = planned_size(mlp.num_rows)
+        rows = min(num_rows, mlp.rows_of_tile(self.tile_bytes))
         return (
-            f"an MLP in tiles of {rows:,} rows: {inside * rows // mlp.num_rows:,} bytes are held inside, "
-            f"not {inside:,} of all {mlp.num_rows:,} rows"
+            f"an MLP in tiles of {rows:,} rows: {inside * rows // num_rows:,} bytes are held inside, "
+            f"not {inside:,} of all {num_rows:,} rows"
         )
 
 

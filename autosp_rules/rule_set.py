@@ -58,7 +58,8 @@ from rules.normal_forms import NORMAL_FORMS
 from rules.random import DRAW_WHOLE, DrawByRank
 from rules.reductions import REDUCTIONS
 from rules.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
-from rules.tiled_loss import TILE_BYTES, tiled_loss_rules
+from rules.tiled_loss import tiled_loss_rules
+from rules.tiles import TILE_BYTES
 
 __all__ = ["RULES", "rule_set"]
 

@@ -6,10 +6,11 @@ Between the head and the loss may stand steps of rules/pointwise_steps.py on one
 rearranges rows alone (reshape, slices, copies). Where autograd asks, a tile of logits gives its loss and the gradients
 of x, w and b for a sum of losses, and the backward pass multiplies them: the product with w is computed once. For
 reduction "none", whose rows have a factor each, the backward pass computes the tiles again.
-Matches where the loss alone reads the logits, and all of them take more bytes than a tile. Every reduction, ignored
-indices, class weights, label smoothing; static and symbolic numbers of rows.
+Matches where the loss alone reads the logits, and all of them take more bytes than a tile, as a symbolic number of rows
+may. Every reduction, ignored indices, class weights, label smoothing.
 Does not match, in these words: "%linear is read elsewhere" (a model that returns its logits); "%x, aten::erf, is
-between the head and the loss"; "the logits have rank 3"; "the targets are class probabilities"; "... fit into a tile".
+between the head and the loss"; "%table is computed by no linear"; "the weight of %linear is no matrix"; "the logits
+have rank 3"; "the targets are class probabilities"; "... fit into a tile".
 Shapes: x [N, d], w [V, d], b [V], t [N] of int64 -> [] or [N].
 Numerics: reassociates: the gradient of the loss is a factor that comes last, and gradients of w and b are sums over
 tiles, added up and held in float32 at least. There is no second derivative.
@@ -28,7 +29,6 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,15 +38,13 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
-from fxrewrite.graph import size_hint
 from fxrewrite.ops import bind, fake_value, key
 from rules.pointwise_steps import dtype_after, grads_of_steps, run_steps, step_of, why_no_step
+from rules.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
-__all__ = ["TILE_BYTES", "tiled_cross_entropy", "tiled_loss_rules"]
+__all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
 
 aten = torch.ops.aten
-TILE_BYTES = 2**27
-"""Bytes of logits that a tile holds by default."""
 _REDUCTIONS = ("none", "mean", "sum")  # by the number that the operator takes
 
 
@@ -138,16 +136,16 @@ def tiled_cross_entropy_with_grads(
         if wanted[2]:
             of_bias.add_(of_logits.sum(0, dtype=of_bias.dtype))
 
-    for rows in _tiles(x, weight, steps, tile_bytes):
+    for rows in tiles(len(x), rows_of_tile(_row_bytes(weight, steps, x), tile_bytes)):
         run(rows)
-    return losses.sum(dtype=_sums(losses.dtype)) if is_sum else losses, *grads
+    return losses.sum(dtype=type_of_sums(losses.dtype)) if is_sum else losses, *grads
 
 
 @tiled_cross_entropy_with_grads.register_fake
 def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, factors: Any, steps: str, *others: Any) -> Any:
     is_sum, wanted = others[-2:]
     dtype = dtype_after(steps, x.dtype)
-    loss = x.new_empty((), dtype=_sums(dtype)) if is_sum else x.new_empty(x.shape[0], dtype=dtype)
+    loss = x.new_empty((), dtype=type_of_sums(dtype)) if is_sum else x.new_empty(x.shape[0], dtype=dtype)
     return loss, *_zeros(x, weight, bias, wanted)
 
 
@@ -155,8 +153,8 @@ def _zeros(x: Any, weight: Any, bias: Any, wanted: list[bool]) -> tuple[torch.Te
     """Gradients of nothing, empty where none is wanted."""
     return (
         x.new_zeros(x.shape if wanted[0] else 0),
-        x.new_zeros(weight.shape if wanted[1] else 0, dtype=_sums(x.dtype)),
-        x.new_zeros(bias.shape if wanted[2] else 0, dtype=_sums(x.dtype)),
+        x.new_zeros(weight.shape if wanted[1] else 0, dtype=type_of_sums(x.dtype)),
+        x.new_zeros(bias.shape if wanted[2] else 0, dtype=type_of_sums(x.dtype)),
     )
 
 
@@ -189,19 +187,9 @@ def _gradients(ctx: Any, grad: torch.Tensor, *of_grads: torch.Tensor | None) -> 
 tiled_cross_entropy_with_grads.register_autograd(_gradients, setup_context=_save)
 
 
-def _tiles(x: torch.Tensor, weight: torch.Tensor, steps: str, tile_bytes: int) -> Iterator[slice]:
-    """Rows that make one tile of logits, in order; the last tile may have fewer."""
-    size = max(1, tile_bytes // _row_bytes(weight.shape[0], steps, x.dtype))
-    yield from (slice(start, min(start + size, len(x))) for start in range(0, len(x), size))
-
-
-def _row_bytes(classes: int, steps: str, dtype: torch.dtype) -> int:
-    return classes * max(dtype.itemsize, dtype_after(steps, dtype).itemsize)
-
-
-def _sums(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums over tiles are added up."""
-    return torch.promote_types(dtype, torch.float32)
+def _row_bytes(weight: torch.Tensor, steps: str, x: torch.Tensor) -> int:
+    """Bytes of the logits of a row, before the steps or after them."""
+    return weight.shape[0] * max(x.element_size(), dtype_after(steps, x.dtype).itemsize)
 
 
 def _count(target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> Any:
@@ -243,9 +231,6 @@ class _Head:
     row_nodes: list[fx.Node]
 
 
-_COPIES = {"aten::contiguous", "aten::clone", "aten::alias"}
-
-
 def _head_of(logits: fx.Node) -> _Head | str:
     """What computes the logits of a loss, or why they cannot be computed in tiles."""
     step_nodes: list[fx.Node] = []
@@ -255,13 +240,17 @@ def _head_of(logits: fx.Node) -> _Head | str:
         if len(node.users) > 1:
             return f"%{node.name} is read elsewhere"
         name = key(node)
+        if node.op != "call_function":
+            return f"%{node.name} is computed by no linear"
         if name == "aten::linear":
+            if fake_value(bind(node)["weight"]).dim() != 2:
+                return f"the weight of %{node.name} is no matrix"
             return _Head(node, _text(step_nodes[::-1]), row_nodes[::-1])
         if _rearranges_rows(node, name):
             row_nodes.append(node)
         elif len(node.all_input_nodes) == 1 and not why_no_step(node):
             step_nodes.append(node)
-        elif name not in _COPIES:
+        elif name not in COPIES:
             return f"%{node.name}, {name}, is between the head and the loss"
         node = node.all_input_nodes[0]
 
@@ -273,10 +262,11 @@ def _text(nodes: list[fx.Node]) -> str:
 
 def _rearranges_rows(node: fx.Node, name: str) -> bool:
     """Whether the node gives other rows, or rows in another shape, of the same V logits each."""
-    before, after = node.all_input_nodes[0].meta["val"], node.meta["val"]
     if name in ("aten::reshape", "aten::view", "aten::flatten"):
-        return after.shape[-1] == before.shape[-1] and isinstance(after.shape[-1], int)
-    return name == "aten::slice" and bind(node)["dim"] % before.dim() != before.dim() - 1
+        before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
+        return before == after and all(isinstance(size, int) for size in after)
+    rank = fake_value(node).dim()
+    return name == "aten::slice" and bind(node)["dim"] % rank != rank - 1
 
 
 @where.predicate("logits", "target", text="is_head_alone")
@@ -293,8 +283,8 @@ def _takes_more_than(tile_bytes: int) -> Any:
     @where.predicate("logits", text=f"takes_more_than[{tile_bytes} bytes]")
     def takes_more(logits: fx.Node) -> bool | str:
         value = fake_value(logits)
-        taken = size_hint(value.numel()) * value.element_size()
-        return taken > tile_bytes or f"the logits, {taken:,} bytes, fit into a tile"
+        taken = value.numel() * value.element_size()
+        return is_more_than_a_tile(taken, tile_bytes) or f"the logits, {taken:,} bytes, fit into a tile"
 
     return takes_more
 
@@ -327,7 +317,8 @@ def tiled_loss_rules(tile_bytes: int = TILE_BYTES) -> RuleSet:
         loss = match.call(
             torch.ops.fxrewrite_rules.tiled_cross_entropy.default, x, w, bias, target, class_weight, *how, tile_bytes
         )
-        loss.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # else its gradients are computed twice
+        # else its gradients are computed twice
+        match.edit.set_meta(loss.node, "recompute", CheckpointPolicy.MUST_SAVE)
         return loss
 
     return RuleSet("tiled_loss", tile, DeadCode("untiled_logits"))

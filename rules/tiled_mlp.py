@@ -7,7 +7,7 @@ Between the linears may stand the pointwise operators of `rules.pointwise_steps`
 sums and products of them, also written out), parts of a linear that is gate and up in one (chunk, split, slice), and
 what rearranges no rows (reshape, copies). A linear may be written as addmm. The backward pass computes a tile's inside
 again.
-Matches where what the inner linears compute takes more bytes than a tile; static and symbolic numbers of rows.
+Matches where what the inner linears compute takes more bytes than a tile, as a symbolic number of rows may.
 Does not match, in these words: "%silu is read elsewhere"; "%dropout, aten::dropout, draws random numbers"; "%softmax,
 aten::softmax, is not in the table of pointwise operators"; "%scale is computed by no linear"; "the linears read %x and
 %y"; "%to is float32, %x is bfloat16"; "the rows of %linear_1 are not those of %x"; "the 4 rows of %x fit into a tile".
@@ -28,7 +28,7 @@ Source: Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996 (TiledMLP
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -38,15 +38,14 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import fx
 
 from fxrewrite import Constraint, DeadCode, Match, Pattern, Rule, RuleSet, any_, either, loose, op, where
-from fxrewrite.graph import is_same_size, size_hint
+from fxrewrite.graph import Size, is_same_size, product, size_hint
 from fxrewrite.ops import bind, fake_value, is_random, key, value
 from rules.pointwise_steps import grads_of_steps, run_steps, step_of, why_no_step
+from rules.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
-__all__ = ["TILE_BYTES", "Mlp", "mlp_of", "tiled_mlp", "tiled_mlp_rules"]
+__all__ = ["Mlp", "mlp_of", "tiled_mlp", "tiled_mlp_rules"]
 
 aten = torch.ops.aten
-TILE_BYTES = 2**27
-"""Bytes of what the inner linears compute that a tile holds by default."""
 
 
 @torch.library.custom_op("fxrewrite_rules::tiled_mlp", mutates_args=())
@@ -71,7 +70,7 @@ def tiled_mlp(
     """
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty(len(rows), weights[-1].shape[0])
-    for tile in _tiles(rows, weights, tile_bytes):
+    for tile in tiles(len(rows), rows_of_tile(_row_bytes(rows, weights), tile_bytes)):
         hidden = run_steps(steps, _results(rows[tile], weights, biases, has_bias))[-1]
         out[tile] = F.linear(hidden, weights[-1], biases[-1] if has_bias[-1] else None)
     return out.reshape(*x.shape[:-1], out.shape[-1])
@@ -96,10 +95,10 @@ def tiled_mlp_backward(
     """The gradients of x, of the weights and of the biases, in this order, each empty where it is not wanted."""
     rows, of_out = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     of_rows, *like = _wanted(x.new_empty(rows.shape), weights, biases, wanted)
-    totals = [torch.zeros_like(t, dtype=_sums(t.dtype)) for t in like]
+    totals = [torch.zeros_like(t, dtype=type_of_sums(t.dtype)) for t in like]
     of_weights, of_biases = totals[: len(weights)], totals[len(weights) :]
     biased = [index for index, has in enumerate(has_bias) if has]
-    for tile in _tiles(rows, weights, tile_bytes):
+    for tile in tiles(len(rows), rows_of_tile(_row_bytes(rows, weights), tile_bytes)):
         values = run_steps(steps, _results(rows[tile], weights, biases, has_bias))
         of_results = [*grads_of_steps(steps, values, of_out[tile] @ weights[-1]), of_out[tile]]
         operands = [rows[tile]] * (len(weights) - 1) + [values[-1]]
@@ -154,24 +153,12 @@ def _results(
     ]
 
 
-def _tiles(rows: torch.Tensor, weights: list[torch.Tensor], tile_bytes: int) -> Iterator[slice]:
-    """Rows whose inside is one tile, in order; the last tile may have fewer."""
-    size = rows_of_tile(rows.dtype, [len(weight) for weight in weights[:-1]], tile_bytes)
-    yield from (slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
-
-
-def rows_of_tile(dtype: torch.dtype, widths: Sequence[int], tile_bytes: int) -> int:
-    """How many rows a tile of `tile_bytes` has where the inner linears compute so many numbers of a row."""
-    return max(1, tile_bytes // (dtype.itemsize * sum(widths)))
-
-
-def _sums(dtype: torch.dtype) -> torch.dtype:
-    """The type in which sums over tiles are added up."""
-    return torch.promote_types(dtype, torch.float32)
+def _row_bytes(rows: torch.Tensor, weights: list[torch.Tensor]) -> int:
+    """Bytes of what the inner linears compute of a row."""
+    return rows.element_size() * sum(len(weight) for weight in weights[:-1])
 
 
 _ITEM = "operator.getitem"
-_COPIES = {"aten::contiguous", "aten::clone", "aten::alias"}
 _VIEWS = {"aten::reshape", "aten::view", "aten::flatten", "aten::_unsafe_view"}
 
 
@@ -217,13 +204,13 @@ class Mlp:
     steps: str
 
     @property
-    def num_rows(self) -> int:
-        shape = fake_value(self.x).shape
-        return size_hint(fake_value(self.x).numel()) // size_hint(shape[-1])
+    def num_rows(self) -> Size:
+        return product(fake_value(self.x).shape[:-1])
 
     def rows_of_tile(self, tile_bytes: int) -> int:
         """How many rows of x a tile has."""
-        return rows_of_tile(fake_value(self.x).dtype, [linear.width for linear in self.linears[:-1]], tile_bytes)
+        widths = (linear.width for linear in self.linears[:-1])
+        return rows_of_tile(fake_value(self.x).element_size() * sum(widths), tile_bytes)
 
 
 def mlp_of(last: fx.Node) -> Mlp | str:
@@ -265,7 +252,7 @@ def _read(node: fx.Node) -> list[fx.Node]:
 def _changes_nothing(node: fx.Node) -> bool:
     """Whether the rows of the result are those of the first operand."""
     name = key(node)
-    return name in _COPIES or name in _VIEWS or (name == "aten::dropout" and not is_random(node))
+    return name in COPIES or name in _VIEWS or (name == "aten::dropout" and not is_random(node))
 
 
 def _why_not_inside(node: fx.Node) -> str:
@@ -320,7 +307,8 @@ def _takes_more_than(tile_bytes: int) -> Constraint:
     def takes_more(root: fx.Node) -> bool | str:
         mlp = mlp_of(root)
         return isinstance(mlp, Mlp) and (
-            mlp.num_rows > mlp.rows_of_tile(tile_bytes) or f"the {mlp.num_rows:,} rows of %{mlp.x.name} fit into a tile"
+            is_more_than_a_tile(mlp.num_rows, mlp.rows_of_tile(tile_bytes))
+            or f"the {mlp.num_rows:,} rows of %{mlp.x.name} fit into a tile"
         )
 
     return takes_more

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
 from autosp_rules.attention.strategy import (
@@ -19,9 +18,9 @@ from autosp_rules.attention.strategy import (
     redistribution_of,
 )
 from autosp_rules.config import AttentionOption
-from autosp_rules.costs import FLOPS_PER_BYTE_SENT
+from autosp_rules.costs import FLOPS_PER_BYTE_SENT, planned_for
 from fxrewrite import Edit, Report, refuse
-from fxrewrite.graph import source_line
+from fxrewrite.graph import planned_size, source_line
 from fxrewrite.spmd import Axis, Replicated, Shard, SpmdContext, layout_of, size_hint
 
 __all__ = ["ChooseAttention", "DescribeAttention"]
@@ -50,7 +49,7 @@ class ChooseAttention:
         reasons = {name: strategy.why_not(call, axis) for name, strategy in self._strategies.items()}
         able = [strategy for name, strategy in self._strategies.items() if not reasons[name]]
         costs = {strategy.name: strategy.cost(call, axis) for strategy in able}
-        longer = _times_longer(call)
+        longer = planned_size(call.k.shape[-2]) / size_hint(call.k.shape[-2])
         cheapest = min(able, key=lambda strategy: _time(costs[strategy.name], longer))
         chosen = cheapest if self._asked == "auto" else self._strategies[self._asked]
         if reasons[chosen.name]:
@@ -65,14 +64,15 @@ class ChooseAttention:
             if name != chosen.name
         ]
         choice = chosen.choose(call, axis, self._asked != "auto")
-        return replace(choice, why=self._why(choice, reasons), others="; ".join(others))
+        return replace(choice, why=self._why(node, choice, reasons), others="; ".join(others))
 
-    def _why(self, choice: Choice, reasons: dict[str, str]) -> str:
+    def _why(self, node: fx.Node, choice: Choice, reasons: dict[str, str]) -> str:
         if self._asked != "auto":
             return ": ".join(filter(None, ("asked for", choice.why)))
         if choice.strategy == "ulysses":
             return choice.why
-        return ", ".join(filter(None, (reasons["ulysses"] or "costs less than ulysses", choice.why)))
+        cheaper = f"costs less than ulysses{planned_for([node])}"
+        return ", ".join(filter(None, (reasons["ulysses"] or cheaper, choice.why)))
 
     def text(self) -> str:
         names = ", ".join(self._strategies)
@@ -87,16 +87,8 @@ def _time(cost: Cost, longer: float) -> float:
     return (cost.forward + cost.backward) * FLOPS_PER_BYTE_SENT + _PASSES * cost.flops * longer
 
 
-def _times_longer(call: AttentionCall) -> float:
-    """How much longer a sequence is decided for than the one at hand, where one program serves any length."""
-    length = call.k.shape[-2]
-    return max(1, _LONG / size_hint(length)) if isinstance(length, torch.SymInt) else 1
-
-
 _PASSES = 3.5
 """Operations of forward and backward, in those of the forward."""
-_LONG = 32_768
-"""Tokens for which attention is decided where their number is a symbol."""
 
 
 def _priced(cost: Cost, chosen: Cost) -> str:

@@ -7,14 +7,16 @@ from fxrewrite.graph.diff import graph_diff
 from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.normalize import normalize
-from fxrewrite.graph.sizes import divide_exactly, is_same_size, product, size_hint
+from fxrewrite.graph.sizes import PLANNED_LENGTH, Size, divide_exactly, is_same_size, planned_size, product, size_hint
 from fxrewrite.graph.source import source_line
 from fxrewrite.graph.text import graph_text
 
 __all__ = [
+    "PLANNED_LENGTH",
     "ClosedValues",
     "Edit",
     "OpenValueError",
+    "Size",
     "bodies",
     "copy_module",
     "divide_exactly",
@@ -25,6 +27,7 @@ __all__ = [
     "is_same_size",
     "nodes_of",
     "normalize",
+    "planned_size",
     "product",
     "size_hint",
     "source_line",

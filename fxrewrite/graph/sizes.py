@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import sympy
 import torch
@@ -22,6 +23,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 __all__ = [
+    "PLANNED_LENGTH",
     "Size",
     "SizeNodes",
     "divide_exactly",
@@ -31,6 +33,7 @@ __all__ = [
     "is_divided_by",
     "is_read_from_data",
     "is_same_size",
+    "planned_size",
     "product",
     "require_divisible",
     "size_hint",
@@ -40,6 +43,10 @@ Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
 _GUESS = 1024
 """For costs, of a size that data decide."""
+PLANNED_LENGTH = 32_768
+"""The length that a program for any length is planned for, where that at hand is shorter."""
+_PLANNED: WeakKeyDictionary[Any, dict[sympy.Expr, int]] = WeakKeyDictionary()
+"""Planned sizes by shape environment and expression: costs ask for few of them many times, and sympy takes its time."""
 
 
 def is_same_size(a: Size, b: Size) -> bool:
@@ -82,6 +89,34 @@ def product(sizes: Iterable[Size]) -> Size:
 def size_hint(size: Size) -> int:
     """The size of the inputs at hand, for messages and byte counts; adds no guard. A guess where data decide it."""
     return size if isinstance(size, int) else optimization_hint(size, fallback=_GUESS)
+
+
+def planned_size(size: Size) -> int:
+    """The size for decisions that stay with the program, whatever it is called with; adds no guard.
+
+    A static size is itself. Where a size grows with a symbolic length, of several the largest, that length is taken to
+    be at least `PLANNED_LENGTH`; other symbols, such as a batch's, are as at hand.
+    """
+    if isinstance(size, int):
+        return size
+    shapes, expr = size.node.shape_env, size.node.expr
+    known = _PLANNED.setdefault(shapes, {})
+    if expr not in known:
+        known[expr] = _planned(expr, shapes)
+    return known[expr]
+
+
+def _planned(expr: sympy.Expr, shapes: Any) -> int:
+    hints = {symbol: shapes.optimization_hint(symbol, fallback=_GUESS) for symbol in expr.free_symbols}
+    lengths = [symbol for symbol in hints if _is_length(symbol, shapes)]
+    longest = max(lengths, key=lambda symbol: (hints[symbol], str(symbol)), default=None)
+    planned = {} if longest is None else {longest: sympy.Integer(max(hints[longest], PLANNED_LENGTH))}
+    return shapes.optimization_hint(expr.xreplace(planned), fallback=_GUESS)
+
+
+def _is_length(symbol: sympy.Basic, shapes: Any) -> bool:
+    """Whether a symbol is the size of an input in a dimension that is not the first, which is the batch's."""
+    return any(getattr(source, "idx", 0) for source in shapes.var_to_sources.get(symbol, ()))
 
 
 def require_divisible(size: Size, by: int) -> bool:

@@ -11,9 +11,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import fx, nn
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from autosp_rules import AutoSPConfig, AutoSPReport, dry_run, prepare_autosp_inputs
+from autosp_rules import AutoSPConfig, AutoSPReport, dry_run, prepare_autosp_inputs, tiled_compute
 from autosp_rules.checkpoint import TagCheckpoints, is_recomputed
 from autosp_rules.transform import transform
 from fxrewrite import RuleSet, normalize
@@ -118,6 +118,76 @@ def test_a_model_that_checkpoints_keeps_its_own_choice() -> None:
     gm, _, (line,) = one_device("llama_gqa", "attention", checkpointing=True)
     assert line == "checkpoint='attention': the model checkpoints by itself, and its own choice stands"
     assert not any(n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE for n in gm.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("option", "dynamic", "fits"), [("auto", False, True), ("auto", True, False), (10**6, True, False)]
+)
+def test_a_program_for_any_length_is_tagged_for_a_long_one(
+    option: Any, dynamic: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosp_rules.checkpoint._memory_of", lambda device: 10**7)
+    inputs = batch("llama_gqa", "plain")
+    if dynamic:
+        prepare_autosp_inputs(inputs["input_ids"], inputs["labels"])
+    gm = normalize(captured(build("llama_gqa"), inputs)[0])
+    (line,) = RuleSet("tag", TagCheckpoints(option)).apply(gm).lines
+    assert (" (for a length of 32,768, as it is a symbol): " in line) == dynamic
+    assert any(n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE for n in gm.graph.nodes) != fits
+    assert ("more than the budget" in line) == (option == 10**6)
+
+
+class _Layers(nn.Module):
+    """Two towers, of which the first may checkpoint by itself, or a layer of the second a part of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.embed, self.how = nn.Embedding(8, 8), how
+        self.first, self.second = (nn.ModuleList(_Mlp() for _ in range(2)) for _ in range(2))
+        self.double()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.first:
+            x = checkpoint(layer, x, use_reentrant=False) if self.how == "tower" else layer(x)
+        x = self.second[0](x)
+        return self.second[1](x, in_tiles=self.how == "part").square().mean()
+
+
+class _Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.tanh(self.up(x)))
+
+        cut = {"seqlen": x.shape[1], "shards": 2, "kwargs_to_shard": {"x": x}, "output_reduction": None}
+        return x + (tiled_compute(mlp, **cut) if in_tiles else mlp(x))
+
+
+@pytest.mark.parametrize(("how", "num_own", "num_again"), [("none", 0, 4), ("tower", 2, 4), ("part", 1, 5)])
+def test_layers_that_checkpoint_by_themselves_keep_their_choice_and_all_others_are_tagged(
+    how: str, num_own: int, num_again: int
+) -> None:
+    model, ids = _Layers(how), torch.arange(32).reshape(2, 16) % 8
+    report = assert_equal_to_one_device(model, {"ids": ids}, ranks=(2,), config=AutoSPConfig(checkpoint="full"))
+    line = next(line for line in report.lines if line.startswith("checkpoint"))
+    assert f": {4 - num_own} layers keep" in line
+    assert line.endswith(f"; {num_own} x a layer that checkpoints by itself, and its own choice stands") == (
+        num_own > 0
+    )
+    gm, args = captured(model, {"ids": ids})
+    gm = normalize(gm)
+    RuleSet("tag", TagCheckpoints("full")).apply(gm)
+    regions = [node.meta["ac_graph_id"] for node in gm.graph.nodes if is_recomputed(node)]
+    assert regions == sorted(regions), "what a region reads of an earlier one is kept"
+    assert len(set(regions)) == num_again
+    assert Partition(gm, args).num_again("tanh") == num_again
+    leaves = list(model.parameters())
+    for leaf, want in zip(leaves, torch.autograd.grad(model(ids), leaves), strict=True):
+        torch.testing.assert_close(leaf.grad, want, rtol=1e-12, atol=1e-14)
 
 
 def test_a_model_without_layers_is_not_tagged() -> None:

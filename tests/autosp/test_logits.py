@@ -116,6 +116,49 @@ def test_logits_that_are_held_nevertheless_are_reported(loss: Any, is_tiled: boo
     assert any("its loss is not computed in tiles" in line for line in report.lines) != is_tiled
 
 
+def test_a_program_for_any_length_is_tiled_from_the_first_on() -> None:
+    model = _Head(lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten()))
+    ids = torch.arange(32).reshape(2, 16)
+    torch._dynamo.mark_dynamic(ids, 1)
+    report = assert_equal_to_one_device(model, {"ids": ids}, ranks=(2,), config=AutoSPConfig(logits="drop"))
+    assert report.rewrites["tiled_loss.tile"] == 1
+
+
+class _Shown(_Head):
+    """Its loss reads the logits, and `shown` of them is returned."""
+
+    def __init__(self, *shown: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten()))
+        self.shown = shown
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        loss, logits = super().forward(ids)
+        return loss, *(show(logits) for show in self.shown)
+
+
+def test_logits_in_another_type_or_shape_are_dropped_too() -> None:
+    model = _Shown(torch.Tensor.float, lambda logits: logits.transpose(0, 1).contiguous())
+    report = assert_equal_to_one_device(model, {"ids": torch.arange(32).reshape(2, 16)}, ranks=(2,), config=DROP)
+    assert report.rewrites["tiled_loss.tile"] == 1
+    shapes = f"output %to (2, 16, {VOCAB}) is None: logits='drop'; output %contiguous (16, 2, {VOCAB}) is None"
+    assert any(line.startswith(shapes) for line in report.lines), report.lines
+
+
+@pytest.mark.parametrize(
+    "shown", [lambda logits: logits.argmax(-1), lambda logits: logits[:, -1:]], ids=["argmax", "last"]
+)
+def test_logits_that_something_else_reads_are_held_and_reported(shown: Any) -> None:
+    model, inputs = _Shown(shown), {"ids": torch.arange(32).reshape(2, 16)}
+    report = assert_equal_to_one_device(model, inputs, ranks=(2,), config=DROP)
+    assert not report.rewrites.get("tiled_loss.tile")
+    (line,) = (line for line in report.lines if "changes nothing" in line)
+    assert line.endswith(" reads them besides their loss")
+    assert any("its loss is not computed in tiles" in line for line in report.lines)
+    both = assert_equal_to_one_device(_Shown(torch.Tensor.float, shown), inputs, ranks=(2,), config=DROP)
+    assert any("output %to (" in line for line in both.lines)
+    assert any("its loss is not computed in tiles" in line for line in both.lines)
+
+
 class _Predictor(nn.Module):
     """A layer that returns a loss of its own, as those that predict more than one token do."""
 

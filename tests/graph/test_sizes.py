@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit
-from fxrewrite.graph import divide_exactly, is_same_size, normalize, product
+from fxrewrite.graph import PLANNED_LENGTH, divide_exactly, is_same_size, normalize, planned_size, product
 from fxrewrite.graph.sizes import SizeNodes, require_divisible, size_hint
 
 
@@ -47,6 +47,17 @@ def test_symbols_divide_without_guards() -> None:
     assert not is_same_size(a, b)
     assert not is_same_size(a, 3)
     assert len(a.node.shape_env.guards) == guards
+
+
+def test_what_grows_with_a_length_is_planned_for_a_long_one() -> None:
+    gm, _ = _graph(lambda x, y: (x + 1, y[:, 1:]), torch.ones(3, 5), torch.ones(3, PLANNED_LENGTH + 4))
+    x, y, *_ = [v for node in gm.graph.nodes if isinstance(v := node.meta.get("val"), torch.Tensor)]
+    guards = len(x.shape[0].node.shape_env.guards)
+    assert planned_size(7) == 7
+    assert planned_size(x.shape[0]) == 3
+    assert planned_size(x.numel() * 2 // 3) == 2 * PLANNED_LENGTH
+    assert planned_size(y.numel() - x.shape[1]) == 3 * (PLANNED_LENGTH + 4) - 5
+    assert len(x.shape[0].node.shape_env.guards) == guards
 
 
 def test_divisibility_of_the_length_at_hand_is_guarded() -> None:

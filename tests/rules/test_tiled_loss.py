@@ -237,6 +237,26 @@ def test_no_value_of_rows_by_classes_is_left(loss: Callable[..., torch.Tensor], 
         torch.testing.assert_close(grad, want)
 
 
+def test_a_symbolic_number_of_rows_is_tiled_however_few_there_are() -> None:
+    """The program stays for any number of them."""
+    x, w = torch.randn(2, 19, DEPTH).requires_grad_(), torch.randn(CLASSES, DEPTH).requires_grad_()
+    labels, tiled = torch.randint(CLASSES, (2, 19)), list[int]()
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        gm = normalize(gm)
+        tiled.append(tiled_loss_rules().apply(gm).rule("tiled_loss.tile").rewrites)
+        return gm
+
+    run = torch.compile(spelled, backend=backend, fullgraph=True)
+    for length in (5, 7, 11):
+        cut = x[:, :length].detach().requires_grad_()
+        given = cut, w, labels[:, :length]
+        wanted = torch.autograd.grad(spelled(*given), (cut, w))
+        for grad, want in zip(torch.autograd.grad(run(*given), (cut, w)), wanted, strict=True):
+            torch.testing.assert_close(grad, want)
+    assert tiled == [0, 1]
+
+
 @pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
 @pytest.mark.parametrize("loss", [spelled, lambda *args: checkpoint(spelled, *args, use_reentrant=False)])
 def test_gradients_are_kept_and_not_what_they_are_computed_of(
@@ -272,6 +292,12 @@ def test_gradients_are_kept_and_not_what_they_are_computed_of(
         (lambda x, w, t: F.cross_entropy(F.linear(x, w)[None].mT, t[None]), "the logits have rank 3"),
         (lambda x, w, t: F.cross_entropy(F.linear(x, w), F.one_hot(t, CLASSES).double()), "class probabilities"),
         (lambda x, w, t: F.cross_entropy(F.linear(x, w)[:3], t[:3]), "1,464 bytes, fit into a tile"),
+        (lambda x, w, t: F.cross_entropy(w, t[:CLASSES].new_zeros(CLASSES)), "%w_1 is computed by no linear"),
+        (lambda x, w, t: F.cross_entropy(w[1:ROWS].float(), t[1:]), "w_1 is computed by no linear"),
+        (
+            lambda x, w, t: F.cross_entropy(F.linear(w[:36].view(6, 6, -1), x[0]), t[:6]),
+            "weight of %linear is no matrix",
+        ),
     ],
 )
 def test_what_does_not_match_and_why(loss: Callable[..., Any], why: str) -> None:

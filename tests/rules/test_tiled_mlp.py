@@ -196,6 +196,22 @@ def test_what_does_not_match_and_why(mlp: Callable[..., Any], why: str) -> None:
     assert why in str(rules.once().explain(gm, "tiled_mlp.tile"))
 
 
+def test_a_symbolic_number_of_rows_is_tiled_however_few_there_are() -> None:
+    tiled = list[int]()
+
+    def backend(gm: fx.GraphModule, _: Any) -> fx.GraphModule:
+        gm = normalize(gm)
+        tiled.append(tiled_mlp_rules().apply(gm)["tiled_mlp.tile"].rewrites)
+        return gm
+
+    mlp = Gated()
+    run = torch.compile(mlp, backend=backend, fullgraph=True)
+    for length in (5, 7, LENGTH):
+        x = torch.rand(BATCH, length, DEPTH)
+        torch.testing.assert_close(run(x), mlp(x))
+    assert tiled == [0, 1]
+
+
 def test_what_autocast_casts_unseen_does_not_match() -> None:
     found: list[fx.GraphModule] = []
 
