@@ -115,10 +115,12 @@ class _Layer(nn.Module):
         return x + self.down(self.dropout(torch.relu(self.up(x))))
 
 
-def lines_of(layer: nn.Module, config: AutoSPConfig, length: int = 16) -> list[str]:
+def lines_of(layer: nn.Module, config: AutoSPConfig, length: int = 16, *, dynamic: bool = False) -> list[str]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(8, 8), nn.ModuleList([layer])[0]).to("meta")
         ids = torch.zeros(1, length, dtype=torch.int64)
+    if dynamic:
+        torch._dynamo.mark_dynamic(ids, 1)
     _, report = dry_run(model, {"input": ids}, num_ranks=2, config=config)
     return [line for line in report.lines if line.startswith("mlp_tile")]
 
@@ -128,6 +130,14 @@ def test_auto_weighs_the_inside_against_the_rest_of_a_layer(inner: int, is_tiled
     (line,) = lines_of(_Layer(inner), AutoSPConfig(checkpoint="full"), length=2**24)
     assert ("an MLP in tiles of" in line) == is_tiled
     assert is_tiled or "bytes of the rest of its layer" in line
+
+
+def test_any_length_is_tiled_and_described_for_a_long_one() -> None:
+    (line,) = lines_of(_Layer(64), AutoSPConfig(mlp_tile=2**20), dynamic=True)
+    assert line.startswith(
+        f"mlp_tile={2**20} (for a length of 32,768, as it is a symbol): 1 x an MLP in tiles of 4,096"
+    )
+    assert line.endswith("of all 16,384 rows")
 
 
 @pytest.mark.parametrize(
