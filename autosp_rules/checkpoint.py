@@ -36,11 +36,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 from autosp_rules.costs import (
     ATTENTION,
     bytes_of,
+    bytes_sent,
     computed_again,
     cost_of,
     flops_of,
     is_received,
-    is_sent,
     kept_bytes,
     planned_for,
     read_in_backward,
@@ -287,7 +287,7 @@ def _described(option: CheckpointOption, layers: Sequence[_Layer], step: float) 
     everything = sum(layer.read_bytes() for layer in layers)
     hidden = sum(layer.input_bytes for layer in layers)
     again = [node for layer in layers for node in layer.again(layer.kept)]
-    sent = [bytes_of(node) for node in again if is_sent(node)]
+    sent = [sent for sent in map(bytes_sent, again) if sent]
     what = Counter(key(node).partition("::")[2] for node in again if flops_of(node))
     lines = [
         f"{len(layers)} layers keep {kept // len(layers):,} bytes each, {kept / hidden:.2f} hidden sizes per token "

@@ -6,40 +6,49 @@ A program for any length costs what it does at a long one (`fxrewrite.graph.plan
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxrewrite import Edit
 from fxrewrite.graph import PLANNED_LENGTH, planned_size, product, size_hint
-from fxrewrite.ops import bind, is_view, key
-from fxrewrite.spmd import COLLECTIVES
+from fxrewrite.ops import bind, is_maybe_view, is_random, is_view, key, mutated
+from fxrewrite.spmd import COLLECTIVES, Size
+from rules.mask_kinds import kind_of
+from rules.random import by_rank
 
 __all__ = [
     "ATTENTION",
+    "Sends",
+    "attention_flops",
     "backward_reads",
     "base_of",
     "bytes_of",
+    "bytes_sent",
     "computed_again",
     "cost_of",
     "flops_of",
+    "hides_later_keys",
     "is_received",
-    "is_sent",
     "kept_bytes",
     "planned_for",
     "read_in_backward",
+    "sends_of",
+    "set_sends",
 ]
 
 ATTENTION = frozenset(
     {
         "aten::scaled_dot_product_attention",
-        "fxrewrite_rules::aten_scaled_dot_product_attention_by_rank",
+        key(by_rank(torch.ops.aten.scaled_dot_product_attention.default)),
         "autosp::ring_attention",
         "fxrewrite_rules::attention_by_rows",
         "higher_order::flex_attention",
     }
 )
-"""Operators that are attention, by their keys: `op(q, k, v, ...)` with q [..., L, D] and k, v [..., S, D]."""
+"""Operators that are attention, by their keys; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
 
 FLOPS_PER_BYTE_SENT = 2000.0
 """How many operations take as long as sending a byte: half of 1e15 a second by 250 GB a second, an H100 on NVLink."""
@@ -56,26 +65,58 @@ _PRODUCTS = {
 }
 """Products of matrices, and the operand whose last dimension is contracted."""
 
-_READS_NOTHING = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("add", "add_", "sub", "rsub", "neg", "to", "_to_copy", "clone", "contiguous", "cat", "stack", "sum", "mean"),
-        *("reshape", "pad", "constant_pad_nd", "expand", "repeat", "repeat_interleave", "roll", "flip", "dropout"),
-        *("copy", "ones_like", "zeros_like", "ones", "zeros", "arange", "full", "eq", "ne", "lt", "le", "gt", "ge"),
-    )
-)
-_READS_RESULT = frozenset(
-    f"aten::{name}"
-    for name in ("softmax", "_softmax", "exp", "tanh", "sigmoid", "relu", "sqrt", "rsqrt", "log_softmax")
-)
-_COLLECTIVES = frozenset(COLLECTIVES.values())
+
+def _aten(names: str) -> frozenset[str]:
+    return frozenset(f"aten::{name}" for name in names.split())
+
+
 _EXCHANGES = frozenset({"autosp::exchange"})
 """Operators that send and wait in one."""
+_MAY_SHOW = _aten("contiguous dropout flatten ravel reshape reshape_as to type_as")
+"""They show their operand's memory where that is possible, dropout in evaluation, and else copy it."""
+_READS_NOTHING = _aten("""
+    _to_copy add add_ arange cat clone constant_pad_nd copy cumsum flip full full_like mean neg ones ones_like
+    repeat roll rsub stack sub sum tril triu zeros zeros_like
+""") | frozenset({*_EXCHANGES, *map(key, COLLECTIVES.values())})
+_READS_RESULT = _aten("_softmax dropout exp log_softmax relu rsqrt sigmoid sqrt softmax tanh")
+"""Of dropout in training the noise is read, which is as large as the result."""
+_READS_OPERANDS = _aten("""
+    abs addcdiv addcmul binary_cross_entropy binary_cross_entropy_with_logits clamp clamp_max clamp_min conv1d conv2d
+    conv3d convolution cos cross_entropy_loss div dot einsum elu embedding erf gather gelu group_norm hardswish index
+    index_add index_select layer_norm leaky_relu log log1p log_sigmoid masked_fill maximum minimum mish mse_loss mul mv
+    nll_loss repeat_interleave rms_norm scatter scatter_add silu sin smooth_l1_loss softplus square where
+""") | frozenset({*_PRODUCTS, "fxrewrite_rules::tiled_mlp"})
+_OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
+"""Operators that read nothing where this argument is a number."""
+_SENDS = "sends"
+_COLLECTIVES = frozenset(COLLECTIVES.values())
 
 
-def is_sent(node: fx.Node) -> bool:
-    """Whether the node sends its operands to other ranks."""
-    return key(node) in _EXCHANGES or (node.target in _COLLECTIVES and node.target is not COLLECTIVES["wait"])
+@dataclass(frozen=True, slots=True)
+class Sends:
+    """What an operator that communicates inside sends: bytes of a rank at the size at hand, the most that any sends."""
+
+    kind: str
+    forward: int
+    backward: int
+
+
+def set_sends(edit: Edit, node: fx.Node, sends: Sends) -> None:
+    """Write down what the operator sends, for its costs and the report."""
+    edit.set_meta(node, _SENDS, sends)
+
+
+def sends_of(node: fx.Node) -> Sends | None:
+    """What an operator sends inside; None for one that does not."""
+    return node.meta.get(_SENDS)
+
+
+def bytes_sent(node: fx.Node) -> int:
+    """Bytes that the node sends to other ranks: those of what a collective gives, or what an operator sends inside."""
+    sends = sends_of(node)
+    if sends is not None:
+        return sends.forward * bytes_of(node) // bytes_of(node, size_hint)
+    return bytes_of(node) if node.target in _COLLECTIVES and node.target is not COLLECTIVES["wait"] else 0
 
 
 def is_received(node: fx.Node) -> bool:
@@ -83,11 +124,11 @@ def is_received(node: fx.Node) -> bool:
     return key(node) in _EXCHANGES or node.target is COLLECTIVES["wait"]
 
 
-def bytes_of(node: fx.Node) -> int:
+def bytes_of(node: fx.Node, size: Callable[[Size], int] = planned_size) -> int:
     """Bytes of the node's tensors; of a symbolic size those that a program is planned for."""
     value = node.meta.get("val")
     tensors: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
-    return sum(planned_size(t.numel()) * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    return sum(size(t.numel()) * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
 def planned_for(nodes: Iterable[fx.Node]) -> str:
@@ -101,7 +142,7 @@ def flops_of(node: fx.Node) -> float:
     """Multiplications and additions of products of matrices, convolutions and attention; 0 for what is cheap."""
     name = key(node)
     if name in ATTENTION:
-        return _attention_flops(node)
+        return attention_flops(node)
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return 0.0
@@ -122,18 +163,47 @@ def flops_of(node: fx.Node) -> float:
 
 def cost_of(node: fx.Node) -> float:
     """Operations of the node, with what it sends counted as the operations that take as long."""
-    return flops_of(node) + (FLOPS_PER_BYTE_SENT * bytes_of(node) if is_sent(node) else 0.0)
+    return flops_of(node) + FLOPS_PER_BYTE_SENT * bytes_sent(node)
+
+
+def attention_flops(node: fx.Node, size: Callable[[Size], int] = planned_size) -> float:
+    """Multiplications and additions of attention, forward, without what a causal mask hides.
+
+    Of a call on whole values those of one device; on a rank's, those of that rank, on average over the ranks, with all
+    keys that come round a ring.
+    """
+    given = bind(node)
+    q, k, v = (operand.meta["val"] for operand in list(given.values())[:3])
+    num_keys = size(k.shape[-2]) * (given.get("num_ranks", 1) // given.get("per_group", 1))
+    flops = 2.0 * size(product(q.shape[:-1])) * num_keys * (size(q.shape[-1]) + size(v.shape[-1]))
+    return flops / 2 if hides_later_keys(node) else flops
+
+
+def hides_later_keys(node: fx.Node) -> bool:
+    """Whether rows of attention read no key behind them, the first rows the fewest: by `is_causal`, or the mask."""
+    given = bind(node)
+    mask = given.get("attn_mask", node)  # where it is no operand, the node says what it means
+    return given.get("is_causal", False) or (mask is not None and "causal" in kind_of(mask).split(" and "))
 
 
 def backward_reads(node: fx.Node) -> list[fx.Node]:
-    """The values that the node's backward pass reads: never fewer than it does."""
+    """The values that the node's backward pass reads, never fewer than it does: operands and result, where nothing else
+    is known.
+
+    What an operator makes and keeps to itself, such as the statistics of a norm, is no value of the graph.
+    """
     name = key(node)
-    if is_view(node) or name in _READS_NOTHING or node.target in _COLLECTIVES or name in _EXCHANGES:
+    other = _OF_A_NUMBER.get(name)
+    if (
+        not _has_gradient(node)
+        or (_shows(node) and not mutated(node))
+        or name in _READS_NOTHING
+        or (other is not None and not isinstance(bind(node)[other], fx.Node))
+    ):
         return []
     if name in _READS_RESULT:
         return [node]
-    scales = name in ("aten::mul", "aten::div") and len(node.all_input_nodes) == 1 and None not in node.args[1:2]
-    return [] if scales and not isinstance(node.args[1], fx.Node) else node.all_input_nodes
+    return node.all_input_nodes if name in _READS_OPERANDS else [*node.all_input_nodes, node]
 
 
 def read_in_backward(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -163,17 +233,20 @@ def kept_bytes(node: fx.Node) -> int:
 
 def base_of(node: fx.Node) -> fx.Node:
     """The node that made the memory which the node shows."""
-    while is_view(node) and node.all_input_nodes:
+    while _shows(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
-def _attention_flops(node: fx.Node) -> float:
-    q, k, v = (operand.meta["val"] for operand in _operands(node, 3))
-    scores = planned_size(q.numel()) // planned_size(q.shape[-1]) * planned_size(k.shape[-2])
-    flops = 2.0 * scores * (planned_size(q.shape[-1]) + planned_size(v.shape[-1]))
-    is_causal = any(argument is True for argument in (*node.args, *node.kwargs.values()))
-    return flops / 2 if is_causal else flops
+def _shows(node: fx.Node) -> bool:
+    """Whether the node shows the memory of its first operand, or a copy where that is not possible."""
+    return is_view(node) and not is_random(node) and (key(node) in _MAY_SHOW or not is_maybe_view(node))
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    tensors: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
+    return any(t.is_floating_point() or t.is_complex() for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _operands(node: fx.Node, count: int) -> list[fx.Node]:

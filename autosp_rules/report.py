@@ -6,8 +6,8 @@ import torch
 from pydantic import BaseModel
 from torch import fx
 
-from autosp_rules.attention.strategy import sends_of
 from autosp_rules.checkpoint import is_recomputed
+from autosp_rules.costs import sends_of
 from fxrewrite import Refusal, Report
 from fxrewrite.spmd import COLLECTIVES, Axis, size_hint
 

@@ -32,11 +32,10 @@ from autosp_rules.attention.strategy import (
     AttentionStrategy,
     Choice,
     Cost,
-    Sends,
     needs,
     serve,
-    set_sends,
 )
+from autosp_rules.costs import Sends, set_sends
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import declare_pure, key
 from fxrewrite.spmd import (
@@ -57,6 +56,7 @@ from fxrewrite.spmd import (
 )
 from rules.attention_by_rows import attention_by_rows
 from rules.attention_parts import attention_call
+from rules.mask_kinds import kind_of, name_mask
 from rules.mask_reading import read_mask
 
 __all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ring"]
@@ -107,26 +107,28 @@ def _to_ring(name: str) -> Rule:
         heads, depth = (match["q"].meta["val"].shape[dim] for dim in (1, 3))
         per_group = 1 if name == "ring_of_ranks" else _per_group(heads, size)
         scale = 1 / math.sqrt(depth) if scale is None else float(scale)
-        leaves, text = _expression(match, mask, is_causal)
-        return serve(match, match.call(attend_over_ring, q, k, v, leaves, text, scale, per_group))
+        leaves, text, kind = _expression(match, mask, is_causal)
+        attended = match.call(attend_over_ring, q, k, v, leaves, text, scale, per_group)
+        name_mask(match.edit, attended.node, kind)
+        return serve(match, attended)
 
     return made
 
 
-def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy], str]:
-    """What may be attended to: the leaves, and the expression of them."""
+def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy], str, str]:
+    """What may be attended to: the leaves, the expression of them, and what it means."""
     if is_causal:
         q, k = (match[name].meta["val"] for name in "qk")
         columns, rows = (
             match.call(aten.arange.default, size_proxy(match, x.shape[2]), device=x.device, pin_memory=False)
             for x in (k, q)
         )
-        return [columns, aten.unsqueeze(rows, -1)], "le(x0, x1)"
+        return [columns, aten.unsqueeze(rows, -1)], "le(x0, x1)", "causal"
     if mask is None:
-        return [], ""
+        return [], "", "nothing hidden"
     read = read_mask(mask.node)
     assert not isinstance(read, str), "a ring is chosen for masks that can be read"
-    return read.leaves(match), read.text
+    return read.leaves(match), read.text, kind_of(mask.node)
 
 
 ring_of_ranks = _to_ring("ring_of_ranks")
@@ -173,6 +175,7 @@ def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float
     if is_moved:
         q, k, v = _moved(match, [q, k, v], how, back=False)
     attended = match.call(RING_ATTENTION, q, k, v, leaves, mask, scale, *how)
+    name_mask(match.edit, attended.node, kind_of(match.root))
     _say(match, attended, _sends_of_ring(k, v, axis.size // per_group))
     out = match.call(operator.getitem, attended, 0)
     if is_moved:

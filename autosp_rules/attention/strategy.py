@@ -13,31 +13,28 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosp_rules.costs import attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
 from fxrewrite.ops import bind, key
 from fxrewrite.spmd import Axis, Size, redistribute, require_divisible, size_hint
 from rules.attention_parts import ATTENTIONS
-from rules.mask_kinds import kind_of
 
 __all__ = [
     "AttentionCall",
     "AttentionStrategy",
     "Choice",
     "Cost",
-    "Sends",
     "attentions",
     "choice_of",
     "choose",
     "divides",
     "needs",
     "redistribution_of",
-    "sends_of",
     "serve",
-    "set_sends",
 ]
 
 _DEFAULTS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": True, "sinks": None}
-_META, _SENDS = "attention_choice", "sends"
+_META = "attention_choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +49,18 @@ class AttentionCall:
     dropout_p: float
     is_causal: bool
     enable_gqa: bool
-    sinks: fx.Node | None = None
+    sinks: fx.Node | None
+    hides_later_keys: bool
+    flops: float
+    """Of one device, forward, without what a causal mask hides."""
 
     @staticmethod
     def of(node: fx.Node) -> AttentionCall:
         args = bind(node)
         q, k, v = (args[name].meta["val"] for name in ("query", "key", "value"))
         rest = (args.get(name, default) for name, default in _DEFAULTS.items())
-        return AttentionCall(q, k, v, args["attn_mask"], *rest)
+        work = {"hides_later_keys": hides_later_keys(node), "flops": attention_flops(node, size_hint)}
+        return AttentionCall(q, k, v, args["attn_mask"], *rest, **work)
 
     @property
     def heads(self) -> Size:
@@ -68,18 +69,6 @@ class AttentionCall:
     @property
     def kv_heads(self) -> Size:
         return self.k.shape[-3] if self.k.dim() > 2 else 1
-
-    @property
-    def hides_later_keys(self) -> bool:
-        """Whether a row reads no key behind it, so that the first rows read the fewest: by `is_causal`, or the mask."""
-        parts = [] if self.mask is None else kind_of(self.mask).split(" and ")
-        return self.is_causal or "causal" in parts
-
-    @property
-    def flops(self) -> float:
-        """Of one device, forward, without what a causal mask hides."""
-        columns = size_hint(self.k.shape[-2]) / (2 if self.hides_later_keys else 1)
-        return 2 * columns * (size_hint(self.q.numel()) + self.result_numel)
 
     @property
     def result_numel(self) -> int:
@@ -103,15 +92,6 @@ class Cost:
     forward: float
     backward: float
     flops: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sends:
-    """What an operator that communicates inside sends: bytes of a rank, the most that any sends."""
-
-    kind: str
-    forward: int
-    backward: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +144,6 @@ def choice_of(node: fx.Node) -> Choice | None:
 def choose(edit: Edit, node: fx.Node, choice: Choice) -> None:
     """Write the choice down where `choice_of` finds it."""
     edit.set_meta(node, _META, choice)
-
-
-def set_sends(edit: Edit, node: fx.Node, sends: Sends) -> None:
-    """Write down what the operator sends, for the report."""
-    edit.set_meta(node, _SENDS, sends)
-
-
-def sends_of(node: fx.Node) -> Sends | None:
-    """What an operator sends inside; None for one that does not."""
-    return node.meta.get(_SENDS)
 
 
 def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:
