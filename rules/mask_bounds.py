@@ -31,7 +31,7 @@ import torch
 
 from rules.mask_expressions import POINTWISE, Call, Leaf, MaskExpression, Term
 
-__all__ = ["Bounds", "mask_bounds"]
+__all__ = ["Bounds", "mask_bounds", "term_bounds"]
 
 Bounds: TypeAlias = "tuple[Any, Any]"
 """The least and the greatest: tensors, or a literal of the expression twice."""
@@ -43,7 +43,7 @@ _LARGE = 2.0**62
 def mask_bounds(mask: MaskExpression, leaves: Sequence[torch.Tensor], *, rows: int, columns: int) -> Bounds:
     """The bounds of tiles of so many rows and columns; they broadcast to the number of tiles."""
     cut = [_of_runs(_of_runs((leaf, leaf), -2, rows), -1, columns) for leaf in leaves]
-    return _bounds(mask.term, cut, {})
+    return term_bounds(mask.term, cut, {})
 
 
 def _of_runs(leaf: Bounds, dim: int, size: int) -> Bounds:
@@ -56,13 +56,14 @@ def _of_runs(leaf: Bounds, dim: int, size: int) -> Bounds:
     return _without_nan(low.amin(dim), high.amax(dim))
 
 
-def _bounds(term: Term, leaves: Sequence[Bounds], known: dict[Call, Bounds]) -> Bounds:
+def term_bounds(term: Term, leaves: Sequence[Bounds], known: dict[Call, Bounds]) -> Bounds:
+    """The bounds of a term, from those of its leaves and of what is known of parts of it."""
     if isinstance(term, Leaf):
         return leaves[term.index]
     if not isinstance(term, Call):
         return term, term
     if term not in known:
-        operands = [_bounds(arg, leaves, known) for arg in term.args]
+        operands = [term_bounds(arg, leaves, known) for arg in term.args]
         rule = _any if _narrows(operands) else _RULES.get(term.name, _any)
         known[term] = rule(term.name, *operands)
     return known[term]

@@ -27,14 +27,14 @@ from fxrewrite.ops import bind, fake_value, key, value
 from fxrewrite.spmd import Size, is_same_size, size_proxy
 from rules.mask_expressions import POINTWISE
 
-__all__ = ["ReadMask", "is_dense", "read_mask"]
+__all__ = ["CASTS", "POINTWISE_KEYS", "Place", "ReadMask", "is_dense", "read_mask"]
 
 aten = torch.ops.aten
 
 _NAMES = {"aten::__and__": "bitwise_and", "aten::__or__": "bitwise_or", "aten::__xor__": "bitwise_xor"}
-_POINTWISE = {**{f"aten::{name}": name for name in POINTWISE}, **_NAMES}
+POINTWISE_KEYS = {**{f"aten::{name}": name for name in POINTWISE}, **_NAMES}
 _SAME = frozenset({"aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::expand"})
-_CASTS = frozenset({"aten::to", "aten::_to_copy"})
+CASTS = frozenset({"aten::to", "aten::_to_copy"})
 _FILLS = {"aten::zeros": 0, "aten::zeros_like": 0, "aten::ones": 1, "aten::ones_like": 1}
 _FILLED = frozenset({"aten::full", "aten::full_like"})
 _ONES = frozenset({"aten::unsqueeze", "aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"})
@@ -62,7 +62,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """A value of the graph in the mask: its dimensions there, and what is cut of them."""
 
     node: fx.Node
@@ -90,12 +90,12 @@ class ReadMask:
     """A mask as text for `rules.mask_expressions.parse_mask`, and the values that are its leaves."""
 
     text: str
-    places: tuple[_Place, ...] = field(repr=False)
+    places: tuple[Place, ...] = field(repr=False)
 
     def leaves(self, match: Match) -> list[fx.Proxy]:
         """The leaves as values of the graph, in a replacement."""
 
-        def given(place: _Place) -> fx.Proxy:
+        def given(place: Place) -> fx.Proxy:
             if place.counted is None:
                 return match.proxy(place.node)
             device = fake_value(place.node).device
@@ -133,8 +133,8 @@ def read_mask(mask: fx.Node) -> ReadMask | str:
     return ReadMask(text, tuple(reader.places))
 
 
-def _whole(mask: fx.Node) -> _Place:
-    return _Place(mask, _from_behind(fake_value(mask).dim()))
+def _whole(mask: fx.Node) -> Place:
+    return Place(mask, _from_behind(fake_value(mask).dim()))
 
 
 def _from_behind(rank: int) -> tuple[int, ...]:
@@ -145,10 +145,10 @@ class _Reader:
     """Reads one mask; `places` are the leaves that its text counts."""
 
     def __init__(self) -> None:
-        self.places: dict[_Place, int] = {}
-        self._texts: dict[_Place, str] = {}
+        self.places: dict[Place, int] = {}
+        self._texts: dict[Place, str] = {}
 
-    def text(self, place: _Place) -> str:
+    def text(self, place: Place) -> str:
         """What is computed at a place."""
         if place.counted is not None or (not place.is_dense and not _is_number(place.node)):
             return f"x{self.places.setdefault(place, len(self.places))}"
@@ -158,30 +158,30 @@ class _Reader:
             raise _UnreadableError("it is too long an expression")
         return self._texts[place]
 
-    def _dense(self, place: _Place) -> str:
+    def _dense(self, place: Place) -> str:
         node, name = place.node, key(place.node)
-        if name in _CASTS:
+        if name in CASTS:
             return f"to({self._operand(place, node.args[0])}, {fake_value(node).dtype})"
         if name in _FILLS or name in _FILLED:
             number = _FILLS[name] if name in _FILLS else bind(node)["fill_value"]
             return f"full({_literal(node, number)}, {fake_value(node).dtype})"
-        if name in _POINTWISE and not node.kwargs:
-            return f"{_POINTWISE[name]}({', '.join(self._operand(place, arg) for arg in node.args)})"
+        if name in POINTWISE_KEYS and not node.kwargs:
+            return f"{POINTWISE_KEYS[name]}({', '.join(self._operand(place, arg) for arg in node.args)})"
         if name in _TRIANGLES:
             hidden, diagonal = _TRIANGLES[name], _literal(node, bind(node)["diagonal"])
-            rows, columns = (self.text(_Place(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))
-            kept = self.text(_Place(node.all_input_nodes[0], place.dims, place.cuts))
+            rows, columns = (self.text(Place(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))
+            kept = self.text(Place(node.all_input_nodes[0], place.dims, place.cuts))
             return f"masked_fill({kept}, {hidden}(sub({columns}, {rows}), {diagonal}), 0)"
         return self.text(_looked_through(place))
 
-    def _operand(self, place: _Place, arg: Any) -> str:
+    def _operand(self, place: Place, arg: Any) -> str:
         """An operand of a pointwise operator, which broadcasts."""
         if not isinstance(arg, fx.Node):
             return _literal(place.node, arg)
         found = value(arg)
         if not isinstance(found, torch.Tensor):
             raise _UnreadableError(f"%{place.node.name} is computed from a number of the graph")
-        return self.text(_Place(arg, place.dims[len(place.dims) - found.dim() :], place.cuts))
+        return self.text(Place(arg, place.dims[len(place.dims) - found.dim() :], place.cuts))
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -196,37 +196,35 @@ def _literal(node: fx.Node, number: Any) -> str:
     return str(number)
 
 
-def _looked_through(place: _Place) -> _Place:
+def _looked_through(place: Place) -> Place:
     """Where the operand of a view is."""
     node, name = place.node, key(place.node)
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape: Any = getattr(value(source), "shape", ())
     if name in _SAME:
-        return _Place(source, place.dims[len(place.dims) - len(shape) :], place.cuts)
+        return Place(source, place.dims[len(place.dims) - len(shape) :], place.cuts)
     if name in _ONES:
-        return _Place(source, _but_for_ones(place, shape), place.cuts)
+        return Place(source, _but_for_ones(place, shape), place.cuts)
     if name == "aten::permute":
         order = [dim % len(shape) for dim in bind(node)["dims"]]
-        return _Place(source, tuple(place.dims[order.index(dim)] for dim in range(len(shape))), place.cuts)
+        return Place(source, tuple(place.dims[order.index(dim)] for dim in range(len(shape))), place.cuts)
     if name == "aten::transpose":
         args, dims = bind(node), list(place.dims)
         a, b = args["dim0"], args["dim1"]
         dims[a], dims[b] = dims[b], dims[a]
-        return _Place(source, tuple(dims), place.cuts)
+        return Place(source, tuple(dims), place.cuts)
     if name in _CUTS:
         _, dim, *rest = bind(node).values()
         cut = place.dims[dim]
-        return _Place(
-            source, place.dims, place.cuts if cut is None else (_Cut(cut, node.target, (*rest,)), *place.cuts)
-        )
+        return Place(source, place.dims, place.cuts if cut is None else (_Cut(cut, node.target, (*rest,)), *place.cuts))
     if name == "aten::select" and is_same_size(shape[bind(node)["dim"]], 1):
         dim: int = bind(node)["dim"] % len(shape)
-        return _Place(source, (*place.dims[:dim], None, *place.dims[dim:]), place.cuts)
+        return Place(source, (*place.dims[:dim], None, *place.dims[dim:]), place.cuts)
     what = "an input or a parameter" if node.op in ("placeholder", "get_attr") else name
     raise _UnreadableError(f"%{node.name}, {what}, has rows and columns")
 
 
-def _but_for_ones(place: _Place, shape: Sequence[Size]) -> Dims:
+def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
     """The places of dimensions of `shape`, which has the value's dimensions and others of size 1."""
     left = [(dim, size) for dim, size in zip(place.dims, place.shape, strict=True) if not is_same_size(size, 1)]
     found: list[int | None] = []
@@ -243,7 +241,7 @@ def _but_for_ones(place: _Place, shape: Sequence[Size]) -> Dims:
     return tuple(found)
 
 
-def _laid_out(place: _Place, x: Any, given: Callable[[fx.Node], Any], call: Callable[..., Any]) -> Any:
+def _laid_out(place: Place, x: Any, given: Callable[[fx.Node], Any], call: Callable[..., Any]) -> Any:
     """The value `x` at a place, cut, with dimensions as the mask has them."""
     dims = list(place.dims)
     for cut in place.cuts:

@@ -5,10 +5,10 @@
 
 Matches a mask that depends on sizes alone, as Hugging Face models build for every decoder: bool, or added, with 0 and
 the least number of a dtype. A dense mask takes S * S bytes (16 GiB at 128K), and a float copy of it is kept for the
-backward. The claim is found out by computing the mask: whole up to 4,096 tokens, else 96 of its rows over all columns,
-spread from the first to the last; where the length is a symbol, at four lengths up to 262,144, beyond every sliding
-window. Operators between row and column values are computed on these rows alone.
-Refuses a mask that depends on data (padding, documents), and any that means something else.
+backward. What it means is proved (`rules.mask_proofs`): at every length from the form of its expression, or, where the
+length is a number, tile by tile. A mask that is no expression is computed whole, where that is few enough entries.
+Refuses a mask that looks so and for which there is no proof, with a line in the report. Leaves one that depends on
+data (padding, documents), and any that means something else, as it is.
 Shapes: q [B, H, S, E], k [B, H, S, E], v [B, H, S, D], mask broadcasts to [B, H, S, S].
 Numerics: reassociates; a kernel without a mask may sum in another order.
 Source: PyTorch, torch/nn/functional.py (scaled_dot_product_attention says what is_causal means).
@@ -16,106 +16,129 @@ Source: PyTorch, torch/nn/functional.py (scaled_dot_product_attention says what 
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
-from fxrewrite import Match, Pattern, Rule, RuleSet, cap, where
-from fxrewrite.graph import ClosedValues, OpenValueError, expression, symbols_of
+from fxrewrite import Match, Pattern, Rule, RuleSet, cap, refuse, where
+from fxrewrite.graph import ClosedValues, LargeValueError, OpenValueError, expression, symbols_of
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import is_same_size
 from rules.attention_parts import attention_call
-from rules.mask_expressions import parse_mask
-from rules.mask_reading import read_mask
+from rules.mask_expressions import Call, Leaf, Term, parse_mask
+from rules.mask_positions import LONGEST, leaves_of
+from rules.mask_proofs import MOST_ENTRIES, above_diagonal, is_true_everywhere, is_true_within, up_to_diagonal
+from rules.mask_reading import ReadMask, read_mask
 
 __all__ = ["MASKS"]
 
 aten = torch.ops.aten
 
-_WHOLE = 4096
-"""Up to this length a mask is computed whole."""
-_BEYOND = 1 << 18
-"""A length beyond every window and chunk that a model has."""
+Meaning = Literal["causal", "nothing hidden"]
+_MEANINGS: tuple[Meaning, ...] = ("causal", "nothing hidden")
+_LENGTHS = (7, 331, 1 << 18)
+"""Where the length is a symbol a mask without a proof is refuted at one of these; the last is beyond every window."""
 
 
-def _allows(mask: fx.Node, closed: ClosedValues, rows: torch.Tensor) -> torch.Tensor:
-    """Which keys `rows` of the mask allow, [..., rows, keys], at the lengths of `closed`."""
-    read = read_mask(mask)
-    if isinstance(read, str):
-        found = _cut(closed(mask), rows)
-    else:
-        leaves = [_cut(read.value(number, closed), rows) for number in range(len(read.places))]
-        num_keys = closed.size(fake_value(mask).shape[-1])
-        found = parse_mask(read.text).part(leaves, (0, len(rows)), (0, num_keys))
-    if found.dtype == torch.bool:
-        return found
-    hides = found <= torch.finfo(found.dtype).min / 2
-    if not bool((hides | (found == 0)).all()):
-        raise OpenValueError("its values are not those of a mask alone")
-    return ~hides
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a mask means, or why it means neither, or is not known to."""
+
+    meaning: Meaning | None
+    why: str = ""
+    is_known: bool = True
 
 
-def _cut(found: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return found if found.dim() < 2 or found.shape[-2] == 1 else found.index_select(-2, rows)
-
-
-def _rows(length: int) -> torch.Tensor:
-    if length <= _WHOLE:
-        return torch.arange(length)
-    ends, inner = (16, 64) if length < _BEYOND else (2, 4)  # 96 rows of all columns, and 8 of very many
-    spread = torch.linspace(ends, length - ends - 1, inner, dtype=torch.float64).long()
-    return torch.cat([torch.arange(ends), spread, torch.arange(length - ends, length)])
-
-
-_CAUSAL, _NOTHING_HIDDEN = "causal", "nothing hidden"
-_found: dict[str, str] = {}
+_found: dict[str, _Found] = {}
 """What masks mean, by what they compute: all layers of a model read one."""
 
 
-def _meaning(mask: fx.Node) -> str:
-    """What the mask means at every length that was looked at, or why it means neither.
-
-    Raises OpenValueError where it depends on more than sizes.
-    """
+def _meaning(mask: fx.Node) -> _Found:
     text = expression(mask)
     if text not in _found:
         _found[text] = _look(mask)
     return _found[text]
 
 
-def _look(mask: fx.Node) -> str:
+def _look(mask: fx.Node) -> _Found:
     shape = fake_value(mask).shape
     if len(shape) < 2 or not is_same_size(shape[-2], shape[-1]):
-        return "its rows and columns are not as many"
-    left = {_CAUSAL, _NOTHING_HIDDEN}
-    # lengths, and what other symbols are, such as the batch; None: as at hand
-    todo: list[tuple[int, int | None]] = [(2, None), (7, None), (331, None), (_BEYOND, 2)]
-    if isinstance(shape[-1], int):
-        todo = [(shape[-1], None)]
-    for length, other in todo:
-        closed = ClosedValues({symbol: length for size in shape[-2:] for symbol in symbols_of(size)}, other)
-        rows, columns = _rows(length)[:, None], torch.arange(length)
-        allowed = _allows(mask, closed, rows[:, 0])
-        if not bool(allowed.all()):
-            left.discard(_NOTHING_HIDDEN)
-        if not bool((allowed == (columns <= rows)).all()):
-            left.discard(_CAUSAL)
+        return _Found(None, "its rows and columns are not as many")
+    if is_same_size(shape[-1], 1):
+        return _Found(None, "it is one number for all rows and columns")
+    read = read_mask(mask)
+    meaning = _by_form(mask, read) if isinstance(read, ReadMask) else None
+    if meaning is not None:
+        return _Found(meaning)
+    try:
+        return _by_entries(mask, read)
+    except LargeValueError as error:
+        return _Found(None, str(error), is_known=False)
+    except OpenValueError as error:
+        return _Found(None, str(error))
+
+
+def _by_form(mask: fx.Node, read: ReadMask) -> Meaning | None:
+    """What the expression means whatever is not known of its leaves, in a batch of any size."""
+    length = fake_value(mask).shape[-1]
+    longest = length if isinstance(length, int) else LONGEST
+    kept, hidden = _kept_and_hidden(parse_mask(read.text).term, fake_value(mask).dtype)
+    leaves = leaves_of(read)
+    if is_true_within(up_to_diagonal(longest), kept, leaves):
+        if is_true_within(above_diagonal(longest), hidden, leaves):
+            return "causal"
+        if is_true_within(above_diagonal(longest), kept, leaves):
+            return "nothing hidden"
+    return None
+
+
+def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
+    """What all entries of the mask mean where its sizes are numbers; where some are symbols, what it does not mean.
+
+    Raises OpenValueError where it depends on more than sizes.
+    """
+    length = fake_value(mask).shape[-1]
+    term, num_leaves = (Leaf(0), 1) if isinstance(read, str) else (parse_mask(read.text).term, len(read.places))
+    kept, hidden = _kept_and_hidden(term, fake_value(mask).dtype)
+    sides = Leaf(num_leaves), Leaf(num_leaves + 1)
+    is_causal = Call("where", (Call("le", sides), kept, hidden))
+    left: dict[Meaning, Term] = dict(zip(_MEANINGS, (is_causal, kept), strict=True))
+    symbols = symbols_of(length)
+    for at in _LENGTHS if symbols else (0,):
+        closed = ClosedValues(dict.fromkeys(symbols, at))
+        size = closed.size(length)
+        values = [closed(mask)] if isinstance(read, str) else [read.value(i, closed) for i in range(num_leaves)]
+        values += [torch.arange(size), torch.arange(size)[:, None]]
+        found: dict[Meaning, bool | None] = {m: is_true_everywhere(left[m], values, size) for m in left}
+        for meaning, is_so in found.items():
+            if is_so is False:
+                del left[meaning]
         if not left:
-            return f"it is neither causal nor open at length {length}"
-        if other is None and closed.others and (length, 3) not in todo:
-            todo.append((length, 3))
-    return min(left)  # both, where the sequence is one token
+            return _Found(None, f"it is neither causal nor open at length {size}")
+        if not symbols and not closed.others:
+            proved: Meaning | None = next((meaning for meaning, is_so in found.items() if is_so), None)
+            why = f"{MOST_ENTRIES:,} entries do not tell whether it is {' or '.join(left)}"
+            return _Found(proved) if proved else _Found(None, why, is_known=False)
+    why = f"it may be {' or '.join(left)}, and there is no proof for every length and batch"
+    return _Found(None, why, is_known=False)
 
 
-def _read(meaning: str) -> Rule:
+def _kept_and_hidden(term: Term, dtype: torch.dtype) -> tuple[Term, Term]:
+    """Where an entry of a mask keeps its key, and where it hides it; another value does neither."""
+    if dtype == torch.bool:
+        return term, Call("bitwise_not", (term,))
+    return Call("eq", (term, 0.0)), Call("le", (term, torch.finfo(dtype).min / 2))
+
+
+def _read(meaning: Meaning) -> Rule:
     @where.predicate("mask", text=f"means[{meaning}]")
     def means(mask: fx.Node) -> bool | str:
-        try:
-            found = _meaning(mask)
-        except OpenValueError as error:
-            return str(error)
-        return found == meaning or found
+        found = _meaning(mask)
+        if not found.is_known and meaning == "causal":  # said once
+            refuse(f"what the mask means is not known: {found.why}", node=mask, hint="is_causal=True says it")
+        return found.meaning == meaning or found.meaning or found.why
 
     attention = attention_call(attn_mask=cap("mask"), is_causal=False)
     name = f"masks.{meaning.replace(' ', '_')}"
@@ -125,10 +148,10 @@ def _read(meaning: str) -> Rule:
     def _(match: Match, q: Any, k: Any, v: Any, dropout_p: float, scale: Any, enable_gqa: bool) -> Any:
         """scaled_dot_product_attention without a mask"""
         attend = aten.scaled_dot_product_attention
-        is_causal = meaning == _CAUSAL
+        is_causal = meaning == "causal"
         return attend(q, k, v, None, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return made
 
 
-MASKS = RuleSet("masks", _read(_CAUSAL), _read(_NOTHING_HIDDEN))
+MASKS = RuleSet("masks", _read("causal"), _read("nothing hidden"))

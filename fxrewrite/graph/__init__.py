@@ -1,7 +1,7 @@
 """Facts about FX graphs: one spelling, canonical text, what changed, where a node comes from, how large a value is."""
 
 from fxrewrite.graph.bodies import bodies, nodes_of
-from fxrewrite.graph.closed import ClosedValues, OpenValueError, expression, symbols_of
+from fxrewrite.graph.closed import ClosedValues, LargeValueError, OpenValueError, expression, symbols_of
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.diff import graph_diff
 from fxrewrite.graph.digest import graph_digest
@@ -15,6 +15,7 @@ __all__ = [
     "PLANNED_LENGTH",
     "ClosedValues",
     "Edit",
+    "LargeValueError",
     "OpenValueError",
     "Size",
     "bodies",

@@ -6,6 +6,7 @@ be found out by computing them, also at lengths that the graph was not traced wi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,58 +15,85 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxrewrite.graph.sizes import Size, size_hint
+from fxrewrite.graph.sizes import Size
 from fxrewrite.ops import is_pure, is_random, value
 
-__all__ = ["ClosedValues", "OpenValueError", "expression", "symbols_of"]
+__all__ = ["ClosedValues", "LargeValueError", "OpenValueError", "expression", "symbols_of"]
 
 
 class OpenValueError(ValueError):
     """The value of a node depends on an input's data, on a random number, or on what cannot be computed apart."""
 
 
-class ClosedValues:
-    """Computes nodes on the CPU, with `lengths` for the graph's symbols; the others have `other`, or their hints."""
+class LargeValueError(OpenValueError):
+    """The value of a node is larger than what is computed while a graph is compiled."""
 
-    def __init__(self, lengths: Mapping[sympy.Symbol, int], other: int | None = None) -> None:
-        self._lengths, self._other = lengths, other
+
+_MOST_ENTRIES = 1 << 26
+"""Of a value that is computed."""
+
+
+class ClosedValues:
+    """Computes nodes on the CPU, with `lengths` for the graph's symbols; the others have their hints."""
+
+    def __init__(self, lengths: Mapping[sympy.Symbol, int]) -> None:
+        self._lengths = lengths
         self.others: set[sympy.Symbol] = set()
         """Symbols without a length that something was computed with."""
         self._known: dict[fx.Node, Any] = {}
 
     def __call__(self, node: fx.Node) -> Any:
-        """The value of `node`. Raises OpenValueError, with the node that depends on more than sizes."""
+        """The value of `node`. Raises OpenValueError, with the node that is open, or is too large."""
+        order = self._order(node)
+        for check in (self._check_closed, self._check_size):
+            for current in order:
+                check(current)
+        for current in order:
+            self._known[current] = self._compute(current)
+        return self._known[node]
+
+    def _order(self, node: fx.Node) -> list[fx.Node]:
+        """What is to be computed for `node`, operands first."""
+        order: dict[fx.Node, None] = {}
         todo = [node]
         while todo:
             current = todo[-1]
-            missing = [n for n in self._operands(current) if n not in self._known]
-            if missing:
+            missing = [n for n in self._operands(current) if n not in self._known and n not in order]
+            if missing and current not in order:
                 todo += missing
                 continue
             todo.pop()
             if current not in self._known:
-                self._known[current] = self._compute(current)
-        return self._known[node]
+                order[current] = None
+        return list(order)
 
     def size(self, size: Size) -> int:
         """The size at the lengths of this object."""
         if isinstance(size, int):
             return size
         self.others |= symbols_of(size) - self._lengths.keys()
-        free = {symbol: self._lengths.get(symbol, self._other) for symbol in symbols_of(size)}
-        if any(length is None for length in free.values()):
-            return size_hint(size)
-        return int(size.node.expr.xreplace({symbol: sympy.Integer(length) for symbol, length in free.items()}))
+        hint = size.node.shape_env.optimization_hint
+        lengths = {symbol: self._lengths.get(symbol) or hint(symbol, fallback=1) for symbol in symbols_of(size)}
+        return int(size.node.expr.xreplace({symbol: sympy.Integer(length) for symbol, length in lengths.items()}))
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:
         return [] if isinstance(value(node), (int, torch.SymInt)) else node.all_input_nodes
+
+    def _check_closed(self, node: fx.Node) -> None:
+        is_size = isinstance(value(node), (int, torch.SymInt))
+        if not is_size and (node.op != "call_function" or is_random(node) or not is_pure(node)):
+            raise OpenValueError(f"%{node.name} does not depend on sizes alone")
+
+    def _check_size(self, node: fx.Node) -> None:
+        made = value(node)
+        entries = math.prod(map(self.size, made.shape)) if isinstance(made, torch.Tensor) else 1
+        if entries > _MOST_ENTRIES:
+            raise LargeValueError(f"%{node.name} has {entries:,} entries, of which {_MOST_ENTRIES:,} may be computed")
 
     def _compute(self, node: fx.Node) -> Any:
         made = value(node)
         if isinstance(made, (int, torch.SymInt)):
             return self.size(made)
-        if node.op != "call_function" or is_random(node) or not is_pure(node):
-            raise OpenValueError(f"%{node.name} does not depend on sizes alone")
         return self.call(node, lambda n: self._known[n])
 
     def call(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> Any:

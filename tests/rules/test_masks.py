@@ -18,7 +18,7 @@ from rules.masks import MASKS
 from tests.autosp.models import batch, build
 from tests.autosp.one_device import captured
 
-LENGTH = 9
+LENGTH, LONG = 9, 131_072
 Mask = Callable[[int, int], torch.Tensor]
 """The mask of a batch and a length."""
 
@@ -60,6 +60,22 @@ OTHER: dict[str, Mask] = {
     "a bias": lambda b, s: (columns(s) - rows(s)).double(),
     "a small penalty": lambda b, s: torch.where(columns(s) <= rows(s), 0.0, -1e4).double(),
 }
+
+
+def causal_but_for(first: int, last: int) -> Mask:
+    """Causal, and open between tokens of an image."""
+
+    def mask(b: int, s: int) -> torch.Tensor:
+        in_row, in_column = ((x >= first) & (x < last) for x in (rows(s), columns(s)))
+        return (columns(s) <= rows(s)) | (in_row & in_column)
+
+    return mask
+
+
+def put_together(b: int, s: int) -> torch.Tensor:
+    """Causal, of two halves: no expression of rows and columns."""
+    earlier = columns(s) <= rows(s)
+    return torch.cat([earlier[: s // 2], earlier[s // 2 :]]).flip(0).flip(0)
 
 
 def qkv(length: int = LENGTH) -> list[torch.Tensor]:
@@ -111,17 +127,67 @@ def test_what_means_something_else_stays(case: str) -> None:
     assert not fired(traced(OTHER[case]))
 
 
-@pytest.mark.parametrize("length", [600, 5000])
-@pytest.mark.parametrize("case", ["compared", "added", "with batch and heads", "a triangle"])
-def test_long_masks_are_looked_at_by_rows(case: str, length: int) -> None:
+@pytest.mark.parametrize("length", [600, LONG])
+@pytest.mark.parametrize("case", ["compared", "added", "with batch and heads", "a triangle", "a window as long"])
+def test_long_masks(case: str, length: int) -> None:
     gm = traced(CAUSAL[case], length=length)
     assert fired(gm) == ["masks.causal"]
     assert not fired(traced(OTHER["window"], length=length))
     assert not fired(traced(OTHER["one entry more"], length=length))
 
 
-@pytest.mark.parametrize("case", ["compared", "a triangle"])
-def test_a_length_that_is_a_symbol_is_looked_at_beyond_every_window(case: str) -> None:
+@pytest.mark.parametrize(("first", "last"), [(40, 616), (70_001, 70_003), (LONG - 2, LONG)])
+def test_no_row_of_a_long_mask_is_left_out(first: int, last: int) -> None:
+    gm = traced(causal_but_for(first, last), length=LONG)
+    assert not fired(gm)
+    assert f"neither causal nor open at length {LONG}" in str(MASKS.once().explain(gm, "masks.causal"))
+
+
+@pytest.mark.parametrize("first", [400, 100_000])
+def test_no_row_is_left_out_where_the_length_is_a_symbol(first: int) -> None:
+    gm = traced(causal_but_for(first, first + 576), "symbolic")
+    assert not fired(gm)
+    assert "neither causal nor open at length 262144" in str(MASKS.once().explain(gm, "masks.causal"))
+
+
+def test_a_mask_without_a_proof_for_every_length_stays_and_is_reported() -> None:
+    gm = traced(causal_but_for(1_000_000, 1_000_100), "symbolic")
+    report = MASKS.apply(gm)
+    assert not report.rewrites
+    (reason,) = report.refused_because()
+    assert reason.endswith("it may be causal, and there is no proof for every length and batch")
+
+
+def test_a_mask_that_is_no_expression_is_computed_whole() -> None:
+    gm = traced(put_together)
+    assert fired(gm) == ["masks.causal"]
+    check_equal(gm, put_together)
+    assert not fired(traced(lambda b, s: put_together(b, s).roll(1, 0)))
+
+
+@pytest.mark.parametrize(("mode", "length"), [("fake", LONG), ("symbolic", LENGTH)])
+def test_a_mask_that_is_too_large_to_be_computed_stays_and_is_reported(mode: str, length: int) -> None:
+    """At 131,072 tokens it has 16 GiB."""
+    report = MASKS.apply(traced(put_together, mode, length))
+    assert not report.rewrites
+    (reason,) = report.refused_because()
+    assert reason.endswith("entries, of which 67,108,864 may be computed")
+
+
+def test_a_mask_that_is_too_large_and_depends_on_data_is_not_reported() -> None:
+    gm = traced(lambda b, s: put_together(b, s) & (torch.rand(s) > -1), length=LONG)
+    report = MASKS.apply(gm)
+    assert not report.rewrites
+    assert not report.refusals
+    assert "does not depend on sizes alone" in str(MASKS.once().explain(gm, "masks.causal"))
+
+
+def test_one_number_for_all_rows_and_columns_is_not_causal() -> None:
+    assert not fired(traced(lambda b, s: torch.ones(1, 1, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize("case", CAUSAL.keys() - {"a window as long"})
+def test_a_length_that_is_a_symbol(case: str) -> None:
     gm = traced(CAUSAL[case], "symbolic")
     assert fired(gm) == ["masks.causal"]
     check_equal(gm, CAUSAL[case], length=14)
