@@ -2,16 +2,16 @@
 
     bitwise_and(bitwise_and(le(x0, x1), gt(x0, x2)), x3)   ->   causal and window 4096 and key padding
 
-The expression is taken apart at its ands. A part that depends on sizes alone is computed, some of its rows, at lengths
-up to 262,144 where the length is a symbol, and compared with what it would be if it were causal, and so on; a part that
-is always true is left out. Of a part that depends on data its form says what it is: a value by rows that equals one by
-columns tells documents apart, a value by columns alone is key padding. For reports and costs: nothing is computed by
-these words.
+The expression is taken apart at its ands. A part that depends on sizes alone is compared with what it would be if it
+were causal, and so on, in every entry (`rules.mask_proofs`), at lengths up to 262,144 where the length is a symbol; a
+part that is always true is left out. Of a part that depends on data its form says what it is: a value by rows that
+equals one by columns tells documents apart, a value by columns alone is key padding. For reports and costs: nothing is
+computed by these words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fxrewrite.graph import ClosedValues, OpenValueError, symbols_of
 from fxrewrite.ops import bind, fake_value, key
 from rules.attention_parts import ATTENTIONS
 from rules.mask_expressions import Call, Leaf, MaskExpression, Term, parse_mask
+from rules.mask_proofs import is_true_everywhere
 from rules.mask_reading import ReadMask, is_dense, read_mask
 
 __all__ = ["NameMasks", "kind_of", "mask_kind", "name_mask"]
@@ -71,29 +72,43 @@ def mask_kind(mask: fx.Node, read: ReadMask) -> str:
 
 
 class _Look:
-    """Some rows of parts of a mask, at one length."""
+    """Parts of a mask at one length."""
 
     def __init__(self, mask: fx.Node, read: ReadMask, closed: ClosedValues) -> None:
         self.num_rows, self.num_columns = (closed.size(size) for size in fake_value(mask).shape[-2:])
-        last = self.num_rows - 1
-        self.rows = sorted({row for row in (0, 1, last // 3, last // 2, last - 1, last) if 0 <= row <= last})
         self._read, self._closed = read, closed
         self._leaves: dict[int, torch.Tensor] = {}
 
-    def __call__(self, term: Term) -> torch.Tensor:
-        """[rows, columns]. Raises OpenValueError where data decide."""
-        numbers = sorted(_leaves(term))
-        for number in numbers:
-            if number not in self._leaves:
-                self._leaves[number] = self._read.value(number, self._closed)
-        leaves = [self._leaves.get(number, torch.empty(())) for number in range(1 + max(numbers, default=0))]
-        mask, columns = MaskExpression(term), (0, self.num_columns)
-        parts = [mask.part(leaves, (row, row + 1), columns) for row in self.rows]
-        wide = torch.cat([part.expand(*part.shape[:-2], 1, self.num_columns) for part in parts], -2)
-        found = wide.reshape(-1, *wide.shape[-2:])
-        if not bool((found == found[0]).all()):
+    def row(self, term: Term, row: int) -> torch.Tensor:
+        """One row of a part, [columns]; the last is -1. Raises OpenValueError where data decide, or batches differ."""
+        row %= self.num_rows
+        found = MaskExpression(term).part(self._leaves_of(term), (row, row + 1), (0, self.num_columns))
+        wide = found.expand(*found.shape[:-1], self.num_columns).reshape(-1, self.num_columns)
+        if not bool((wide == wide[0]).all()):
             raise OpenValueError("sequences of a batch differ")
-        return found[0]
+        return wide[0]
+
+    def is_everywhere(self, term: Term, kept: Term) -> bool:
+        """Whether a part is what is `kept`, an expression of columns, `Leaf(0)`, and rows, `Leaf(1)`."""
+        leaves = [torch.arange(self.num_columns), torch.arange(self.num_rows)[:, None], *self._leaves_of(term)]
+        condition = Call("eq", (_renumbered(term, 2), kept))
+        return is_true_everywhere(condition, leaves, self.num_rows, self.num_columns) is True
+
+    def _leaves_of(self, term: Term) -> list[torch.Tensor]:
+        numbers = _leaves(term)
+        for number in numbers - self._leaves.keys():
+            self._leaves[number] = self._read.value(number, self._closed)
+        return [self._leaves[number] if number in numbers else _NONE for number in range(1 + max(numbers, default=0))]
+
+
+_NONE = torch.empty(())
+"""In place of a leaf that a part does not read."""
+
+
+def _renumbered(term: Term, by: int) -> Term:
+    if isinstance(term, Leaf):
+        return Leaf(term.index + by)
+    return Call(term.name, tuple(_renumbered(arg, by) for arg in term.args)) if isinstance(term, Call) else term
 
 
 def _looks(mask: fx.Node, read: ReadMask) -> Iterator[_Look]:
@@ -123,33 +138,27 @@ def _conjuncts(term: Term) -> list[Term]:
 
 def _part(term: Term, read: ReadMask, looks: Sequence[_Look]) -> str:
     try:
-        seen = [look(term) for look in looks]
+        ends = [looks[-1].row(term, row) for row in (0, -1)]
+        if ends[0].dtype != torch.bool:
+            return "a bias of positions"
+        for kind, row, kept in _KINDS:
+            number = int(ends[row].sum())
+            if number and all(look.is_everywhere(term, parse_mask(kept.format(n=number)).term) for look in looks):
+                return kind.format(number)
     except OpenValueError:
         return _by_form(term, read)
-    if seen[0].dtype != torch.bool:
-        return "a bias of positions"
-    for kind, count_in, kept in _KINDS:
-        number = int(seen[-1][count_in].sum())
-        if all(_is(kept, number, look, found) for look, found in zip(looks, seen, strict=True)):
-            return kind.format(number)
     return "a condition on positions"
 
 
-_Kept = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
-_KINDS: tuple[tuple[str, int, _Kept], ...] = (
-    ("", 0, lambda _, columns, __: columns >= 0),
-    ("causal", 0, lambda rows, columns, _: columns <= rows),
-    ("window {}", -1, lambda rows, columns, n: columns > rows - n),
-    ("window {} to both sides", 0, lambda rows, columns, n: (columns - rows).abs() < n),
-    ("chunks of {}", 0, lambda rows, columns, n: columns // max(n, 1) == rows // max(n, 1)),
-    ("causal behind a prefix of {}", 0, lambda rows, columns, n: (columns <= rows) | (columns < n)),
+_KINDS = (
+    ("", 0, "ge(x0, 0)"),
+    ("causal", 0, "le(x0, x1)"),
+    ("window {}", -1, "gt(x0, sub(x1, {n}))"),
+    ("window {} to both sides", 0, "bitwise_and(lt(sub(x0, x1), {n}), lt(sub(x1, x0), {n}))"),
+    ("chunks of {}", 0, "eq(floor_divide(x0, {n}), floor_divide(x1, {n}))"),
+    ("causal behind a prefix of {}", 0, "bitwise_or(le(x0, x1), lt(x0, {n}))"),
 )
-"""What a part may mean, the row whose kept columns are its number, and the columns that it keeps."""
-
-
-def _is(kept: _Kept, number: int, look: _Look, found: torch.Tensor) -> bool:
-    expected = kept(torch.tensor(look.rows)[:, None], torch.arange(look.num_columns)[None], number)
-    return bool((found == expected).all())
+"""What a part may mean, the row whose kept columns are its number `n`, and what it keeps, of columns x0 and rows x1."""
 
 
 def _by_form(term: Term, read: ReadMask) -> str:

@@ -14,7 +14,7 @@ Numerics: exact; entries are computed by the operators of the mask.
 >>> positions = torch.arange(100_000)
 >>> mask = parse_mask("bitwise_or(le(x0, x1), bitwise_and(eq(x0, 777), eq(x1, 776)))")
 >>> leaves = [positions, positions[:, None]]
->>> is_true_everywhere(Call("eq", (mask.term, Call("le", (Leaf(0), Leaf(1))))), leaves, 100_000)
+>>> is_true_everywhere(Call("eq", (mask.term, Call("le", (Leaf(0), Leaf(1))))), leaves, 100_000, 100_000)
 False
 """
 
@@ -98,17 +98,17 @@ def _all_of(dtype: torch.dtype) -> tuple[float, float]:
     return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
-def is_true_everywhere(condition: Term, leaves: Sequence[torch.Tensor], length: int) -> bool | None:
-    """Whether a condition holds of all rows and columns at this length; None beyond `MOST_ENTRIES`.
+def is_true_everywhere(condition: Term, leaves: Sequence[torch.Tensor], rows: int, columns: int) -> bool | None:
+    """Whether a condition holds of all of so many rows and columns; None beyond `MOST_ENTRIES`.
 
     Where a leaf has rows and columns, all entries exist, and are looked at.
     """
     mask = MaskExpression(condition)
     if any(leaf.dim() > 1 and leaf.shape[-1] > 1 < leaf.shape[-2] for leaf in leaves):
-        return bool(mask.part(leaves, (0, length), (0, length)).all())
+        return bool(mask.part(leaves, (0, rows), (0, columns)).all())
     batch = math.prod(torch.broadcast_shapes((), *(leaf.shape[:-2] for leaf in leaves)))
     size = _SPLIT
-    while size < length:
+    while size < max(rows, columns):
         size *= _SPLIT
     tiles, left = torch.zeros(1, 2, dtype=torch.int64), MOST_ENTRIES
     while True:
@@ -117,7 +117,7 @@ def is_true_everywhere(condition: Term, leaves: Sequence[torch.Tensor], length: 
             return None
         undecided: list[torch.Tensor] = []
         for some in tiles.split(max(1, _AT_ONCE // (max(_SPLIT**2, size) * batch))):
-            parts = [_of_tiles(leaf, some, size, length) for leaf in leaves]
+            parts = [_of_tiles(leaf, some, size) for leaf in leaves]
             if size == _SPLIT:
                 if not bool(mask.part(parts, (0, size), (0, size)).all()):
                     return False
@@ -129,18 +129,18 @@ def is_true_everywhere(condition: Term, leaves: Sequence[torch.Tensor], length: 
         if size == _SPLIT:
             return True
         tiles, size = torch.cat(undecided), size // _SPLIT
-        tiles = tiles[(tiles * size < length).all(1)]
+        tiles = tiles[(tiles * size < torch.tensor([rows, columns])).all(1)]
         if not len(tiles):
             return True
 
 
-def _of_tiles(leaf: torch.Tensor, tiles: torch.Tensor, size: int, length: int) -> torch.Tensor:
+def _of_tiles(leaf: torch.Tensor, tiles: torch.Tensor, size: int) -> torch.Tensor:
     """The rows or columns of a leaf in these tiles, [..., tiles, size or 1, size or 1]; beyond the end, the last."""
     leaf = leaf[None] if leaf.dim() == 1 else leaf
     dim = next((dim for dim in (-1, -2) if leaf.dim() and leaf.shape[dim] != 1), None)
     if dim is None:
         return leaf.unsqueeze(-3) if leaf.dim() else leaf
-    entries = (tiles[:, dim, None] * size + torch.arange(size)).clamp(max=length - 1)
+    entries = (tiles[:, dim, None] * size + torch.arange(size)).clamp(max=leaf.shape[dim] - 1)
     found = leaf.index_select(dim, entries.flatten()).unflatten(dim, entries.shape)
     return found if dim == -2 else found.movedim(-2, -3)
 

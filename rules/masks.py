@@ -111,7 +111,7 @@ def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
         size = closed.size(length)
         values = [closed(mask)] if isinstance(read, str) else [read.value(i, closed) for i in range(num_leaves)]
         values += [torch.arange(size), torch.arange(size)[:, None]]
-        found: dict[Meaning, bool | None] = {m: is_true_everywhere(left[m], values, size) for m in left}
+        found: dict[Meaning, bool | None] = {m: is_true_everywhere(left[m], values, size, size) for m in left}
         for meaning, is_so in found.items():
             if is_so is False:
                 del left[meaning]

@@ -65,6 +65,14 @@ def test_a_window_that_is_longer_than_the_example() -> None:
     assert kind(window, "fake") == "causal"
 
 
+def test_no_row_is_left_out() -> None:
+    def causal_but_for_an_image(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        row, column = ((at >= 400) & (at < 976) for at in positions(x))
+        return causal(x) | (row & column)
+
+    assert kind(causal_but_for_an_image) == "a condition on positions"
+
+
 def test_sequences_of_a_batch_that_differ_are_not_taken_for_one() -> None:
     def first_alone(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return causal(x) | (torch.arange(x.shape[0])[:, None, None, None] < 1)

@@ -63,12 +63,12 @@ def test_whatever_is_said_at_one_length_is_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(mask_proofs, "_AT_ONCE", 512)
     said = {True: 0, False: 0}
     for _ in range(NUM_CONDITIONS):
-        text, length = drawn(rng, 2), rng.choice([1, 15, 16, 17, 100, 300])
+        text, (rows, columns) = drawn(rng, 2), rng.choices([1, 15, 16, 17, 100, 300], k=2)
         condition = parse_mask(text)
-        data = torch.rand(2, 1, 1, length, generator=generator) < rng.choice([0.9, 0.999, 1.0])
-        leaves = [*positions(length), data]
-        found = is_true_everywhere(condition.term, leaves, length)
-        assert found is bool(condition.part(leaves, (0, length), (0, length)).all()), text
+        data = torch.rand(2, 1, 1, columns, generator=generator) < rng.choice([0.9, 0.999, 1.0])
+        leaves = [torch.arange(columns), torch.arange(rows)[:, None], data]
+        found = is_true_everywhere(condition.term, leaves, rows, columns)
+        assert found is bool(condition.part(leaves, (0, rows), (0, columns)).all()), text
         said[found] += 1
     assert min(said.values()) > NUM_CONDITIONS / 20
 
@@ -78,11 +78,14 @@ def test_one_entry_of_many(row: int, column: int) -> None:
     length = 100_000
     text = "bitwise_or({}, bitwise_and(eq(x0, {}), eq(x1, {})))".format("le(x0, x1)", column, row)
     is_causal = parse_mask(f"eq({text}, le(x0, x1))").term
-    assert is_true_everywhere(is_causal, positions(length), length) is False
-    assert is_true_everywhere(parse_mask("eq(lt(x0, add(x1, 1)), le(x0, x1))").term, positions(length), length) is True
+    assert is_true_everywhere(is_causal, positions(length), length, length) is False
+    assert (
+        is_true_everywhere(parse_mask("eq(lt(x0, add(x1, 1)), le(x0, x1))").term, positions(length), length, length)
+        is True
+    )
 
 
 def test_what_would_take_too_long_is_not_said() -> None:
     odd = parse_mask("eq(remainder(add(x0, x1), 2), remainder(sub(x0, x1), 2))").term
-    assert is_true_everywhere(odd, positions(300), 300) is True
-    assert is_true_everywhere(odd, positions(20_000), 20_000) is None
+    assert is_true_everywhere(odd, positions(300), 300, 300) is True
+    assert is_true_everywhere(odd, positions(20_000), 20_000, 20_000) is None
