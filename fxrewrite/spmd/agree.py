@@ -15,8 +15,9 @@ from fxrewrite.spmd.layout import Axis
 
 __all__ = ["agree"]
 
-_rounds: Counter[str] = Counter()
-"""Agreements so far of this process, by axis: the ranks come to the same ones in the same order."""
+_rounds: Counter[tuple[str, ...]] = Counter()
+"""Agreements so far of this process, by what tells the stores of axes apart: the ranks of one come to the same ones in
+the same order, in whatever mesh the axis is."""
 
 
 def agree(
@@ -41,8 +42,9 @@ def agree(
     if is_fake(axis):
         return
     store, ranks, me = store_of(axis), global_ranks(axis), axis_rank(axis.group)
-    _rounds[axis.group] += 1
-    number = _rounds[axis.group]
+    place = (axis.name, *map(str, ranks))
+    _rounds[place] += 1
+    number = _rounds[place]
 
     def read(other: int, what: str) -> str:
         try:
