@@ -7,12 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from autosp_rules.cli import _ATTENTION, main
-from autosp_rules.config import AttentionOption
+from autosp_rules.cli import main
 from autosp_rules.train import StepRow
 
 LLAMA = [
@@ -84,7 +82,6 @@ def test_inspect_needs_no_memory_for_the_weights(capsys: pytest.CaptureFixture[s
 
 
 def test_inspect_with_a_strategy_of_attention(capsys: pytest.CaptureFixture[str]) -> None:
-    assert get_args(AttentionOption) == _ATTENTION
     sizes = [f"--set={name}=6" for name in ("num_attention_heads", "num_key_value_heads")]
     sizes += ["--set=hidden_size=48", "--set=num_hidden_layers=1", "--seq-len=64", "--ranks=4"]
     assert main(["inspect", "--model", "llama", *sizes, "--option", "attention=ring_ulysses"]) == 0

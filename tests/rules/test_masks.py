@@ -186,7 +186,7 @@ def test_one_number_for_all_rows_and_columns_is_not_causal() -> None:
     assert not fired(traced(lambda b, s: torch.ones(1, 1, dtype=torch.bool)))
 
 
-@pytest.mark.parametrize("case", CAUSAL.keys() - {"a window as long"})
+@pytest.mark.parametrize("case", [case for case in CAUSAL if case != "a window as long"])
 def test_a_length_that_is_a_symbol(case: str) -> None:
     gm = traced(CAUSAL[case], "symbolic")
     assert fired(gm) == ["masks.causal"]
