@@ -194,6 +194,7 @@ def _deepspeed(config: transformers.LlamaConfig) -> Step:
             apply_autosp(gm, inputs, debug=False, sp_size=dist.get_world_size(), dp_size=1)
         return torch._inductor.compile(gm, inputs)
 
+    torch._dynamo.config.recompile_limit = 64  # it compiles every length anew
     config.use_cache = True  # without one, transformers looks for packed documents, which its pass does not compile
     compiled = torch.compile(_model(config), backend=backend, dynamic=True, fullgraph=True)
 
