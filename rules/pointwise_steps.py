@@ -33,7 +33,7 @@ from torch import fx
 
 from fxrewrite.ops import bind, fake_value, key, layout_of, value
 
-__all__ = ["dtype_after", "grads_of_steps", "run_steps", "step_of", "why_no_step"]
+__all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step"]
 
 aten = torch.ops.aten
 
@@ -149,6 +149,12 @@ def dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
     """The type of what the steps compute, of operands of type `dtype`."""
     casts = [arguments[1] for kind, arguments in _parsed(steps) if kind is _BY_NAME[_CAST]]
     return getattr(torch, casts[-1]) if casts else dtype
+
+
+def reads_result(steps: str) -> bool:
+    """Whether `grads_of_steps` reads the entries of the result: not of a cast, nor where there are no steps."""
+    parsed = _parsed(steps)
+    return bool(parsed) and parsed[-1][0] is not _BY_NAME[_CAST]
 
 
 def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:

@@ -39,12 +39,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, fake_value, key
-from rules.pointwise_steps import dtype_after, grads_of_steps, run_steps, step_of, why_no_step
+from rules.pointwise_steps import dtype_after, grads_of_steps, reads_result, run_steps, step_of, why_no_step
 from rules.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
 
 aten = torch.ops.aten
+_FEWEST_ROWS = 256
+"""So many rows are no slower to compute than more."""
 _REDUCTIONS = ("none", "mean", "sum")  # by the number that the operator takes
 
 
@@ -72,7 +74,8 @@ def tiled_cross_entropy(
         reduction: "none", "mean" or "sum".
         ignore_index: the target that does not count.
         label_smoothing: between 0 and 1.
-        tile_bytes: bytes of logits that a tile holds; a tile has at least one row.
+        tile_bytes: bytes of logits that a tile holds at most; a tile has at least one row, and where 256 are fewer, at
+            most an eighth of all.
     """
     is_sum = reduction != "none"
     asks = is_sum and torch.is_grad_enabled()
@@ -121,6 +124,8 @@ def tiled_cross_entropy_with_grads(
         """Adds a tile, of which nothing is held while the next one is computed."""
         values = run_steps(steps, [F.linear(x[rows], weight, bias)])
         log_probs = torch.log_softmax(values[-1], -1)
+        if not reads_result(steps):
+            values[-1] = values[-1].new_empty(0)
         classes = log_probs.new_ones(log_probs.shape[1]) if class_weight is None else class_weight
         losses[rows] = _losses(log_probs, target[rows], classes, ignore_index, label_smoothing)
         if not any(wanted):
@@ -136,7 +141,8 @@ def tiled_cross_entropy_with_grads(
         if wanted[2]:
             of_bias.add_(of_logits.sum(0, dtype=of_bias.dtype))
 
-    for rows in tiles(len(x), rows_of_tile(_row_bytes(weight, steps, x), tile_bytes)):
+    eighth = max(_FEWEST_ROWS, -(-len(x) // 8))  # where all rows fit into a tile, the others are not held beside it
+    for rows in tiles(len(x), min(eighth, rows_of_tile(_row_bytes(weight, steps, x), tile_bytes))):
         run(rows)
     return losses.sum(dtype=type_of_sums(losses.dtype)) if is_sum else losses, *grads
 
