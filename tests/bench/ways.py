@@ -10,6 +10,7 @@
     autosp, overlapped            the same, and overlap=True
     autosp, MLPs tiled too        as checkpointed, and mlp_tile of 4 MiB
     autosp, all checkpointed      checkpoint="full", logits="drop", tiles of 4 MiB
+    autosp, all, MLPs tiled       the same, and mlp_tile of 4 MiB
     autosp, ring                  attention="ring"
 
 A step takes whole ids and labels [1, S] and returns the loss, ready for `backward`.
@@ -217,5 +218,6 @@ WAYS: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "autosp, overlapped": _ours(**_CHECKPOINTED, overlap=True),
     "autosp, MLPs tiled too": _ours(**_CHECKPOINTED, mlp_tile=_TILE_BYTES),
     "autosp, all checkpointed": _ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
+    "autosp, all, MLPs tiled": _ours(**{**_CHECKPOINTED, "checkpoint": "full"}, mlp_tile=_TILE_BYTES),
     "autosp, ring": _ours(attention="ring"),
 }
