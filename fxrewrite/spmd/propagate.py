@@ -89,7 +89,7 @@ class PropagateLayouts:
             if node in edit.erased:
                 continue
             whole = _gathered(node, decisions)
-            if whole:
+            if whole and node.target is not redistribute:  # who asks for one says why
                 report.lines.append(_gather_line(node, decision.gathered or f"{key(node)} reads it whole", whole))
             if is_random(node):
                 sharded = any(isinstance(layout, Shard) for layout in decision.gives)
