@@ -43,7 +43,7 @@ def called_alike(run: Callable[..., Any], program: fx.GraphModule, axis: Axis) -
         nonlocal is_first
         if is_first:
             passed = [(n.target, v) for n, v in zip(inputs, values, strict=True) if not is_parameter(n)]
-            _agree_on_batch(axis, "\n".join(f"{name}: {_looks(value)}" for name, value in passed))
+            _agree_on_call(axis, "\n".join(f"{name}: {_looks(value)}" for name, value in passed))
             is_first = False
         if drawn and _differs(_number([_state_of(device) for device in devices]), values, axis):
             raise AutoSPError.of(
@@ -60,20 +60,20 @@ def called_alike(run: Callable[..., Any], program: fx.GraphModule, axis: Axis) -
 def say_not_compiled(axis: Axis, error: Exception) -> None:
     """Let the ranks that have compiled know, in front of their first call, that this one could not."""
     try:
-        _agree_on_batch(axis, f"could not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+        _agree_on_call(axis, f"could not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     except AutoSPError:
         return  # which is what the others raise
 
 
-def _agree_on_batch(axis: Axis, text: str) -> None:
+def _agree_on_call(axis: Axis, text: str) -> None:
     try:
         agree(
             axis,
             text,
             timeout=_SECONDS,
-            differ="were called with different batches",
+            differ="do not make the same call",
             absent="did not call what it had compiled",
-            hint="every rank of the axis passes the same whole batch: sample by the data axis, as "
+            hint="every rank of the axis compiles, and passes the same whole batch: sample by the data axis, as "
             "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh.get_local_rank('dp'))",
         )
     except FxRewriteError as error:

@@ -18,7 +18,15 @@ from autosp_rules.offload import offloaded
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError, graph_text
-from fxrewrite.backends import OVERLAP, capture, graph_break_hint, graph_break_reason, inner_compiler, refuse_precompile
+from fxrewrite.backends import (
+    OVERLAP,
+    capture,
+    find_backend,
+    graph_break_hint,
+    graph_break_reason,
+    inner_compiler,
+    refuse_precompile,
+)
 from fxrewrite.spmd import Axis, agree, axis_of
 
 __all__ = ["AutoSPBackend", "autosp", "autosp_backend", "dry_run"]
@@ -32,7 +40,7 @@ class AutoSPBackend:
 
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
         try:
-            inner_compiler(config.inner)
+            find_backend(config.inner)
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
         self.config = config

@@ -31,7 +31,7 @@ import torch
 
 from rules.mask_expressions import POINTWISE, Call, Leaf, MaskExpression, Term
 
-__all__ = ["Bounds", "mask_bounds", "term_bounds"]
+__all__ = ["Bounds", "dtype_range", "mask_bounds", "term_bounds"]
 
 Bounds: TypeAlias = "tuple[Any, Any]"
 """The least and the greatest: tensors, or a literal of the expression twice."""
@@ -78,11 +78,12 @@ def _narrows(operands: Sequence[Bounds]) -> bool:
 def _any(name: str, *operands: Bounds) -> Bounds:
     """All that the dtype can hold."""
     like = POINTWISE[name](*(low for low, _ in operands))
-    least, greatest = _range(like.dtype)
+    least, greatest = dtype_range(like.dtype)
     return torch.full_like(like, least), torch.full_like(like, greatest)
 
 
-def _range(dtype: torch.dtype) -> tuple[float, float]:
+def dtype_range(dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the greatest that the dtype can hold."""
     if dtype == torch.bool:
         return False, True
     if dtype.is_floating_point:
@@ -148,7 +149,7 @@ def _where_it_fits(low: torch.Tensor, high: torch.Tensor, wide: Sequence[torch.T
     """The bounds, unless one of `wide`, which is computed in float64, overflows their dtype."""
     if low.is_floating_point() or low.dtype == torch.bool:
         return _without_nan(low, high)
-    least, greatest = _range(low.dtype)
+    least, greatest = dtype_range(low.dtype)
     fits = [(x >= max(least, -_LARGE)) & (x <= min(greatest, _LARGE)) for x in wide]
     overflows = ~reduce(torch.logical_and, fits)
     return low.masked_fill(overflows, least), high.masked_fill(overflows, greatest)

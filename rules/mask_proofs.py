@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from rules.mask_bounds import Bounds, mask_bounds, term_bounds
+from rules.mask_bounds import Bounds, dtype_range, mask_bounds, term_bounds
 from rules.mask_expressions import Call, Leaf, MaskExpression, Term
 from rules.mask_positions import Affine, Corners, pointwise
 
@@ -85,17 +85,9 @@ def _bounds_of(leaf: Affine | torch.Tensor, corners: Corners) -> Bounds:
         shape = (1,) * len(leaf.slopes)
         low, high = (torch.full(shape, side, dtype=leaf.dtype) for side in leaf.bounds(corners))
         return low, high
-    least, greatest = _all_of(leaf.dtype)
+    least, greatest = dtype_range(leaf.dtype)
     shape = (1,) * leaf.dim()
     return torch.full(shape, least, dtype=leaf.dtype), torch.full(shape, greatest, dtype=leaf.dtype)
-
-
-def _all_of(dtype: torch.dtype) -> tuple[float, float]:
-    if dtype == torch.bool:
-        return False, True
-    if dtype.is_floating_point:
-        return -math.inf, math.inf
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
 
 
 def is_true_everywhere(condition: Term, leaves: Sequence[torch.Tensor], rows: int, columns: int) -> bool | None:

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
 
 from autosp_rules import AutoSPConfig, AutoSPError, autosp
+from fxrewrite.backends import OVERLAP
 from fxrewrite.testing import fake_mesh
 
 NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -54,3 +57,43 @@ def test_mode_and_options_of_torch_compile_reach_the_inner_backend() -> None:
                 torch.zeros(1, 4, dtype=torch.int64)
             )
     assert given == [{"mode": "max-autotune"}, {"options": {"max_autotune": True}}]
+
+
+def test_an_inner_backend_that_does_not_exist_is_refused_at_once() -> None:
+    with pytest.raises(AutoSPError, match="inner backend 'indutcor' does not exist; torch knows"):
+        autosp("indutcor")
+
+
+def test_overlap_is_set_for_what_this_backend_compiles_and_nothing_else() -> None:
+    before = torch._inductor.config.reorder_for_compute_comm_overlap
+    compiler = autosp(overlap=True)._inner(options={"max_autotune": True})
+    assert compiler.config == {**OVERLAP, "max_autotune": True}
+    assert not autosp()._inner().config
+    assert before is torch._inductor.config.reorder_for_compute_comm_overlap is False
+
+
+def test_the_inner_backend_is_told_which_inputs_are_parameters() -> None:
+    """So CUDA graphs need not copy them; fails when torch renames, by private names, what says so."""
+    from torch._functorch._aot_autograd.frontend_utils import _try_get_metadata_from_dynamo
+
+    found: list[Any] = []
+
+    def inner(gm: fx.GraphModule, inputs: Any) -> Any:
+        found.append(_try_get_metadata_from_dynamo(gm, [], len(inputs), []))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with fake_mesh((2,), ("sp",)):
+        torch.compile(torch.nn.Embedding(8, 2), backend=autosp(inner))(torch.zeros(1, 4, dtype=torch.int64))
+    ((_, static),) = found
+    assert len(static) == 1
+
+
+def test_precompiled_packages_are_refused() -> None:
+    torch._dynamo.reset()
+    with (
+        fake_mesh((2,), ("sp",)),
+        torch._dynamo.config.patch(caching_precompile=True),
+        pytest.raises(BackendCompilerFailed, match="caching_precompile keeps compiled code under nothing but"),
+    ):
+        torch.compile(torch.nn.Embedding(8, 2), backend=autosp("eager"))(torch.zeros(1, 4, dtype=torch.int64))

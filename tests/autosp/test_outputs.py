@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autosp_rules import AutoSPConfig, AutoSPReport
+from autosp_rules import AutoSPConfig, AutoSPReport, dry_run
 from autosp_rules.transform import transform
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
@@ -53,6 +53,23 @@ def test_the_option_decides(outputs: str, length: int) -> None:
     for loss, logits in found:
         assert logits.shape[1] == length
         torch.testing.assert_close(loss, expected.loss)
+
+
+class Scaled(nn.Module):
+    """Hidden states beside a number that is made of weights alone, as CLIP's logit scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.scale = nn.Embedding(61, 4), nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embed(ids), self.scale.exp()
+
+
+def test_a_number_that_weights_alone_make_is_no_loss() -> None:
+    program, _ = dry_run(Scaled(), {"ids": torch.zeros(2, 16, dtype=torch.int64)}, num_ranks=2)
+    (hidden, _), *_ = program.graph.output_node().args
+    assert tuple(hidden.meta["val"].shape) == (2, 16, 4)
 
 
 def test_nothing_goes_backward_in_evaluation() -> None:

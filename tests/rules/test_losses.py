@@ -48,6 +48,22 @@ def test_mean_is_sum_by_count(case: str) -> None:
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 0
 
 
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda x, t: F.nll_loss(x.log_softmax(-1), t)])
+def test_halves_are_summed_in_float32(loss: Any) -> None:
+    """The sum of these losses is beyond float16, their mean is not."""
+    logits = torch.zeros(9_000, 5, dtype=torch.float16)
+    logits[:, 0] = 20
+    target = torch.ones(9_000, dtype=torch.int64)
+    gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(logits, target)
+    assert LOSSES.apply(gm, context=_Sizes()).rewrites == 1
+    a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected, found = loss(a, target), gm(b, target)
+    assert expected.item() == found.item() == 20
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-7)
+
+
 def test_a_sum_is_left_alone() -> None:
     gm = make_fx(lambda x, t: F.cross_entropy(x, t, reduction="sum"), tracing_mode="fake", pre_dispatch=True)(
         LOGITS, TARGET
