@@ -47,8 +47,8 @@ class _Program:
             if self._border.graph_break and self._gradients.factor != 1:
                 raise AutoSPError.of(
                     f"gradients are summed over axis {self._axis.name}, and the graph breaks "
-                    f"({self._border.graph_break}): what runs between graphs has whole gradients on every rank, which a sum counts "
-                    f"{self._axis.size} times",
+                    f"({self._border.graph_break}): what runs between graphs has whole gradients on every rank, which "
+                    f"a sum counts {self._axis.size} times",
                     hint="let gradients be averaged over all ranks, or remove the graph break",
                 )
         return self._gradients.enter(inputs, self._is_parameter, self._axis, is_sharded=is_sharded)
