@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from fxrewrite.backends.export import apply_to_export
     from fxrewrite.backends.inductor import OVERLAP, GraphPass, Slot, installed
+    from fxrewrite.backends.parts import in_parts, is_custom, under_autograd
 
 __all__ = [
     "OVERLAP",
@@ -29,11 +30,14 @@ __all__ = [
     "find_backend",
     "graph_break_hint",
     "graph_break_reason",
+    "in_parts",
     "inner_compiler",
     "installed",
+    "is_custom",
     "normalized",
     "refuse_precompile",
     "rewriting_backend",
+    "under_autograd",
 ]
 
 lazy_package(
@@ -53,5 +57,8 @@ lazy_package(
         "GraphPass": "fxrewrite.backends.inductor",
         "Slot": "fxrewrite.backends.inductor",
         "installed": "fxrewrite.backends.inductor",
+        "in_parts": "fxrewrite.backends.parts",
+        "is_custom": "fxrewrite.backends.parts",
+        "under_autograd": "fxrewrite.backends.parts",
     },
 )
