@@ -1,7 +1,7 @@
 """Adapters for inner backends that do not compile every graph: those without gradients, those with few operators.
 
-    plan.backend(under_autograd("openvino"))                trains in a compiler of inference graphs
-    autosp(under_autograd(in_parts("iree_turbine")))        and in one that does not know collectives
+- `plan.backend(under_autograd("openvino"))` trains in a compiler of inference graphs;
+- `autosp(under_autograd(in_parts("iree_turbine")))` trains in one that does not know collectives either.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
+from fxrewrite import ops
 from fxrewrite.backends.dynamo import find_backend, inner_compiler
 from fxrewrite.graph.copy import copy_module
-from fxrewrite import ops
 
 __all__ = ["in_parts", "is_custom", "under_autograd"]
 
@@ -112,7 +112,7 @@ def _split(gm: fx.GraphModule, leave: Callable[[fx.Node], bool]) -> tuple[fx.Gra
         if not kinds or kinds[-1] != is_left:
             kinds.append(is_left)
         number[node] = len(kinds) - 1
-    program = split_module(gm, None, lambda node: number[node], keep_original_order=True)
+    program = split_module(gm, gm, lambda node: number[node], keep_original_order=True)
     names = [f"submod_{i}" for i, is_left in enumerate(kinds) if not is_left]
     return program, [name for name in names if hasattr(program, name)]
 
@@ -186,7 +186,8 @@ def _strides(node: fx.Node) -> tuple[int, ...] | None:
     value = ops.value(node)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return value.stride() if all(isinstance(stride, int) for stride in value.stride()) else None
+    strides: tuple[Any, ...] = value.stride()
+    return None if any(isinstance(stride, torch.SymInt) for stride in strides) else strides
 
 
 def _with_strides(result: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
