@@ -97,7 +97,7 @@ class ShardedProgram(_Program):
                 timeout=self._config.timeout,
                 differ="use different outputs",
                 absent="did not use an output of the compiled model, such as logits, which this rank uses,",
-                hint="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
+                together="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
             )
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
