@@ -27,7 +27,6 @@ __all__ = [
     "graph_break_reason",
     "inner_compiler",
     "normalized",
-    "refuse_function_transforms",
     "refuse_precompile",
     "rewriting_backend",
     "untraced_callers",
@@ -215,15 +214,6 @@ def inner_compiler(
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
     function = find_backend(inner)
     return functools.partial(function, **given) if given else function
-
-
-def refuse_function_transforms() -> None:
-    """Raises FxRewriteError inside of torch.func.grad, vmap and their like, whose tensors hold others."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise FxRewriteError(
-            "a transform of torch.func (grad, vjp, vmap ...) is at work around the compiled function; call "
-            "loss.backward() or torch.autograd.grad on what it returns, or apply the transform inside of it"
-        )
 
 
 def refuse_precompile() -> None:
