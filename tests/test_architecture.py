@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    *("lazy", "errors", "ops", "graph", "pattern", "match", "verify", "backends", "report", "rule"),
+    *("lazy", "errors", "torch_versions", "ops", "graph", "pattern", "match", "verify", "backends", "report", "rule"),
     *("dead_code", "order", "sweep", "found", "plan"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
@@ -26,6 +26,7 @@ PRIVATE_TORCH = {
     "fxrewrite/graph/vmap.py": "functorch's switches in a graph, and its batching rules",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/trial.py": "fake tensors, to trace one operator",
+    "fxrewrite/torch_versions.py": "what differs between versions of torch",
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",

@@ -14,6 +14,7 @@ from torch._dynamo.source import EphemeralSource
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.normalize import normalize
 
 __all__ = [
@@ -54,7 +55,7 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
     graphs: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graphs.append(gm)
+        graphs.append(copy_module(gm))  # torch 2.15 empties the graph of a compilation that ends in an error
         raise _Captured
 
     try:
