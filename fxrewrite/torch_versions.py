@@ -6,13 +6,26 @@ docs/compatibility.md has the versions that are tested.
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
+from torch._inductor import custom_graph_pass
 from torch.fx.experimental import symbolic_shapes
 
-__all__ = ["hint_of_expression", "hint_of_size"]
+__all__ = [
+    "TORCH_VERSION",
+    "PickledByUuid",
+    "hint_of_expression",
+    "hint_of_size",
+    "order_of_writes",
+    "passes_of_slot",
+]
+
+TORCH_VERSION: str = torch.__version__
+"""For keys of caches."""
 
 
 def hint_of_size(size: torch.SymInt, fallback: int) -> int:
@@ -29,3 +42,50 @@ def hint_of_expression(expr: Any, shapes: Any, fallback: int) -> int:
     # torch 2.12 has the method; its 2.11 counterpart, `ShapeEnv.size_hint`, takes no fallback.
     known = expr.xreplace(shapes.replacements).xreplace(shapes.backed_var_to_val)
     return int(known.xreplace({symbol: sympy.Integer(fallback) for symbol in known.free_symbols}))
+
+
+def order_of_writes() -> tuple[None, ...]:
+    """The entries of flex attention's block mask that say in which order a backward pass writes; none is required."""
+    # torch 2.13 added four; with 2.13 as the oldest, `(None,) * 4` remains.
+    from torch.nn.attention.flex_attention import BlockMask  # here: it loads Dynamo
+
+    return tuple(None for name in BlockMask.__annotations__ if name.startswith("dq_"))
+
+
+class PickledByUuid:
+    """A pass of inductor that cache keys know by its `uuid()`, in every slot."""
+
+    # torch 2.12 reads `uuid()` in every slot; 2.11 pickles what is in `pre_grad_custom_pass`.
+    def uuid(self) -> Any:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self.uuid():
+            raise pickle.PicklingError("the pass has no uuid, so nothing is cached")
+        return str, (self.uuid(),)
+
+
+def passes_of_slot(passes: tuple[Any, ...]) -> Any:
+    """The value of one of inductor's slots for custom passes under which it runs these, in order."""
+    # torch 2.13 takes a tuple in every slot, which makes `_PassesInOrder` unnecessary.
+    return passes if hasattr(custom_graph_pass, "get_custom_graph_passes") else _PassesInOrder(passes)
+
+
+_Aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)  # torch 2.11 has no such passes
+
+
+class _PassesInOrder(PickledByUuid, _Aware or custom_graph_pass.CustomGraphPass):
+    """Several passes of inductor as one, for a torch whose slots take one."""
+
+    def __init__(self, passes: tuple[Any, ...]) -> None:
+        self.passes = tuple(one for some in passes for one in getattr(some, "passes", (some,)))
+
+    def __call__(self, graph: fx.Graph, **is_inference: bool) -> None:
+        for custom_pass in self.passes:
+            is_aware = _Aware is not None and isinstance(custom_pass, _Aware)
+            custom_pass(graph, **is_inference) if is_aware else custom_pass(graph)
+
+    def uuid(self) -> tuple[Any, ...] | None:
+        """The passes' own in order; None, which keeps what is compiled out of the caches, where one has none."""
+        uuids = tuple(custom_pass.uuid() if hasattr(custom_pass, "uuid") else None for custom_pass in self.passes)
+        return uuids if all(uuids) else None

@@ -147,3 +147,13 @@ def test_every_door_to_private_torch_is_needed() -> None:
     paths = [str(path.relative_to(ROOT)) for path in FILES.values()]
     unused = [door for door in PRIVATE_TORCH if not any(path.startswith(door) for path in paths)]
     assert not unused, unused
+
+
+def test_one_file_asks_which_torch_this_is() -> None:
+    asking = {
+        str(path.relative_to(ROOT))
+        for path in FILES.values()
+        for name in used(path)
+        if name.startswith(("torch.__version__", "torch.version", "torch.torch_version"))
+    }
+    assert asking == {"fxrewrite/torch_versions.py"}
