@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules.losses import LOSSES
+from tests.versions import TORCH
 
 LOGITS = torch.randn(12, 5, dtype=torch.float64)
 TARGET = torch.randint(0, 5, (12,))
@@ -48,7 +50,7 @@ def test_mean_is_sum_by_count(case: str) -> None:
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 0
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, lambda x, t: F.nll_loss(x.log_softmax(-1), t)])
+@pytest.mark.parametrize("loss", [lambda x, t: F.cross_entropy(x, t), lambda x, t: F.nll_loss(x.log_softmax(-1), t)])
 def test_halves_are_summed_in_float32(loss: Any) -> None:
     """The sum of these losses is beyond float16, their mean is not."""
     logits = torch.zeros(9_000, 5, dtype=torch.float16)
@@ -58,7 +60,8 @@ def test_halves_are_summed_in_float32(loss: Any) -> None:
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 1
     a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     expected, found = loss(a, target), gm(b, target)
-    assert expected.item() == found.item() == 20
+    assert found.item() == 20
+    assert expected.item() == (20 if TORCH >= (2, 13) else math.inf)  # torch 2.12 sums float16 in float16
     expected.backward()
     found.backward()
     torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-7)
