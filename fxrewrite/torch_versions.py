@@ -7,6 +7,7 @@ docs/compatibility.md has the versions that are tested.
 from __future__ import annotations
 
 import pickle
+from contextlib import AbstractContextManager
 from typing import Any
 
 import sympy
@@ -14,10 +15,12 @@ import torch
 from torch import fx
 from torch._inductor import custom_graph_pass
 from torch.fx.experimental import symbolic_shapes
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
     "TORCH_VERSION",
     "PickledByUuid",
+    "attention_that_checks_lengths",
     "hint_of_expression",
     "hint_of_size",
     "order_of_writes",
@@ -42,6 +45,13 @@ def hint_of_expression(expr: Any, shapes: Any, fallback: int) -> int:
     # torch 2.12 has the method; its 2.11 counterpart, `ShapeEnv.size_hint`, takes no fallback.
     known = expr.xreplace(shapes.replacements).xreplace(shapes.backed_var_to_val)
     return int(known.xreplace({symbol: sympy.Integer(fallback) for symbol in known.free_symbols}))
+
+
+def attention_that_checks_lengths() -> AbstractContextManager[None]:
+    """Inside of the scope, attention over keys and values of two lengths raises RuntimeError."""
+    # torch 2.14 runs three dimensions by its fused kernel for CPUs as well, which reads beyond the shorter operand and
+    # can end the process; the first torch whose kernel compares the lengths makes this unnecessary. 2.15 does not.
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def order_of_writes() -> tuple[None, ...]:

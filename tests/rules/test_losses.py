@@ -50,7 +50,13 @@ def test_mean_is_sum_by_count(case: str) -> None:
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 0
 
 
-@pytest.mark.parametrize("loss", [lambda x, t: F.cross_entropy(x, t), lambda x, t: F.nll_loss(x.log_softmax(-1), t)])
+LOSS_FUNCTIONS = {
+    "cross_entropy": lambda x, t: F.cross_entropy(x, t),
+    "nll_loss": lambda x, t: F.nll_loss(x.log_softmax(-1), t),
+}
+
+
+@pytest.mark.parametrize("loss", LOSS_FUNCTIONS.values(), ids=LOSS_FUNCTIONS)
 def test_halves_are_summed_in_float32(loss: Any) -> None:
     """The sum of these losses is beyond float16, their mean is not."""
     logits = torch.zeros(9_000, 5, dtype=torch.float16)
