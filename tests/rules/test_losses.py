@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules.losses import LOSSES
-from tests.versions import TORCH
 
 LOGITS = torch.randn(12, 5, dtype=torch.float64)
 TARGET = torch.randint(0, 5, (12,))
@@ -65,9 +63,8 @@ def test_halves_are_summed_in_float32(loss: Any) -> None:
     gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(logits, target)
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 1
     a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    expected, found = loss(a, target), gm(b, target)
-    assert found.item() == 20
-    assert expected.item() == (20 if TORCH >= (2, 13) else math.inf)  # torch 2.12 sums float16 in float16
+    expected, found = loss(a, target), gm(b, target)  # expected is infinite where torch's kernel has few threads
+    assert found.item() == loss(a.float(), target).item() == 20
     expected.backward()
     found.backward()
     torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-7)
