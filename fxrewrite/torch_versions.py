@@ -7,12 +7,13 @@ docs/compatibility.md has the versions that are tested.
 from __future__ import annotations
 
 import pickle
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import custom_graph_pass
 from torch.fx.experimental import symbolic_shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,10 +26,12 @@ __all__ = [
     "hint_of_size",
     "order_of_writes",
     "passes_of_slot",
+    "symbolic_kernels",
 ]
 
 TORCH_VERSION: str = torch.__version__
 """For keys of caches."""
+_NUMBERS = tuple(int(number) for number in TORCH_VERSION.split(".")[:2])
 
 
 def hint_of_size(size: torch.SymInt, fallback: int) -> int:
@@ -45,6 +48,12 @@ def hint_of_expression(expr: Any, shapes: Any, fallback: int) -> int:
     # torch 2.12 has the method; its 2.11 counterpart, `ShapeEnv.size_hint`, takes no fallback.
     known = expr.xreplace(shapes.replacements).xreplace(shapes.backed_var_to_val)
     return int(known.xreplace({symbol: sympy.Integer(fallback) for symbol in known.free_symbols}))
+
+
+def symbolic_kernels() -> AbstractContextManager[Any]:
+    """Inside of the scope, operators run on fake values of symbolic sizes."""
+    # torch 2.13 does so by itself; in 2.12 `matmul` reads a number of elements unless Python's kernels come first.
+    return nullcontext() if _NUMBERS >= (2, 13) else enable_python_dispatcher()
 
 
 def attention_that_checks_lengths() -> AbstractContextManager[None]:
