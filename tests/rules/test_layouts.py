@@ -43,6 +43,10 @@ from tests.rules.layouts import attention, convolutions, pointwise, products, re
 from tests.rules.layouts.case import Case, Cases, f, i
 from tests.versions import NO_DERIVATIVE
 
+pytestmark = [  # what torch 2.15 says of its own operators, once in a process
+    pytest.mark.filterwarnings("ignore:at..frobenius_norm is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning"),
+]
 aten = torch.ops.aten
 PLAN = RuleSet(
     "check",
