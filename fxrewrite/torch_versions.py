@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -56,7 +56,7 @@ def symbolic_kernels() -> AbstractContextManager[Any]:
     return nullcontext() if _NUMBERS >= (2, 13) else enable_python_dispatcher()
 
 
-def attention_that_checks_lengths() -> AbstractContextManager[None]:
+def attention_that_checks_lengths() -> AbstractContextManager[Any]:
     """Inside of the scope, attention over keys and values of two lengths raises RuntimeError."""
     # torch 2.14 runs three dimensions by its fused kernel for CPUs as well, which reads beyond the shorter operand and
     # can end the process; the first torch whose kernel compares the lengths makes this unnecessary. 2.15 does not.
@@ -91,9 +91,13 @@ def passes_of_slot(passes: tuple[Any, ...]) -> Any:
 
 
 _Aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", None)  # torch 2.11 has no such passes
+if TYPE_CHECKING:
+    _Pass = custom_graph_pass.CustomGraphPass
+else:
+    _Pass = _Aware or custom_graph_pass.CustomGraphPass
 
 
-class _PassesInOrder(PickledByUuid, _Aware or custom_graph_pass.CustomGraphPass):
+class _PassesInOrder(PickledByUuid, _Pass):
     """Several passes of inductor as one, for a torch whose slots take one."""
 
     def __init__(self, passes: tuple[Any, ...]) -> None:
