@@ -104,7 +104,9 @@ class AutoSPBackend:
         """A part of a model without a sequence: it runs whole on every rank, if another part is sharded."""
         report = AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break)
         self.reports.append(report)
-        log.log(logging.WARNING if torch.is_grad_enabled() else logging.INFO, "%s", report)
+        part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
+        level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
+        log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
 
         def check() -> None:
             if not any(report.tokens_per_rank for report in self.reports):
