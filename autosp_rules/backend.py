@@ -197,8 +197,8 @@ def _refuse_dtensors(gm: fx.GraphModule) -> None:
         value = node.meta.get("example_value")
         if isinstance(value, DTensor):
             raise AutoSPError.of(
-                f"input {node.target} is a DTensor, placed as {tuple(value.placements)}: parameters that the graph itself "
-                "gathers (torchtitan's SimpleFSDP) or that tensor parallelism cuts are not supported",
+                f"input {node.target} is a DTensor, placed as {tuple(value.placements)}: parameters that the graph "
+                "itself gathers (torchtitan's SimpleFSDP) or that tensor parallelism cuts are not supported",
                 hint="shard parameters with torch.distributed.fsdp.fully_shard, on the whole model or by layer",
             )
 
