@@ -98,7 +98,7 @@ def _blocks(run: Run) -> Any:
     return run.model
 
 
-def _fsdp1(run: Run, group: Any = None) -> Any:
+def _fsdp1(run: Run, group: Any) -> Any:
     run.model.compile(backend=run.backend)
     return FullyShardedDataParallel(run.model, group, device_id=torch.device("cpu"), use_orig_params=True)
 
@@ -162,58 +162,55 @@ class Case:
     accumulate: int = 1
     clip: float | None = None
     length: int = 16
+    layers: int = 1
     graphs: int | None = None
     """How many are compiled, where the case is about that."""
 
 
+def _over_dp(run: Run) -> Any:
+    return _ddp(run, process_group=run.mesh.get_group("dp"))
+
+
+def _fsdp_by_layer_over_dp(run: Run) -> Any:
+    run.by_layer(lambda layer: fully_shard(layer, mesh=run.mesh["dp"]))
+    return _fsdp(run, run.mesh["dp"])
+
+
 CASES: dict[str, Case] = {
-    "compiled in DDP": Case(_ddp, graphs=1),
+    "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5, graphs=1),
     "DDP compiled": Case(_ddp_compiled, graphs=1),
-    "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5),
     "DDP, static graph": Case(lambda run: _ddp(run, static_graph=True), graphs=1),
     "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
-    "DDP over dp alone": Case(lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), graphs=1),
-    "DDP over dp alone, accumulation": Case(
-        lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), accumulate=2, clip=0.5
-    ),
-    "DDP over dp alone, gradients='done'": Case(
-        lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), options={"gradients": "done"}
-    ),
-    "DDP over dp alone, gradients='mean'": Case(
-        lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), options={"gradients": "mean"}
-    ),
-    "FSDP": Case(_fsdp, graphs=1),
-    "FSDP, accumulation, clipping": Case(_fsdp, accumulate=2, clip=0.5),
+    "DDP over dp alone, accumulation, clipping": Case(_over_dp, accumulate=2, clip=0.5, graphs=1),
+    "DDP over dp alone, gradients='mean'": Case(_over_dp, options={"gradients": "mean"}),
+    "FSDP, accumulation, clipping": Case(_fsdp, accumulate=2, clip=0.5, graphs=1),
     "FSDP over dp alone": Case(lambda run: _fsdp(run, run.mesh["dp"]), graphs=1),
     "HSDP": Case(lambda run: _fsdp(run, run.mesh), graphs=1),
     "FSDP, divided by 1": Case(_divided_by_one, graphs=1),
-    "FSDP by layer": Case(_fsdp_by_layer),
-    "FSDP by layer, over dp alone": Case(
-        lambda run: (run.by_layer(lambda m: fully_shard(m, mesh=run.mesh["dp"])), _fsdp(run, run.mesh["dp"]))[1]
-    ),
+    "FSDP by layer": Case(_fsdp_by_layer, layers=2),
+    "FSDP by layer, over dp alone": Case(_fsdp_by_layer_over_dp, layers=2),
     "FSDP by layer, breaks='refuse'": Case(_fsdp_by_layer, options={"breaks": "refuse"}),
-    "FSDP and layers compiled": Case(_torchtitan),
-    "FSDP 1": Case(_fsdp1, graphs=1),
+    "FSDP and layers compiled": Case(_torchtitan, layers=2, graphs=1),
     "FSDP 1 over dp alone": Case(lambda run: _fsdp1(run, run.mesh.get_group("dp")), graphs=1),
-    "layers compiled": Case(_blocks, averaged=False),
-    "the model without its head compiled": Case(_inner, averaged=False),
-    "a break": Case(_breaks, averaged=False),
+    "layers compiled": Case(_blocks, averaged=False, layers=2, graphs=1),
+    "the model without its head compiled": Case(_inner, averaged=False, graphs=1),
+    "a break": Case(_breaks, averaged=False, layers=2),
     "a break, strict": Case(_breaks, averaged=False, options={"strict": True}),
     "a break, gradients='sum'": Case(_breaks, averaged=False, options={"gradients": "sum"}),
-    "z-loss on logits": Case(Run.compiled, z_loss, averaged=False, length=15),
-    "the last token's logits": Case(Run.compiled, last_token, averaged=False, length=15),
-    "loss outside": Case(Run.compiled, loss_outside, averaged=False, length=15),
-    "hidden states passed in": Case(Run.compiled, embedded, averaged=False, length=15),
+    "z-loss on logits": Case(Run.compiled, z_loss, averaged=False, length=15, graphs=1),
+    "the last token's logits": Case(Run.compiled, last_token, averaged=False, length=15, graphs=1),
+    "loss outside": Case(Run.compiled, loss_outside, averaged=False, length=15, graphs=1),
+    "hidden states passed in": Case(Run.compiled, embedded, averaged=False, length=15, graphs=1),
 }
 
 
-def build() -> nn.Module:
+def build(layers: int) -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -265,10 +262,10 @@ def gathered(model: nn.Module) -> AbstractContextManager[None]:
 def compare(case: Case) -> float:
     """The largest difference of a parameter to one device's, over how far the parameter moved."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    alone = build()
+    alone = build(case.layers)
     start = [whole(p) for p in alone.parameters()]
     train(case, alone, list(alone.parameters()), lambda pair: pair, lambda: None)
-    model = build()
+    model = build(case.layers)
     backend = autosp("aot_eager", mesh=mesh, **(case.options or {}))
     step = case.wrap(Run(model, mesh, backend))
     ROOTS[:] = [step]
