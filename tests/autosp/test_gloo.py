@@ -224,6 +224,24 @@ def test_entry_point_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
         assert json.loads(text) == {"entry_point_and_mesh": "done"}
 
 
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_a_second_start_finds_the_compiled_program_of_each_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank is a number in the graph, hence in the key: each rank finds its own program, and computes the same."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    starts: list[list[dict[str, Any]]] = []
+    for name in ("cold", "warm"):
+        (tmp_path / name).mkdir()
+        starts.append([json.loads(text) for text in launch("gloo_caches.py", "0", 2, tmp_path / name)])
+    cold, warm = starts
+    assert all(rank["autograd_cache_miss"] == 1 for rank in cold)
+    assert all(rank["autograd_cache_hit"] == 1 and rank["fxgraph_cache_hit"] == 2 for rank in warm)
+    assert [rank["gradient"] for rank in warm] == [rank["gradient"] for rank in cold]
+    assert cold[0]["gradient"] != cold[1]["gradient"]
+
+
 _BROKEN = r"does not compile to one graph: .*\.py:\d+\) cannot be traced, and runs as it is"
 REFUSED = {
     "FSDP by layer, breaks='refuse'": _BROKEN,

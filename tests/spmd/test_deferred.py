@@ -1,0 +1,107 @@
+"""A sharded result is a tensor of global shape: gathered when something reads it, and right under autograd."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxrewrite.spmd import Axis, DeferredGather, Shard, deferred_gather
+from fxrewrite.testing import fake_mesh
+
+WHOLE = torch.randn(2, 15, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def one_rank() -> Any:
+    """An axis of one rank: what is gathered is what the rank holds, with its padding cut off."""
+    with fake_mesh((1,), ("sp",)) as mesh:
+        yield Axis("sp", 1, mesh.get_group("sp").group_name)
+
+
+def deferred(axis: Axis, value: Tensor = WHOLE, **options: Any) -> DeferredGather:
+    made = deferred_gather(value, value.shape, Shard(1, uneven=True), axis, **options)
+    assert isinstance(made, DeferredGather)
+    return made
+
+
+STAYS: dict[str, Callable[[Tensor], Any]] = {
+    "detach": lambda x: x.detach(),
+    "clone": lambda x: x.clone(),
+    "float": lambda x: x.float(),
+    "to": lambda x: x.to(torch.bfloat16),
+    "contiguous": lambda x: x.contiguous(),
+}
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "index": lambda x: x[:, -1],
+    "argmax": lambda x: x.argmax(-1),
+    "numpy": lambda x: torch.from_numpy(x.numpy().copy()),
+    "tolist": lambda x: torch.tensor(x.tolist(), dtype=torch.float64),
+    "cat": lambda x: torch.cat([x, x]),
+    "deepcopy": copy.deepcopy,
+    "save and load": lambda x: _loaded(x),
+    "item": lambda x: torch.tensor(x.max().item(), dtype=torch.float64),
+}
+
+
+def _loaded(x: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_acts_on_each_element_stays_deferred(name: str, one_rank: Axis) -> None:
+    found = STAYS[name](deferred(one_rank))
+    assert isinstance(found, DeferredGather)
+    assert found.shape == WHOLE.shape
+    torch.testing.assert_close(found + 0, STAYS[name](WHOLE))
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_reads_it_gets_an_ordinary_tensor(name: str, one_rank: Axis) -> None:
+    used: list[None] = []
+    found = READS[name](deferred(one_rank, before=lambda: used.append(None)))
+    assert type(found) is Tensor
+    assert torch.equal(found, READS[name](WHOLE))
+    assert len(used) == 1
+
+
+def test_shape_and_dtype_are_read_without_gathering(one_rank: Axis) -> None:
+    def fail() -> None:
+        raise AssertionError("gathered")
+
+    x = deferred(one_rank, before=fail)
+    assert (tuple(x.shape), x.dtype, x.dim(), x.numel(), len(x)) == ((2, 15, 3), torch.float64, 3, 90, 2)
+    assert "gathered over sp=1 at the first use" in repr(x)
+
+
+def test_gradients_reach_the_chunk(one_rank: Axis) -> None:
+    chunk = WHOLE.clone().requires_grad_()
+    x = deferred(one_rank, chunk, grad_scale=0.5)
+    (x.logsumexp(-1).square().mean() + x[:, -1].sum()).backward()
+    expected = WHOLE.clone().requires_grad_()
+    (expected.logsumexp(-1).square().mean() + expected[:, -1].sum()).backward()
+    torch.testing.assert_close(chunk.grad, expected.grad * 0.5)
+
+
+def test_it_can_be_written_to(one_rank: Axis) -> None:
+    x = deferred(one_rank)
+    x.div_(2)
+    x[:, 0] = 0
+    expected = WHOLE / 2
+    expected[:, 0] = 0
+    assert torch.equal(x + 0, expected)
+
+
+def test_an_unused_one_takes_no_part_in_the_backward_pass(one_rank: Axis) -> None:
+    chunk = WHOLE.clone().requires_grad_()
+    deferred(one_rank, chunk)
+    chunk.sum().backward()
+    assert torch.equal(chunk.grad, torch.ones_like(WHOLE))  # pyright: ignore[reportArgumentType]
