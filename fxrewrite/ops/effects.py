@@ -284,7 +284,8 @@ def sets_mode(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """True when the node draws from a random number generator; dropout in evaluation, or with p = 0, does not."""
+    """True when the node draws from a random number generator; dropout in evaluation, or with p = 0, does not, nor
+    does a recurrent network without dropout."""
     if node.op not in ("call_function", "call_method"):
         return False
     overload = _overload(node)
@@ -368,7 +369,7 @@ def _is_idle(node: fx.Node) -> bool:
     return found
 
 
-_SWITCHES = frozenset({"train", "training", "dropout_p", "p"})
+_SWITCHES = frozenset({"train", "training", "dropout_p", "p", "dropout"})
 _IDLE: dict[Layout, bool] = {}
 
 
@@ -376,6 +377,8 @@ def _switch_off(bound: dict[str, Any]) -> bool:
     if bound.get("train", True) is False or bound.get("training", True) is False:
         return True
     probability = bound.get("dropout_p", bound.get("p") if "train" in bound or "training" in bound else None)
+    if "num_layers" in bound:  # recurrent networks draw between layers
+        probability = bound["dropout"]
     return isinstance(probability, (int, float)) and probability == 0
 
 
