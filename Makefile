@@ -6,7 +6,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
-.PHONY: help env demo test check bench zoo cells clean
+TRAINERS := .venv-trainers/bin
+
+.PHONY: help env demo test trainers check bench zoo cells clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -18,6 +20,9 @@ demo: env  ## train a Llama on one device and across NPROC=2 ranks, compare
 
 test: env  ## all tests
 	$(PYTEST)
+
+trainers: .venv-trainers/test.stamp  ## the scripts of docs/trainers.md under their trainers, in .venv-trainers
+	$(TRAINERS)/python -m pytest tests/trainers
 
 check: .venv/dev.stamp  ## lint, types, then all tests
 	$(BIN)/ruff format --check .
@@ -39,7 +44,7 @@ cells: env  ## the table of docs/attention-cells.md: every strategy of attention
 	$(BIN)/python -m tests.zoo.attention --table docs/attention-cells.md
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-trainers dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -51,4 +56,14 @@ clean:  ## remove the environment and every cache
 
 .venv/dev.stamp: .venv/test.stamp
 	$(INSTALL) '.[dev]'
+	@touch $@
+
+# deepspeed's setup.py imports torch, so it is built in the environment that has it
+.venv-trainers/test.stamp: pyproject.toml constraints.txt constraints-trainers.txt
+	test -x $(TRAINERS)/python || $(PYTHON) -m venv .venv-trainers
+	$(TRAINERS)/python -m pip install --constraint constraints.txt --editable '.[test]' setuptools wheel
+	$(TRAINERS)/python -m pip install --constraint constraints.txt --constraint constraints-trainers.txt \
+		--no-build-isolation deepspeed
+	$(TRAINERS)/python -m pip install --constraint constraints.txt --constraint constraints-trainers.txt \
+		--editable '.[test,trainers]'
 	@touch $@

@@ -5,8 +5,8 @@
         "compile": {"deepcompile": True, "passes": ["autosp"]}, "sequence_parallel_size": 2, ...})
     engine.compile()
 
-DeepSpeed's engine asks `deepspeed.compile.init_sp.init_autosp(config)` for the backend to compile with. The call puts a
-function of ours there, in this process and until the function that it returns is called. A configuration stays as it is.
+DeepSpeed's engine asks its own method `get_autosp_backend` what to compile with. The call replaces that method, in this
+process and until the function that it returns is called. A configuration stays as it is, and may have any stage of ZeRO.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ def replace_autosp(inner: str | Callable[..., Any] = "inductor", **options: Any)
     """DeepSpeed's engines compile with `autosp(inner, **options)` where their configuration has the pass "autosp".
 
     The axis has `sequence_parallel_size` ranks that follow one another, as DeepSpeed lays them out; the ranks of an axis
-    pass the same whole batch, and labels that are not shifted. Call it before `engine.compile()`.
+    pass the same whole batch. Call it before `engine.compile()`.
 
     Returns:
-        A function that puts DeepSpeed's own back.
+        A function that puts DeepSpeed's own method back.
 
     Raises:
-        AutoSPError: deepspeed is not installed, or has no AutoSP (it has from 0.18.4 on).
+        AutoSPError: deepspeed is not installed, or its engine has no AutoSP.
     """
-    home = load("deepspeed.compile.init_sp")
-    if not hasattr(home, "init_autosp"):
+    engine_class = load("deepspeed.runtime.engine").DeepSpeedEngine
+    original = getattr(engine_class, "get_autosp_backend", None)
+    if original is None:
         raise AutoSPError.of(
-            "deepspeed.compile.init_sp has no init_autosp, which is where DeepSpeed's engine takes AutoSP from",
-            hint="engine.compile(backend=autosp(...)) without the pass autosp in the configuration",
+            "this DeepSpeed's engine has no method get_autosp_backend, which is what replace_autosp replaces",
+            hint="engine.compile(backend=autosp(...)), with a configuration that does not have the pass autosp",
         )
-    original = home.init_autosp
 
-    def init_autosp(config: Any) -> AutoSPBackend:
-        size, num_ranks = int(config._param_dict.get("sequence_parallel_size", 1)), dist.get_world_size()
+    def get_autosp_backend(engine: Any, compile_kwargs: dict[str, Any]) -> AutoSPBackend:
+        size, num_ranks = int(engine._config._param_dict.get("sequence_parallel_size", 1)), dist.get_world_size()
         if num_ranks % size:
             raise AutoSPError.of(f"sequence_parallel_size: {size} does not divide the {num_ranks} ranks of the job")
-        device = load("deepspeed").get_accelerator().device_name()
+        device = load("deepspeed.accelerator").get_accelerator().device_name()
         mesh = init_device_mesh(device, (num_ranks // size, size), mesh_dim_names=("dp", "sp"))
         return autosp(inner, mesh=mesh, **options)
 
     def put_back() -> None:
-        home.init_autosp = original
+        engine_class.get_autosp_backend = original
 
-    home.init_autosp = init_autosp
+    engine_class.get_autosp_backend = get_autosp_backend
     return put_back
