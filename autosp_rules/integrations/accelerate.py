@@ -42,8 +42,8 @@ def share_batches(trainer: Any, mesh: DeviceMesh | None = None, axis: str = "sp"
         axis: name of the mesh axis over which the sequence is sharded.
 
     Raises:
-        AutoSPError: it is neither; the mesh does not fit; a data loader is already prepared; an Accelerator is passed
-            that belongs to a Trainer.
+        AutoSPError: it is neither; the mesh does not fit; a data loader is already prepared, or deals out batches by
+            itself; an Accelerator is passed that belongs to a Trainer.
     """
     accelerator = getattr(trainer, "accelerator", trainer)
     if not all(hasattr(accelerator, name) for name in ("prepare_data_loader", "gather_for_metrics", "prepare_scheduler")):
@@ -60,6 +60,11 @@ def share_batches(trainer: Any, mesh: DeviceMesh | None = None, axis: str = "sp"
         raise AutoSPError.of(
             "share_batches: the Accelerator has already prepared a data loader, which deals each rank its own batches",
             hint="call share_batches before accelerator.prepare",
+        )
+    if getattr(getattr(trainer, "args", None), "train_sampling_strategy", "") == "batch_rebalance":
+        raise AutoSPError.of(
+            "share_batches: train_sampling_strategy='batch_rebalance' deals each rank its own batches by itself",
+            hint="any other strategy; 'group_by_length' also makes batches of equal lengths",
         )
     replicas = _replicas(mesh, axis, accelerator.num_processes)
     one = _Replica(accelerator, replicas)

@@ -56,12 +56,16 @@ def test_dispatching_is_refused(accelerator: Any) -> None:
         accelerator.prepare(DataLoader(range(4)))  # type: ignore[arg-type]
 
 
-def test_the_accelerator_of_a_trainer_is_refused(accelerator: Any, tmp_path: Any) -> None:
+def test_the_accelerator_of_a_trainer_is_refused_and_so_is_a_sampler_that_knows_ranks(accelerator: Any, tmp_path: Any) -> None:
     """A Trainer keeps the bound method `gather_for_metrics`, which share_batches(trainer.accelerator) could not reach."""
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
     trainer = Trainer(torch.nn.Linear(1, 1), args)
+    args.train_sampling_strategy = "batch_rebalance"
+    with pytest.raises(AutoSPError, match="'batch_rebalance' deals each rank its own batches by itself"):
+        share_batches(trainer)
+    args.train_sampling_strategy = "random"
     with pytest.raises(AutoSPError, match=r"share_batches\(trainer, mesh\) instead of share_batches\(trainer\.accelera"):
         share_batches(trainer.accelerator)
     share_batches(trainer)
