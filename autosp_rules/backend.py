@@ -9,14 +9,15 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from autosp_rules.alike import called_alike, say_not_compiled
 from autosp_rules.checkpoint import checkpoint_text
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.inputs import why_not_called
 from autosp_rules.offload import offloaded
+from autosp_rules.program import ShardedProgram, WholeProgram
+from autosp_rules.rank_checks import say_not_compiled
 from autosp_rules.report import AutoSPReport
-from autosp_rules.transform import transform
+from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, transform
 from fxrewrite import FxRewriteError, graph_text
 from fxrewrite.backends import (
     OVERLAP,
@@ -25,7 +26,10 @@ from fxrewrite.backends import (
     graph_break_hint,
     graph_break_reason,
     inner_compiler,
+    keep_graph_whole_under_ddp,
+    refuse_function_transforms,
     refuse_precompile,
+    untraced_callers,
 )
 from fxrewrite.spmd import Axis, agree, axis_of
 
@@ -35,7 +39,7 @@ __all__ = ["AutoSPBackend", "autosp", "autosp_backend", "dry_run"]
 class AutoSPBackend:
     """A torch.compile backend that shards the sequence over a mesh axis and hands the rest to an inner backend.
 
-    `reports` has one AutoSPReport for each graph that was compiled.
+    `reports` has one AutoSPReport for each graph that was compiled; `str(backend)` sums them up.
     """
 
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
@@ -43,6 +47,8 @@ class AutoSPBackend:
             find_backend(config.inner)
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
+        keep_graph_whole_under_ddp()
+        self.__name__ = "autosp"
         self.config = config
         self.mesh = mesh
         self.reports: list[AutoSPReport] = []
@@ -50,28 +56,70 @@ class AutoSPBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """The compiled program of this rank; `options` are the `mode` and `options` of `torch.compile`, for `inner`."""
         compile_inner = self._inner(**options)
-        refuse_precompile()
-        axis = _axis(self.mesh, self.config.axis)
+        try:
+            refuse_precompile()
+            refuse_function_transforms()
+            axis = axis_of(self.mesh, self.config.axis)
+        except FxRewriteError as error:
+            raise AutoSPError.of(str(error)) from error
         why = _why_left_alone(self.config, axis)
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
             return compile_inner(gm, list(example_inputs))
-        reason = graph_break_reason(gm)
-        if reason:
+        border = _border(gm)
+        if border.graph_break and (self.config.breaks == "refuse" or self.config.strict):
             raise AutoSPError.of(
-                f"the model does not compile to one graph: {reason}",
-                hint=graph_break_hint(reason),
+                f"the model does not compile to one graph: {border.graph_break}",
+                hint=f"{graph_break_hint(border.graph_break)}; or allow it: breaks='gather', without strict=True",
             )
-        program, report = transform(gm, self.config, axis)
+        try:
+            program, report = transform(gm, self.config, axis, border)
+        except NoSequenceError:
+            if not (border.graph_break or self.reports):
+                raise
+            return self._left_whole(gm, compile_inner, example_inputs, axis, border)
         _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
         self.reports.append(report)
+        sharded = ShardedProgram(program, self.config, axis, border)
         try:
             run = compile_inner(program, list(example_inputs))
         except Exception as error:
             say_not_compiled(axis, error)
             raise
-        run = called_alike(run, program, axis)
-        return offloaded(run) if self.config.offload else run
+        sharded.run = offloaded(run) if self.config.offload else run
+        return sharded
+
+    def _left_whole(
+        self,
+        gm: fx.GraphModule,
+        compile_inner: Callable[..., Any],
+        example_inputs: Sequence[Any],
+        axis: Axis,
+        border: Border,
+    ) -> Callable[..., Any]:
+        """A part of a model without a sequence: it runs whole on every rank, if another part is sharded."""
+        self.reports.append(AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break))
+
+        def check() -> None:
+            if not any(report.tokens_per_rank for report in self.reports):
+                raise NoSequenceError.of(
+                    f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
+                    hint=NO_SEQUENCE_HINT,
+                )
+
+        whole = WholeProgram(gm, self.config, axis, border, check)
+        whole.run = compile_inner(gm, list(example_inputs))
+        return whole
+
+    def __str__(self) -> str:
+        sharded = [report for report in self.reports if report.tokens_per_rank]
+        breaks = [report for report in self.reports if report.graph_break]
+        gathered = sum(report.bytes_gathered_at_break for report in breaks)
+        rows = [f"AutoSP over axis {self.config.axis}: {len(self.reports)} graphs compiled, {len(sharded)} sharded"]
+        if breaks:
+            rows.append(f"{len(breaks)} graph breaks, at which {gathered:,} bytes are gathered on each rank:")
+            rows += [f"  {report.graph_break}: {report.bytes_gathered_at_break:,} bytes" for report in breaks]
+        return "\n".join(rows)
 
     def _inner(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
         if self.config.overlap:
@@ -134,6 +182,15 @@ def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
     return ""
 
 
+def _border(gm: fx.GraphModule) -> Border:
+    """Whether the graph is a part of what is compiled, and why."""
+    reason = graph_break_reason(gm)
+    if reason:
+        return Border(graph_break=reason, ends_early=True)
+    callers = untraced_callers()
+    return Border(graph_break=f"{callers[-1]} cannot be traced, and runs as it is" if callers else "")
+
+
 def _agree(axis: Axis, text: str, timeout: float) -> None:
     try:
         agree(axis, text, timeout=timeout)
@@ -145,10 +202,3 @@ def _order_of(config: AutoSPConfig) -> str:
     """What changes the order of collectives in the compiled program, beside the graph."""
     inner = config.inner if isinstance(config.inner, str) else getattr(config.inner, "__qualname__", "a callable")
     return f"inner={inner}, overlap={config.overlap}"
-
-
-def _axis(mesh: DeviceMesh | None, name: str) -> Axis:
-    try:
-        return axis_of(mesh, name)
-    except FxRewriteError as error:
-        raise AutoSPError.of(str(error)) from error

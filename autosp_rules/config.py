@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autosp_rules.checkpoint import CheckpointOption
 from autosp_rules.errors import AutoSPError
+from autosp_rules.gradients import GradientOption
 from autosp_rules.mlps import MlpTileOption
 from rules.attention_flex import MaskKernel
 from rules.tiles import TILE_BYTES
@@ -57,7 +58,29 @@ class AutoSPConfig(BaseModel):
     outputs: Literal["auto", "shard", "gather"] = Field(
         default="auto",
         description="how sharded outputs other than scalars return: each rank's own chunk (shard), whole on every rank "
-        "(gather), or auto: chunks where the graph also returns a scalar loss, else whole",
+        "(gather), or auto: beside a scalar loss as tensors that are gathered when they are first used, else whole",
+    )
+    breaks: Literal["gather", "refuse"] = Field(
+        default="gather",
+        description="what happens where Dynamo breaks the graph: what crosses the break is gathered, so that code "
+        "between graphs runs on whole values, the same on every rank (gather), or an error with the line (refuse)",
+    )
+    gradients: GradientOption = Field(
+        default="auto",
+        description="who averages gradients of parameters: whoever averages them over all ranks (mean); whoever sums "
+        "them over the axis and averages over the data axis (sum); the program itself (done), so that averaging again "
+        "changes nothing; or auto: mean, unless DDP, fully_shard or DeepSpeed is seen to reduce otherwise",
+    )
+    compare_ranks: bool = Field(
+        default=True,
+        description="compare the batches of all ranks at every call, and their parameters at calls 1, 2, 4, 8, ..., "
+        "in the background: an error at the next call instead of wrong gradients",
+    )
+    sequence_dim: int | None = Field(
+        default=None,
+        ge=0,
+        description="which dimension of the inputs is the sequence; None: the last one of ids, the longer one of the "
+        "first two of hidden states",
     )
     rng: Literal["local", "global"] = Field(
         default="local",

@@ -48,14 +48,25 @@ class AutoSPReport(BaseModel):
     """what was not done, or not as well as it could be: gathered operators, random numbers, outputs left sharded"""
     seconds: float = 0.0
     """time of the transform, without the inner compiler"""
+    graph_break: str = ""
+    """why the graph ends before the compiled function does, with the line; empty where it does not"""
+    bytes_gathered_at_break: int = 0
+    """bytes of values that are gathered for the code after the break, whole on each rank"""
 
     @staticmethod
-    def of_graph_left_alone(axis: Axis, why: str) -> AutoSPReport:
-        """The report of a graph that was left alone."""
-        line = f"{why}: the graph went to the inner backend as it was"
-        return AutoSPReport(
+    def of_graph_left_alone(axis: Axis, why: str, graph_break: str = "") -> AutoSPReport:
+        """The report of a graph that runs whole on every rank."""
+        line = f"{why}: the graph went to the inner backend as it was, and runs whole on every rank"
+        report = AutoSPReport(
             axis=axis.name, num_ranks=axis.size, rewrites={}, slices=0, collectives=[], refusals=[], lines=[line]
         )
+        return report.at_break(graph_break, 0)
+
+    def at_break(self, graph_break: str, num_bytes: int) -> AutoSPReport:
+        """The report of a graph that ends at this break, if it does."""
+        if not graph_break:
+            return self
+        return self.model_copy(update={"graph_break": graph_break, "bytes_gathered_at_break": num_bytes})
 
     @property
     def bytes_sent(self) -> int:
@@ -64,6 +75,8 @@ class AutoSPReport(BaseModel):
 
     def __str__(self) -> str:
         rows = [f"AutoSP over axis {self.axis} (size {self.num_ranks}), {self.tokens_per_rank} tokens per rank"]
+        if self.graph_break:
+            rows.append(f"  graph break: {self.graph_break}; {self.bytes_gathered_at_break:,} bytes are gathered there")
         rows.append(f"  transform            {self.seconds:.2f} s")
         rows += [f"  rule  {rule:<40} {count:>6}" for rule, count in self.rewrites.items()]
         rows.append(f"  slices {self.slices:>46}")

@@ -76,6 +76,7 @@ def rule_set(
     mask_kernel: MaskKernel = "rows",
     *,
     skip_all_but_last_attention: bool = False,
+    sequence_dim: int | None = None,
 ) -> RuleSet:
     """AutoSP with these settings of `AutoSPConfig`."""
     tags, tiles = TagCheckpoints(checkpoint), () if mlp_tile is None else (tile_mlps(mlp_tile),)
@@ -84,7 +85,7 @@ def rule_set(
         RuleSet("canonicalize", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, SHARE_HEADS, MASKS, DeadCode()),
         *((DRAW_WHOLE,) if rng == "global" else ()),
         FuseSlots("fuse_slots", LAYOUTS),
-        ShardInputs("shard_inputs", LAYOUTS),
+        ShardInputs("shard_inputs", LAYOUTS, sequence_dim),
         NameMasks(),
         choose_attention(attention),
         PropagateLayouts("shard_seq_dim", _ALL_LAYOUTS),

@@ -11,8 +11,9 @@ hidden states. Two kinds of operator start hidden states, whatever model they st
   `inputs_embeds`, one-hot vectors, patches and frames after their convolution, an encoder's states.
 
 The sequence is the last dimension of ids, and the dimension beside the features; it is followed through transposes
-from the inputs on. Of a floating input that is passed as [a, b, features] it is the longer of a and b. A dimension that
-alone is marked dynamic is the sequence. All this decides only what is fast: layouts are exact whatever is sharded.
+from the inputs on. Of a floating input that is passed as [a, b, features] it is the longer of a and b. `sequence_dim`
+says it where that is not so. Whether a dimension is symbolic says nothing: batches come in several sizes, too. All this
+decides only what is fast: layouts are exact whatever is sharded.
 A length that the ranks do not divide is cut into padded chunks, with a line; a shorter one than there are ranks stays
 whole beside a longer one, with a line. A call of one token runs whole on every rank, with a line.
 All else is sharded because something sharded asks for it. Rotary tables, learned positions and shifted labels are
@@ -98,13 +99,14 @@ class Start:
 class ShardInputs:
     """The step of a plan that shards the sequence where hidden states start."""
 
-    def __init__(self, name: str, rules: LayoutRules) -> None:
+    def __init__(self, name: str, rules: LayoutRules, sequence_dim: int | None = None) -> None:
         self.name = name
         self.rules = rules
+        self.sequence_dim = sequence_dim
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         axis = SpmdContext.required(context, self.name).axis
-        starts = list(_Tracing(self.rules).starts(edit.nodes()))
+        starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
         if not starts and _is_one_token(edit):
             edit.set_meta(edit.graph.output_node(), "tokens_per_rank", 1)
             report.lines.append("whole: the call is of one token, which every rank computes")
@@ -147,14 +149,14 @@ def tokens_per_rank(gm: fx.GraphModule) -> int:
 class _Tracing:
     """One walk over a graph, in the order in which it runs."""
 
-    def __init__(self, rules: LayoutRules) -> None:
-        self._rules = rules
+    def __init__(self, rules: LayoutRules, sequence_dim: int | None) -> None:
+        self._rules, self._sequence_dim = rules, sequence_dim
         self._traces: dict[fx.Node, Trace] = {}
 
     def starts(self, nodes: Iterable[fx.Node]) -> Iterator[Start]:
         for node in nodes:
             if node.op == "placeholder":
-                self._traces[node] = _of_input(node)
+                self._traces[node] = _of_input(node, self._sequence_dim)
             elif node.op == "call_function":
                 start = self._start(node)
                 self._traces[node] = Trace(Origin.HIDDEN) if start else self._followed(node)
@@ -234,18 +236,17 @@ def _is_one_token(edit: Edit) -> bool:
     return bool(shapes) and all(is_same_size(size, 1) for shape in shapes for size in shape)
 
 
-def _of_input(placeholder: fx.Node) -> Trace:
+def _of_input(placeholder: fx.Node, sequence_dim: int | None) -> Trace:
     if not _is_tensor(placeholder) or is_parameter(placeholder):
         return Trace()
     shape = _shape(placeholder)
-    dims = range(min(len(shape), 2)) if _is_floating(placeholder) else range(len(shape))
     if len(shape) < 2 or (_is_floating(placeholder) and len(shape) > 3):
         return Trace(Origin.CALL)
-    marked = [dim for dim in dims if not isinstance(shape[dim], int)]
-    if len(marked) == 1:
-        return Trace(Origin.CALL, marked[0])
-    inner = dims if _is_floating(placeholder) and len(shape) == 3 else dims[1:]
-    return Trace(Origin.CALL, max(inner, key=lambda dim: (size_hint(shape[dim]), dim)))
+    has_either = _is_floating(placeholder) and len(shape) == 3  # [batch, sequence, features], or the sequence first
+    dims = range(2) if has_either else range(1, 2 if _is_floating(placeholder) else len(shape))
+    if sequence_dim is not None and sequence_dim < (2 if _is_floating(placeholder) else len(shape)):
+        return Trace(Origin.CALL, sequence_dim)
+    return Trace(Origin.CALL, max(dims, key=lambda dim: (size_hint(shape[dim]), dim)))
 
 
 def _padded_chunks(start: Start, axis: Axis) -> str:
@@ -253,7 +254,7 @@ def _padded_chunks(start: Start, axis: Axis) -> str:
     chunk = -(-length // axis.size)
     padding = f"of which the last {chunk * axis.size - length} entries are padding, which nothing reads"
     others = (size_hint(size) for dim, size in enumerate(_shape(start.value)[:2]) if dim != start.dim)
-    hint = "; if another dimension is the sequence, mark it: torch._dynamo.mark_dynamic(tensor, dim)"
+    hint = "; if another dimension is the sequence, pass its number: autosp(sequence_dim=...)"
     return f"{axis.size} chunks of {chunk}, {padding}" + hint * any(other > length for other in others)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from autosp_rules.checkpoint import is_recomputed
 from autosp_rules.config import AutoSPConfig
@@ -20,21 +22,60 @@ from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
 from fxrewrite.ops import is_parameter
-from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext, num_entries, size_hint
+from fxrewrite.spmd import Axis, Layout, Replicated, Shard, Size, SpmdContext, num_entries, product, size_hint
 
-__all__ = ["transform"]
+__all__ = ["NO_SEQUENCE_HINT", "Border", "Chunk", "NoSequenceError", "transform"]
+
+NO_SEQUENCE_HINT = (
+    "pass token ids with the sequence as their last dimension, or hidden states with features as the last; if this is "
+    "a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks"
+)
 
 
-def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.GraphModule, AutoSPReport]:
+class NoSequenceError(AutoSPError):
+    """A graph has no value from which on the sequence could be sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """An output of which a rank returns its part."""
+
+    shape: tuple[Size, ...]
+    """The global one."""
+    layout: Shard
+
+
+@dataclass(slots=True)
+class Border:
+    """What surrounds a graph, for `transform`; and, filled by it, what its outputs are."""
+
+    graph_break: str = ""
+    """Why the graph is a part of the compiled function, with the line; empty where it is all of it."""
+    ends_early: bool = False
+    """Whether code that is not compiled goes on with what the graph returns, all of which is then gathered."""
+    chunks: dict[int, Chunk] = field(default_factory=dict[int, Chunk])
+    """Outputs that return as this rank's part, by position."""
+    gathered_bytes: int = 0
+    """Bytes of the outputs that are gathered, whole on each rank."""
+
+
+def transform(
+    gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border | None = None
+) -> tuple[fx.GraphModule, AutoSPReport]:
     """The sequence-parallel program of `gm` over `axis`, the same on every rank, and what was done; `gm` is unchanged.
 
-    Inputs stay whole on every rank. Raises AutoSPError where it cannot be done exactly.
+    Inputs are whole on every rank.
+
+    Raises:
+        NoSequenceError: nothing in the graph can be sharded.
+        AutoSPError: it cannot be done exactly.
     """
+    border = border or Border()
     started = time.perf_counter()
     try:
         normal = normalized(gm)
         dropped = drop_logits(normal) if config.logits == "drop" else {}
-        outputs = _OutputPolicy(normal, config, axis)
+        outputs = _OutputPolicy(normal, config, axis, border)
         context = SpmdContext(axis, strict=config.strict, output_layout=outputs)
         rules = rule_set(
             config.attention,
@@ -44,6 +85,7 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
             config.mlp_tile,
             "rows" if config.mask_kernel == "auto" and config.inner != "inductor" else config.mask_kernel,
             skip_all_but_last_attention=config.skip_all_but_last_attention,
+            sequence_dim=config.sequence_dim,
         )
         report = rules.apply(normal, context=context)
         if config.rng == "global":
@@ -60,34 +102,50 @@ def transform(gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> tuple[fx.
         report.lines.append(f"offload: kept values of {MIN_BYTES:,} bytes and more wait in host memory for backward")
     tokens = tokens_per_rank(normal)
     if not tokens:
-        raise AutoSPError.of(
+        raise NoSequenceError.of(
             "no sequence found: nothing looks up integers [batch, sequence] of the model's call, or projects or "
             "normalizes floating values [batch, sequence, features] of it, of two tokens or more",
-            hint="pass token ids with the sequence as their last dimension, or hidden states with features as the "
-            "last; if this is a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks (FSDP "
-            "by layer breaks it: shard the model as one)",
+            hint=NO_SEQUENCE_HINT,
         )
-    return normal, summarize(normal, report, axis, tokens, time.perf_counter() - started)
+    summary = summarize(normal, report, axis, tokens, time.perf_counter() - started)
+    return normal, summary.at_break(border.graph_break, border.gathered_bytes)
 
 
 class _OutputPolicy:
     """How the graph's outputs return: see `AutoSPConfig.outputs`."""
 
-    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis) -> None:
-        self._num_ranks = axis.size
-        self.lines: list[str] = []
+    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
+        self._num_ranks, self._border, self._how = axis.size, border, config.outputs
+        self._said: dict[fx.Node, str] = {}
         has_loss = any(map(_is_loss, gm.graph.output_node().all_input_nodes))
-        self._keep = config.outputs == "shard" or (config.outputs == "auto" and has_loss)
+        self._keep = config.outputs == "shard" or (config.outputs == "auto" and has_loss and not border.ends_early)
+        self._bytes: dict[fx.Node, int] = {}
+
+    @property
+    def lines(self) -> list[str]:
+        return list(self._said.values())
 
     def __call__(self, node: fx.Node, layout: Layout) -> Layout:
-        if not isinstance(layout, Shard):
+        for position, value in enumerate(tree_leaves(node.graph.output_node().args[0])):
+            if value is node:
+                self._border.chunks.pop(position, None)
+                if isinstance(layout, Shard) and self._keep:
+                    self._border.chunks[position] = Chunk(tuple(node.meta["val"].shape), layout)
+        value = node.meta["val"]
+        is_sharded = isinstance(layout, Shard)
+        self._bytes[node] = size_hint(product(value.shape)) * value.element_size() if is_sharded else 0
+        self._said.pop(node, None)
+        if not isinstance(layout, Shard) or not self._keep:
+            self._border.gathered_bytes = sum(self._bytes.values())
             return Replicated()
-        shape = tuple(size_hint(n) for n in node.meta["val"].shape)
-        if self._keep:
+        shape = tuple(size_hint(n) for n in value.shape)
+        if self._how == "shard":
             what = f"output %{node.name} {shape} returns as this rank's chunk {layout}"
-            self.lines.append(f"{what}{self._padding(node, layout)}; outputs='gather' returns it whole")
-            return layout
-        return Replicated()
+            self._said[node] = f"{what}{self._padding(node, layout)}; outputs='gather' returns it whole"
+        else:
+            cost = f"{self._bytes[node]:,} bytes on each rank"
+            self._said[node] = f"output %{node.name} {shape} {layout} is gathered when it is first used, {cost}"
+        return layout
 
     def _padding(self, node: fx.Node, layout: Shard) -> str:
         if not layout.uneven:

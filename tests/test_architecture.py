@@ -24,6 +24,7 @@ PRIVATE_TORCH = {
     "fxrewrite/graph/sizes.py": "symbolic sizes: sympy expressions to graph nodes",
     "fxrewrite/ops/": "where operators live, to give every spelling one key",
     "fxrewrite/graph/vmap.py": "functorch's switches in a graph, and its batching rules",
+    "fxrewrite/spmd/deferred.py": "a tensor subclass without memory of its own",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/trial.py": "fake tensors, to trace one operator",
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",

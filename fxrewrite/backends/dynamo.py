@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -24,8 +27,10 @@ __all__ = [
     "graph_break_reason",
     "inner_compiler",
     "normalized",
+    "refuse_function_transforms",
     "refuse_precompile",
     "rewriting_backend",
+    "untraced_callers",
 ]
 
 R = TypeVar("R")
@@ -82,6 +87,31 @@ def graph_break_reason(gm: fx.GraphModule) -> str:
     text = str(reason.reason).strip().splitlines()[0]
     frames = [f"{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}" for frame in reason.user_stack]
     return f"{text} ({frames[-1]})" if frames else text
+
+
+def untraced_callers() -> list[str]:
+    """Functions, with lines, that Dynamo runs as they are on the way to what a backend compiles now, outermost first.
+
+    A function that Dynamo cannot trace, as it breaks within a `with` or a loop, is no graph: those that it calls are
+    compiled in its place, each as a graph of its own without a break. torch's own wrappers (modules, DDP, FSDP) are
+    not counted, which run hooks and nothing else.
+    """
+    frame, found = sys._getframe(1), list[str]()
+    while frame is not None and not _is_in(frame, "_dynamo/convert_frame.py"):
+        frame = frame.f_back
+    while frame is not None and not _is_in(frame, "_dynamo/eval_frame.py"):
+        if not any(_is_in(frame, place) for place in _WRAPPERS):
+            code = frame.f_code
+            found.append(f"{code.co_name} ({code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})")
+        frame = frame.f_back
+    return found[::-1] if frame is not None else []
+
+
+_WRAPPERS = (f"{Path(torch.__file__).parent}/", "/contextlib.py")
+
+
+def _is_in(frame: FrameType, place: str) -> bool:
+    return place in frame.f_code.co_filename
 
 
 def graph_break_hint(reason: str) -> str:
@@ -185,6 +215,15 @@ def inner_compiler(
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
     function = find_backend(inner)
     return functools.partial(function, **given) if given else function
+
+
+def refuse_function_transforms() -> None:
+    """Raises FxRewriteError inside of torch.func.grad, vmap and their like, whose tensors hold others."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise FxRewriteError(
+            "a transform of torch.func (grad, vjp, vmap ...) is at work around the compiled function; call "
+            "loss.backward() or torch.autograd.grad on what it returns, or apply the transform inside of it"
+        )
 
 
 def refuse_precompile() -> None:

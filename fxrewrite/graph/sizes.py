@@ -5,7 +5,7 @@ The only file that reads torch's symbolic-shape machinery.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -26,6 +26,7 @@ __all__ = [
     "PLANNED_LENGTH",
     "Size",
     "SizeNodes",
+    "SizeReader",
     "divide_exactly",
     "hoist_sizes",
     "is_always",
@@ -129,6 +130,31 @@ def is_divided_by(size: Size, by: int) -> bool:
     """Whether `by` divides the size of the inputs at hand. Only where it does, a symbolic size is guarded: a program
     for sizes that are not divided serves those that are as well."""
     return size_hint(size) % by == 0 and require_divisible(size, by)
+
+
+class SizeReader:
+    """Reads, off what a graph is called with, sizes that are functions of its inputs' symbols."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._places: dict[sympy.Basic, tuple[int, int | None]] = {}
+        for position, node in enumerate(graph.find_nodes(op="placeholder")):
+            value = node.meta.get("val")
+            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+            for dim, size in enumerate(sizes):
+                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                    place = (position, dim if isinstance(value, torch.Tensor) else None)
+                    self._places.setdefault(size.node.expr, place)
+
+    def __call__(self, size: Size, inputs: Sequence[Any]) -> int:
+        """The size, as a number, for these inputs of the graph."""
+        if isinstance(size, int):
+            return size
+        expr = size.node.expr
+        return int(expr.xreplace({symbol: sympy.Integer(self._read(symbol, inputs)) for symbol in expr.free_symbols}))
+
+    def _read(self, symbol: sympy.Basic, inputs: Sequence[Any]) -> int:
+        position, dim = self._places[symbol]
+        return int(inputs[position] if dim is None else inputs[position].shape[dim])
 
 
 class SizeNodes:

@@ -75,8 +75,10 @@ def is_parameter(node: fx.Node) -> bool:
     if isinstance(found, torch.nn.Parameter):
         return True
     source = getattr(node, "_dynamo_source", None)
-    is_state = source is not None and source.guard_source.is_unspecialized_nn_module()
-    return is_state and isinstance(found, torch.Tensor)
+    if source is None or not isinstance(found, torch.Tensor):
+        return False
+    place = source.guard_source
+    return place.is_unspecialized_nn_module() or place.is_fsdp_module()  # FSDP 1 sets views of its flat parameter
 
 
 def _attribute(node: fx.Node) -> Any:

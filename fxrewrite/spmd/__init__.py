@@ -2,6 +2,7 @@
 
 from fxrewrite.graph.sizes import (
     Size,
+    SizeReader,
     divide_exactly,
     is_broadcast,
     is_divided_by,
@@ -13,8 +14,11 @@ from fxrewrite.graph.sizes import (
 )
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.context import SpmdContext, size_proxy
+from fxrewrite.spmd.deferred import DeferredGather, deferred_gather
 from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
-from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank
+from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
+from fxrewrite.spmd.gradients import scale_gradients, sum_gradients
+from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, global_ranks
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
 from fxrewrite.spmd.localize import LocalizeShapes, global_shape
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
@@ -28,8 +32,10 @@ from fxrewrite.spmd.trial import LayoutTrial, free_dims, try_layout, try_layouts
 __all__ = [
     "COLLECTIVES",
     "Axis",
+    "BackgroundComparison",
     "Call",
     "Comparison",
+    "DeferredGather",
     "Discovery",
     "EntryNodes",
     "IndexMap",
@@ -46,6 +52,7 @@ __all__ = [
     "SampleError",
     "Shard",
     "Size",
+    "SizeReader",
     "SpmdContext",
     "TensorSpec",
     "Terms",
@@ -53,9 +60,12 @@ __all__ = [
     "axis_of",
     "axis_rank",
     "compare",
+    "deferred_gather",
     "discover",
     "divide_exactly",
+    "fingerprint",
     "free_dims",
+    "global_ranks",
     "global_shape",
     "is_broadcast",
     "is_divided_by",
@@ -66,13 +76,16 @@ __all__ = [
     "layout_table",
     "local_shape",
     "num_entries",
+    "parameter_checksum",
     "parse",
     "parse_call",
     "product",
     "redistribute",
     "require_divisible",
+    "scale_gradients",
     "size_hint",
     "size_proxy",
+    "sum_gradients",
     "try_layout",
     "try_layouts",
     "view_map",

@@ -20,7 +20,7 @@ from fxrewrite.spmd.layout import Axis
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "global_ranks", "is_fake", "store_of"]
+__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "global_ranks", "is_fake", "process_group", "store_of"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -51,14 +51,19 @@ def _name(group: str) -> GroupName:
     return cast("GroupName", group)  # torch's own name for a str
 
 
+def process_group(axis: Axis) -> dist.ProcessGroup:
+    """The process group of the axis."""
+    return _resolve_process_group(_name(axis.group))
+
+
 def global_ranks(axis: Axis) -> list[int]:
     """The ranks of the default process group that make up the axis, in the order of their positions on it."""
-    return dist.get_process_group_ranks(_resolve_process_group(_name(axis.group)))
+    return dist.get_process_group_ranks(process_group(axis))
 
 
 def is_fake(axis: Axis) -> bool:
     """Whether this rank runs alone, over torch's fake process group."""
-    return dist.get_backend(_resolve_process_group(_name(axis.group))) == "fake"
+    return dist.get_backend(process_group(axis)) == "fake"
 
 
 def store_of(axis: Axis) -> dist.Store:

@@ -1,86 +1,309 @@
-"""One rank of runs under what averages gradients: `python gloo_wrappers.py <cases> <folder for results>`."""
+"""One rank of short trainings under what people wrap models in: `python gloo_wrappers.py <cases> <folder for results>`.
+
+Two replicas of a sequence over two ranks each. A case trains three steps of SGD, whose parameters show a factor in the
+gradient, and compares them with the same training on one device. The model has more than 1 MiB of parameters, DDP's
+first bucket, at which Dynamo would split its graph.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+import transformers
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autosp_rules import autosp
-from tests.autosp.models import batch, build
+from autosp_rules import AutoSPBackend, autosp
+
+Loss = Callable[[Callable[..., Any], dict[str, Tensor]], Tensor]
+STEPS, RATE = 3, 0.05
+ROOTS: list[Any] = []
+"""What the last case made of its model."""
 
 
-def _compiled_in_ddp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    return DistributedDataParallel(torch.compile(model, backend=autosp("aot_eager", mesh=mesh)))  # type: ignore[arg-type]
+@dataclass
+class Run:
+    """What a case is given: the model, the mesh and a backend for it."""
+
+    model: nn.Module
+    mesh: DeviceMesh
+    backend: AutoSPBackend
+
+    def compiled(self) -> Any:
+        return torch.compile(self.model, backend=self.backend)
+
+    def by_layer(self, wrap: Callable[[nn.Module], object], *, compile_layers: bool = False) -> None:
+        for layer in self.model.get_submodule("model.layers"):
+            if compile_layers:
+                layer.compile(backend=self.backend)
+            wrap(layer)
 
 
-def _ddp_compiled(model: nn.Module, mesh: DeviceMesh) -> Callable[..., object]:
-    return torch.compile(DistributedDataParallel(model, bucket_cap_mb=1), backend=autosp("aot_eager", mesh=mesh))
+def model_loss(step: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
+    return step(**inputs).loss
 
 
-def _fsdp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    model.compile(backend=autosp("aot_eager", mesh=mesh))
-    return fully_shard(model)
+def _ddp(run: Run, **options: Any) -> Any:
+    return DistributedDataParallel(run.compiled(), **options)
 
 
-def _fsdp_by_layer(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    for layer in model.get_submodule("model.layers"):
-        fully_shard(layer)
-    model.compile(backend=autosp("aot_eager", mesh=mesh))
-    return fully_shard(model)
+def _ddp_compiled(run: Run) -> Any:
+    return torch.compile(DistributedDataParallel(run.model, bucket_cap_mb=1), backend=run.backend)
 
 
-WRAPPERS = {
-    "compiled in DDP": _compiled_in_ddp,
-    "DDP compiled": _ddp_compiled,
-    "FSDP": _fsdp,
-    "FSDP by layer": _fsdp_by_layer,
+def _fsdp(run: Run, mesh: DeviceMesh | None = None) -> Any:
+    run.model.compile(backend=run.backend)
+    return fully_shard(run.model, mesh=mesh) if mesh is not None else fully_shard(run.model)
+
+
+def _fsdp_by_layer(run: Run) -> Any:
+    run.by_layer(fully_shard)
+    return _fsdp(run)
+
+
+def _torchtitan(run: Run) -> Any:
+    run.by_layer(fully_shard, compile_layers=True)
+    return fully_shard(run.model)
+
+
+def _divided_by_one(run: Run) -> Any:
+    """As torchtitan does, whose loss is a sum over labels divided by those of all replicas."""
+    model = _fsdp(run)
+    model.set_gradient_divide_factor(1.0)
+    return lambda **inputs: _Scaled(model(**inputs).loss / run.mesh["dp"].size())
+
+
+@dataclass
+class _Scaled:
+    loss: Tensor
+
+
+def _blocks(run: Run) -> Any:
+    run.by_layer(lambda layer: None, compile_layers=True)
+    return run.model
+
+
+def _fsdp1(run: Run, group: Any = None) -> Any:
+    run.model.compile(backend=run.backend)
+    return FullyShardedDataParallel(run.model, group, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def _inner(run: Run) -> Any:
+    run.model.get_submodule("model").compile(backend=run.backend)
+    return run.model
+
+
+def _breaks(run: Run) -> Any:
+    """A user's hook that Dynamo cannot trace, in the middle of the model."""
+
+    @torch._dynamo.disable
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        assert hidden.shape[1] == 16
+
+    run.model.get_submodule("model.layers.0").register_forward_hook(look)
+    return run.compiled()
+
+
+def z_loss(step: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
+    out = step(**inputs)
+    return out.loss + 0.01 * out.logits.logsumexp(-1).pow(2).mean()
+
+
+def last_token(step: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
+    out = step(**inputs)
+    return out.loss + F.cross_entropy(out.logits[:, -1], inputs["labels"][:, 0])
+
+
+def loss_outside(step: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
+    logits = step(input_ids=inputs["input_ids"]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+
+
+def embedded(step: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
+    """Hidden states that are passed in, whose gradient eager code clips, as no sum of parts could be."""
+    model = getattr(step, "_orig_mod", step)
+    hidden = _Clipped.apply(model.get_input_embeddings()(inputs["input_ids"]))
+    return step(inputs_embeds=hidden, labels=inputs["labels"]).loss
+
+
+class _Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1e-4, 1e-4)
+
+
+@dataclass
+class Case:
+    wrap: Callable[[Run], Any]
+    loss: Loss = model_loss
+    options: dict[str, Any] | None = None
+    averaged: bool = True
+    """By the wrapper; else the harness averages over all ranks."""
+    accumulate: int = 1
+    clip: float | None = None
+    length: int = 16
+    graphs: int | None = None
+    """How many are compiled, where the case is about that."""
+
+
+CASES: dict[str, Case] = {
+    "compiled in DDP": Case(_ddp, graphs=1),
+    "DDP compiled": Case(_ddp_compiled, graphs=1),
+    "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5),
+    "DDP, static graph": Case(lambda run: _ddp(run, static_graph=True), graphs=1),
+    "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
+    "DDP over dp alone": Case(lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), graphs=1),
+    "DDP over dp alone, accumulation": Case(
+        lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), accumulate=2, clip=0.5
+    ),
+    "DDP over dp alone, gradients='done'": Case(
+        lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), options={"gradients": "done"}
+    ),
+    "DDP over dp alone, gradients='mean'": Case(
+        lambda run: _ddp(run, process_group=run.mesh.get_group("dp")), options={"gradients": "mean"}
+    ),
+    "FSDP": Case(_fsdp, graphs=1),
+    "FSDP, accumulation, clipping": Case(_fsdp, accumulate=2, clip=0.5),
+    "FSDP over dp alone": Case(lambda run: _fsdp(run, run.mesh["dp"]), graphs=1),
+    "HSDP": Case(lambda run: _fsdp(run, run.mesh), graphs=1),
+    "FSDP, divided by 1": Case(_divided_by_one, graphs=1),
+    "FSDP by layer": Case(_fsdp_by_layer),
+    "FSDP by layer, over dp alone": Case(
+        lambda run: (run.by_layer(lambda m: fully_shard(m, mesh=run.mesh["dp"])), _fsdp(run, run.mesh["dp"]))[1]
+    ),
+    "FSDP by layer, breaks='refuse'": Case(_fsdp_by_layer, options={"breaks": "refuse"}),
+    "FSDP and layers compiled": Case(_torchtitan),
+    "FSDP 1": Case(_fsdp1, graphs=1),
+    "FSDP 1 over dp alone": Case(lambda run: _fsdp1(run, run.mesh.get_group("dp")), graphs=1),
+    "layers compiled": Case(_blocks, averaged=False),
+    "the model without its head compiled": Case(_inner, averaged=False),
+    "a break": Case(_breaks, averaged=False),
+    "a break, strict": Case(_breaks, averaged=False, options={"strict": True}),
+    "a break, gradients='sum'": Case(_breaks, averaged=False, options={"gradients": "sum"}),
+    "z-loss on logits": Case(Run.compiled, z_loss, averaged=False, length=15),
+    "the last token's logits": Case(Run.compiled, last_token, averaged=False, length=15),
+    "loss outside": Case(Run.compiled, loss_outside, averaged=False, length=15),
+    "hidden states passed in": Case(Run.compiled, embedded, averaged=False, length=15),
 }
 
 
-def compare(case: str) -> str:
-    """Two replicas of a sequence over two ranks each, every replica with its own batch; one device has both."""
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).double().train()
+
+
+def batches(case: Case) -> list[list[dict[str, Tensor]]]:
+    """For each step and micro-batch those of all replicas."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(1, 61, (2, case.length), generator=generator) for _ in range(STEPS * case.accumulate * 2)]
+    pairs = [{"input_ids": ids, "labels": ids.clone()} for ids in made]
+    return [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
+
+
+def train(case: Case, step: Callable[..., Any], parameters: list[nn.Parameter], feed: Any, finish: Any) -> None:
+    """`feed` gives the batches of a micro-step that this process computes; `finish` averages gradients, if need be."""
+    optimizer = torch.optim.SGD(parameters, lr=RATE)
+    micro = batches(case)
+    for at, pair in enumerate(micro):
+        is_last = at % case.accumulate == case.accumulate - 1
+        mine = feed(pair)
+        with nullcontext() if is_last or not hasattr(step, "no_sync") else step.no_sync():
+            for inputs in mine:
+                case.loss(step, inputs).backward()
+        if is_last:
+            finish()
+            for parameter in parameters:
+                if parameter.numel():  # FSDP 1 leaves some ranks without a part of a parameter
+                    assert parameter.grad is not None
+                    parameter.grad /= len(mine) * case.accumulate
+            if case.clip is not None:
+                nn.utils.clip_grad_norm_(parameters, case.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def gathered(model: nn.Module) -> AbstractContextManager[None]:
+    """In which FSDP 1 shows its parameters whole."""
+    roots = [m for m in ROOTS if isinstance(m, FullyShardedDataParallel) and m.module is model]
+    return FullyShardedDataParallel.summon_full_params(roots[0]) if roots else nullcontext()
+
+
+def compare(case: Case) -> float:
+    """The largest difference of a parameter to one device's, over how far the parameter moved."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    batches = [batch("llama_gqa", kind, length=16) for kind in ("plain", "uneven_labels")]
-    alone, model = build("llama_gqa", layers=1), build("llama_gqa", layers=1)
-    for inputs in batches:
-        (alone(**inputs).loss / len(batches)).backward()
-    step = WRAPPERS[case](model, mesh)
-    for _ in range(2):
-        model.zero_grad()
-        step(**batches[mesh.get_local_rank("dp")]).loss.backward()
-    worst = 0.0
-    for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
-        found, want = parameter.grad, expected.grad
-        assert found is not None, name
-        assert want is not None, name
-        found = found.full_tensor() if isinstance(found, DTensor) else found
-        worst = max(worst, ((found - want).abs().max() / want.abs().max()).item())
-    return f"{worst}"
+    alone = build()
+    start = [whole(p) for p in alone.parameters()]
+    train(case, alone, list(alone.parameters()), lambda pair: pair, lambda: None)
+    model = build()
+    backend = autosp("aot_eager", mesh=mesh, **(case.options or {}))
+    step = case.wrap(Run(model, mesh, backend))
+    ROOTS[:] = [step]
+    parameters = list(model.parameters())
+
+    def average() -> None:
+        for p in () if case.averaged else parameters:
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    train(case, step, parameters, lambda pair: [pair[mesh.get_local_rank("dp")]], average)
+    assert any(report.tokens_per_rank for report in backend.reports), str(backend)
+    assert case.graphs in (None, len(backend.reports)), str(backend)
+    with gathered(model):
+        found = [whole(p) for p in model.parameters()]
+    moved = [(p - was, want.detach() - was) for p, want, was in zip(found, alone.parameters(), start, strict=True)]
+    return max(((found - want).abs().max() / want.abs().max()).item() for found, want in moved)
 
 
 def main() -> None:
     cases, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     results: dict[str, str] = {}
     for case in cases:
         torch._dynamo.reset()
         try:
-            results[case] = compare(case)
+            results[case] = f"{compare(CASES[case])}"
         except Exception as error:  # noqa: BLE001  # the test reads it from the file
             results[case] = f"{type(error).__name__}: {error}"
+        if dist.get_rank() == 0:
+            sys.stdout.write(f"{case} | {results[case][:700]}\n")
+            sys.stdout.flush()
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 

@@ -27,7 +27,8 @@ def test_a_graph_without_gradients_is_left_alone() -> None:
     assert report.num_ranks == 4
     assert not report.collectives
     assert report.lines == [
-        "gradients are disabled, and so is AutoSP then (disable_in_eval): the graph went to the inner backend as it was"
+        "gradients are disabled, and so is AutoSP then (disable_in_eval): the graph went to the inner backend as it "
+        "was, and runs whole on every rank"
     ]
 
 
@@ -51,4 +52,4 @@ def test_a_dry_run_leaves_alone_what_a_run_does(num_ranks: int, grad: bool) -> N
     with torch.set_grad_enabled(grad):
         _, report = dry_run(Tokens(8, 4), {"ids": ids}, num_ranks=num_ranks, config=config)
     (line,) = report.lines
-    assert line.endswith("the graph went to the inner backend as it was")
+    assert line.endswith("the graph went to the inner backend as it was, and runs whole on every rank")

@@ -40,10 +40,13 @@ def test_logits_are_whole_without_a_loss() -> None:
         torch.testing.assert_close(logits, expected.logits, rtol=1e-12, atol=1e-12)
 
 
-def test_logits_are_chunks_beside_a_loss_and_the_report_says_so() -> None:
+def test_programs_compute_chunks_of_logits_beside_a_loss_and_the_report_says_so() -> None:
     outputs, expected, report = run(batch("llama_gqa", "plain"))
     whole = torch.cat([logits for _, logits in outputs], dim=1)
     torch.testing.assert_close(whole, expected.logits, rtol=1e-12, atol=1e-12)
+    [line] = [line for line in report.lines if line.startswith("output ")]
+    assert line.endswith(f"S(1) is gathered when it is first used, {2 * 16 * 61 * 8:,} bytes on each rank")
+    _, _, report = run(batch("llama_gqa", "plain"), outputs="shard")
     assert any("returns as this rank's chunk S(1); outputs='gather' returns it whole" in line for line in report.lines)
 
 

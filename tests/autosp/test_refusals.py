@@ -99,9 +99,15 @@ def test_graph_break() -> None:
             torch._dynamo.graph_break()
             return x.square().mean()
 
-    with fake_mesh((2,), ("sp",)) as mesh, pytest.raises(Exception, match="does not compile to one graph") as caught:
-        torch.compile(Broken(), backend=autosp("eager", mesh=mesh))(IDS)
-    assert "AutoSPError" in str(caught.value)
+    for options in ({"breaks": "refuse"}, {"strict": True}):
+        torch._dynamo.reset()
+        with (
+            fake_mesh((2,), ("sp",)) as mesh,
+            pytest.raises(Exception, match="does not compile to one graph") as caught,
+        ):
+            torch.compile(Broken(), backend=autosp("eager", mesh=mesh, **options))(IDS)
+        assert "AutoSPError" in str(caught.value)
+        assert "breaks='gather'" in str(caught.value)
 
 
 def test_process_group_not_initialized() -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import Tensor, nn
 
-from autosp_rules import AutoSPError, dry_run
+from autosp_rules import AutoSPConfig, AutoSPError, dry_run
 from tests.autosp.one_device import assert_equal_to_one_device
 from tests.zoo.others import others
 
@@ -84,7 +84,9 @@ def test_hidden_states_start_sharded(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in others() if name.startswith(("torch.nn", "nanoGPT"))])
 def test_models_from_outside_transformers(name: str) -> None:
     model = others()[name]
-    report = assert_equal_to_one_device(model.build("sdpa", torch.float64), model.inputs(torch.float64))
+    report = assert_equal_to_one_device(
+        model.build("sdpa", torch.float64), model.inputs(torch.float64), config=model.config
+    )
     assert report.tokens_per_rank == 8
     assert not [line for line in report.lines if line.startswith(("whole:", "gathered:"))]
 
@@ -96,17 +98,32 @@ def test_what_comes_before_is_computed_sharded_too() -> None:
     assert report.rewrites["autosp.shard_position_ids"] == 1
 
 
-def test_a_dimension_that_alone_is_marked_dynamic_is_the_sequence() -> None:
+def test_another_dimension_is_the_sequence_where_that_is_said() -> None:
     ids = IDS.T.contiguous()
     model = Model(lambda m, x: m.tokens(x).transpose(0, 1))
     report = assert_equal_to_one_device(model, {"x": ids}, ranks=(4,))
     [line] = [line for line in report.lines if line.startswith("padded:")]
     assert "in 4 chunks of 1, of which the last 2 entries are padding" in line
-    assert line.endswith("if another dimension is the sequence, mark it: torch._dynamo.mark_dynamic(tensor, dim)")
-    torch._dynamo.reset()
-    torch._dynamo.mark_dynamic(ids, 0)
-    report = assert_equal_to_one_device(model, {"x": ids}, ranks=(4,))
+    assert line.endswith("if another dimension is the sequence, pass its number: autosp(sequence_dim=...)")
+    report = assert_equal_to_one_device(model, {"x": ids}, config=AutoSPConfig(sequence_dim=0), ranks=(4,))
     assert not [line for line in report.lines if line.startswith("padded:")]
+
+
+@pytest.mark.parametrize("marked", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("length", [16, 15])
+def test_a_symbolic_batch_is_not_the_sequence(marked: tuple[int, ...], length: int) -> None:
+    """Nor is anything else changed by which dimensions are symbolic: a batch of 4 on 4 ranks would be divided, too."""
+    ids: Any = torch.randint(0, VOCAB, (4, length), generator=torch.Generator().manual_seed(0))
+    features = torch.randn(4, length, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for dim in marked:
+        torch._dynamo.mark_dynamic(ids, dim)
+        torch._dynamo.mark_dynamic(features, dim)
+    config = AutoSPConfig(attention="ulysses")
+    model = Model(lambda m, x, features: m.tokens(x) + m.norm(features))
+    report = assert_equal_to_one_device(model, {"x": ids, "features": features}, config=config, ranks=(4,))
+    assert report.tokens_per_rank == 4 * 4
+    [line] = [line for line in report.lines if line.startswith("attention:")]
+    assert "1 x ulysses: asked for: 4 heads divide over axis sp" in line
 
 
 NOT_THE_SEQUENCE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {

@@ -1,6 +1,6 @@
 """A custom autograd function in the normal graph: its own backward, bit for bit, in every backend; refusals."""
 
-# ruff: noqa: ARG004  # autograd calls forward and backward with a context
+# autograd calls forward and backward with a context
 from __future__ import annotations
 
 from typing import Any

@@ -1,6 +1,6 @@
 """Custom functions over the axis: on chunks or whole, linear or not, loss and every gradient equal one device's."""
 
-# ruff: noqa: ARG004  # autograd calls forward and backward with a context
+# autograd calls forward and backward with a context
 
 from __future__ import annotations
 

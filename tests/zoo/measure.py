@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -71,6 +71,7 @@ class OneDevice:
     grads: dict[int, torch.Tensor | None]
     """By the id of the parameter, which is one of `inputs`."""
     names: dict[int, str]
+    config: AutoSPConfig = field(default_factory=AutoSPConfig)
 
     @property
     def loss_at(self) -> int:
@@ -103,7 +104,7 @@ class OneDevice:
             if id(before) in self.grads:
                 grads[id(value)], names[id(value)] = value.grad, self.names[id(before)]
                 value.grad = None
-        return OneDevice(gm, inputs, loss.detach(), grads, names)
+        return OneDevice(gm, inputs, loss.detach(), grads, names, self.config)
 
 
 def _wider_dtype(value: Any) -> Any:
@@ -178,7 +179,8 @@ def _run_and_capture(name: str, attention: str, dtype: torch.dtype) -> OneDevice
         gm, example_inputs = captured(model, inputs)
     except Exception as error:
         raise NotApplicable(f"does not compile to one graph: {_line(error)}") from error
-    return OneDevice(gm, example_inputs, loss.detach(), grads, names)
+    config = AutoSPConfig() if other is None else other.config
+    return OneDevice(gm, example_inputs, loss.detach(), grads, names, config)
 
 
 def _cell(made: dict[str, Any], one_device: OneDevice, is_wide: bool) -> Cell:
@@ -201,7 +203,7 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
     Raises AutoSPError where AutoSP refuses the model.
     """
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, report = transform(one_device.gm, AutoSPConfig(), axis_of(mesh, "sp"))
+        program, report = transform(one_device.gm, one_device.config, axis_of(mesh, "sp"))
         run = run_on_ranks(program, one_device.inputs, num_ranks, backward=one_device.loss_at)
     loss_error = max(_relative(outputs[one_device.loss_at], one_device.loss) for outputs in run.outputs)
     floor = 1e-6 * max(g.abs().max().item() for g in one_device.grads.values() if g is not None)

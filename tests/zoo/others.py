@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from autosp_rules import AutoSPConfig
 from tests.zoo.models import BATCH, LENGTH, VOCAB, enlarge_weights, inputs_of, tiny_config
 
 __all__ = ["NanoGPT", "Other", "TorchEncoder", "others"]
@@ -26,6 +27,7 @@ class Other:
     build: Callable[[str, torch.dtype], nn.Module]
     """From an attention implementation ("sdpa", "eager") and the dtype of the parameters."""
     inputs: Callable[[torch.dtype], Inputs]
+    config: AutoSPConfig = field(default_factory=AutoSPConfig)
 
 
 class NanoGPT(nn.Module):
@@ -146,14 +148,12 @@ def _torch_encoder(batch_first: bool, of_ids: bool) -> Other:
         found = {"x": x, "labels": text["labels"]}
         if not batch_first:
             found = {name: value.transpose(0, 1).contiguous() for name, value in found.items()}
-            for value in found.values():  # ids are taken for [B, S] where nothing else is said
-                torch._dynamo.mark_dynamic(value, 0)
         return found
 
     def build(attention: str, dtype: torch.dtype) -> nn.Module:
         return _ready(TorchEncoder(batch_first=batch_first, of_ids=of_ids), dtype)
 
-    return Other(build, inputs)
+    return Other(build, inputs, AutoSPConfig(sequence_dim=None if batch_first else 0))
 
 
 def _ready(model: nn.Module, dtype: torch.dtype) -> nn.Module:

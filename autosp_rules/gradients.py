@@ -1,0 +1,146 @@
+"""Gradients of a compiled program's inputs, as whoever reads them expects them.
+
+    GradientPlan.of(config, axis, parameters)     how gradients of parameters leave the program
+    plan.enter(inputs, ...)                       the inputs, through which gradients flow so
+
+Inside of the program every rank differentiates the sum of the losses of all ranks, so that the mean over the axis is
+the gradient of one device (`fxrewrite.spmd.gradients`). That is what DDP, FSDP and ZeRO take over all ranks.
+
+    "mean"     parameters: as they come. Whoever averages over the axis gets the gradient.
+    "sum"      parameters: divided by P. For whoever sums over the axis, and averages over the data axis alone.
+    "done"     parameters: averaged over the axis in the backward pass. Averaging them again changes nothing.
+
+Other inputs that require a gradient (`inputs_embeds`, or hidden states after a graph break) always get the gradient of
+one device: it is read by eager code, which runs on whole values, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from autosp_rules.errors import AutoSPError
+from autosp_rules.integrations.deepspeed_groups import deepspeed_reduction
+from fxrewrite.backends import GradientReduction, gradient_reductions
+from fxrewrite.spmd import Axis, global_ranks, scale_gradients, sum_gradients
+
+__all__ = ["GradientOption", "GradientPlan"]
+
+GradientOption: TypeAlias = Literal["auto", "mean", "sum", "done"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlan:
+    """What happens to the gradient of each parameter of a program on its way out."""
+
+    reduced: bool = False
+    """Averaged over the axis."""
+    factor: float = 1.0
+    """Then multiplied by this."""
+    why: str = ""
+    """The wrapper that was recognised, for the report."""
+
+    @staticmethod
+    def of(option: GradientOption, axis: Axis, parameters: Sequence[torch.Tensor]) -> GradientPlan:
+        """The plan of a setting; "auto" asks what wraps the parameters, in their module's forward.
+
+        Raises:
+            AutoSPError: a wrapper is at work that does not reduce as the setting says, or in no known way.
+        """
+        trained = [p for p in parameters if p.requires_grad]
+        found = gradient_reductions(trained) if trained else []
+        engine = deepspeed_reduction() if trained and not found else None
+        plans = [_plan_for(reduction, axis) for reduction in [*found, *([engine] if engine else [])]]
+        if len({(plan.reduced, plan.factor) for plan in plans}) > 1:
+            raise AutoSPError.of(
+                f"parameters of one graph are under {' and '.join(plan.why for plan in plans)}",
+                hint="wrap all of them over one group of ranks",
+            )
+        asked = {
+            "auto": GradientPlan(),
+            "mean": GradientPlan(),
+            "sum": GradientPlan(factor=1 / axis.size),
+            "done": GradientPlan(reduced=True),
+        }[option]
+        if not plans:
+            return asked
+        [plan] = plans[:1]
+        if option not in ("auto", "done") and (plan.reduced, plan.factor) != (asked.reduced, asked.factor):
+            raise AutoSPError.of(
+                f"gradients={option!r} gives wrong gradients under {plan.why}",
+                hint=f"use gradients='auto', which {plan.text()}, or wrap over all ranks, those of axis {axis.name} "
+                "too",
+            )
+        if option == "done" and plan.factor != 1:
+            raise AutoSPError.of(
+                f"gradients='done' gives wrong gradients under {plan.why}",
+                hint="use gradients='auto', or let it average over all ranks",
+            )
+        return asked if option == "done" else plan
+
+    def text(self) -> str:
+        """What is done to gradients of parameters."""
+        parts = ["averages them over the axis in the backward pass"] if self.reduced else []
+        parts += [f"multiplies them by {self.factor:.6g}"] if self.factor != 1 else []
+        return " and ".join(parts) or "leaves them to be averaged over all ranks"
+
+    def enter(self, inputs: Sequence[Any], is_parameter: Sequence[bool], axis: Axis, *, is_sharded: bool) -> list[Any]:
+        """The inputs, with what happens to their gradients on their way back.
+
+        Args:
+            inputs: what the program is called with.
+            is_parameter: which of them are parameters.
+            is_sharded: whether the program runs on chunks; else each rank has all of every gradient.
+        """
+        entered = list(inputs)
+        if not torch.is_grad_enabled():
+            return entered
+        flows = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+        parameters = [i for i in flows if is_parameter[i]]
+        others = [i for i in flows if not is_parameter[i]]
+        if self.reduced and is_sharded:
+            _put(entered, parameters, sum_gradients([inputs[i] for i in parameters], axis, self.factor / axis.size))
+        elif self.factor != 1:
+            _put(entered, parameters, scale_gradients([inputs[i] for i in parameters], self.factor))
+        if is_sharded:
+            _put(entered, others, sum_gradients([inputs[i] for i in others], axis, 1 / axis.size))
+        return entered
+
+
+def _put(values: list[Any], places: Sequence[int], new: Sequence[torch.Tensor]) -> None:
+    for place, value in zip(places, new, strict=True):
+        values[place] = value
+
+
+def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:
+    """How parameters' gradients must leave, so that the reduction over `axis` makes the gradients of one device.
+
+    A reduction is `factor * sum over ranks`. On one device for each replica it would average over the replicas.
+    """
+    ranks = frozenset(global_ranks(axis))
+    shown = f"{reduction.by} over ranks {sorted(reduction.ranks)}"
+    covered = ranks & reduction.ranks
+    replicas = len(reduction.ranks) // len(covered)
+    if covered == ranks and len(reduction.ranks) == replicas * axis.size:
+        total = reduction.factor * axis.size * replicas  # 1 for a mean over all ranks, P for a mean over replicas
+        if reduction.is_mean:
+            return GradientPlan(why=shown)
+        if reduction.by != "fully_shard" or reduction.factor in (1.0, 1 / replicas):
+            sums = f"{shown}, which multiplies their sum by {reduction.factor:.6g}"
+            factor = 1 / axis.size if reduction.factor == 1 else 1 / total
+            return GradientPlan(factor=factor, why=sums)
+        raise AutoSPError.of(
+            f"fully_shard over ranks {sorted(reduction.ranks)} divides gradients by {1 / reduction.factor:g}: neither "
+            f"all {len(reduction.ranks)} ranks, nor its {replicas} replicas of axis {axis.name}, nor 1",
+            hint="leave set_gradient_divide_factor out, or pass one of these",
+        )
+    if len(covered) == 1:
+        factor = 1 / (reduction.factor * len(reduction.ranks)) if reduction.by == "DeepSpeed" else 1.0
+        return GradientPlan(reduced=True, factor=factor, why=shown)
+    raise AutoSPError.of(
+        f"{shown} covers {sorted(covered)} of the ranks {sorted(ranks)} of axis {axis.name}",
+        hint="wrap over all ranks, or over ranks of which one alone is on the axis",
+    )

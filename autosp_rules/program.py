@@ -1,0 +1,119 @@
+"""A compiled program as Dynamo calls it: what is checked, and what happens to gradients and outputs, at every call.
+
+ShardedProgram     each rank computes a part; inputs are whole, outputs are whole or gathered when they are used
+WholeProgram       a part of a model without a sequence, which every rank runs whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autosp_rules.config import AutoSPConfig
+from autosp_rules.errors import AutoSPError
+from autosp_rules.gradients import GradientPlan
+from autosp_rules.rank_checks import RankChecks, is_due
+from autosp_rules.transform import Border, Chunk
+from fxrewrite import FxRewriteError
+from fxrewrite.ops import is_parameter
+from fxrewrite.spmd import Axis, Shard, SizeReader, agree, deferred_gather
+
+__all__ = ["ShardedProgram", "WholeProgram"]
+
+
+class _Program:
+    """What both kinds share: who averages gradients of parameters."""
+
+    run: Callable[..., Any]
+    """What the inner backend made of the graph."""
+
+    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
+        self._config, self._axis, self._border = config, axis, border
+        self._is_parameter = [is_parameter(node) for node in gm.graph.find_nodes(op="placeholder")]
+        self._gradients = GradientPlan()
+        self._calls = 0
+
+    def _entered(self, inputs: Sequence[Any], *, is_sharded: bool) -> list[Any]:
+        """The inputs, through which gradients flow as whoever averages them expects."""
+        if not torch.is_grad_enabled():
+            return list(inputs)
+        self._calls += 1
+        if is_due(self._calls):  # a wrapper may come later than the first call
+            weights = [x for x, p in zip(inputs, self._is_parameter, strict=True) if p and isinstance(x, torch.Tensor)]
+            self._gradients = GradientPlan.of(self._config.gradients, self._axis, weights)
+            if self._border.graph_break and self._gradients.factor != 1:
+                raise AutoSPError.of(
+                    f"gradients are summed over axis {self._axis.name}, and the graph breaks "
+                    f"({self._border.graph_break}): what runs between graphs has whole gradients on every rank, which a sum counts "
+                    f"{self._axis.size} times",
+                    hint="let gradients be averaged over all ranks, or remove the graph break",
+                )
+        return self._gradients.enter(inputs, self._is_parameter, self._axis, is_sharded=is_sharded)
+
+
+class ShardedProgram(_Program):
+    """The compiled program of a graph whose sequence is sharded."""
+
+    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
+        super().__init__(gm, config, axis, border)
+        self._checks = RankChecks(gm, axis, every_call=config.compare_ranks)
+        self._sizes = SizeReader(gm.graph)
+        self._chunks = border.chunks if config.outputs == "auto" else {}
+        self._uses = 0
+
+    def __call__(self, *inputs: Any) -> Any:
+        self._checks.before(inputs)
+        entered = self._entered(inputs, is_sharded=True)
+        try:
+            outputs = self.run(*entered)
+        except Exception:
+            self._checks.settle()  # if the ranks differ, that is why
+            raise
+        if not self._chunks:
+            return outputs
+        deferred = list(outputs)
+        for position, chunk in self._chunks.items():
+            deferred[position] = self._deferred(deferred[position], chunk, inputs)
+        return type(outputs)(deferred)
+
+    def _deferred(self, value: torch.Tensor, chunk: Chunk, inputs: Sequence[Any]) -> torch.Tensor:
+        shape = [self._sizes(size, inputs) for size in chunk.shape]
+        outer, inner = (self._sizes(size, inputs) for size in (chunk.layout.outer, chunk.layout.inner))
+        layout = Shard(chunk.layout.dim, outer, inner, chunk.layout.uneven)
+        return deferred_gather(value, shape, layout, self._axis, before=self._before_gather)
+
+    def _before_gather(self) -> None:
+        """The first time, see whether every rank uses the output; a rank alone would wait in the collective."""
+        self._uses += 1
+        if self._uses > 1:
+            return
+        try:
+            agree(
+                self._axis,
+                "an output is used",
+                timeout=self._config.timeout,
+                differ="use different outputs",
+                absent="did not use an output of the compiled model, such as logits, which this rank uses,",
+                hint="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
+            )
+        except FxRewriteError as error:
+            raise AutoSPError.of(str(error)) from error
+
+
+class WholeProgram(_Program):
+    """The compiled program of a part of a model without a sequence."""
+
+    def __init__(
+        self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, check: Callable[[], None]
+    ) -> None:
+        super().__init__(gm, config, axis, border)
+        self._check, self._is_first = check, True
+
+    def __call__(self, *inputs: Any) -> Any:
+        if not self._is_first:
+            self._check()  # by the second step every part of the model has been compiled
+        self._is_first = False
+        return self.run(*self._entered(inputs, is_sharded=False))

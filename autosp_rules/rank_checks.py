@@ -1,0 +1,182 @@
+"""What all ranks of an axis must share when they call a program: the batch, the weights, the random generators.
+
+    checks = RankChecks(program, axis)
+    checks.before(inputs)        at every call, before the program runs
+
+Graphs are compared when they are compiled; what only a call shows is compared here. The first call waits for the other
+ranks and names the first difference. Every later call sends a few numbers around the axis in the background, which the
+next call reads: hashes of integer inputs, sums over a sample of floating ones, the states of generators where the
+program draws numbers that all ranks must share, and at calls 1, 2, 4, 8, ... a checksum of all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autosp_rules.errors import AutoSPError
+from autosp_rules.random import draws_alike
+from fxrewrite import FxRewriteError
+from fxrewrite.graph import source_line
+from fxrewrite.ops import fake_value, is_parameter
+from fxrewrite.spmd import Axis, BackgroundComparison, agree, fingerprint, parameter_checksum
+
+__all__ = ["RankChecks", "is_due", "say_not_compiled"]
+
+_SECONDS = 3600.0
+"""By so much a rank may be slower than another to compile."""
+_SAMPLERS = (
+    "sample by the data axis, as DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
+    "rank=mesh.get_local_rank('dp')), or let autosp_rules.integrations share a trainer's batches"
+)
+_WEIGHTS = (
+    "average gradients over all ranks, those of this axis too, or compile with autosp(gradients='done'); and start "
+    "every rank from the same checkpoint"
+)
+_SEEDS = (
+    "seed all ranks alike, torch.manual_seed(seed), and let what only some ranks draw, such as a data loader's order, "
+    "draw by a torch.Generator of its own"
+)
+
+
+def is_due(call: int) -> bool:
+    """Whether this call, counted from 1, is one of those at which costly checks are made: 1, 2, 4, 8, ..."""
+    return call & (call - 1) == 0
+
+
+class RankChecks:
+    """Compares the ranks at every call of one program; raises AutoSPError on every rank where they differ."""
+
+    def __init__(self, program: fx.GraphModule, axis: Axis, *, every_call: bool) -> None:
+        inputs = program.graph.find_nodes(op="placeholder")
+        self._axis, self._every_call = axis, every_call
+        self._names = [str(node.target) for node in inputs]
+        self._is_parameter = [is_parameter(node) for node in inputs]
+        self._drawn = draws_alike(program)
+        self._devices = sorted({_device_of(node) for node in self._drawn}, key=str)
+        self._call = 0
+        self._pending: tuple[BackgroundComparison, torch.Tensor, list[str], list[str], list[int]] | None = None
+
+    def before(self, inputs: Sequence[Any]) -> None:
+        """Compare the call that is made now with those of the other ranks, and read the comparison of the last one.
+
+        Raises:
+            AutoSPError: on every rank, where the ranks differ in this call (the first) or in the one before.
+        """
+        self._call += 1
+        self.settle()
+        if self._call == 1:
+            passed = [(name, x) for name, x, p in self._each(inputs) if not p]
+            _agree_on_call(self._axis, "\n".join(f"{name}: {_shown(value)}" for name, value in passed))
+        if self._every_call or self._drawn:
+            self._send(inputs)
+
+    def settle(self) -> None:
+        """Read the comparison that is on its way, if one is."""
+        if self._pending is None:
+            return
+        comparison, values, labels, hints, scales = self._pending
+        self._pending = None
+        wrong = comparison.differing(scales)
+        if not wrong:
+            return
+        mine = values.tolist()
+        first = wrong[0]
+        text = "\n".join(f"{label}: {mine[i]:.17g}" for i, label in enumerate(labels) if i in wrong)
+        try:
+            agree(
+                self._axis,
+                text,
+                timeout=_SECONDS,
+                differ=f"differ in {labels[first]} of call {self._call - 1} of a program",
+                absent="did not call what it had compiled",
+                hint=hints[first],
+            )
+        except FxRewriteError as error:
+            raise AutoSPError.of(str(error)) from error
+        raise AutoSPError.of(  # another rank than this one's neighbours differs
+            f"the ranks of axis {self._axis.name} differ in {labels[first]} of call {self._call - 1} of a program",
+            hint=hints[first],
+        )
+
+    def _each(self, inputs: Sequence[Any]) -> list[tuple[str, Any, bool]]:
+        return list(zip(self._names, inputs, self._is_parameter, strict=True))
+
+    def _send(self, inputs: Sequence[Any]) -> None:
+        tensors = [(name, x, p) for name, x, p in self._each(inputs) if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        parts: list[torch.Tensor] = []
+        labels: list[str] = []
+        hints: list[str] = []
+        scales: list[int] = []
+
+        def add(label: str, hint: str, numbers: torch.Tensor) -> None:
+            pair = numbers.numel() == 2
+            scales.extend([len(labels) + 1, len(labels) + 1] if pair else [-1])
+            labels.extend([label] * numbers.numel())
+            hints.extend([hint] * numbers.numel())
+            parts.append(numbers.reshape(-1))
+
+        if self._every_call:
+            for name, x, is_weight in tensors:
+                if not is_weight and x.numel():
+                    add(f"input {name}", _SAMPLERS, fingerprint(x))
+            if is_due(self._call):
+                weights = [(name, x) for name, x, is_weight in tensors if is_weight and not x.is_complex()]
+                sums = parameter_checksum(x for _, x in weights)
+                for (name, _), checksum in zip(weights, sums, strict=True):
+                    add(f"parameter {name}", _WEIGHTS, checksum)
+        home = max((x.device for _, x, _ in tensors), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
+        for device in self._devices:
+            draws = f"%{self._drawn[0].name} {source_line(self._drawn[0])}"
+            state = torch.tensor([float(_hash(_state_of(device)))], dtype=torch.float64)
+            add(f"the random number generators, which must draw alike for {draws},", _SEEDS, state)
+        if parts:
+            values = torch.cat([part.to(home, non_blocking=True) for part in parts])
+            self._pending = (BackgroundComparison(self._axis, values), values, labels, hints, scales)
+
+
+def say_not_compiled(axis: Axis, error: Exception) -> None:
+    """Let the ranks that have compiled know, before their first call, that this one could not."""
+    try:
+        _agree_on_call(axis, f"could not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
+    except AutoSPError:
+        return  # which is what the others raise
+
+
+def _agree_on_call(axis: Axis, text: str) -> None:
+    try:
+        agree(
+            axis,
+            text,
+            timeout=_SECONDS,
+            differ="do not make the same call",
+            absent="did not call what it had compiled",
+            hint=f"every rank of the axis compiles, and passes the same whole batch: {_SAMPLERS}",
+        )
+    except FxRewriteError as error:
+        raise AutoSPError.of(str(error)) from error
+
+
+def _shown(value: Any) -> str:
+    """An input's shape, and a hash of its entries where they are integers."""
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    exact = not (value.is_floating_point() or value.is_complex())
+    entries = f" {_hash(value):013x}" if exact and value.numel() else ""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{entries}"
+
+
+def _hash(integers: torch.Tensor) -> int:
+    return int(fingerprint(integers)[0].item())
+
+
+def _device_of(node: fx.Node) -> torch.device:
+    value = fake_value(node)
+    return (value if isinstance(value, torch.Tensor) else value[0]).device
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)

@@ -1,0 +1,102 @@
+"""Data-parallel wrappers of torch that are at work around a compiled program: which ranks they reduce gradients over.
+
+The only file that reads the state of DistributedDataParallel, FSDP and fully_shard.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["GradientReduction", "gradient_reductions", "keep_graph_whole_under_ddp"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReduction:
+    """What a wrapper does to gradients in the backward pass: `factor` times their sum over `ranks`."""
+
+    by: str
+    """The wrapper, as its user writes it."""
+    ranks: frozenset[int]
+    """Of the default process group."""
+    factor: float
+
+    @property
+    def is_mean(self) -> bool:
+        return self.factor == 1 / len(self.ranks)
+
+
+def keep_graph_whole_under_ddp() -> None:
+    """Set `torch._dynamo.config.optimize_ddp` to False: Dynamo then compiles a model under DDP as one graph.
+
+    Otherwise it splits each graph at DDP's buckets, the first of which has 1 MiB, and calls the parts with fake
+    tensors. Other models of the process that are compiled under DDP lose the overlap of backward and all-reduce.
+    """
+    torch._dynamo.config.optimize_ddp = False
+
+
+def gradient_reductions(parameters: Sequence[torch.Tensor]) -> list[GradientReduction]:
+    """What DistributedDataParallel, FSDP and fully_shard do to the gradients of these parameters, each way once.
+
+    To be called inside of the wrapped module's forward.
+    """
+    known = {id(parameter) for parameter in parameters}
+    return list(dict.fromkeys([*_of_ddp(known), *_of_fsdp1(), *_of_fsdp2(known)]))
+
+
+def _of_ddp(known: set[int]) -> list[GradientReduction]:
+    module = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    if module is None or known.isdisjoint(map(id, module.parameters())):
+        return []
+    ranks = dist.get_process_group_ranks(module.process_group)
+    return [GradientReduction("DistributedDataParallel", frozenset(ranks), 1 / len(ranks))]
+
+
+def _of_fsdp1() -> list[GradientReduction]:
+    """FSDP 1 sets views as parameters, which do not tell where they come from: the modules whose forward runs now."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    hybrid = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    found: list[GradientReduction] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if frame.f_code.co_name == "forward" and isinstance(module, FullyShardedDataParallel):
+            is_hybrid = module.sharding_strategy in hybrid  # within and across groups, which cover all ranks
+            ranks = range(dist.get_world_size()) if is_hybrid else dist.get_process_group_ranks(module.process_group)
+            found.append(GradientReduction("FullyShardedDataParallel", frozenset(ranks), 1 / len(ranks)))
+        frame = frame.f_back
+    return found
+
+
+def _of_fsdp2(known: set[int]) -> list[GradientReduction]:
+    if "torch.distributed.fsdp" not in sys.modules:
+        return []
+    from torch.distributed._composable_state import _module_state_mapping
+
+    found: list[GradientReduction] = []
+    for reference in list(_module_state_mapping.values()):
+        for group in _param_groups(reference()):
+            unsharded = (getattr(p, "_unsharded_param", None) for p in group.fsdp_params)
+            if not known.isdisjoint(map(id, unsharded)):
+                ranks = frozenset(group.mesh_info.mesh.mesh.flatten().tolist())
+                divisor = getattr(group, "gradient_divide_factor", None) or len(ranks)
+                found.append(GradientReduction("fully_shard", ranks, 1 / divisor))
+    return found
+
+
+def _param_groups(state: Any) -> list[Any]:
+    """FSDPParamGroups of the state of one module: one in torch 2.11, several from 2.13 on."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        group = getattr(state, "_fsdp_param_group", None)
+        groups = [] if group is None else [group]
+    return list(groups)

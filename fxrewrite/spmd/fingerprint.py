@@ -1,0 +1,111 @@
+"""Numbers that tell whether ranks hold the same tensors: computed where the tensors are, compared in the background.
+
+    fingerprint(tensor)           two float64 numbers for a batch: exact for integers, to a tolerance for floating ones
+    parameter_checksum(tensors)   one, of all bits of all parameters
+    BackgroundComparison          the least and the greatest of each number over the axis, read later without waiting
+
+Nothing here copies a tensor to the host, so a GPU's queue is never waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fxrewrite.spmd.group import process_group
+from fxrewrite.spmd.layout import Axis
+
+__all__ = ["TOLERANCE", "BackgroundComparison", "fingerprint", "parameter_checksum"]
+
+TOLERANCE = 2e-3
+"""Of the mean magnitude of sampled entries: activations that two GPUs compute in bfloat16 differ by less; two batches
+by about 1 / sqrt(sample), 3e-2."""
+_SAMPLE = 1024
+"""Entries of a floating tensor that are looked at."""
+_MOST_INTEGERS = 2**20
+"""Entries of an integer tensor that are looked at: all of any batch of ids, a part of a mask of S x S."""
+_EXACT = 2**52 - 1
+"""The bits that a float64 number holds exactly."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Two float64 numbers on the tensor's device: a value, and a scale that is 0 where the value must be equal.
+
+    Of a floating tensor the value is a sum with pseudo-random signs over a sample, the scale that of magnitudes. Two
+    tensors are taken for different where values differ by more than `TOLERANCE` times the scale.
+    """
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_floating_point():
+        sample = _sampled(tensor.detach(), _SAMPLE).to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
+        return torch.stack([(sample * _signs(sample.numel(), tensor.device)).sum(), sample.abs().sum()])
+    entries = _sampled(tensor.detach(), _MOST_INTEGERS).to(torch.int64)
+    mixed = entries * 0x2545F4914F6CDD1D + torch.arange(entries.numel(), device=tensor.device) * 0x61C8864680B583EB
+    total = ((mixed ^ (mixed >> 29)) * 0x1B873593CC9E2D51).sum()
+    return torch.stack([total & _EXACT, torch.zeros_like(total)]).to(torch.float64)
+
+
+def parameter_checksum(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """A float64 number for each parameter, of the sum of its bits: equal where every entry is bitwise equal."""
+    return [
+        (p.detach().view(_BITS[p.element_size()]).sum(dtype=torch.int64) & _EXACT).to(torch.float64) for p in parameters
+    ]
+
+
+def _sampled(tensor: torch.Tensor, most: int) -> torch.Tensor:
+    """At most about so many entries, evenly over every dimension, without a copy of the rest."""
+    if tensor.numel() > most:
+        each = max(1, int(most ** (1 / tensor.dim())))
+        tensor = tensor[tuple(slice(None, None, -(-size // each)) for size in tensor.shape)]
+    return tensor.reshape(-1)
+
+
+@cache
+def _signs(count: int, device: torch.device) -> torch.Tensor:
+    """1 or -1 for each entry, the same on every rank."""
+    index = torch.arange(count, device=device, dtype=torch.int64) * 2654435761
+    return (1 - 2 * ((index >> 16) & 1)).to(torch.float64)
+
+
+class BackgroundComparison:
+    """Numbers on their way around the axis; `differing()` reads what came of it."""
+
+    def __init__(self, axis: Axis, values: torch.Tensor) -> None:
+        self._sent = torch.cat([values, -values])
+        self._work: Any = dist.all_reduce(self._sent, op=dist.ReduceOp.MAX, group=process_group(axis), async_op=True)
+        self._host, self._copied = self._sent, None
+        if values.device.type != "cpu":
+            self._copy_to_host(torch.get_device_module(values.device))
+
+    def _copy_to_host(self, device: Any) -> None:
+        """On a stream of its own, so that reading waits for the reduction alone and not for the model."""
+        stream = device.Stream()
+        with device.stream(stream) if hasattr(device, "stream") else nullcontext():
+            self._work.wait()
+            self._host = torch.empty_like(self._sent, device="cpu", pin_memory=True)
+            self._host.copy_(self._sent, non_blocking=True)
+            self._copied = device.Event()
+            self._copied.record(stream)
+        self._sent.record_stream(stream)
+
+    def differing(self, scales: Sequence[int]) -> list[int]:
+        """Positions of the numbers that are not the same on every rank.
+
+        Args:
+            scales: for each number the position of its scale, or -1 where it must be equal.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        found = self._host.tolist()
+        count = len(found) // 2
+        greatest, least = found[:count], [-x for x in found[count:]]
+        allowed = [0.0 if scale < 0 else TOLERANCE * greatest[scale] for scale in scales]
+        return [i for i in range(count) if not greatest[i] - least[i] <= allowed[i]]
