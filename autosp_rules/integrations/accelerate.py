@@ -8,7 +8,7 @@ the ranks along it count as one process, a *replica*, where samples are dealt ou
 
     data loaders            replica i of R reads what process i of R would read
     gather_for_metrics      one copy of each replica's samples, in the order of the data set
-    learning rate           a prepared scheduler makes R steps for each step of the optimizer, where it made one a process
+    learning rate           a prepared scheduler makes R steps for each step of the optimizer, not one for each process
 
 Everything else stays as it is: DDP and FSDP average gradients over all ranks, which is what AutoSP needs, and `gather`
 collects from all ranks, as Trainer expects it when it counts the labels of a batch.
@@ -46,9 +46,11 @@ def share_batches(trainer: Any, mesh: DeviceMesh | None = None, axis: str = "sp"
             itself; an Accelerator is passed that belongs to a Trainer.
     """
     accelerator = getattr(trainer, "accelerator", trainer)
-    if not all(hasattr(accelerator, name) for name in ("prepare_data_loader", "gather_for_metrics", "prepare_scheduler")):
+    if not all(
+        hasattr(accelerator, name) for name in ("prepare_data_loader", "gather_for_metrics", "prepare_scheduler")
+    ):
         raise AutoSPError.of(
-            f"share_batches: a {type(trainer).__name__} is neither a transformers.Trainer nor an accelerate.Accelerator",
+            f"share_batches: {type(trainer).__name__} is neither a transformers.Trainer nor an accelerate.Accelerator",
             hint="data loaders of your own: DistributedSampler over the data axis",
         )
     if accelerator is trainer and _belongs_to_a_trainer(accelerator):
@@ -110,7 +112,7 @@ def _prepare_data_loader(one: _Replica, data_loader: Any, *args: Any, **kwargs: 
             "share_batches: with dispatch_batches=True process 0 deals every other rank its own part of a batch",
             hint="leave dispatch_batches out: every rank reads the data set and keeps what its replica needs",
         )
-    sampler = getattr(data_loader, "sampler", None)
+    sampler: Any = getattr(data_loader, "sampler", None)
     if one.num_processes == 1 and not one.use_seedable_sampler and getattr(sampler, "generator", 0) is None:
         seed = load("accelerate.utils").broadcast(torch.empty((), dtype=torch.int64, device=one.device).random_())
         sampler.generator = torch.Generator().manual_seed(int(seed))  # accelerate does so for several processes only

@@ -6,7 +6,7 @@
     engine.compile()
 
 DeepSpeed's engine asks its own method `get_autosp_backend` what to compile with. The call replaces that method, in this
-process and until the function that it returns is called. A configuration stays as it is, and may have any stage of ZeRO.
+process and until the function that it returns is called. A configuration stays as it is, with any stage of ZeRO.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["replace_autosp"]
 def replace_autosp(inner: str | Callable[..., Any] = "inductor", **options: Any) -> Callable[[], None]:
     """DeepSpeed's engines compile with `autosp(inner, **options)` where their configuration has the pass "autosp".
 
-    The axis has `sequence_parallel_size` ranks that follow one another, as DeepSpeed lays them out; the ranks of an axis
-    pass the same whole batch. Call it before `engine.compile()`.
+    The axis has `sequence_parallel_size` ranks that follow one another, as DeepSpeed lays them out; the ranks of an
+    axis pass the same whole batch. Call it before `engine.compile()`.
 
     Returns:
         A function that puts DeepSpeed's own method back.

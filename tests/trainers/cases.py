@@ -16,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from autosp_rules import AutoSPBackend, autosp
+
 VOCAB = 61
 Result = dict[str, Any]
 
@@ -25,14 +27,24 @@ def alone() -> bool:
     return int(os.environ["WORLD_SIZE"]) == 1
 
 
+BACKENDS: list[AutoSPBackend] = []
+"""What the scripts compiled with."""
+
+
 def script(name: str) -> Any:
     """The script; on one device the model is compiled without AutoSP."""
     module = importlib.import_module(name)
-    if alone():
-        module.autosp = lambda *args, **options: "eager"
-    elif os.environ.get("TMP_GATHER"):
-        import functools
-        module.autosp = functools.partial(module.autosp, outputs="gather")
+
+    def recorded(*args: Any, **options: Any) -> AutoSPBackend | str:
+        if alone():
+            return "eager"
+        BACKENDS.append(autosp(*args, **options))
+        return BACKENDS[-1]
+
+    home = (
+        importlib.import_module("autosp_rules.integrations.deepspeed") if hasattr(module, "replace_autosp") else module
+    )
+    home.autosp = recorded
     return module
 
 
@@ -43,26 +55,26 @@ def mesh_of(replicas: int = 2) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "sp"))
 
 
-def llama(dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:
-    """2 layers, 1.1 MiB or more of parameters: more than the first bucket of DistributedDataParallel."""
+def llama(dtype: torch.dtype = torch.float64, *, layers: int = 1) -> nn.Module:
+    """More than 1 MiB of parameters, which is the first bucket of DistributedDataParallel."""
     torch.manual_seed(0)
-    widths = {"hidden_size": 128, "intermediate_size": 224, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=64, **widths, **options)
+    widths = {"hidden_size": 128, "intermediate_size": 640, "num_hidden_layers": layers, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, max_position_embeddings=64, **widths)
     model = LlamaForCausalLM(config).to(dtype)
     assert sum(p.nbytes for p in model.parameters()) > 1024**2
     return model
 
 
-def documents(num: int, shortest: int = 9, longest: int = 16) -> list[dict[str, list[int]]]:
+def documents(num: int, shortest: int = 9, longest: int = 16, *, seed: int = 1) -> list[dict[str, list[int]]]:
     """Token ids of documents, of different lengths where the two are."""
-    draw = torch.Generator().manual_seed(1)
+    draw = torch.Generator().manual_seed(seed)
     lengths = torch.randint(shortest, longest + 1, (num,), generator=draw).tolist()
     return [{"input_ids": torch.randint(1, VOCAB, (length,), generator=draw).tolist()} for length in lengths]
 
 
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A collator: as long as the longest, with a mask, padding not counted."""
-    length = max(len(sample["input_ids"]) for sample in samples)
+    """A collator: to the next multiple of 8 of the longest, with a mask, padding not counted."""
+    length = -(-max(len(sample["input_ids"]) for sample in samples) // 8) * 8
 
     def rows(fill: int, of: Callable[[list[int]], list[int]]) -> torch.Tensor:
         return torch.tensor([of(s["input_ids"]) + [fill] * (length - len(s["input_ids"])) for s in samples])
@@ -179,7 +191,7 @@ def accelerate_loop() -> Result:
         "after": weights(unwrapped),
         "losses": torch.tensor(losses).unflatten(0, (-1, 4)).mean(1),  # of each batch, whichever replica had it
         "labels": torch.cat(labels),
-        "names": torch.tensor(sum(names, [])),
+        "names": torch.tensor([name for batch in names for name in batch]),
         "rate": torch.tensor(warm.get_last_lr()),
     }
 
@@ -203,7 +215,7 @@ def accelerate_fsdp() -> Result:
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
     )
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=None if alone() else plugin)
-    model = llama()
+    model = llama(layers=2)
     before = weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
@@ -218,15 +230,17 @@ def sft() -> Result:
     from trl import SFTConfig
 
     module = script("sft")
-    samples = Dataset.from_list(documents(40, shortest=5, longest=12))
+    lengths = (6, 10)  # packed, two fill a row of 16; so static shapes do
+    samples = Dataset.from_list([documents(1, n, n, seed=i)[0] for i, n in enumerate(lengths * 16)])
     results: Result = {}
-    for name, settings in {"packing": {"packing": True}, "padding_free": {"padding_free": True}}.items():
+    ways = {"packing": {"packing": True, "max_length": 16}, "padding_free": {"padding_free": True, "max_length": None}}
+    for name, settings in ways.items():
         torch._dynamo.reset()
         args = SFTConfig(
             name,
             max_steps=3,
-            max_length=16,
-            per_device_train_batch_size=2 if alone() else 1,
+            per_device_train_batch_size=(2 if alone() else 1) * (2 if name == "padding_free" else 1),
+            train_sampling_strategy="sequential",
             gradient_accumulation_steps=2,
             optim="sgd",
             learning_rate=0.5,
@@ -312,7 +326,7 @@ def deepspeed_run(name: str, stage: int, **settings: Any) -> tuple[dict[str, tor
         "zero_allow_untested_optimizer": True,
         **settings,
     }
-    model = llama(torch.float32)
+    model = llama(torch.float32, layers=2)
     as_file = Path(f"stage{stage}.json")
     as_file.write_text(json.dumps(config))
     engine, losses = module.train(model, str(as_file) if stage == 1 else config, batches_of_ids(6))
@@ -338,10 +352,10 @@ def plain_steps(
 
 
 def _deepspeed(name: str, stages: list[int], **settings: Any) -> Result:
-    results: Result = {"before": weights(llama(torch.float32))}
+    results: Result = {"before": weights(llama(torch.float32, layers=2))}
     for stage in stages:
         if alone():
-            model = llama(torch.float32)
+            model = llama(torch.float32, layers=2)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             after, losses = plain_steps(model, batches_of_ids(6), optimizer, accumulate=2)
         else:
@@ -384,7 +398,7 @@ def _sharded(first: int, last: int, **where: str) -> Result:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
-    model = llama()
+    model = llama(layers=2)
     before = weights(model)
     if alone():
         return {"before": before, "after": plain_steps(model, batches_of_ids(5)[:last], sgd(model.parameters()))[0]}

@@ -18,12 +18,14 @@ from fxrewrite.testing import fake_mesh
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(AutoSPError, match=r"^autosp: the package deepspeed is not installed; pip install 'fxrewrite\[tr"):
+    with pytest.raises(
+        AutoSPError, match=r"^autosp: the package deepspeed is not installed; pip install 'fxrewrite\[tr"
+    ):
         replace_autosp()
 
 
 def test_what_is_no_trainer_is_refused() -> None:
-    with pytest.raises(AutoSPError, match=r"a Linear is neither a transformers\.Trainer nor an accelerate\.Accelerator"):
+    with pytest.raises(AutoSPError, match=r"Linear is neither a transformers\.Trainer nor an accelerate\.Accelerator"):
         share_batches(torch.nn.Linear(1, 1))
 
 
@@ -56,8 +58,10 @@ def test_dispatching_is_refused(accelerator: Any) -> None:
         accelerator.prepare(DataLoader(range(4)))  # type: ignore[arg-type]
 
 
-def test_the_accelerator_of_a_trainer_is_refused_and_so_is_a_sampler_that_knows_ranks(accelerator: Any, tmp_path: Any) -> None:
-    """A Trainer keeps the bound method `gather_for_metrics`, which share_batches(trainer.accelerator) could not reach."""
+def test_the_accelerator_of_a_trainer_is_refused_and_so_is_a_sampler_that_knows_ranks(
+    accelerator: Any, tmp_path: Any
+) -> None:
+    """A Trainer keeps the bound method `gather_for_metrics`, out of reach of share_batches(trainer.accelerator)."""
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
@@ -66,7 +70,9 @@ def test_the_accelerator_of_a_trainer_is_refused_and_so_is_a_sampler_that_knows_
     with pytest.raises(AutoSPError, match="'batch_rebalance' deals each rank its own batches by itself"):
         share_batches(trainer)
     args.train_sampling_strategy = "random"
-    with pytest.raises(AutoSPError, match=r"share_batches\(trainer, mesh\) instead of share_batches\(trainer\.accelera"):
+    with pytest.raises(
+        AutoSPError, match=r"share_batches\(trainer, mesh\) instead of share_batches\(trainer\.accelera"
+    ):
         share_batches(trainer.accelerator)
     share_batches(trainer)
     assert trainer.gather_function is trainer.accelerator.gather_for_metrics

@@ -1,6 +1,6 @@
 """A loop over accelerate on a mesh of data and sequence: two lines more than without.
 
-    torchrun --nproc-per-node 4 docs/examples/trainers/accelerate_loop.py
+torchrun --nproc-per-node 4 docs/examples/trainers/accelerate_loop.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """DeepSpeed's own configuration of AutoSP, unchanged, with this backend behind it: one line more than without.
 
-    torchrun --nproc-per-node 2 docs/examples/trainers/deepspeed_autosp.py
+torchrun --nproc-per-node 2 docs/examples/trainers/deepspeed_autosp.py
 """
 
 import deepspeed

@@ -1,6 +1,6 @@
 """DeepSpeed's engine over sequence-parallel ranks, any stage of ZeRO.
 
-    torchrun --nproc-per-node 2 docs/examples/trainers/deepspeed_engine.py
+torchrun --nproc-per-node 2 docs/examples/trainers/deepspeed_engine.py
 """
 
 import deepspeed

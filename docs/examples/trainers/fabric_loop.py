@@ -1,6 +1,6 @@
 """A loop over Lightning Fabric on a mesh of data and sequence.
 
-    torchrun --nproc-per-node 4 docs/examples/trainers/fabric_loop.py
+torchrun --nproc-per-node 4 docs/examples/trainers/fabric_loop.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Transformers' Trainer on a mesh of data and sequence: two lines more than without.
 
-    torchrun --nproc-per-node 4 docs/examples/trainers/hf_trainer.py
+torchrun --nproc-per-node 4 docs/examples/trainers/hf_trainer.py
 """
 
 import torch

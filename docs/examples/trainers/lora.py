@@ -1,6 +1,6 @@
 """LoRA by peft over sequence-parallel ranks, with dropout, in transformers' Trainer.
 
-    torchrun --nproc-per-node 2 docs/examples/trainers/lora.py
+torchrun --nproc-per-node 2 docs/examples/trainers/lora.py
 """
 
 import torch

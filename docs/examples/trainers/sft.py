@@ -1,6 +1,6 @@
 """Trl's SFTTrainer over sequence-parallel ranks, packed documents or padding-free: two lines more than without.
 
-    torchrun --nproc-per-node 4 docs/examples/trainers/sft.py
+torchrun --nproc-per-node 4 docs/examples/trainers/sft.py
 """
 
 import torch
