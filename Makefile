@@ -8,10 +8,10 @@ INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
 TRAINERS := .venv-trainers/bin
 
-.PHONY: help env demo test trainers check bench zoo cells clean
+.PHONY: help env demo test trainers check bench zoo cells third-party clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
 
 env: .venv/test.stamp  ## the environment in .venv, pinned by constraints.txt
 
@@ -43,12 +43,22 @@ zoo: env  ## the table of docs/zoo.md: every model against one device, resumed w
 cells: env  ## the table of docs/attention-cells.md: every strategy of attention, resumed where it was stopped (cells.jsonl)
 	$(BIN)/python -m tests.zoo.attention --table docs/attention-cells.md
 
+third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of others, in .venv-third-party (two gigabytes)
+	.venv-third-party/bin/python -m pytest tests/backends/test_third_party.py
+
 clean:  ## remove the environment and every cache
-	rm -rf .venv .venv-trainers dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-trainers .venv-third-party dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
+
+# Versions of docs/backends.md; none of them asks for a torch of its own.
+.venv-third-party/stamp: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv .venv-third-party
+	.venv-third-party/bin/python -m pip install --constraint constraints.txt --editable '.[test]' \
+		openvino==2026.4.1 iree-turbine==3.9.0 iree-base-compiler==3.13.0 iree-base-runtime==3.13.0 apache-tvm==0.27.0.post1
+	@touch $@
 
 .venv/test.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) '.[test]'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -31,9 +32,11 @@ from fxrewrite.backends import (
     refuse_precompile,
     untraced_callers,
 )
-from fxrewrite.spmd import Axis, agree, axis_of
+from fxrewrite.spmd import Axis, agree, axis_of, fix_rank
 
-__all__ = ["AutoSPBackend", "autosp", "autosp_backend", "dry_run"]
+__all__ = ["AutoSPBackend", "autosp", "dry_run"]
+
+log = logging.getLogger(__name__)
 
 
 class AutoSPBackend:
@@ -81,6 +84,7 @@ class AutoSPBackend:
         _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border)
+        fix_rank(program)
         try:
             run = compile_inner(program, list(example_inputs))
         except Exception as error:
@@ -98,7 +102,9 @@ class AutoSPBackend:
         border: Border,
     ) -> Callable[..., Any]:
         """A part of a model without a sequence: it runs whole on every rank, if another part is sharded."""
-        self.reports.append(AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break))
+        report = AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break)
+        self.reports.append(report)
+        log.log(logging.WARNING if torch.is_grad_enabled() else logging.INFO, "%s", report)
 
         def check() -> None:
             if not any(report.tokens_per_rank for report in self.reports):
@@ -145,13 +151,6 @@ def autosp(
         AutoSPError: at compile time, inside torch's BackendCompilerFailed, where the model cannot be run exactly.
     """
     return AutoSPBackend(AutoSPConfig(inner=inner, axis=axis, **options), mesh)
-
-
-def autosp_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
-) -> Callable[..., Any]:
-    """The entry point of `torch.compile(model, backend="autosp", options={...})`; options as for `autosp`."""
-    return autosp(**dict(options or {}))(gm, example_inputs, **others)
 
 
 def dry_run(

@@ -47,8 +47,8 @@ class _Program:
             if self._border.graph_break and self._gradients.factor != 1:
                 raise AutoSPError.of(
                     f"gradients are summed over axis {self._axis.name}, and the graph breaks "
-                    f"({self._border.graph_break}): what runs between graphs has whole gradients on every rank, which a sum counts "
-                    f"{self._axis.size} times",
+                    f"({self._border.graph_break}): what runs between graphs has whole gradients on every rank, which "
+                    f"a sum counts {self._axis.size} times",
                     hint="let gradients be averaged over all ranks, or remove the graph break",
                 )
         return self._gradients.enter(inputs, self._is_parameter, self._axis, is_sharded=is_sharded)
@@ -97,7 +97,7 @@ class ShardedProgram(_Program):
                 timeout=self._config.timeout,
                 differ="use different outputs",
                 absent="did not use an output of the compiled model, such as logits, which this rank uses,",
-                hint="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
+                together="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
             )
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error

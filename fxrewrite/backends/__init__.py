@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from fxrewrite.backends.export import apply_to_export
     from fxrewrite.backends.inductor import OVERLAP, GraphPass, Slot, installed
+    from fxrewrite.backends.parts import in_parts, is_custom, under_autograd
 
 __all__ = [
     "OVERLAP",
@@ -34,13 +35,16 @@ __all__ = [
     "gradient_reductions",
     "graph_break_hint",
     "graph_break_reason",
+    "in_parts",
     "inner_compiler",
     "installed",
+    "is_custom",
     "keep_graph_whole_under_ddp",
     "normalized",
     "refuse_function_transforms",
     "refuse_precompile",
     "rewriting_backend",
+    "under_autograd",
     "untraced_callers",
 ]
 
@@ -66,5 +70,8 @@ lazy_package(
         "GraphPass": "fxrewrite.backends.inductor",
         "Slot": "fxrewrite.backends.inductor",
         "installed": "fxrewrite.backends.inductor",
+        "in_parts": "fxrewrite.backends.parts",
+        "is_custom": "fxrewrite.backends.parts",
+        "under_autograd": "fxrewrite.backends.parts",
     },
 )

@@ -18,7 +18,7 @@ from fxrewrite.spmd.deferred import DeferredGather, deferred_gather
 from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
 from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 from fxrewrite.spmd.gradients import scale_gradients, sum_gradients
-from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, global_ranks
+from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, fix_rank, global_ranks
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
 from fxrewrite.spmd.localize import LocalizeShapes, global_shape
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
@@ -64,6 +64,7 @@ __all__ = [
     "discover",
     "divide_exactly",
     "fingerprint",
+    "fix_rank",
     "free_dims",
     "global_ranks",
     "global_shape",

@@ -28,6 +28,7 @@ def agree(
     differ: str = "compiled different graphs",
     absent: str = "compiled nothing",
     hint: str = "give every rank the same model and batches of the same shape",
+    together: str = "every rank must run the same model and compile at the same step",
 ) -> None:
     """Return once every rank of `axis` has come here with the same `text` (the same graph, in canonical form).
 
@@ -38,6 +39,7 @@ def agree(
         differ: what two ranks did whose texts differ, for the error.
         absent: what a rank did that does not come.
         hint: what to do where texts differ.
+        together: what to do where a rank does not come.
     """
     if is_fake(axis):
         return
@@ -51,8 +53,7 @@ def agree(
             store.wait([f"{number}/{other}/{what}"], timedelta(seconds=timeout))
         except (dist.DistStoreError, RuntimeError) as error:
             raise FxRewriteError(
-                f"axis {axis.name}: rank {ranks[other]} {absent} within {timeout:g} s; every rank must run the same "
-                "model and compile at the same step"
+                f"axis {axis.name}: rank {ranks[other]} {absent} within {timeout:g} s; {together}"
             ) from error
         return store.get(f"{number}/{other}/{what}").decode()
 

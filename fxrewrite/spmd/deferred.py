@@ -44,7 +44,7 @@ class DeferredGather(torch.Tensor):
     _gathered: torch.Tensor | None
 
     @staticmethod
-    def __new__(
+    def __new__(  # noqa: PYI034  # torch makes the object
         cls: type[DeferredGather], chunk: torch.Tensor, shape: Sequence[int], layout: Shard, axis: Axis, before: Before
     ) -> DeferredGather:
         make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
+from torch.fx.node import map_arg
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.ops import declare_pure
@@ -20,7 +22,7 @@ from fxrewrite.spmd.layout import Axis
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "global_ranks", "is_fake", "process_group", "store_of"]
+__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "fix_rank", "global_ranks", "is_fake", "process_group", "store_of"]
 
 _c10d = torch.ops._c10d_functional
 
@@ -38,13 +40,27 @@ for _collective in COLLECTIVES.values():
 def axis_rank(group_name: str) -> int:
     """This rank's position in the process group of that name.
 
-    It stands in lowered graphs as a call, so that one graph serves all ranks; what compiles the graph further
-    (AOTAutograd) runs it once and bakes the number in.
+    Lowered graphs hold it as a call, so that one graph serves all ranks; `fix_rank` makes it a number, for compilers.
     """
     return dist.get_rank(_resolve_process_group(_name(group_name)))
 
 
 declare_pure(axis_rank)
+
+
+def fix_rank(gm: fx.GraphModule) -> None:
+    """Replace every `axis_rank` of a lowered graph by this rank's number.
+
+    Compilers read the number while they trace. In the graph it is a part of AOTAutograd's and inductor's cache keys,
+    which tells the ranks' programs apart; a call of ours makes AOTAutograd pass its cache by.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=axis_rank):
+        rank = axis_rank(*node.args)
+        for user in list(node.users):
+            user.args = map_arg(user.args, lambda n, node=node, rank=rank: rank if n is node else n)
+            user.kwargs = map_arg(user.kwargs, lambda n, node=node, rank=rank: rank if n is node else n)
+        gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _name(group: str) -> GroupName:

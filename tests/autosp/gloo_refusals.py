@@ -38,6 +38,7 @@ def one_rank_never_compiles(rank: int) -> None:
 
 def generators_that_differ(rank: int) -> None:
     """They are alike when the model is compiled and in the call after; then one rank draws something of its own."""
+    torch.manual_seed(0)
     compiled = torch.compile(Model(nn.Dropout), backend=autosp("eager", rng="global"))
     torch.manual_seed(0)
     losses = torch.stack([compiled(IDS) for _ in range(2)]).detach()
@@ -45,6 +46,7 @@ def generators_that_differ(rank: int) -> None:
     torch.testing.assert_close(losses, torch.stack([compiled(IDS) for _ in range(2)]).detach())
     torch.manual_seed(rank)
     compiled(IDS)
+    compiled(IDS)  # which reads what the last call compared
 
 
 def different_batches(rank: int) -> None:
@@ -69,6 +71,73 @@ def entry_point_and_mesh(rank: int) -> None:
     expected = model(ids)
     loss = torch.compile(model, backend="autosp", options={"inner": "eager", "mesh": mesh})(ids)
     torch.testing.assert_close(loss, expected)
+
+
+class OfHiddenStates(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.linear(hidden).square().mean()
+
+
+def later_batches_that_differ(rank: int) -> None:
+    """The first batch is the same; then one rank's loader goes its own way, which the next call reads."""
+    torch.manual_seed(0)
+    compiled = torch.compile(Model(nn.SiLU), backend=autosp("eager"))
+    for batch in (IDS, (IDS + rank) % 8, IDS):
+        compiled(batch)
+
+
+def later_hidden_states_that_differ(rank: int) -> None:
+    torch.manual_seed(0)
+    compiled = torch.compile(OfHiddenStates(), backend=autosp("eager"))
+    hidden = torch.randn(2, 16, 4)
+    for batch in (hidden, hidden + 1e-6 * rank, torch.randn(2, 16, 4) if rank else hidden, hidden):
+        compiled(batch)
+
+
+def differences_that_nobody_asks_for(rank: int) -> None:
+    compiled = torch.compile(Model(nn.SiLU), backend=autosp("eager", compare_ranks=False))
+    for batch in (IDS, (IDS + rank) % 8, IDS):
+        compiled(batch)
+
+
+def weights_that_drift_apart(rank: int) -> None:
+    """Nobody averages gradients, and each rank steps by its own."""
+    torch.manual_seed(0)
+    model = Model(nn.SiLU)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled = torch.compile(model, backend=autosp("eager"))
+    for _ in range(8):
+        compiled(IDS.sort().values).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class WithLogits(Model):
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(ids), self.embed(ids) * 2
+
+
+def an_output_used_on_one_rank(rank: int) -> None:
+    torch.manual_seed(0)
+    model = WithLogits(nn.SiLU)
+    _, logits = torch.compile(model, backend=autosp("eager", timeout=3.0))(IDS)
+    if rank == 0:
+        logits.argmax(-1)
+
+
+def a_model_without_a_sequence_in_parts(rank: int) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return x.cos()
+
+    compiled = torch.compile(forward, backend=autosp("eager"))
+    for _ in range(2):
+        compiled(torch.ones(4))
 
 
 def main() -> None:

@@ -134,6 +134,12 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "different_batches",
         "one_rank_does_not_compile",
         "generators_that_differ",
+        "later_batches_that_differ",
+        "later_hidden_states_that_differ",
+        "differences_that_nobody_asks_for",
+        "weights_that_drift_apart",
+        "a_model_without_a_sequence_in_parts",
+        "an_output_used_on_one_rank",
         "one_rank_never_compiles",
     ]
     texts = launch("gloo_refusals.py", json.dumps(cases), 2, tmp_path_factory.mktemp("refusals"))
@@ -161,8 +167,39 @@ def test_a_rank_that_never_compiles_is_named_in_time(refusals: dict[str, list[st
 @pytest.mark.gloo
 def test_generators_that_come_to_differ_are_refused_on_every_rank(refusals: dict[str, list[str]]) -> None:
     for message in refusals["generators_that_differ"]:
-        assert "the random number generators of the ranks of axis sp differ before a call, but %dropout" in message
+        assert "differ in the random number generators, which must draw alike for %dropout" in message
         assert "seed all ranks alike" in message
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("case", "what", "hint"),
+    [
+        ("later_batches_that_differ", "differ in input l_ids_ of call 2 of a program", "sample by the data axis"),
+        ("later_hidden_states_that_differ", "differ in input l_hidden_ of call 3 of", "sample by the data axis"),
+        ("weights_that_drift_apart", "differ in parameter l_self_modules_embed_parameters_weight_ of call 2", "'done'"),
+        ("a_model_without_a_sequence_in_parts", "no sequence found in any of the 2 graphs that were compiled", ""),
+    ],
+)
+def test_calls_that_differ_are_refused_at_the_next_call(
+    refusals: dict[str, list[str]], case: str, what: str, hint: str
+) -> None:
+    for message in refusals[case]:
+        assert what in message
+        assert hint in message
+
+
+@pytest.mark.gloo
+def test_calls_are_not_compared_where_that_is_switched_off(refusals: dict[str, list[str]]) -> None:
+    assert refusals["differences_that_nobody_asks_for"] == ["done", "done"]
+
+
+@pytest.mark.gloo
+def test_an_output_that_one_rank_uses_is_an_error_and_no_hang(refusals: dict[str, list[str]]) -> None:
+    first, second = refusals["an_output_used_on_one_rank"]
+    assert "rank 1 did not use an output of the compiled model, such as logits, which this rank uses" in first
+    assert "outputs='gather'" in first
+    assert second == "done"
 
 
 @pytest.mark.gloo

@@ -1,0 +1,31 @@
+"""AutoSP by name: what torch imports for `torch.compile(model, backend="autosp", options={...})`.
+
+Importing this module keeps Dynamo from splitting graphs under DDP, as `autosp()` does: torch imports it when the model
+is compiled, before any graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autosp_rules.backend import AutoSPBackend, autosp
+from autosp_rules.config import AutoSPConfig
+from fxrewrite.backends import keep_graph_whole_under_ddp
+
+__all__ = ["autosp_backend"]
+
+keep_graph_whole_under_ddp()
+_backends: dict[tuple[AutoSPConfig, DeviceMesh | None], AutoSPBackend] = {}
+"""One for each choice of settings: a model whose graph breaks calls it for each part."""
+
+
+def autosp_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
+) -> Callable[..., Any]:
+    """The compiled program of this rank; `options` are those of `autosp`, `others` what torch passes beside them."""
+    backend = autosp(**dict(options or {}))
+    return _backends.setdefault((backend.config, backend.mesh), backend)(gm, example_inputs, **others)
