@@ -22,7 +22,7 @@ test: env  ## all tests
 	$(PYTEST)
 
 trainers: .venv-trainers/test.stamp  ## the scripts of docs/trainers.md under their trainers, in .venv-trainers
-	$(TRAINERS)/python -m pytest tests/trainers
+	$(TRAINERS)/python -m pytest -n 2 --dist worksteal tests/trainers
 
 check: .venv/dev.stamp  ## lint, types, then all tests
 	$(BIN)/ruff format --check .

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -164,6 +165,39 @@ def hf_trainer() -> Result:
     }
 
 
+def hf_trainer_deepspeed() -> Result:
+    """Two ranks that share a sequence, ZeRO 2; one device has no DeepSpeed."""
+    from transformers import TrainingArguments
+
+    settings: dict[str, Any] = {}
+    if not alone():
+        without_shared_memory_operator()
+        zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+        auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+        settings = {"deepspeed": {**zero, **dict.fromkeys(auto, "auto"), "zero_force_ds_cpu_optimizer": False}}
+    args = TrainingArguments(
+        "out",
+        max_steps=3,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        optim="sgd",
+        learning_rate=0.5,
+        max_grad_norm=0.0,
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **settings,
+    )
+    model = llama(torch.float32)
+    before = weights(model)
+    trainer = script("hf_trainer").trainer_of(
+        model, args, mesh_of(1), train_dataset=documents(24), data_collator=padded
+    )
+    trainer.train()
+    return {"before": before, "after": weights(model)}
+
+
 def accelerate_loop() -> Result:
     """Loaders that are prepared, accumulation, clipping, a schedule, metrics of a data set that does not divide."""
     from accelerate import Accelerator
@@ -207,20 +241,25 @@ def prepare_again(accelerator: Any) -> Any:
 
 def accelerate_fsdp() -> Result:
     """The same under accelerate's FSDP2 plugin, which shards each layer, embedding and head."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from torch.utils.data import DataLoader
 
     module = script("accelerate_loop")
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
     )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=None if alone() else plugin)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    if not alone():  # accelerate leaves the plugin out on a CPU, without a word
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+        assert accelerator.is_fsdp2
     model = llama(layers=2)
     before = weights(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     constant = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     loader = DataLoader(documents(24, shortest=16), batch_size=4 if alone() else 2, collate_fn=padded)  # type: ignore[arg-type]
     prepared, losses = module.train(accelerator, mesh_of(), model, optimizer, constant, loader)
+    assert alone() or sum(isinstance(part, FSDPModule) for part in prepared.modules()) > 3
     return {"before": before, "after": weights(prepared), "losses": torch.tensor(losses).unflatten(0, (-1, 4)).mean(1)}
 
 
@@ -309,12 +348,18 @@ def batches_of_ids(num: int, rows: int = 1) -> torch.Tensor:
     return torch.randint(VOCAB, (num, rows, 16), generator=torch.Generator().manual_seed(2))
 
 
+def without_shared_memory_operator() -> None:
+    """Compiling this operator of DeepSpeed's takes minutes; gloo does without."""
+    import deepspeed.comm.torch
+
+    deepspeed.comm.torch.build_shm_op = lambda: None
+
+
 def deepspeed_run(name: str, stage: int, **settings: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Weights and losses after six batches, accumulation over two, SGD."""
     import deepspeed
-    import deepspeed.comm.torch
 
-    deepspeed.comm.torch.build_shm_op = lambda: None  # compiling this operator takes minutes
+    without_shared_memory_operator()
     torch._dynamo.reset()
     module = script(name)
     config = {
@@ -393,7 +438,10 @@ def fabric_loop() -> Result:
 
 
 def _sharded(first: int, last: int, **where: str) -> Result:
-    """Batches from `first` to `last`, whole on all ranks; the optimizer has momentum, which a checkpoint must hold."""
+    """Batches from `first` to `last`, whole on all ranks; the optimizer has momentum, which a checkpoint must hold.
+
+    Of four rows, gradients are too small to be clipped, unless they are P times too large.
+    """
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -401,10 +449,13 @@ def _sharded(first: int, last: int, **where: str) -> Result:
     model = llama(layers=2)
     before = weights(model)
     if alone():
-        return {"before": before, "after": plain_steps(model, batches_of_ids(5)[:last], sgd(model.parameters()))[0]}
+        return {
+            "before": before,
+            "after": plain_steps(model, batches_of_ids(5, rows=4)[:last], sgd(model.parameters()))[0],
+        }
     dist.init_process_group("gloo")
     folders = {name: f"{os.environ['SHARED']}/{folder}" for name, folder in where.items()}
-    trained = script("fsdp_checkpoints").train(model, sgd, mesh_of(1), batches_of_ids(5)[first:last], **folders)
+    trained = script("fsdp_checkpoints").train(model, sgd, mesh_of(1), batches_of_ids(5, rows=4)[first:last], **folders)
     return {"before": before, "after": weights(trained)}
 
 

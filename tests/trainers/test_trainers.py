@@ -159,6 +159,13 @@ def test_the_configuration_of_deepspeed(tmp_path: Path) -> None:
     assert_equal(run("deepspeed_autosp", 2, tmp_path), expected, weights=STAGES, bar=FLOAT32)
 
 
+def test_transformers_trainer_with_its_deepspeed_settings(tmp_path: Path) -> None:
+    """`TrainingArguments(deepspeed={...})`: share_batches reaches the loader that accelerate prepares for DeepSpeed."""
+    needs("accelerate", "deepspeed")
+    (expected,) = run("hf_trainer_deepspeed", 1, tmp_path)
+    assert_equal(run("hf_trainer_deepspeed", 2, tmp_path), expected, bar=FLOAT32)
+
+
 def test_lightning_fabric(tmp_path: Path) -> None:
     needs("lightning_fabric")
     (expected,) = run("fabric_loop", 1, tmp_path)
@@ -166,7 +173,8 @@ def test_lightning_fabric(tmp_path: Path) -> None:
 
 
 def test_distributed_checkpoints_over_other_numbers_of_ranks(tmp_path: Path) -> None:
-    """Saved on 2 ranks after two steps, resumed on 3 and on 4 for three more; needs torch and transformers alone."""
+    """Saved on 2 ranks after two steps, resumed on 3 and on 4 for three more."""
+    needs("accelerate")  # not really: a minute that `make test` need not take
     shared = {"SHARED": str(tmp_path)}
     (expected,) = run("fsdp_resume", 1, tmp_path)
     run("fsdp_save", 2, tmp_path, **shared)

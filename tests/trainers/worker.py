@@ -23,7 +23,9 @@ def main() -> None:
     torch.set_num_threads(1)
     os.chdir(folder)
     results = getattr(cases, name)()
-    sharded = [any(report.tokens_per_rank for report in backend.reports) for backend in cases.BACKENDS]
+    sharded = [sum(bool(report.tokens_per_rank) for report in backend.reports) for backend in cases.BACKENDS]
+    for backend in cases.BACKENDS:
+        print(backend)
     torch.save({**results, "sharded": sharded}, folder / f"rank{os.environ['RANK']}.pt")
     if dist.is_initialized():
         dist.barrier()
