@@ -1,6 +1,7 @@
 # A bare machine needs Python 3.11 or newer, make and a C++ compiler (inductor). `make` lists the targets.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || echo python3)
 NPROC ?= 2
+TORCH ?= 2.15.0
 
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
@@ -8,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
 TRAINERS := .venv-trainers/bin
 
-.PHONY: help env demo test trainers check bench zoo cells third-party clean
+.PHONY: help env demo test trainers check compat bench zoo cells third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -30,6 +31,9 @@ check: .venv/dev.stamp  ## lint, types, then all tests
 	$(BIN)/pyright
 	$(PYTEST)
 
+compat: .venv-$(TORCH)/test.stamp  ## all tests on another torch, from PyPI, in .venv-TORCH: make compat TORCH=2.15.0
+	.venv-$(TORCH)/bin/python -m pytest -n 2 --dist loadgroup
+
 bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hour on a quiet machine
 	$(BIN)/python tests/bench/engines.py
 	$(BIN)/python tests/bench/masks.py
@@ -47,7 +51,7 @@ third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of 
 	.venv-third-party/bin/python -m pytest tests/backends/test_third_party.py
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .venv-trainers .venv-third-party dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -76,4 +80,10 @@ clean:  ## remove the environment and every cache
 		--no-build-isolation deepspeed
 	$(TRAINERS)/python -m pip install --constraint constraints.txt --constraint constraints-trainers.txt \
 		--editable '.[test,trainers]'
+
+# Not torch's pin, nor that of setuptools, of which each torch wants its own.
+.venv-%/test.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-$*
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --constraint .venv-$*/constraints.txt torch==$* --editable '.[test]'
 	@touch $@

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from autosp_rules.checkpoint import checkpoint_text
 from autosp_rules.config import AutoSPConfig
@@ -28,7 +29,6 @@ from fxrewrite.backends import (
     graph_break_reason,
     inner_compiler,
     keep_graph_whole_under_ddp,
-    refuse_function_transforms,
     refuse_precompile,
     untraced_callers,
 )
@@ -61,7 +61,6 @@ class AutoSPBackend:
         compile_inner = self._inner(**options)
         try:
             refuse_precompile()
-            refuse_function_transforms()
             axis = axis_of(self.mesh, self.config.axis)
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
@@ -69,6 +68,7 @@ class AutoSPBackend:
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
             return compile_inner(gm, list(example_inputs))
+        _refuse_dtensors(gm)
         border = _border(gm)
         if border.graph_break and (self.config.breaks == "refuse" or self.config.strict):
             raise AutoSPError.of(
@@ -104,7 +104,9 @@ class AutoSPBackend:
         """A part of a model without a sequence: it runs whole on every rank, if another part is sharded."""
         report = AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break)
         self.reports.append(report)
-        log.log(logging.WARNING if torch.is_grad_enabled() else logging.INFO, "%s", report)
+        part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
+        level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
+        log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
 
         def check() -> None:
             if not any(report.tokens_per_rank for report in self.reports):
@@ -188,6 +190,17 @@ def _border(gm: fx.GraphModule) -> Border:
         return Border(graph_break=reason, ends_early=True)
     callers = untraced_callers()
     return Border(graph_break=f"{callers[-1]} cannot be traced, and runs as it is" if callers else "")
+
+
+def _refuse_dtensors(gm: fx.GraphModule) -> None:
+    for node in gm.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, DTensor):
+            raise AutoSPError.of(
+                f"input {node.target} is a DTensor, placed as {tuple(value.placements)}: parameters that the graph itself "
+                "gathers (torchtitan's SimpleFSDP) or that tensor parallelism cuts are not supported",
+                hint="shard parameters with torch.distributed.fsdp.fully_shard, on the whole model or by layer",
+            )
 
 
 def _agree(axis: Axis, text: str, timeout: float) -> None:

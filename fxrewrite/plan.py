@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-import torch
 from torch import fx
 from torch.export import ExportedProgram
 
@@ -40,6 +39,7 @@ from fxrewrite.pattern.identity import NoIdentityError, identity
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
 from fxrewrite.sweep import Order, Overlap, Strategy, Sweep
+from fxrewrite.torch_versions import TORCH_VERSION
 
 __all__ = ["Plan", "RuleSet", "Step"]
 
@@ -469,7 +469,7 @@ class Plan:
         Patterns, options, code and closure values of replacements and predicates, steps, versions of fxrewrite and
         torch. None, with a warning, when a replacement closes over an object that has no identity but its address.
         """
-        parts = [self.text(), f"fxrewrite {_version()}", f"torch {torch.__version__}"]
+        parts = [self.text(), f"fxrewrite {_version()}", f"torch {TORCH_VERSION}"]
         try:
             for rule in self.rules():
                 promises = (rule.numerics, rule.rng, rule.shapes, rule.domain)

@@ -1,6 +1,6 @@
 """Torch's flex attention as an operator of a graph: how its arguments stand, and nothing else.
 
-    flex_attention(q, k, v, score_mod, (L, S, *tiles, *[None] * 4, 128, 128, mask_mod), scale, options, leaves, leaves)
+    flex_attention(q, k, v, score_mod, (L, S, *tiles, *orders, 128, 128, mask_mod), scale, options, leaves, leaves)
 
 `score_mod(score, b, h, q_idx, kv_idx, *leaves)` and `mask_mod(b, h, q_idx, kv_idx, *leaves)` are bodies, attributes of
 the graph's module (`rules.mask_functions`); the tiles are what `rules.mask_tiles` gives. Its results are attention, the
@@ -17,12 +17,13 @@ from typing import Any
 from torch._higher_order_ops.flex_attention import flex_attention
 
 from fxrewrite.ops import declare_pure
+from fxrewrite.torch_versions import order_of_writes
 from rules.mask_tiles import TILE
 
 __all__ = ["FLEX_ATTENTION", "flex_arguments"]
 
 FLEX_ATTENTION: Any = declare_pure(flex_attention)
-_ORDER_OF_WRITES = (None,) * 4
+_ORDER_OF_WRITES = order_of_writes()
 """What a deterministic backward pass of another backend needs."""
 
 

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    *("lazy", "errors", "ops", "graph", "pattern", "match", "verify", "backends", "report", "rule"),
+    *("lazy", "errors", "torch_versions", "ops", "graph", "pattern", "match", "verify", "backends", "report", "rule"),
     *("dead_code", "order", "sweep", "found", "plan"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
@@ -27,6 +27,7 @@ PRIVATE_TORCH = {
     "fxrewrite/spmd/deferred.py": "a tensor subclass without memory of its own",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/trial.py": "fake tensors, to trace one operator",
+    "fxrewrite/torch_versions.py": "what differs between versions of torch",
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
@@ -147,3 +148,13 @@ def test_every_door_to_private_torch_is_needed() -> None:
     paths = [str(path.relative_to(ROOT)) for path in FILES.values()]
     unused = [door for door in PRIVATE_TORCH if not any(path.startswith(door) for path in paths)]
     assert not unused, unused
+
+
+def test_one_file_asks_which_torch_this_is() -> None:
+    asking = {
+        str(path.relative_to(ROOT))
+        for path in FILES.values()
+        for name in used(path)
+        if name.startswith(("torch.__version__", "torch.version", "torch.torch_version"))
+    }
+    assert asking == {"fxrewrite/torch_versions.py"}

@@ -17,6 +17,7 @@ from torch._dynamo.source import EphemeralSource
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.normalize import normalize
 
 __all__ = [
@@ -27,7 +28,6 @@ __all__ = [
     "graph_break_reason",
     "inner_compiler",
     "normalized",
-    "refuse_function_transforms",
     "refuse_precompile",
     "rewriting_backend",
     "untraced_callers",
@@ -59,7 +59,9 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
     graphs: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graphs.append(gm)
+        copied = copy_module(gm)  # torch 2.15 empties the graph of a compilation that ends in an error
+        _keep_marks(copied, gm)
+        graphs.append(copied)
         raise _Captured
 
     try:
@@ -217,15 +219,6 @@ def inner_compiler(
     return functools.partial(function, **given) if given else function
 
 
-def refuse_function_transforms() -> None:
-    """Raises FxRewriteError inside of torch.func.grad, vmap and their like, whose tensors hold others."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise FxRewriteError(
-            "a transform of torch.func (grad, vjp, vmap ...) is at work around the compiled function; call "
-            "loss.backward() or torch.autograd.grad on what it returns, or apply the transform inside of it"
-        )
-
-
 def refuse_precompile() -> None:
     """Raises FxRewriteError where torch keeps compiled code without asking by which backend it was compiled."""
     if torch._dynamo.config.caching_precompile:
@@ -243,16 +236,21 @@ def normalized(gm: fx.GraphModule) -> fx.GraphModule:
     """
     normal = normalize(gm)
     vars(normal)["shape_env"] = None
-    new = normal.graph.find_nodes(op="placeholder")
-    for placeholder, original in zip(new, gm.graph.find_nodes(op="placeholder"), strict=True):
-        if hasattr(original, "_dynamo_source"):
-            placeholder._dynamo_source = original._dynamo_source
-    for name in ("_source_to_user_stacks", "compile_subgraph_reason"):
-        if hasattr(gm, name):
-            vars(normal)[name] = getattr(gm, name)
+    _keep_marks(normal, gm)
     sources = getattr(gm, "_param_name_to_source", None)
     if sources is not None:
         constants = [name for name, _ in (*normal.named_parameters(), *normal.named_buffers())]
         found = {name: EphemeralSource(name) for name in constants}  # tracing made them: no source, each its own
         vars(normal)["_param_name_to_source"] = {**found, **sources}
     return normal
+
+
+def _keep_marks(new: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Say in `new` what Dynamo says in `gm` beside its graph: where inputs come from, and why the graph ended."""
+    inputs = (module.graph.find_nodes(op="placeholder") for module in (new, gm))
+    for placeholder, original in zip(*inputs, strict=True):
+        if hasattr(original, "_dynamo_source"):
+            placeholder._dynamo_source = original._dynamo_source
+    for name in ("_source_to_user_stacks", "compile_subgraph_reason"):
+        if hasattr(gm, name):
+            vars(new)[name] = getattr(gm, name)

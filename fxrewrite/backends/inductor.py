@@ -9,9 +9,10 @@ The pass runs when something is compiled. What was compiled before, or comes out
 that ran already must be compiled anew inside of the scope. Inductor calls it for the body of every higher-order
 operator, and then for the graph around it.
 
-Scope and threads: inductor's configuration belongs to a thread, and so does what is installed. Kernels compiled by
-worker processes are not concerned, they come after the passes. Compiling whole graphs in another process
-(TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS) drops passes behind autograd without a word, so that is refused.
+Scope and threads: inductor's configuration belongs to a thread (in torch 2.11 to the process), and so does what is
+installed. Kernels compiled by worker processes are not concerned, they come after the passes. Compiling whole graphs in
+another process (TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS) drops passes behind autograd without a word, so that is
+refused.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from fxrewrite.backends.decompose import decompose
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError, InvariantError
 from fxrewrite.pattern.identity import NoIdentityError, identity
+from fxrewrite.torch_versions import PickledByUuid, passes_of_slot
 
 __all__ = ["OVERLAP", "SLOTS", "GraphPass", "Slot", "installed"]
 
@@ -63,7 +65,7 @@ Source: PyTorch, torch/_inductor/config.py, which recommends these passes in thi
 """
 
 
-class GraphPass(CustomGraphPass, Generic[R]):
+class GraphPass(PickledByUuid, CustomGraphPass, Generic[R]):
     """A rewrite as inductor's pass in one slot.
 
     `torch.compile(options={SLOTS[slot]: GraphPass(slot, ...)})` binds it to one function, recompilations included.
@@ -131,7 +133,7 @@ def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any =
     name = SLOTS[slot]
     earlier = getattr(config, name)
     before = tuple(earlier) if isinstance(earlier, (list, tuple)) else () if earlier is None else (earlier,)
-    with config.patch({name: (*before, ours) if before else ours}):
+    with config.patch({name: passes_of_slot((*before, ours)) if before else ours}):
         yield ours
 
 

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from fxrewrite.graph.sizes import Size
 from fxrewrite.ops import is_pure, is_random, value
+from fxrewrite.torch_versions import hint_of_expression
 
 __all__ = ["ClosedValues", "LargeValueError", "OpenValueError", "expression", "symbols_of"]
 
@@ -72,8 +73,11 @@ class ClosedValues:
         if isinstance(size, int):
             return size
         self.others |= symbols_of(size) - self._lengths.keys()
-        hint = size.node.shape_env.optimization_hint
-        lengths = {symbol: self._lengths.get(symbol) or hint(symbol, fallback=1) for symbol in symbols_of(size)}
+        shapes = size.node.shape_env
+        lengths = {
+            symbol: self._lengths.get(symbol) or hint_of_expression(symbol, shapes, fallback=1)
+            for symbol in symbols_of(size)
+        }
         return int(size.node.expr.xreplace({symbol: sympy.Integer(length) for symbol, length in lengths.items()}))
 
     def _operands(self, node: fx.Node) -> list[fx.Node]:

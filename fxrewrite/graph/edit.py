@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.bodies import bodies
+from fxrewrite.torch_versions import symbolic_kernels
 
 __all__ = ["Edit"]
 
@@ -273,7 +274,7 @@ class Edit:
         assert mode is not None
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
         quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-        with mode, quiet:
+        with mode, quiet, symbolic_kernels():
             return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
 
     def _input_value(self, node: fx.Node) -> Any:

@@ -44,6 +44,8 @@ _WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
     _INVOKE: nullcontext,
 }
 """Higher-order ops that run their body under a mode: what makes the mode of the arguments before the body."""
+_TRANSFORMS = {"_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level"}
+"""Functions with which Dynamo writes the start of a transform of torch.func; that of vmap is traced by itself."""
 _NO_HIGHER_ORDER_OP = {
     "flex_attention": "its score and mask functions index the whole sequence; use attn_implementation='sdpa'",
 }
@@ -137,6 +139,12 @@ class _Inliner(fx.Interpreter):
             return self.regions.enter(*args)
         if target is EXIT:
             return self.regions.exit()
+        if getattr(target, "__name__", "") in _TRANSFORMS:
+            refuse(
+                "a transform of torch.func (grad, vjp, jvp, hessian ...) inside of the compiled function",
+                node=self.current,
+                hint="call loss.backward() or torch.autograd.grad on what the compiled function returns",
+            )
         if target is APPLY:
             return self.bodies.call(self.current, args, kwargs)
         if isinstance(target, HigherOrderOperator):

@@ -12,15 +12,13 @@ from weakref import WeakKeyDictionary
 import sympy
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import (
-    free_unbacked_symbols,
-    optimization_hint,
-    statically_known_true,
-)
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from fxrewrite.torch_versions import hint_of_expression, hint_of_size
 
 __all__ = [
     "PLANNED_LENGTH",
@@ -89,7 +87,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 def size_hint(size: Size) -> int:
     """The size of the inputs at hand, for messages and byte counts; adds no guard. A guess where data decide it."""
-    return size if isinstance(size, int) else optimization_hint(size, fallback=_GUESS)
+    return size if isinstance(size, int) else hint_of_size(size, fallback=_GUESS)
 
 
 def planned_size(size: Size) -> int:
@@ -108,11 +106,11 @@ def planned_size(size: Size) -> int:
 
 
 def _planned(expr: sympy.Expr, shapes: Any) -> int:
-    hints = {symbol: shapes.optimization_hint(symbol, fallback=_GUESS) for symbol in expr.free_symbols}
+    hints = {symbol: hint_of_expression(symbol, shapes, fallback=_GUESS) for symbol in expr.free_symbols}
     lengths = [symbol for symbol in hints if _is_length(symbol, shapes)]
     longest = max(lengths, key=lambda symbol: (hints[symbol], str(symbol)), default=None)
     planned = {} if longest is None else {longest: sympy.Integer(max(hints[longest], PLANNED_LENGTH))}
-    return shapes.optimization_hint(expr.xreplace(planned), fallback=_GUESS)
+    return hint_of_expression(expr.xreplace(planned), shapes, fallback=_GUESS)
 
 
 def _is_length(symbol: sympy.Basic, shapes: Any) -> bool:

@@ -71,7 +71,7 @@ class DeferredGather(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _OUTSIDE_THE_DISPATCHER:  # they read memory, which the wrapper has not
-            args, kwargs = pytree.tree_map_only(DeferredGather, _whole, (args, kwargs))
+            args = pytree.tree_map_only(DeferredGather, _whole, args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

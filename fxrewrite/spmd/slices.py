@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from fxrewrite import ops
 from fxrewrite.spmd.samples import SampleError, TensorSpec
+from fxrewrite.torch_versions import attention_that_checks_lengths
 
 __all__ = ["FoundIndex", "Place", "SliceTrial", "drawn", "find_indices", "first_line", "is_close"]
 
@@ -195,7 +196,8 @@ class SliceTrial:
             next(given) if isinstance(leaf, torch.Tensor) else sizes.get(leaf, leaf) if type(leaf) is int else leaf
             for leaf in self.leaves
         ]
-        results = pytree.tree_leaves(self.target(**pytree.tree_unflatten(leaves, self.spec)))
+        with attention_that_checks_lengths():
+            results = pytree.tree_leaves(self.target(**pytree.tree_unflatten(leaves, self.spec)))
         if not results or not all(isinstance(result, torch.Tensor) for result in results):
             raise SampleError(f"{ops.key(self.target)} gives more than tensors; only tensors can be sharded")
         return results

@@ -21,6 +21,7 @@ from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import batch, build
 from tests.autosp.one_device import captured
 from tests.autosp.partition import Partition
+from tests.versions import TORCH
 
 
 @cache
@@ -66,7 +67,8 @@ def test_it_keeps_what_the_model_keeps(checkpoint: Any) -> None:
         with _transformed(checkpoint=checkpoint, **how) as (program, inputs, report):
             kept.append(Partition(program, inputs).kept(r"\.layers\.0\b"))
         sent.append(report.bytes_sent)
-    assert kept[0] == kept[1] > 0
+    missing = 4 * 2 * 2 * 16 if TORCH < (2, 13) and checkpoint != "full" else 0
+    assert kept[0] + missing == kept[1] > 0  # torch 2.12 says that a logsumexp of float64 is float32
     assert sent[0] == sent[1]
 
 

@@ -41,7 +41,8 @@ def test_train_compares_two_ranks_with_one_device(capfd: pytest.CaptureFixture[s
 
 @pytest.mark.gloo
 def test_a_model_that_is_refused_ends_with_the_refusal(capfd: pytest.CaptureFixture[str]) -> None:
-    status = main(["train", *LLAMA, "--set", "_attn_implementation=flex_attention", "--inner", "eager"])
+    refuse = ["--option", "breaks=refuse"]
+    status = main(["train", *LLAMA, "--set", "_attn_implementation=flex_attention", "--inner", "eager", *refuse])
     out, err = capfd.readouterr()
     assert status == 1
     assert re.fullmatch(r"autosp: error: rank \d: AutoSPError: .*flex_attention.*; .*\n", err)

@@ -23,6 +23,7 @@ from fxrewrite.errors import FxRewriteError, InvariantError
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import rule
 from tests.backends.plans import plan
+from tests.versions import TORCH, passes_in
 
 aten = torch.ops.aten
 
@@ -36,7 +37,8 @@ def test_inductor_has_the_slot_and_takes_a_pass_or_several(slot: Any) -> None:
     """Fails when torch renames a slot or changes what it holds."""
     name = SLOTS[slot]
     assert getattr(config, name) is None
-    assert config.get_type(name) == CustomGraphPassType
+    if TORCH >= (2, 12) or slot != "pre_grad":  # torch 2.11: any callable there, the same to us
+        assert config.get_type(name) == CustomGraphPassType
     assert name in config._save_config_ignore  # it is in no cache key as a value, only by its uuid
     with installed(slot, nothing, "a") as ours:
         assert getattr(config, name) is ours
@@ -50,17 +52,17 @@ def test_scopes_nest_and_end_with_what_was_there_also_on_an_error() -> None:
 
     with config.patch(joint_custom_pre_pass=theirs), pytest.raises(RuntimeError, match="inside"):  # noqa: PT012
         with installed("joint", nothing, "a") as a:
-            assert config.joint_custom_pre_pass == (theirs, a)
+            assert passes_in(config.joint_custom_pre_pass) == (theirs, a)
             with installed("joint", nothing, "b") as b, installed("post_grad_pre", nothing, "c") as c:
-                assert config.joint_custom_pre_pass == (theirs, a, b)
+                assert passes_in(config.joint_custom_pre_pass) == (theirs, a, b)
                 assert config.post_grad_custom_pre_pass is c
-            assert config.joint_custom_pre_pass == (theirs, a)
+            assert passes_in(config.joint_custom_pre_pass) == (theirs, a)
             assert config.post_grad_custom_pre_pass is None
             raise RuntimeError("inside")
         assert config.joint_custom_pre_pass is theirs
     assert config.joint_custom_pre_pass is None
     with config.patch(joint_custom_pre_pass=[theirs]), installed("joint", nothing, "a") as a:
-        assert config.joint_custom_pre_pass == (theirs, a)
+        assert passes_in(config.joint_custom_pre_pass) == (theirs, a)
 
 
 def test_a_scope_belongs_to_its_thread() -> None:
@@ -70,7 +72,7 @@ def test_a_scope_belongs_to_its_thread() -> None:
         thread = threading.Thread(target=lambda: seen.append(config.joint_custom_pre_pass))
         thread.start()
         thread.join()
-    assert seen == [None]
+    assert (seen == [None]) == (TORCH >= (2, 12))  # torch 2.11 has one configuration for all threads
 
 
 def test_the_digest_is_the_uuid_and_none_stays_none() -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
-from torch._inductor import config
-from torch._inductor.custom_graph_pass import CustomInferenceAwareGraphPass
+from torch._inductor import config, custom_graph_pass
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed import _functional_collectives as funcol
 
@@ -28,6 +27,7 @@ from fxrewrite.rule import rule
 from fxrewrite.testing import fake_mesh
 from tests.backends.cache_worker import cached, function
 from tests.backends.plans import SILU, plan, scale
+from tests.versions import TORCH
 
 pytestmark = pytest.mark.slow  # the first compilation takes ten seconds, the others a fraction of one
 
@@ -110,8 +110,11 @@ def test_beside_a_pass_without_uuid_nothing_is_cached() -> None:
     assert counters["inductor"]["fxgraph_cache_bypass"] == 1
 
 
+@pytest.mark.skipif(
+    not hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"), reason="torch 2.11 has no inference-aware passes"
+)
 def test_an_inference_aware_pass_beside_ours_still_learns_what_it_asks_for() -> None:
-    class Aware(CustomInferenceAwareGraphPass):
+    class Aware(custom_graph_pass.CustomInferenceAwareGraphPass):
         seen: list[bool] = []  # noqa: RUF012
 
         def __call__(self, graph: fx.Graph, is_inference: bool) -> None:
@@ -148,7 +151,8 @@ def test_results_and_gradients_are_those_of_the_model(slot: Any, model: Any, dyn
                 got.sum().backward()
                 expected.sum().backward()
                 torch.testing.assert_close(x.grad, y.grad)
-        assert sum(report.rewrites for report in ours.reports) >= (1 if train else 2)
+        is_simplified = TORCH >= (2, 15) and slot not in ("pre_grad", "joint")  # inductor itself drops `+ 0` before
+        assert sum(report.rewrites for report in ours.reports) >= (1 if train or is_simplified else 2)
 
 
 def test_what_the_caller_may_write_to_is_no_input() -> None:

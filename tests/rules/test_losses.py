@@ -48,7 +48,13 @@ def test_mean_is_sum_by_count(case: str) -> None:
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 0
 
 
-@pytest.mark.parametrize("loss", [F.cross_entropy, lambda x, t: F.nll_loss(x.log_softmax(-1), t)])
+LOSS_FUNCTIONS = {
+    "cross_entropy": lambda x, t: F.cross_entropy(x, t),
+    "nll_loss": lambda x, t: F.nll_loss(x.log_softmax(-1), t),
+}
+
+
+@pytest.mark.parametrize("loss", LOSS_FUNCTIONS.values(), ids=LOSS_FUNCTIONS)
 def test_halves_are_summed_in_float32(loss: Any) -> None:
     """The sum of these losses is beyond float16, their mean is not."""
     logits = torch.zeros(9_000, 5, dtype=torch.float16)
@@ -57,8 +63,8 @@ def test_halves_are_summed_in_float32(loss: Any) -> None:
     gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(logits, target)
     assert LOSSES.apply(gm, context=_Sizes()).rewrites == 1
     a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    expected, found = loss(a, target), gm(b, target)
-    assert expected.item() == found.item() == 20
+    expected, found = loss(a, target), gm(b, target)  # expected is infinite where torch's kernel has few threads
+    assert found.item() == loss(a.float(), target).item() == 20
     expected.backward()
     found.backward()
     torch.testing.assert_close(b.grad, a.grad, rtol=1e-3, atol=1e-7)
