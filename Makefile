@@ -80,6 +80,7 @@ clean:  ## remove the environment and every cache
 		--no-build-isolation deepspeed
 	$(TRAINERS)/python -m pip install --constraint constraints.txt --constraint constraints-trainers.txt \
 		--editable '.[test,trainers]'
+	@touch $@
 
 # Not torch's pin, nor that of setuptools, of which each torch wants its own.
 .venv-%/test.stamp: pyproject.toml constraints.txt

@@ -24,8 +24,6 @@ def main() -> None:
     os.chdir(folder)
     results = getattr(cases, name)()
     sharded = [sum(bool(report.tokens_per_rank) for report in backend.reports) for backend in cases.BACKENDS]
-    for backend in cases.BACKENDS:
-        print(backend)
     torch.save({**results, "sharded": sharded}, folder / f"rank{os.environ['RANK']}.pt")
     if dist.is_initialized():
         dist.barrier()
