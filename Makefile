@@ -7,7 +7,9 @@ BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
-.PHONY: help env demo test check compat bench zoo cells third-party clean
+TRAINERS := .venv-trainers/bin
+
+.PHONY: help env demo test trainers check compat bench zoo cells third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -19,6 +21,9 @@ demo: env  ## train a Llama on one device and across NPROC=2 ranks, compare
 
 test: env  ## all tests
 	$(PYTEST)
+
+trainers: .venv-trainers/test.stamp  ## the scripts of docs/trainers.md under their trainers, in .venv-trainers
+	$(TRAINERS)/python -m pytest -n 2 --dist worksteal tests/trainers
 
 check: .venv/dev.stamp  ## lint, types, then all tests
 	$(BIN)/ruff format --check .
@@ -65,6 +70,16 @@ clean:  ## remove the environment and every cache
 
 .venv/dev.stamp: .venv/test.stamp
 	$(INSTALL) '.[dev]'
+	@touch $@
+
+# deepspeed's setup.py imports torch, so it is built in the environment that has it
+.venv-trainers/test.stamp: pyproject.toml constraints.txt constraints-trainers.txt
+	test -x $(TRAINERS)/python || $(PYTHON) -m venv .venv-trainers
+	$(TRAINERS)/python -m pip install --constraint constraints.txt --editable '.[test]' setuptools wheel
+	$(TRAINERS)/python -m pip install --constraint constraints.txt --constraint constraints-trainers.txt \
+		--no-build-isolation deepspeed
+	$(TRAINERS)/python -m pip install --constraint constraints.txt --constraint constraints-trainers.txt \
+		--editable '.[test,trainers]'
 	@touch $@
 
 # Not torch's pin, nor that of setuptools, of which each torch wants its own.
