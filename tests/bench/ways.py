@@ -5,6 +5,7 @@
     Ulysses by hand, tuned     the same with the model's own checkpointing and a loss in tiles
     DeepSpeed AutoSP           its backend as `deepspeed.compile.init_sp.init_autosp` makes it, where it is installed
     autosp                        ours as it is
+    autosp, ranks not compared    compare_ranks=False
     autosp, logits dropped        checkpoint="none", logits="drop"
     autosp, layers checkpointed   checkpoint="attention", logits="drop", tiles of 4 MiB
     autosp, overlapped            the same, and overlap=True
@@ -213,6 +214,7 @@ WAYS: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "Ulysses by hand, tuned": _ulysses_tuned,
     "DeepSpeed AutoSP": _deepspeed,
     "autosp": _ours(),
+    "autosp, ranks not compared": _ours(compare_ranks=False),
     "autosp, logits dropped": _ours(checkpoint="none", logits="drop"),
     "autosp, layers checkpointed": _ours(**_CHECKPOINTED),
     "autosp, overlapped": _ours(**_CHECKPOINTED, overlap=True),
