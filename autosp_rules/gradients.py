@@ -123,7 +123,7 @@ def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:
     ranks = frozenset(global_ranks(axis))
     shown = f"{reduction.by} over ranks {sorted(reduction.ranks)}"
     covered = ranks & reduction.ranks
-    replicas = len(reduction.ranks) // len(covered)
+    replicas = len(reduction.ranks) // axis.size
     if covered == ranks and len(reduction.ranks) == replicas * axis.size:
         total = reduction.factor * axis.size * replicas  # 1 for a mean over all ranks, P for a mean over replicas
         if reduction.is_mean:

@@ -48,14 +48,17 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     entries = _sampled(tensor.detach(), _MOST_INTEGERS).to(torch.int64)
     mixed = entries * 0x2545F4914F6CDD1D + torch.arange(entries.numel(), device=tensor.device) * 0x61C8864680B583EB
     total = ((mixed ^ (mixed >> 29)) * 0x1B873593CC9E2D51).sum()
-    return torch.stack([total & _EXACT, torch.zeros_like(total)]).to(torch.float64)
+    return torch.stack([_exact(total), torch.zeros((), dtype=torch.float64, device=tensor.device)])
 
 
 def parameter_checksum(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """A float64 number for each parameter, of the sum of its bits: equal where every entry is bitwise equal."""
-    return [
-        (p.detach().view(_BITS[p.element_size()]).sum(dtype=torch.int64) & _EXACT).to(torch.float64) for p in parameters
-    ]
+    return [_exact(p.detach().view(_BITS[p.element_size()]).sum(dtype=torch.int64)) for p in parameters]
+
+
+def _exact(total: torch.Tensor) -> torch.Tensor:
+    """A float64 number of all 64 bits: the upper ones, where small floats differ, are folded into those it can hold."""
+    return ((total ^ (total >> 12)) & _EXACT).to(torch.float64)
 
 
 def _sampled(tensor: torch.Tensor, most: int) -> torch.Tensor:

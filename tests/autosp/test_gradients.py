@@ -1,0 +1,132 @@
+"""Who averages gradients of parameters, and what the program therefore does to them."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autosp_rules import AutoSPError
+from autosp_rules import gradients as module
+from autosp_rules.gradients import GradientPlan
+from fxrewrite.backends import GradientReduction
+from fxrewrite.spmd import axis_of, fingerprint, parameter_checksum
+from fxrewrite.testing import fake_mesh
+
+ALL, DP = frozenset(range(4)), frozenset((0, 2))
+WEIGHTS = [torch.nn.Parameter(torch.ones(2))]
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, reduction: GradientReduction | None, option: Any = "auto") -> GradientPlan:
+    """The plan of rank 0 on a mesh of 2 replicas, [[0, 1], [2, 3]]."""
+    monkeypatch.setattr(module, "gradient_reductions", lambda parameters: [reduction] if reduction else [])
+    with fake_mesh((2, 2), ("dp", "sp")) as mesh:
+        return GradientPlan.of(option, axis_of(mesh, "sp"), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("by", "ranks", "factor", "reduced", "scale"),
+    [
+        ("DistributedDataParallel", ALL, 1 / 4, False, 1.0),
+        ("DistributedDataParallel", DP, 1 / 2, True, 1.0),
+        ("fully_shard", ALL, 1 / 4, False, 1.0),
+        ("fully_shard", DP, 1 / 2, True, 1.0),
+        ("fully_shard", ALL, 1.0, False, 1 / 2),
+        ("fully_shard", ALL, 1 / 2, False, 1 / 2),
+        ("DeepSpeed", ALL, 2 / 4, False, 1 / 2),  # initialize(mpu=...): divides by the replicas
+        ("DeepSpeed", DP, 2 / 2, True, 1 / 2),  # initialize(mesh_param=...): reduces over the replicas alone
+    ],
+)
+def test_a_wrapper_decides(
+    monkeypatch: pytest.MonkeyPatch, by: str, ranks: frozenset[int], factor: float, reduced: bool, scale: float
+) -> None:
+    """Per parameter: (what the wrapper sums and scales) of (what the program returns) is the mean over all ranks."""
+    found = plan(monkeypatch, GradientReduction(by, ranks, factor))
+    assert (found.reduced, found.factor) == (reduced, scale)
+    of_ranks = torch.tensor([3.0, 5.0, 11.0, 13.0])  # what ranks have, each P times a summand; the mean is 8
+    of_axes = of_ranks.view(2, 2).mean(1, keepdim=True).expand(2, 2).flatten()
+    returned = (of_axes if found.reduced else of_ranks) * found.factor
+    by_hand = 8.0 if by != "fully_shard" or factor in (1 / 4, 1 / 2) else 16.0  # the user asked for a sum of replicas
+    assert factor * returned[sorted(ranks)].sum() == by_hand
+
+
+@pytest.mark.parametrize(
+    ("option", "reduced", "scale"), [("mean", False, 1.0), ("sum", False, 0.5), ("done", True, 1.0)]
+)
+def test_a_setting_decides_where_no_wrapper_is_known(
+    monkeypatch: pytest.MonkeyPatch, option: str, reduced: bool, scale: float
+) -> None:
+    found = plan(monkeypatch, None, option)
+    assert (found.reduced, found.factor) == (reduced, scale)
+
+
+REFUSED = {
+    "mean over the replicas": (
+        "mean",
+        GradientReduction("DistributedDataParallel", DP, 1 / 2),
+        "gives wrong gradients",
+    ),
+    "sum over all": (
+        "sum",
+        GradientReduction("DistributedDataParallel", ALL, 1 / 4),
+        "leaves them to be averaged over",
+    ),
+    "done, then summed": ("done", GradientReduction("fully_shard", ALL, 1.0), "'done' gives wrong gradients"),
+    "a part of the axis": (
+        "auto",
+        GradientReduction("fully_shard", frozenset((2, 3)), 1 / 2),
+        r"covers \[\] of the ranks \[0, 1\]",
+    ),
+    "an odd divisor": ("auto", GradientReduction("fully_shard", ALL, 1 / 3), "divides gradients by 3: neither all 4"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    option, reduction, message = REFUSED[name]
+    with pytest.raises(AutoSPError, match=message):
+        plan(monkeypatch, reduction, option)
+
+
+def test_what_deepspeed_reduces_is_read_off_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_mesh((2, 2), ("dp", "sp")) as mesh:
+        groups = SimpleNamespace(
+            mpu=None,
+            mesh_device=mesh,
+            _get_sequence_parallel_world_size=lambda: 2,
+            _get_sequence_data_parallel_group=lambda: mesh.get_group("dp"),
+        )
+        monkeypatch.setitem(sys.modules, "deepspeed.utils.groups", groups)
+        found = GradientPlan.of("auto", axis_of(mesh, "sp"), WEIGHTS)
+        assert dist.get_process_group_ranks(mesh.get_group("dp")) == [0, 2]
+    assert (found.reduced, found.factor) == (True, 0.5)
+    assert "DeepSpeed over ranks [0, 2]" in found.why
+
+
+def test_fingerprints_tell_batches_apart_and_roundings_not() -> None:
+    ids = torch.arange(4096).view(4, 1024)
+    assert torch.equal(fingerprint(ids), fingerprint(ids.clone()))
+    for other in (ids.roll(1, 1), ids.flip(0), ids + (torch.arange(4096).view(4, 1024) == 77)):
+        assert fingerprint(other)[0] != fingerprint(ids)[0]
+    x = torch.randn(4, 512, 64, generator=torch.Generator().manual_seed(0))
+    value, scale = fingerprint(x)
+    rounded, _ = fingerprint(x.bfloat16())
+    assert (value - rounded).abs() < 2e-3 * scale
+    for seed in range(1, 20):
+        other, _ = fingerprint(torch.randn(4, 512, 64, generator=torch.Generator().manual_seed(seed)))
+        assert (value - other).abs() > 2e-3 * scale
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+)
+def test_a_checksum_of_parameters_sees_one_bit(dtype: torch.dtype) -> None:
+    x = torch.ones(3, 5).to(dtype)
+    y = x.clone()
+    y[1, 2] = 0
+    [a, b, c] = parameter_checksum([x, y, x.mT])
+    assert a == c != b
