@@ -424,6 +424,43 @@ def deepspeed_autosp() -> Result:
     return _deepspeed("deepspeed_autosp", [0, 1, 2], **own)
 
 
+def deepspeed_groups() -> Result:
+    """DeepSpeed told of sequence parallelism, by an mpu and by a mesh: it then reduces gradients in other ways."""
+    batches, before = batches_of_ids(6), weights(llama(torch.float32))
+    if alone():
+        model = llama(torch.float32)
+        after, _ = plain_steps(model, batches, torch.optim.SGD(model.parameters(), lr=0.5), accumulate=2)
+        return {"before": before, "mpu": after, "mesh": after}
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+
+    without_shared_memory_operator()
+    deepspeed.init_distributed("gloo")
+    parallel_state_sp.initialize_sequence_parallel(2)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+        "zero_allow_untested_optimizer": True,
+    }
+    results: Result = {"before": before}
+    for name, told in (("mpu", {"mpu": parallel_state_sp}), ("mesh", {"mesh_param": (2, 2)})):
+        torch._dynamo.reset()
+        model, mesh = llama(torch.float32), mesh_of()
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=dict(config), **told)
+        BACKENDS.append(autosp("aot_eager", mesh=mesh))
+        engine.compile(backend=BACKENDS[-1])
+        for batch in batches[mesh.get_local_rank("dp") :: 2]:
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+        results[name] = {key: value.float() for key, value in weights(model).items()}
+        engine.destroy()
+        groups.mpu = groups.mesh_device = None
+    return results
+
+
 def fabric_loop() -> Result:
     from lightning_fabric import Fabric
 

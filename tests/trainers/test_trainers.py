@@ -128,6 +128,13 @@ def test_peft_lora(tmp_path: Path) -> None:
 STAGES = ("ZeRO 0", "ZeRO 1", "ZeRO 2")
 
 
+def test_deepspeed_told_of_sequence_parallelism(tmp_path: Path) -> None:
+    """2 x 2 ranks; with an mpu it divides gradients by the replicas alone, with a mesh it reduces over them alone."""
+    needs("deepspeed")
+    (expected,) = run("deepspeed_groups", 1, tmp_path)
+    assert_equal(run("deepspeed_groups", 4, tmp_path), expected, weights=("mpu", "mesh"), bar=FLOAT32)
+
+
 def test_deepspeed_engine(tmp_path: Path) -> None:
     """ZeRO 0 to 2, accumulation over two batches; bf16 as near to float32 as one device's."""
     needs("deepspeed")
