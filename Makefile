@@ -9,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
 TRAINERS := .venv-trainers/bin
 
-.PHONY: help env demo test trainers check compat bench zoo cells third-party clean
+.PHONY: help env demo test quick trainers check compat bench zoo cells third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -21,6 +21,11 @@ demo: env  ## train a Llama on one device and across NPROC=2 ranks, compare
 
 test: env  ## all tests
 	$(PYTEST)
+
+quick: env  ## the engine and the core of AutoSP, without processes: for every edit
+	$(PYTEST) -m 'not gloo and not slow' tests/flow tests/graph tests/match tests/ops tests/pattern tests/spmd tests/testing \
+		tests/autosp/test_config.py tests/autosp/test_gradients.py tests/autosp/test_outputs.py tests/autosp/test_refusals.py \
+		tests/test_architecture.py tests/test_plan.py tests/test_rule.py tests/test_report.py
 
 trainers: .venv-trainers/test.stamp  ## the scripts of docs/trainers.md under their trainers, in .venv-trainers
 	$(TRAINERS)/python -m pytest -n 2 --dist worksteal tests/trainers
