@@ -98,7 +98,7 @@ def equals_one_device(model: torch.nn.Module, inputs: dict[str, torch.Tensor], i
         program, report, run = on_ranks(gm, example_inputs, num_ranks)
         programs.append(program)
         assert not report.refusals
-        assert not [line for line in report.lines if "gathered" in line or "run whole" in line]
+        assert not [line for line in report.lines if line.startswith("gathered") or "run whole" in line]
         for outputs in run.outputs:
             torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-6, atol=0)  # logits are cast to float32
         for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
