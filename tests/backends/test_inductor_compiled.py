@@ -155,6 +155,7 @@ def test_results_and_gradients_are_those_of_the_model(slot: Any, model: Any, dyn
         assert sum(report.rewrites for report in ours.reports) >= (1 if train or is_simplified else 2)
 
 
+@pytest.mark.skipif(TORCH >= (2, 15), reason="inductor of torch 2.15 returns the input for x + 0, also without us")
 def test_what_the_caller_may_write_to_is_no_input() -> None:
     for slot in SLOTS:
         torch._dynamo.reset()
