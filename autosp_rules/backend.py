@@ -55,6 +55,7 @@ class AutoSPBackend:
         self.config = config
         self.mesh = mesh
         self.reports: list[AutoSPReport] = []
+        self._programs: list[ShardedProgram] = []
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """The compiled program of this rank; `options` are the `mode` and `options` of `torch.compile`, for `inner`."""
@@ -84,6 +85,7 @@ class AutoSPBackend:
         _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border)
+        self._programs.append(sharded)
         fix_rank(program)
         try:
             run = compile_inner(program, list(example_inputs))
@@ -118,6 +120,17 @@ class AutoSPBackend:
         whole = WholeProgram(gm, self.config, axis, border, check)
         whole.run = compile_inner(gm, list(example_inputs))
         return whole
+
+    def check_ranks(self) -> None:
+        """Read what came of comparing the ranks in the last calls, which later calls would read.
+
+        For the end of a training, before weights are saved; on every rank.
+
+        Raises:
+            AutoSPError: on every rank, where they differed.
+        """
+        for program in self._programs:
+            program.settle()
 
     def __str__(self) -> str:
         sharded = [report for report in self.reports if report.tokens_per_rank]

@@ -7,6 +7,7 @@ WholeProgram       a part of a model without a sequence, which every rank runs w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,7 +63,10 @@ class ShardedProgram(_Program):
         self._checks = RankChecks(gm, axis, every_call=config.compare_ranks)
         self._sizes = SizeReader(gm.graph)
         self._chunks = border.chunks if config.outputs == "auto" else {}
-        self._uses = 0
+
+    def settle(self) -> None:
+        """Read what came of comparing the ranks in the last call."""
+        self._checks.settle()
 
     def __call__(self, *inputs: Any) -> Any:
         self._checks.before(inputs)
@@ -76,27 +80,27 @@ class ShardedProgram(_Program):
             return outputs
         deferred = list(outputs)
         for position, chunk in self._chunks.items():
-            deferred[position] = self._deferred(deferred[position], chunk, inputs)
+            deferred[position] = self._deferred(deferred[position], position, chunk, inputs)
         return type(outputs)(deferred)
 
-    def _deferred(self, value: torch.Tensor, chunk: Chunk, inputs: Sequence[Any]) -> torch.Tensor:
+    def _deferred(self, value: torch.Tensor, position: int, chunk: Chunk, inputs: Sequence[Any]) -> torch.Tensor:
         shape = [self._sizes(size, inputs) for size in chunk.shape]
         outer, inner = (self._sizes(size, inputs) for size in (chunk.layout.outer, chunk.layout.inner))
         layout = Shard(chunk.layout.dim, outer, inner, chunk.layout.uneven)
-        return deferred_gather(value, shape, layout, self._axis, before=self._before_gather)
+        return deferred_gather(
+            value, shape, layout, self._axis, before=partial(self._before_gather, self._checks.calls, position)
+        )
 
-    def _before_gather(self) -> None:
-        """The first time, see whether every rank uses the output; a rank alone would wait in the collective."""
-        self._uses += 1
-        if self._uses > 1:
-            return
+    def _before_gather(self, call: int, position: int) -> None:
+        """See whether every rank uses this output now: one alone would wait in the collective, two would mix theirs."""
         try:
             agree(
                 self._axis,
-                "an output is used",
+                f"output {position} of call {call}",
                 timeout=self._config.timeout,
                 differ="use different outputs",
                 absent="did not use an output of the compiled model, such as logits, which this rank uses,",
+                hint="use the same outputs on every rank, in the same order; or pass outputs='gather'",
                 together="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
             )
         except FxRewriteError as error:

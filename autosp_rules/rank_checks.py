@@ -57,7 +57,8 @@ class RankChecks:
         self._is_parameter = [is_parameter(node) for node in inputs]
         self._drawn = draws_alike(program)
         self._devices = sorted({_device_of(node) for node in self._drawn}, key=str)
-        self._call = 0
+        self.calls = 0
+        self._sent_in = 0
         self._pending: tuple[BackgroundComparison, torch.Tensor, list[str], list[str], list[int]] | None = None
 
     def before(self, inputs: Sequence[Any]) -> None:
@@ -66,9 +67,9 @@ class RankChecks:
         Raises:
             AutoSPError: on every rank, where the ranks differ in this call (the first) or in the one before.
         """
-        self._call += 1
+        self.calls += 1
         self.settle()
-        if self._call == 1:
+        if self.calls == 1:
             passed = [(name, x) for name, x, p in self._each(inputs) if not p]
             _agree_on_call(self._axis, "\n".join(f"{name}: {_shown(value)}" for name, value in passed))
         if self._every_call or self._drawn:
@@ -91,14 +92,14 @@ class RankChecks:
                 self._axis,
                 text,
                 timeout=_SECONDS,
-                differ=f"differ in {labels[first]} of call {self._call - 1} of a program",
+                differ=f"differ in {labels[first]} of call {self._sent_in} of a program",
                 absent="did not call what it had compiled",
                 hint=hints[first],
             )
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
         raise AutoSPError.of(  # another rank than this one's neighbours differs
-            f"the ranks of axis {self._axis.name} differ in {labels[first]} of call {self._call - 1} of a program",
+            f"the ranks of axis {self._axis.name} differ in {labels[first]} of call {self._sent_in} of a program",
             hint=hints[first],
         )
 
@@ -123,7 +124,7 @@ class RankChecks:
             for name, x, is_weight in tensors:
                 if not is_weight and x.numel():
                     add(f"input {name}", _SAMPLERS, fingerprint(x))
-            if is_due(self._call):
+            if is_due(self.calls):
                 weights = [(name, x) for name, x, is_weight in tensors if is_weight and not x.is_complex()]
                 sums = parameter_checksum(x for _, x in weights)
                 for (name, _), checksum in zip(weights, sums, strict=True):
@@ -135,6 +136,7 @@ class RankChecks:
             add(f"the random number generators, which must draw alike for {draws},", _SEEDS, state)
         if parts:
             values = torch.cat([part.to(home, non_blocking=True) for part in parts])
+            self._sent_in = self.calls
             self._pending = (BackgroundComparison(self._axis, values), values, labels, hints, scales)
 
 

@@ -15,6 +15,8 @@ from fxrewrite.spmd.layout import Axis
 
 __all__ = ["agree"]
 
+_KEPT = 2
+"""Agreements whose entries stay in the store."""
 _rounds: Counter[tuple[str, ...]] = Counter()
 """Agreements so far of this process, by what tells the stores of axes apart: the ranks of one come to the same ones in
 the same order, in whatever mesh the axis is."""
@@ -59,6 +61,8 @@ def agree(
 
     digest = hashlib.sha256(text.encode()).hexdigest()
     store.set(f"{number}/{me}/digest", digest)
+    if number > _KEPT:  # every rank has come to the last agreement, hence has read the one before
+        store.delete_key(f"{number - _KEPT}/{me}/digest")
     for other in range(axis.size):
         if read(other, "digest") != digest:
             store.set(f"{number}/{me}/text", text)  # the other rank comes to the same conclusion, and wants to see it

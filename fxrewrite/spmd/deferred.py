@@ -7,13 +7,14 @@ a mean over it is silently wrong on every rank. A DeferredGather has the global 
 on the gathered value, which is kept from then on; what only renames it or casts it (detach, clone, to) stays deferred.
 Autograd sees an ordinary tensor: the gradient of the gathered value is reduced and scattered to the chunks.
 
-The gather is a collective, so every rank must use the value where one does.
+The gather is a collective: every rank must use the same values, in the same order.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -29,41 +30,56 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 Before: TypeAlias = "Callable[[], None]"
 
-_STAYS_DEFERRED = {aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default}
-"""Operators that act on each element alone and keep the shape, so that they can run on the chunk."""
+_ALIASES = {aten.detach.default, aten.alias.default}
+"""Operators whose result shares the memory of their operand."""
+_OF_EACH_ELEMENT = {aten.clone.default, aten._to_copy.default}
+"""Operators that act on each element alone, so that they can run on the chunk, and give new memory."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What stands for the memory of a deferred tensor; all of its aliases have one."""
+
+    chunk: torch.Tensor
+    shape: Sequence[int]
+    layout: Shard
+    axis: Axis
+    before: Before
+    whole: torch.Tensor | None = None
+
+    def gathered(self) -> torch.Tensor:
+        if self.whole is None:
+            self.before()
+            log.info("gathering %s of %s over %s: it is used", tuple(self.shape), self.chunk.dtype, self.axis)
+            self.whole = _gather(self.chunk, self.shape, self.layout, self.axis)
+        return self.whole
+
+    def mapped(self, func: Callable[[torch.Tensor], torch.Tensor]) -> _Memory:
+        """Other memory, with what the function of each element makes of what is here."""
+        whole = None if self.whole is None else func(self.whole)
+        return _Memory(func(self.chunk), self.shape, self.layout, self.axis, self.before, whole)
 
 
 class DeferredGather(torch.Tensor):
     """A tensor of global shape, of which this rank holds a chunk until any operator reads it. See the module."""
 
-    _chunk: torch.Tensor
-    _shape: Sequence[int]
-    _layout: Shard
-    _axis: Axis
-    _before: Before
-    _gathered: torch.Tensor | None
+    _memory: _Memory
 
     @staticmethod
-    def __new__(  # noqa: PYI034  # torch makes the object
-        cls: type[DeferredGather], chunk: torch.Tensor, shape: Sequence[int], layout: Shard, axis: Axis, before: Before
-    ) -> DeferredGather:
+    def __new__(cls: type[DeferredGather], memory: _Memory) -> DeferredGather:  # noqa: PYI034  # torch makes the object
         make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
-        new = make(cls, tuple(shape), dtype=chunk.dtype, device=chunk.device)
-        new._chunk, new._shape, new._layout, new._axis, new._before = chunk, shape, layout, axis, before
-        new._gathered = None
+        new = make(cls, tuple(memory.shape), dtype=memory.chunk.dtype, device=memory.chunk.device)
+        new._memory = memory
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        state = "gathered" if self._gathered is not None else f"gathered over {self._axis} at the first use"
-        return f"DeferredGather(shape={tuple(self._shape)}, dtype={self.dtype}, {state})"
+        held = self._memory
+        state = "gathered" if held.whole is not None else f"gathered over {held.axis} at the first use"
+        return f"DeferredGather(shape={tuple(held.shape)}, dtype={self.dtype}, {state})"
 
     def gathered(self) -> torch.Tensor:
         """The whole value, as an ordinary tensor without autograd; the first call communicates."""
-        if self._gathered is None:
-            self._before()
-            log.info("gathering %s of %s over %s: it is used", tuple(self._shape), self.dtype, self._axis)
-            self._gathered = _gather(self._chunk, self._shape, self._layout, self._axis)
-        return self._gathered
+        return self._memory.gathered()
 
     @classmethod
     def __torch_function__(
@@ -81,12 +97,10 @@ class DeferredGather(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         value = args[0] if args else None
-        if func in _STAYS_DEFERRED and isinstance(value, DeferredGather):
-            chunk = func(value._chunk, *args[1:], **kwargs)
-            new = DeferredGather(chunk, value._shape, value._layout, value._axis, value._before)
-            if value._gathered is not None:
-                new._gathered = func(value._gathered, *args[1:], **kwargs)
-            return new
+        if isinstance(value, DeferredGather) and func in _ALIASES:
+            return DeferredGather(value._memory)
+        if isinstance(value, DeferredGather) and func in _OF_EACH_ELEMENT:
+            return DeferredGather(value._memory.mapped(lambda x: func(x, *args[1:], **kwargs)))
         whole_args, whole_kwargs = pytree.tree_map_only(DeferredGather, DeferredGather.gathered, (args, kwargs))
         result = func(*whole_args, **whole_kwargs)
         same = next((x for x in pytree.tree_leaves((args, kwargs)) if _holds(x, result)), None)
@@ -94,7 +108,7 @@ class DeferredGather(torch.Tensor):
 
 
 def _holds(value: Any, result: Any) -> bool:
-    return isinstance(value, DeferredGather) and isinstance(result, torch.Tensor) and value._gathered is result
+    return isinstance(value, DeferredGather) and isinstance(result, torch.Tensor) and value._memory.whole is result
 
 
 def _whole(value: DeferredGather) -> torch.Tensor:
@@ -162,7 +176,7 @@ class _Deferred(torch.autograd.Function):
     ) -> DeferredGather:
         ctx.of = (chunk.shape, shape, layout, axis, grad_scale)
         ctx.set_materialize_grads(False)
-        return DeferredGather(chunk.detach(), shape, layout, axis, before)
+        return DeferredGather(_Memory(chunk.detach(), shape, layout, axis, before))
 
     @staticmethod
     @once_differentiable

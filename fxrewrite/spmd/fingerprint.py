@@ -41,7 +41,7 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     tensors are taken for different where values differ by more than `TOLERANCE` times the scale.
     """
     if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.is_floating_point():
         sample = _sampled(tensor.detach(), _SAMPLE).to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
         return torch.stack([(sample * _signs(sample.numel(), tensor.device)).sum(), sample.abs().sum()])

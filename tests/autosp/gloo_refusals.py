@@ -117,16 +117,34 @@ def weights_that_drift_apart(rank: int) -> None:
 
 
 class WithLogits(Model):
-    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return super().forward(ids), self.embed(ids) * 2
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return super().forward(ids), self.embed(ids) * 2, self.embed(ids) * 3
+
+
+def different_outputs_of_one_shape(rank: int) -> None:
+    torch.manual_seed(0)
+    _, *others = torch.compile(WithLogits(nn.SiLU), backend=autosp("eager", timeout=3.0))(IDS)
+    others[rank].argmax(-1)
 
 
 def an_output_used_on_one_rank(rank: int) -> None:
+    """At first on all ranks, as in an evaluation; then on one alone, as in a log."""
     torch.manual_seed(0)
-    model = WithLogits(nn.SiLU)
-    _, logits = torch.compile(model, backend=autosp("eager", timeout=3.0))(IDS)
+    compiled = torch.compile(WithLogits(nn.SiLU), backend=autosp("eager", timeout=3.0))
+    _, logits, _ = compiled(IDS)
+    logits.argmax(-1)
+    _, logits, _ = compiled(IDS)
     if rank == 0:
         logits.argmax(-1)
+
+
+def a_last_batch_that_differs(rank: int) -> None:
+    torch.manual_seed(0)
+    backend = autosp("eager")
+    compiled = torch.compile(Model(nn.SiLU), backend=backend)
+    for batch in (IDS, (IDS + rank) % 8):
+        compiled(batch)
+    backend.check_ranks()
 
 
 def a_model_without_a_sequence_in_parts(rank: int) -> None:

@@ -139,6 +139,8 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "differences_that_nobody_asks_for",
         "weights_that_drift_apart",
         "a_model_without_a_sequence_in_parts",
+        "a_last_batch_that_differs",
+        "different_outputs_of_one_shape",
         "an_output_used_on_one_rank",
         "one_rank_never_compiles",
     ]
@@ -178,6 +180,12 @@ def test_generators_that_come_to_differ_are_refused_on_every_rank(refusals: dict
         ("later_batches_that_differ", "differ in input l_ids_ of call 2 of a program", "sample by the data axis"),
         ("later_hidden_states_that_differ", "differ in input l_hidden_ of call 3 of", "sample by the data axis"),
         ("weights_that_drift_apart", "differ in parameter l_self_modules_embed_parameters_weight_ of call 2", "'done'"),
+        ("a_last_batch_that_differs", "differ in input l_ids_ of call 2 of a program", "sample by the data axis"),
+        (
+            "different_outputs_of_one_shape",
+            "use different outputs; first difference: line 1: 'output ",
+            "outputs='gather'",
+        ),
         ("a_model_without_a_sequence_in_parts", "no sequence found in any of the 2 graphs that were compiled", ""),
     ],
 )

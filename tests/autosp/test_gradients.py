@@ -112,6 +112,7 @@ def test_fingerprints_tell_batches_apart_and_roundings_not() -> None:
     assert torch.equal(fingerprint(ids), fingerprint(ids.clone()))
     for other in (ids.roll(1, 1), ids.flip(0), ids + (torch.arange(4096).view(4, 1024) == 77)):
         assert fingerprint(other)[0] != fingerprint(ids)[0]
+    assert fingerprint(torch.ones(3, dtype=torch.complex64).conj()).shape == (2,)
     x = torch.randn(4, 512, 64, generator=torch.Generator().manual_seed(0))
     value, scale = fingerprint(x)
     rounded, _ = fingerprint(x.bfloat16())

@@ -100,6 +100,27 @@ def test_it_can_be_written_to(one_rank: Axis) -> None:
     assert torch.equal(x + 0, expected)
 
 
+ALIASED: dict[str, Callable[[Tensor], Any]] = {
+    "a write to what is detached": lambda x: x.detach().zero_(),
+    "a write to a part of it": lambda x: x.detach()[:, 5:].fill_(-9),
+    "a write to data": lambda x: x.data.mul_(0),
+}
+
+
+@pytest.mark.parametrize("name", ALIASED)
+def test_what_is_detached_shares_its_memory(name: str, one_rank: Axis) -> None:
+    x, expected = deferred(one_rank), WHOLE.clone()
+    ALIASED[name](x)
+    ALIASED[name](expected)
+    assert torch.equal(x + 0, expected)
+
+
+def test_a_clone_has_memory_of_its_own(one_rank: Axis) -> None:
+    x = deferred(one_rank)
+    x.clone().zero_()
+    assert torch.equal(x + 0, WHOLE)
+
+
 def test_an_unused_one_takes_no_part_in_the_backward_pass(one_rank: Axis) -> None:
     chunk = WHOLE.clone().requires_grad_()
     deferred(one_rank, chunk)
