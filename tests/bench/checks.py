@@ -2,8 +2,8 @@
 
     python tests/bench/checks.py
 
-One process, over torch's fake process group: what is computed and sent, without the network. `due` are calls 2, 4, 8, ...,
-which also sum up all parameters.
+One process, over torch's fake process group: what is computed and sent, without the network. `due` are calls 2, 4, 8,
+..., which also sum up all parameters.
 """
 
 from __future__ import annotations
