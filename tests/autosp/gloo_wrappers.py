@@ -191,6 +191,7 @@ CASES: dict[str, Case] = {
     "FSDP by layer, over dp alone": Case(_fsdp_by_layer_over_dp, layers=2),
     "FSDP by layer, breaks='refuse'": Case(_fsdp_by_layer, options={"breaks": "refuse"}),
     "FSDP and layers compiled": Case(_torchtitan, layers=2, graphs=1),
+    "FSDP 1": Case(lambda run: _fsdp1(run, None), graphs=1),
     "FSDP 1 over dp alone": Case(lambda run: _fsdp1(run, run.mesh.get_group("dp")), graphs=1),
     "layers compiled": Case(_blocks, averaged=False, layers=2, graphs=1),
     "the model without its head compiled": Case(_inner, averaged=False, graphs=1),
