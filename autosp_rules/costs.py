@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit
-from fxrewrite.graph import PLANNED_LENGTH, planned_size, product, size_hint
+from fxrewrite.graph import PLANNED_LENGTH, Fact, planned_size, product, size_hint
 from fxrewrite.ops import bind, is_maybe_view, is_random, is_view, key, mutated
 from fxrewrite.spmd import COLLECTIVES, Size
 from rules.mask_kinds import kind_of
@@ -88,7 +88,6 @@ _READS_OPERANDS = _aten("""
 """) | frozenset({*_PRODUCTS, "fxrewrite_rules::tiled_mlp"})
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
 """Operators that read nothing where this argument is a number."""
-_SENDS = "sends"
 _COLLECTIVES = frozenset(COLLECTIVES.values())
 
 
@@ -101,14 +100,17 @@ class Sends:
     backward: int
 
 
+_SENDS = Fact[Sends]("sends")
+
+
 def set_sends(edit: Edit, node: fx.Node, sends: Sends) -> None:
     """Write down what the operator sends, for its costs and the report."""
-    edit.set_meta(node, _SENDS, sends)
+    edit.set_fact(node, _SENDS, sends)
 
 
 def sends_of(node: fx.Node) -> Sends | None:
     """What an operator sends inside; None for one that does not."""
-    return node.meta.get(_SENDS)
+    return _SENDS.of(node)
 
 
 def bytes_sent(node: fx.Node) -> int:

@@ -21,7 +21,7 @@ from torch import fx
 from autosp_rules.checkpoint import is_recomputed
 from autosp_rules.costs import base_of, bytes_of, computed_again, flops_of, kept_bytes, planned_for, read_in_backward
 from fxrewrite import Edit, Report, RuleSet, where
-from fxrewrite.graph import planned_size, source_line
+from fxrewrite.graph import Fact, planned_size, source_line
 from fxrewrite.ops import bind, key
 from rules.tiled_mlp import Mlp, mlp_of, tiled_mlp_rules
 from rules.tiles import TILE_BYTES, is_more_than_a_tile
@@ -30,12 +30,12 @@ __all__ = ["MlpTileOption", "tile_mlps"]
 
 MlpTileOption: TypeAlias = Literal["auto"] | Annotated[int, Field(gt=0, strict=True)] | None
 
-_CHOSEN = "autosp_in_tiles"
+_CHOSEN = Fact[bool]("in tiles")
 
 
 @where.predicate("root", text="is_chosen")
 def _is_chosen(root: fx.Node) -> bool | str:
-    return root.meta.get(_CHOSEN) or "it costs more than it saves"
+    return _CHOSEN.of(root) or "it costs more than it saves"
 
 
 def tile_mlps(option: Literal["auto"] | int) -> RuleSet:
@@ -60,7 +60,7 @@ class ChooseMlps:
         held, lines = _Held(nodes), Counter[str]()
         for node, mlp in large.items():
             why_whole = held.why_whole(node, mlp) if self.option == "auto" else ""
-            edit.set_meta(node, _CHOSEN, not why_whole)
+            edit.set_fact(node, _CHOSEN, not why_whole)
             lines[why_whole or self._saving(mlp, held.inside(mlp))] += 1
         option = f"mlp_tile={self.option!r}{planned_for(large)}"
         report.lines += [f"{option}: {count} x {line}" for line, count in lines.items()]

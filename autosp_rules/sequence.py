@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit, Report
-from fxrewrite.graph import source_line
+from fxrewrite.graph import Fact, source_line
 from fxrewrite.ops import bind, is_parameter, key
 from fxrewrite.spmd import (
     Axis,
@@ -52,6 +52,8 @@ from fxrewrite.spmd import (
 
 __all__ = ["ShardInputs", "tokens_per_rank"]
 
+_TOKENS = Fact[int]("tokens per rank")
+"""Known of the output: tokens of the batch in a rank's chunks."""
 _LOOKUPS = {"aten::embedding": ("weight", "indices"), "aten::index": ("self", "indices")}
 """Operators that look up rows of a table, and the names of the table and the ids."""
 _PROJECTIONS = {
@@ -108,7 +110,7 @@ class ShardInputs:
         axis = SpmdContext.required(context, self.name).axis
         starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
         if not starts and _is_one_token(edit):
-            edit.set_meta(edit.graph.output_node(), "tokens_per_rank", 1)
+            edit.set_fact(edit.graph.output_node(), _TOKENS, 1)
             report.lines.append("whole: the call is of one token, which every rank computes")
         longest = max((size_hint(start.length) for start in starts), default=0)
         for start in starts:
@@ -135,7 +137,8 @@ class ShardInputs:
         )
         edit.replace_uses(start.value, moved, users=[start.reader])
         held = local_shape(_token_shape(start.value), layout, axis.size)
-        edit.set_meta(start.node, "tokens_per_rank", size_hint(product(held)))
+        tokens = max(size_hint(product(held)), tokens_per_rank(edit.gm))
+        edit.set_fact(edit.graph.output_node(), _TOKENS, tokens)
 
     def text(self) -> str:
         return "lookups by integers of the call, projections and norms of its features: sharded on the sequence"
@@ -143,7 +146,7 @@ class ShardInputs:
 
 def tokens_per_rank(gm: fx.GraphModule) -> int:
     """Tokens of the batch in a rank's chunks, from where sharding started; 0 where no sequence was found."""
-    return max((node.meta.get("tokens_per_rank", 0) for node in gm.graph.nodes), default=0)
+    return _TOKENS.of(gm.graph.output_node()) or 0
 
 
 class _Tracing:

@@ -35,7 +35,7 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, op, shared, where
 from fxrewrite.ops import bind, key, value
-from fxrewrite.spmd import Size, is_same_size
+from fxrewrite.spmd import PLACEMENT, Size, is_same_size, layout_of
 from rules.attention_parts import attend_with_sinks, attention_call, sinks_call
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_caus
     heads = value(match["q"]).shape[-3]
     k, v = (aten.repeat_interleave(x, heads // value(match[name]).shape[-3], -3) for name, x in (("k", k), ("v", v)))
     attended = aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
-    match.edit.set_meta(attended.node, "layout", match.root.meta.get("layout"))  # says whose numbers dropout draws
+    match.edit.set_fact(attended.node, PLACEMENT, layout_of(match.root))  # says whose numbers dropout draws
     return attended
 
 

@@ -36,11 +36,12 @@ from fxrewrite.spmd import (
     Replicated,
     Shard,
     Size,
-    SpmdContext,
+    entry_nodes,
     global_shape,
     is_same_size,
     local_shape,
     num_entries,
+    rank_node,
     redistribute,
     size_proxy,
     without_padding,
@@ -161,7 +162,7 @@ class Lowering:
         return aten.masked_fill(x, self.reshape(mask, [size, *behind]), fill)
 
     def _entry_nodes(self) -> EntryNodes:
-        return SpmdContext.required(self.match.context, "this rule").entry_nodes(self.match.edit)
+        return entry_nodes(self.match.edit, self.axis)
 
     def settled(self, x: fx.Proxy, replaced: fx.Node) -> fx.Proxy:
         """The result, with the value that it replaces: `P * (S // P)` is S again, which the ShapeEnv does not see."""
@@ -195,8 +196,7 @@ def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
     sizes = [size for name, size in pieces if name != "to"]
     sizes[at] = low.shape[dst.dim] // dst.outer
     chunk = low.size(pieces[at + 1][1])
-    context = SpmdContext.required(match.context, "this rule")
-    start = match.proxy(context.rank_node(match.edit)) * chunk
+    start = match.proxy(rank_node(match.edit, low.axis)) * chunk
     if len(sizes) == len(low.shape):
         return aten.narrow(x, at, start, chunk)
     cut = aten.narrow(low.reshape(x, sizes), at, start, chunk)

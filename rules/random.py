@@ -34,7 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
 from fxrewrite.ops import bind, differentiates, is_random, key
-from fxrewrite.spmd import Shard, SpmdContext, size_hint, size_proxy
+from fxrewrite.spmd import PLACEMENT, Shard, SpmdContext, rank_node, size_hint, size_proxy
 
 __all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank", "draws_on_chunk"]
 
@@ -94,7 +94,7 @@ DRAW_WHOLE = RuleSet("draw_whole", draw_dropout_whole)
 
 def draws_on_chunk(node: fx.Node) -> bool:
     """Whether the node draws random numbers for the part of a value that one rank holds."""
-    layouts = node.meta.get("layout")
+    layouts = PLACEMENT.of(node)
     layouts = layouts if isinstance(layouts, tuple) else (layouts,)
     return any(isinstance(layout, Shard) for layout in layouts) and is_random(node)
 
@@ -135,7 +135,7 @@ def _drawn_by_rank(edit: Edit, node: fx.Node, context: SpmdContext) -> fx.Node:
         given["input"] = call(aten.ones_like.default, x)
     seed = call(aten.randint.default, 2**63 - 1, [], rule=DrawByRank.seed_id, dtype=torch.int64, device=_CPU)
     edit.set_meta(seed, "recompute", CheckpointPolicy.MUST_SAVE)
-    made = call(by_rank(_overload(node)), *given.values(), seed, context.rank_node(edit))
+    made = call(by_rank(_overload(node)), *given.values(), seed, rank_node(edit, context.axis))
     return call(aten.mul.Tensor, x, made) if is_dropout else made
 
 

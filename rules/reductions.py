@@ -13,7 +13,7 @@ from torch import fx
 
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, where
 from fxrewrite.ops import bind
-from fxrewrite.spmd import Partial, global_shape, layout_of, product, size_proxy
+from fxrewrite.spmd import PLACEMENT, Partial, global_shape, layout_of, product, size_proxy
 
 __all__ = ["REDUCTIONS", "mean_over_shards"]
 
@@ -45,7 +45,7 @@ def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     divided = aten.div(total, size_proxy(match, product(shape[dim] for dim in dims)))
     mean = divided if wide == dtype else aten.to(divided, dtype)
     for made in {total, divided, mean}:
-        match.edit.set_meta(made.node, "layout", Partial())
+        match.edit.set_fact(made.node, PLACEMENT, Partial())
     return mean
 
 

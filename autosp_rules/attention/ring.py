@@ -46,11 +46,13 @@ from fxrewrite.spmd import (
     Shard,
     Size,
     SpmdContext,
+    entry_nodes,
     global_shape,
     is_divided_by,
     is_same_size,
     layout_of,
     local_shape,
+    rank_node,
     size_hint,
     size_proxy,
 )
@@ -164,7 +166,7 @@ def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float
     assert isinstance(layout, Shard), "the rule matches sharded calls"
     held = local_shape(global_shape(match["q"]), layout, axis.size)[2] * axis.size
     zigzag = axis.size > per_group and bool(mask) and is_divided_by(held, 2 * axis.size // per_group)
-    rank = match.proxy(context.rank_node(match.edit))
+    rank = match.proxy(rank_node(match.edit, axis))
     how = (rank, axis.size, per_group, zigzag, axis.group)
     if layout.uneven:
         leaves, mask = _without_padding(match, leaves, mask, held)
@@ -187,7 +189,7 @@ def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float
 def _without_padding(match: Match, leaves: Any, mask: str, held: Size) -> tuple[list[fx.Proxy], str]:
     """The mask over all `held` rows and columns, of which those behind the length are padding, that no row keeps."""
     device, length = match["q"].meta["val"].device, global_shape(match["q"])[2]
-    nodes = SpmdContext.required(match.context, lower_ring.id).entry_nodes(match.edit)
+    nodes = entry_nodes(match.edit, SpmdContext.required(match.context, lower_ring.id).axis)
     entries = match.proxy(nodes.of_all_chunks(length, device))
 
     def padded(leaf: fx.Proxy) -> fx.Proxy:

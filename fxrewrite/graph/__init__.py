@@ -6,6 +6,7 @@ from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.diff import graph_diff
 from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.normalize import normalize
 from fxrewrite.graph.sizes import PLANNED_LENGTH, Size, divide_exactly, is_same_size, planned_size, product, size_hint
 from fxrewrite.graph.source import source_line
@@ -15,6 +16,7 @@ __all__ = [
     "PLANNED_LENGTH",
     "ClosedValues",
     "Edit",
+    "Fact",
     "LargeValueError",
     "OpenValueError",
     "Size",

@@ -39,7 +39,7 @@ def graph_diff(before: fx.GraphModule, after: fx.GraphModule, *, context: int = 
 
 
 def _lines(gm: fx.GraphModule) -> list[str]:
-    return [line for _, line in GraphWriter(gm, layouts=False, rules=True).lines()]
+    return [line for _, line in GraphWriter(gm, facts=False, rules=True).lines()]
 
 
 def _untyped(line: str) -> str:

@@ -10,9 +10,9 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import fx
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.bodies import bodies
+from fxrewrite.graph.facts import Fact, facts_of, forget_facts
 from fxrewrite.torch_versions import symbolic_kernels
 
 __all__ = ["Edit"]
@@ -35,6 +36,7 @@ _COPIED = (
 """Metadata that a new node takes over from the node it stands for: where it comes from, how it is checkpointed, and in
 a joint graph whether it is forward or backward.
 """
+T = TypeVar("T")
 _ABSENT: Any = object()
 _COMPUTE: Any = object()
 
@@ -59,6 +61,9 @@ class Edit:
         self.gm = gm
         self.path = path
         self.graph: fx.Graph = gm.graph
+        forget_facts(self.graph)
+        self._derived: dict[Fact[Any], Callable[[Edit, fx.Node], Any]] = {}
+        self._shared: dict[Any, Any] = {}
         self.erased: set[fx.Node] = set()
         self.fake_mode, self._value_key = _values_of(self.graph)
         self._journal: list[tuple[Any, ...]] = []
@@ -200,7 +205,20 @@ class Edit:
                 meta[self._value_key] = self._run(node)
         else:
             meta[self._value_key] = val
+        self._know(node, like)
         return node
+
+    def _know(self, node: fx.Node, like: fx.Node | None) -> None:
+        """Facts of a new node: those that it carries on from `like`, and those that steps derive."""
+        facts = facts_of(self.graph)
+        if like is not None:
+            for fact, known in facts.items():
+                if fact.kind == "carried" and like in known:
+                    known[node] = known[like]
+        for fact, derive in self._derived.items():
+            found = derive(self, node)
+            if found is not None:
+                facts.setdefault(fact, {})[node] = found
 
     def attach(self, module: torch.nn.Module, name: str) -> fx.Node:
         """A `get_attr` node that reads the module; it is in front of all calls, and the module an attribute of `gm`.
@@ -234,6 +252,31 @@ class Edit:
         """Afterwards `node.meta[key]` is `value`."""
         self._journal.append(("meta", node, key, node.meta.get(key, _ABSENT)))
         node.meta[key] = value
+
+    def set_fact(self, node: fx.Node, fact: Fact[T], value: T) -> None:
+        """Afterwards `fact.of(node)` is `value`."""
+        known = facts_of(self.graph).setdefault(fact, {})
+        self._journal.append(("fact", node, known, known.get(node, _ABSENT)))
+        known[node] = value
+
+    def derive(self, fact: Fact[T], how: Callable[[Edit, fx.Node], T | None]) -> None:
+        """From now on, in this graph, every node that is made gets the fact that `how(edit, node)` gives, unless None.
+
+        The node has its arguments and its fake value. What `how` raises undoes the rewrite that made the node.
+        """
+        self._derived[fact] = how
+
+    def forget(self, fact: Fact[Any]) -> None:
+        """Afterwards no fact of this kind is known or derived in this graph; undoing does not bring it back."""
+        self._derived.pop(fact, None)
+        facts_of(self.graph).pop(fact, None)
+
+    def shared(self, key: Any, make: Callable[[], T]) -> T:
+        """What steps and rules of this transaction share under `key`, such as nodes that are made once; made on first
+        use."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
 
     def erase(self, node: fx.Node) -> None:
         """Take an unused node out of the computation; it leaves the graph at commit.
@@ -315,7 +358,7 @@ class Edit:
         erased = self.erased
         for record in self._journal:
             kind, node = record[0], record[1]
-            if kind in ("erase", "meta", "attach") or node in erased:
+            if kind in ("erase", "meta", "fact", "attach") or node in erased:
                 continue
             for used in node.all_input_nodes:
                 if used in erased or used.graph is not self.graph:
@@ -352,10 +395,18 @@ class Edit:
                     del node.meta[key]
                 else:
                     node.meta[key] = value
+            elif kind == "fact":
+                known, value = before
+                if value is _ABSENT:
+                    del known[node]
+                else:
+                    known[node] = value
             elif kind == "erase":
                 self.erased.discard(node)
                 node._update_args_kwargs(*before)
             else:
+                for known in facts_of(self.graph).values():
+                    known.pop(node, None)
                 self.graph.erase_node(node)
                 _forget_name(self.graph, node)
                 if kind == "attach":

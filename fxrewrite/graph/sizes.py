@@ -32,6 +32,7 @@ __all__ = [
     "is_divided_by",
     "is_read_from_data",
     "is_same_size",
+    "is_there",
     "planned_size",
     "product",
     "require_divisible",
@@ -184,7 +185,7 @@ class SizeNodes:
     @property
     def anchor(self) -> fx.Node:
         """The node in front of which sizes are written: behind those that stand in front, before all others."""
-        while self._front and not _is_there(self._front[-1]):
+        while self._front and not is_there(self._front[-1]):
             self._front.pop()
         if self._front:
             return self._front[-1].next
@@ -208,7 +209,7 @@ class SizeNodes:
         if isinstance(size, int) or size.node.expr.is_Integer:
             return int(size)
         expr = size.node.expr
-        if expr not in self._nodes or not _is_there(self._nodes[expr]):
+        if expr not in self._nodes or not is_there(self._nodes[expr]):
             env = {symbol: fx.Proxy(self._symbol(symbol), self._tracer) for symbol in expr.free_symbols}
             node = sympy_interp(PythonReferenceAnalysis, env, expr).node
             node.meta["val"] = size
@@ -219,13 +220,13 @@ class SizeNodes:
         found = self._symbols[symbol]
         if isinstance(found, fx.Node):
             return found
-        if symbol not in self._nodes or not _is_there(self._nodes[symbol]):
+        if symbol not in self._nodes or not is_there(self._nodes[symbol]):
             read = self._tracer.create_node("call_function", torch.ops.aten.sym_size.int, found, {})
             self._nodes[symbol] = read
         return self._nodes[symbol]
 
 
-def _is_there(node: fx.Node) -> bool:
+def is_there(node: fx.Node) -> bool:
     """Whether a node that was written is still in its graph: what a transaction takes back, or erases, is not."""
     return node.next.prev is node and bool(node.args)
 

@@ -24,6 +24,7 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
+from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.source import source_line
 
 __all__ = ["GraphWriter", "graph_text"]
@@ -51,16 +52,16 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 def graph_text(
     gm: fx.GraphModule,
     *,
-    layouts: bool = True,
+    facts: bool = True,
     source: bool = False,
     rules: bool = False,
     axis_names: Mapping[str, str] | None = None,
 ) -> str:
-    """The graph, one value a line; beside it, as asked, `meta["layout"]`, the source line, the rules that made it.
+    """The graph, one value a line; beside it, as asked, facts, the source line, the rules that made it.
 
     `axis_names` maps process-group names to mesh axes where `meta["axis"]` does not name the axis.
     """
-    writer = GraphWriter(gm, layouts=layouts, source=source, rules=rules, axis_names=axis_names)
+    writer = GraphWriter(gm, facts=facts, source=source, rules=rules, axis_names=axis_names)
     return "\n".join(line for _, line in writer.lines())
 
 
@@ -71,12 +72,12 @@ class GraphWriter:
         self,
         gm: fx.GraphModule,
         *,
-        layouts: bool = True,
+        facts: bool = True,
         source: bool = False,
         rules: bool = False,
         axis_names: Mapping[str, str] | None = None,
     ) -> None:
-        self._layouts, self._source, self._rules = layouts, source, rules
+        self._facts, self._source, self._rules = facts, source, rules
         self._axis_names = axis_names or {}
         self._groups: dict[str, str] = {}
         self._names: dict[fx.Node, str] = {}
@@ -100,12 +101,16 @@ class GraphWriter:
         kind = "" if value is None else f": {self._type(value)}"
         text = self._call(gm, node) if node.op == "output" else f"{self._names[node]}{kind} = {self._call(gm, node)}"
         comments = [
-            self._literal(node.meta["layout"]) if self._layouts and "layout" in node.meta else "",
+            self._facts_of(node) if self._facts else "",
             source_line(node) if self._source else "",
             ", ".join(node.meta.get("fxrewrite", ())) if self._rules else "",
         ]
         comment = "; ".join(filter(None, comments))
         return f"{text}  # {comment}" if comment else text
+
+    def _facts_of(self, node: fx.Node) -> str:
+        known = [values[node] for fact, values in facts_of(node.graph).items() if fact.shown and node in values]
+        return ", ".join(self._literal(value) for value in known)
 
     def _name_values(self, gm: fx.GraphModule) -> None:
         taken: set[str] = set()

@@ -13,24 +13,27 @@ from fxrewrite.graph.sizes import (
     size_hint,
 )
 from fxrewrite.spmd.agree import agree
-from fxrewrite.spmd.context import SpmdContext, size_proxy
+from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.deferred import DeferredGather, deferred_gather
 from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
+from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape, layout_of
 from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 from fxrewrite.spmd.gradients import scale_gradients, sum_gradients
 from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, fix_rank, global_ranks
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
-from fxrewrite.spmd.localize import LocalizeShapes, global_shape
+from fxrewrite.spmd.localize import LocalizeShapes
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
-from fxrewrite.spmd.padding import EntryNodes
-from fxrewrite.spmd.propagate import PropagateLayouts, layout_of, redistribute, without_padding
+from fxrewrite.spmd.propagate import PropagateLayouts, redistribute, without_padding
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
+from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_nodes, size_proxy
 from fxrewrite.spmd.table import layout_table, with_table
 from fxrewrite.spmd.trial import LayoutTrial, free_dims, try_layout, try_layouts
 
 __all__ = [
     "COLLECTIVES",
+    "GLOBAL_SHAPE",
+    "PLACEMENT",
     "Axis",
     "BackgroundComparison",
     "Call",
@@ -63,6 +66,7 @@ __all__ = [
     "deferred_gather",
     "discover",
     "divide_exactly",
+    "entry_nodes",
     "fingerprint",
     "fix_rank",
     "free_dims",
@@ -81,10 +85,12 @@ __all__ = [
     "parse",
     "parse_call",
     "product",
+    "rank_node",
     "redistribute",
     "require_divisible",
     "scale_gradients",
     "size_hint",
+    "size_nodes",
     "size_proxy",
     "sum_gradients",
     "try_layout",

@@ -26,7 +26,9 @@ from fxrewrite.ops import is_random, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.decision import Decision, operands_of, replicated
+from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
+from fxrewrite.spmd.shared_nodes import size_nodes
 from fxrewrite.spmd.true_gradients import give_true_gradients
 
 __all__ = ["CustomFunctions", "Propagate", "stays_a_sum"]
@@ -53,9 +55,9 @@ class _Body:
                 wants = zip(operands_of(user), self.decisions[user].wants, strict=True)
                 yield from (want for found, want in wants if found is operand)
 
-    def why_not(self, context: SpmdContext) -> str:
+    def why_not(self) -> str:
         """Why the body cannot run so without communication, or ''."""
-        sizes = context.size_nodes(self.edit)
+        sizes = size_nodes(self.edit)
         for node in self.edit.nodes():
             decision = self.decisions[node]
             if decision.gathered:
@@ -75,7 +77,7 @@ class _Body:
             gives = self.decisions[node].gives
             if gives:
                 is_many = isinstance(value(node), (list, tuple))
-                self.edit.set_meta(node, "layout", gives if is_many else gives[0])
+                self.edit.set_fact(node, PLACEMENT, gives if is_many else gives[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +107,14 @@ class _OnChunks:
             if given is operand and isinstance(layout := self.backward.lies(gradient), Shard):
                 yield layout
 
-    def why_not(self, context: SpmdContext) -> str:
+    def why_not(self) -> str:
         """Why the function cannot run so, or ''."""
         function = self.function
-        if why := self.forward.why_not(context):
+        if why := self.forward.why_not():
             return f"in its forward, {why}"
         if any(self.forward.lies(given) == Partial() for given in (*function.results, *function.saved)):
             return "its forward gives a sum over the ranks"
-        if why := self.backward.why_not(context):
+        if why := self.backward.why_not():
             return f"in its backward, {why}"
         if self._sums_padding():
             return "its backward sums up padding, and is not linear in the gradients"
@@ -150,7 +152,7 @@ class CustomFunctions:
         why = "its bodies draw random numbers" if is_random(node) else ""
         try:
             found = None if why else self._settle(function, layouts)
-            why = why if found is None else found.why_not(self._context)
+            why = why if found is None else found.why_not()
         except RefusedError as error:
             if self._context.strict:
                 raise

@@ -1,12 +1,11 @@
 """From global shapes to local ones: after it, every value's `val` is what one rank holds.
 
-A sharded value keeps the shape that it had before as `meta["global_shape"]`; arguments that state a result's shape
+Of a sharded value the shape that it had before is known (`global_shape`); arguments that state a result's shape
 (view, reshape, expand) state the local one, and those that count runs of a dimension (groups) count the local ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,15 +19,12 @@ from fxrewrite.graph.sizes import Size, SizeNodes, divide_exactly, is_same_size,
 from fxrewrite.ops import bind, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape
 from fxrewrite.spmd.layout import Partial, Shard, local_shape, num_entries
 from fxrewrite.spmd.rule import LayoutRules, tensor_of
+from fxrewrite.spmd.shared_nodes import size_nodes
 
-__all__ = ["LocalizeShapes", "global_shape"]
-
-
-def global_shape(node: fx.Node) -> Sequence[Size]:
-    """The shape of the whole value of which `node` holds a part."""
-    return node.meta.get("global_shape") or node.meta["val"].shape
+__all__ = ["LocalizeShapes"]
 
 
 class LocalizeShapes:
@@ -43,7 +39,7 @@ class LocalizeShapes:
         values = _LocalValues(num_ranks)
         changed = 0
         for part, node in ((body, node) for body in edit.parts() for node in body.nodes()):
-            layouts = node.meta.get("layout")
+            layouts = PLACEMENT.of(node)
             if layouts is None:
                 continue
             value = node.meta.get("val")
@@ -53,10 +49,10 @@ class LocalizeShapes:
             elif isinstance(layouts, Partial):
                 self._refuse_unwritten(node)
             elif isinstance(layouts, Shard):
-                changed += self._localize_shape_arg(part, node, layouts, context.size_nodes(part), num_ranks)
-                changed += self._localize_run_args(part, node, layouts, context.size_nodes(part), num_ranks)
+                changed += self._localize_shape_arg(part, node, layouts, size_nodes(part), num_ranks)
+                changed += self._localize_run_args(part, node, layouts, size_nodes(part), num_ranks)
                 whole = tensor_of(node)
-                part.set_meta(node, "global_shape", tuple(whole.shape))
+                part.set_fact(node, GLOBAL_SHAPE, tuple(whole.shape))
                 part.set_meta(node, "val", values.of(whole, layouts))
         return changed
 

@@ -40,12 +40,13 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.bodies import CustomFunctions, stays_a_sum
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, num_entries
 from fxrewrite.spmd.notation import IndexMap, IndexPart
 from fxrewrite.spmd.relocate import PRODUCTS, relocate
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, tensor_of
 
-__all__ = ["PropagateLayouts", "layout_of", "redistribute", "without_padding"]
+__all__ = ["PropagateLayouts", "redistribute", "without_padding"]
 
 R = Replicated()
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
@@ -65,12 +66,6 @@ def without_padding(x: torch.Tensor, layout: Shard, axis: Axis, fill: float) -> 
 
 declare_pure(redistribute)
 declare_pure(without_padding)
-
-
-def layout_of(node: fx.Node) -> Layout:
-    """How the value that `node` computes lies, after propagation; replicated before."""
-    layout = node.meta.get("layout", R)
-    return R if isinstance(layout, tuple) else layout
 
 
 class PropagateLayouts:
@@ -448,7 +443,7 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
         decision = decisions[node]
         if decision.gives:
             several = isinstance(node.meta.get("val"), (list, tuple))
-            edit.set_meta(node, "layout", decision.gives if several else decision.gives[0])
+            edit.set_fact(node, PLACEMENT, decision.gives if several else decision.gives[0])
         if node.target is redistribute:
             changes += _settle(edit, node, decisions)
         if not decision.wants or node.target is redistribute:
@@ -466,7 +461,7 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
                     like = node if node.op != "output" else operand
                     moved = (origin, have, want, axis)
                     made[at] = edit.call(redistribute, moved, before=node, like=like, rule=name, val=tensor_of(operand))
-                    edit.set_meta(made[at], "layout", want)
+                    edit.set_fact(made[at], PLACEMENT, want)
                     changes += 1
                 value = made[at]
             neutral = decision.neutral
@@ -477,7 +472,7 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
                     made[masked] = edit.call(
                         without_padding, cleared, before=node, like=node, rule=name, val=tensor_of(operand)
                     )
-                    edit.set_meta(made[masked], "layout", want)
+                    edit.set_fact(made[masked], PLACEMENT, want)
                     changes += 1
                 value = made[masked]
             swap.setdefault(operand, []).append(value)

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from fxrewrite.graph.custom_backward import CustomFunction
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear
+from fxrewrite.spmd.facts import PLACEMENT, layout_of
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.layout import Axis, Replicated, Shard
 
@@ -36,7 +37,7 @@ def give_true_gradients(edit: Edit, function: CustomFunction, axis: Axis) -> boo
         return False
     for gradient in incoming:
         users = list(gradient.users)
-        if isinstance(gradient.meta.get("layout"), Shard):
+        if isinstance(PLACEMENT.of(gradient), Shard):
             given = gradient
         else:
             sent = edit.call(COLLECTIVES["all_reduce"], (gradient, "sum", axis.group), after=gradient)
@@ -54,7 +55,7 @@ def _multiply_outgoing(edit: Edit, axis: Axis) -> None:
 
     def multiplied(node: fx.Node) -> fx.Node:
         if node not in made:
-            is_whole = node.meta.get("layout", Replicated()) == Replicated()
+            is_whole = layout_of(node) == Replicated()
             product = node if is_whole else edit.call(aten.mul.Tensor, (node, axis.size), before=output)
             made[node] = node if is_whole else _like(edit, product, node)
         return made[node]
@@ -64,6 +65,7 @@ def _multiply_outgoing(edit: Edit, axis: Axis) -> None:
 
 def _like(edit: Edit, node: fx.Node, other: fx.Node) -> fx.Node:
     """The node, which lies as the other one does."""
-    if "layout" in other.meta:
-        edit.set_meta(node, "layout", other.meta["layout"])
+    placement = PLACEMENT.of(other)
+    if placement is not None:
+        edit.set_fact(node, PLACEMENT, placement)
     return node

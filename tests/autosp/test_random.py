@@ -18,12 +18,13 @@ from autosp_rules.transform import transform
 from fxrewrite import RefusedError, RuleSet
 from fxrewrite.backends import rewriting_backend
 from fxrewrite.ops import is_random, key, may_be_random
-from fxrewrite.spmd import Shard, SpmdContext, axis_of
+from fxrewrite.spmd import PLACEMENT, Shard, SpmdContext, axis_of
 from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
 from rules.layouts import LAYOUTS
 from rules.random import DRAW_WHOLE, DrawByRank, by_rank, draw_dropout_whole
 from tests.autosp.models import batch, build, with_dropout
 from tests.autosp.one_device import assert_equal_to_one_device, captured
+from tests.known import Known
 from tests.zoo.others import NanoGPT, inputs_of
 
 GLOBAL = AutoSPConfig(rng="global")
@@ -273,10 +274,8 @@ class Checkpointed(nn.Module):
 
 def _sharded(gm: fx.GraphModule, context: Any) -> Any:
     """As propagation would leave a model whose activations are sharded."""
-    for node in gm.graph.nodes:
-        if is_random(node):
-            node.meta["layout"] = Shard(1)
-    return RuleSet("draws", DrawByRank()).apply(gm, context)
+    known = Known(PLACEMENT, {node: Shard(1) for node in gm.graph.nodes if is_random(node)})
+    return RuleSet("draws", known, DrawByRank()).apply(gm, context)
 
 
 @pytest.mark.parametrize("rules", ["whole", "by rank"])

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from fxrewrite.graph.digest import graph_digest
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.text import graph_text
 
 aten = torch.ops.aten
@@ -153,10 +155,12 @@ def test_comments_show_what_is_asked_for() -> None:
     gm = chain(torch.relu)
     (node,) = gm.graph.find_nodes(op="call_function", target=torch.relu)
     trace = 'File "/home/me/model.py", line 41, in forward\n'
-    node.meta.update(layout=Shard(1), stack_trace=trace, fxrewrite=("sp.attention", "sp.loss"))
+    node.meta.update(stack_trace=trace, fxrewrite=("sp.attention", "sp.loss"))
+    with Edit(gm) as edit:
+        edit.set_fact(node, Fact("placement", shown=True), Shard(1))
     line = "%0 = torch.relu(%x)"
     assert graph_text(gm).splitlines()[1] == f"{line}  # S(1)"
-    assert graph_text(gm, layouts=False).splitlines()[1] == line
+    assert graph_text(gm, facts=False).splitlines()[1] == line
     shown = graph_text(gm, source=True, rules=True).splitlines()[1]
     assert shown == f"{line}  # S(1); model.py:41; sp.attention, sp.loss"
 

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fxrewrite import RuleSet
 from fxrewrite.spmd import (
     COLLECTIVES,
+    GLOBAL_SHAPE,
     Axis,
     Layout,
     Replicated,
@@ -25,6 +26,7 @@ from fxrewrite.spmd import (
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from rules.bundles import BUNDLE_RULES, bundle
 from rules.collectives import COLLECTIVE_RULES
+from tests.known import Known
 
 Move = tuple[tuple[int, ...], Layout, Layout]
 HEADS = [((2, 12, 12, 3), Shard(2), Shard(1)), ((2, 12, 24, 5), Shard(2), Shard(1))]
@@ -42,11 +44,13 @@ def _program(moves: list[Move], axis: Axis, *, together: bool) -> fx.GraphModule
     rank = graph.call_function(axis_rank, (axis.group,))
     rank.meta["val"] = 0
     parts: list[fx.Node] = []
+    shapes = dict[fx.Node, tuple[int, ...]]()
     for node, (shape, src, _) in zip(inputs, moves, strict=True):
         local = local_shape(shape, src, axis.size)
         node.meta["val"] = mode.from_tensor(torch.empty(axis.size, *local, dtype=torch.float64))
         parts.append(graph.call_function(torch.ops.aten.select.int, (node, 0, rank)))
-        parts[-1].meta.update(val=mode.from_tensor(torch.empty(local, dtype=torch.float64)), global_shape=shape)
+        parts[-1].meta["val"] = mode.from_tensor(torch.empty(local, dtype=torch.float64))
+        shapes[parts[-1]] = shape
     values = parts
     if together:
         made = graph.call_function(bundle, (parts,))
@@ -54,14 +58,17 @@ def _program(moves: list[Move], axis: Axis, *, together: bool) -> fx.GraphModule
         values = [graph.call_function(getitem, (made, i)) for i in range(len(parts))]
         for value, part in zip(values, parts, strict=True):
             value.meta.update(part.meta)
+            shapes[value] = shapes[part]
     moved: list[fx.Node] = []
     for value, (shape, src, dst) in zip(values, moves, strict=True):
         moved.append(graph.call_function(redistribute, (value, src, dst, axis)))
         local = torch.empty(local_shape(shape, dst, axis.size), dtype=torch.float64)
-        moved[-1].meta.update(val=mode.from_tensor(local), global_shape=shape, layout=dst)
+        moved[-1].meta["val"] = mode.from_tensor(local)
+        shapes[moved[-1]] = shape
     graph.output(tuple(moved))
     gm = fx.GraphModule({}, graph)
-    RuleSet("lower", BUNDLE_RULES, COLLECTIVE_RULES).apply(gm, context=SpmdContext(axis))
+    known = Known(GLOBAL_SHAPE, shapes)
+    RuleSet("lower", known, BUNDLE_RULES, COLLECTIVE_RULES).apply(gm, context=SpmdContext(axis))
     return gm
 
 

@@ -19,9 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from autosp_rules.slices import SLICE_RULES
 from fxrewrite import RuleSet
 from fxrewrite.ops import key
-from fxrewrite.spmd import Axis, Layout, Partial, Replicated, Shard, SpmdContext, axis_of, axis_rank, redistribute
+from fxrewrite.spmd import (
+    GLOBAL_SHAPE,
+    Axis,
+    Layout,
+    Partial,
+    Replicated,
+    Shard,
+    SpmdContext,
+    axis_of,
+    axis_rank,
+    redistribute,
+)
 from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
 from rules.collectives import COLLECTIVE_RULES
+from tests.known import Known
 
 aten = torch.ops.aten
 SHAPES = {2: [(4,), (4, 3, 8), (8, 4)], 3: [(6,), (3, 12), (6, 2, 9)], 4: [(8,), (16, 3, 8), (4, 2, 4)]}
@@ -79,7 +91,7 @@ class Program:
         self.rank = self.graph.call_function(axis_rank, (axis.group,))
         self.rank.meta["val"] = 0
         self.part, self.weight = (self.call(aten.select.int, node, 0, self.rank) for node in nodes)
-        self.part.meta["global_shape"] = self.shape
+        self.shapes = {self.part: self.shape}
 
     def _input(self, name: str, value: torch.Tensor) -> fx.Node:
         node = self.graph.placeholder(name)
@@ -96,14 +108,15 @@ class Program:
         node = self.graph.call_function(redistribute, (self.part, src, dst, self.axis))
         with self.mode:
             local = part(torch.empty(self.shape, dtype=self.part.meta["val"].dtype), dst, 0, self.axis.size)
-        node.meta.update(val=local, global_shape=self.shape, layout=dst)
+        node.meta["val"] = local
+        self.shapes[node] = self.shape
         return node
 
     def lowered(self, rules: RuleSet, *outputs: fx.Node) -> tuple[fx.GraphModule, list[str]]:
         """The local program, and the rules that made it."""
         self.graph.output(outputs)
         gm = fx.GraphModule({}, self.graph)
-        report = rules.once().apply(gm, context=SpmdContext(self.axis))
+        report = RuleSet("lower", Known(GLOBAL_SHAPE, self.shapes), rules).apply(gm, context=SpmdContext(self.axis))
         assert not [node for node in gm.graph.nodes if key(node).endswith("redistribute")]
         return gm, [entry.rule for entry in report.rules if entry.rewrites]
 
@@ -163,7 +176,7 @@ def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layo
     whole, weights = _weights(shape, seed=1).requires_grad_(), _weights(shape)
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
         axis = axis_of(mesh, "sp")
-        graph, mode = fx.Graph(), FakeTensorMode()
+        graph, mode, shapes = fx.Graph(), FakeTensorMode(), dict[fx.Node, Sequence[int]]()
         inputs = [graph.placeholder(name) for name in ("x", "weights")]
         for node, value in zip(inputs, (whole, weights), strict=True):
             node.meta["val"] = mode.from_tensor(value)
@@ -172,10 +185,10 @@ def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layo
             if src == dst:
                 return node
             moved = graph.call_function(redistribute, (node, src, dst, axis))
-            of = node.meta.get("global_shape", node.meta["val"].shape)
+            of = shapes[moved] = shapes.get(node, node.meta["val"].shape)
             with mode:
                 local = part(torch.empty(of, dtype=torch.float64), dst, 0, num_ranks)
-            moved.meta.update(val=local, global_shape=of)
+            moved.meta["val"] = local
             return moved
 
         x = move(move(inputs[0], Replicated(), src), src, dst)
@@ -186,7 +199,7 @@ def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layo
             total.meta["val"] = aten.sum.default(product.meta["val"])
         graph.output((move(total, Partial(), Replicated()) if isinstance(dst, Shard) else total,))
         gm = fx.GraphModule({}, graph)
-        COLLECTIVE_RULES.apply(gm, context=SpmdContext(axis))
+        RuleSet("lower", Known(GLOBAL_SHAPE, shapes), COLLECTIVE_RULES).apply(gm, context=SpmdContext(axis))
         return run_on_ranks(gm, [whole, weights], num_ranks, backward=0)
 
 

@@ -1,0 +1,29 @@
+"""What is known of values while a plan works over one axis: their placement, and the shape of the whole value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import fx
+
+from fxrewrite.graph.facts import Fact
+from fxrewrite.graph.sizes import Size
+from fxrewrite.spmd.layout import Layout, Replicated
+
+__all__ = ["GLOBAL_SHAPE", "PLACEMENT", "global_shape", "layout_of"]
+
+PLACEMENT = Fact["Layout | tuple[Layout, ...]"]("placement", "derived", shown=True)
+"""How ranks hold what a node computes; of a node with several results, a tuple."""
+GLOBAL_SHAPE = Fact["tuple[Size, ...]"]("global shape")
+"""The shape of a sharded value on all ranks together, once its `val` is the local one."""
+
+
+def layout_of(node: fx.Node) -> Layout:
+    """How ranks hold the value that `node` computes, after propagation; replicated before."""
+    layout = PLACEMENT.of(node)
+    return layout if layout is not None and not isinstance(layout, tuple) else Replicated()
+
+
+def global_shape(node: fx.Node) -> Sequence[Size]:
+    """The shape of the whole value of which `node` holds a part."""
+    return GLOBAL_SHAPE.of(node) or node.meta["val"].shape

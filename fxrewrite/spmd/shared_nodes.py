@@ -1,0 +1,116 @@
+"""Nodes that a lowered graph has once, before all others: sizes, this rank's position on an axis, entries of chunks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.sizes import Size, SizeNodes, is_there
+from fxrewrite.match import Match
+from fxrewrite.spmd.group import axis_rank
+from fxrewrite.spmd.layout import Axis, Shard, local_shape
+
+__all__ = ["EntryNodes", "entry_nodes", "rank_node", "size_nodes", "size_proxy"]
+
+aten = torch.ops.aten
+
+
+def size_nodes(edit: Edit) -> SizeNodes:
+    """Writes sizes as nodes before all others of the graph, each once; in a body from its integer inputs alone."""
+
+    def make() -> SizeNodes:
+        return SizeNodes(
+            edit.graph,
+            lambda op, args, before: edit.call(op, args, before=before, val=None),
+            of_tensors=not edit.path,  # the tensors that a body is given may be chunks
+        )
+
+    return edit.shared("sizes", make)
+
+
+def size_proxy(match: Match, size: Size) -> Any:
+    """A size as a replacement can use it: the int, or the proxy of the node that computes it from the inputs."""
+    if isinstance(size, int):
+        return size
+    node = size_nodes(match.edit)(size)
+    return match.proxy(node) if isinstance(node, fx.Node) else node
+
+
+def rank_node(edit: Edit, axis: Axis) -> fx.Node:
+    """The node that holds this rank's position on the axis."""
+    made: dict[Axis, fx.Node] = edit.shared("ranks", dict)
+    if axis not in made or not is_there(made[axis]):
+        first = next(node for node in edit.graph.nodes if node.op != "placeholder")
+        # its value is 0 for shape computations only: shapes are equal on all ranks, and so is the graph's text
+        rank = edit.call(axis_rank, (axis.group,), before=first, val=0)
+        edit.set_meta(rank, "axis", axis.name)
+        made[axis] = size_nodes(edit).stand_first(rank)
+    return made[axis]
+
+
+def entry_nodes(edit: Edit, axis: Axis) -> EntryNodes:
+    """Writes nodes over the entries of chunks that are padded."""
+    return edit.shared(("entries", axis), lambda: EntryNodes(edit, axis))
+
+
+class EntryNodes:
+    """Which entries of 0 to S - 1 a rank's chunk holds where P ranks do not divide S.
+
+        S = 5 over 4 ranks      held: [0, 1] [2, 3] [4, 4] [4, 4]      padding: the second of rank 2, both of rank 3
+
+    Padding repeats the last entry, so what a rank computes of it is as finite as what it computes of a real one.
+    """
+
+    def __init__(self, edit: Edit, axis: Axis) -> None:
+        self._edit, self._axis, self._sizes = edit, axis, size_nodes(edit)
+        self._made: dict[tuple[Any, ...], fx.Node] = {}
+
+    def held(self, entries: Size, device: torch.device) -> fx.Node:
+        """The entries in this rank's chunk, `[ceil(S / P)]`; padding is the last one again."""
+        return self._once("held", entries, device, lambda: self._at_most(self._numbers(entries, device), entries))
+
+    def is_padding(self, entries: Size, device: torch.device) -> fx.Node:
+        """What of this rank's chunk is padding, `[ceil(S / P)]` of bool."""
+        numbers = self._numbers(entries, device)
+        return self._once("is_padding", entries, device, lambda: self._call(aten.ge.Scalar, numbers, entries))
+
+    def of_all_chunks(self, entries: Size, device: torch.device) -> fx.Node:
+        """The entries in all chunks, `[P * ceil(S / P)]`; padding is the last one again."""
+        total = self.chunk(entries) * self._axis.size
+        return self._once("of_all_chunks", entries, device, lambda: self._at_most(self._arange(total, device), entries))
+
+    def chunk(self, entries: Size) -> Size:
+        """How many entries a chunk has: ceil(S / P)."""
+        return local_shape([entries], Shard(0, uneven=True), self._axis.size)[0]
+
+    def _numbers(self, entries: Size, device: torch.device) -> fx.Node:
+        """The entries in this rank's chunk, counted on after the last."""
+
+        def make() -> fx.Node:
+            chunk, rank = self.chunk(entries), rank_node(self._edit, self._axis)
+            product = self._edit.call(operator.mul, (rank, self._sizes(chunk)), before=self._sizes.anchor, val=0)
+            first = self._sizes.stand_in_front(product)
+            return self._call(aten.add.Tensor, self._arange(chunk, device), first)
+
+        return self._once("numbers", entries, device, make)
+
+    def _arange(self, size: Size, device: torch.device) -> fx.Node:
+        return self._call(aten.arange.default, size, device=device, pin_memory=False)
+
+    def _at_most(self, numbers: fx.Node, entries: Size) -> fx.Node:
+        return self._call(aten.clamp_max.default, numbers, entries - 1)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        written = tuple(arg if isinstance(arg, fx.Node) else self._sizes(arg) for arg in args)
+        return self._sizes.stand_in_front(self._edit.call(target, written, kwargs, before=self._sizes.anchor))
+
+    def _once(self, what: str, entries: Size, device: torch.device, make: Callable[[], fx.Node]) -> fx.Node:
+        at = (what, entries if isinstance(entries, int) else entries.node.expr, device)
+        if at not in self._made or not is_there(self._made[at]):
+            self._made[at] = make()
+        return self._made[at]
