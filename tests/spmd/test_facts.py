@@ -1,0 +1,65 @@
+"""What is known of nodes: who makes it, who takes it over, how long it lasts."""
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autosp_rules import AutoSPConfig
+from fxrewrite import Edit, InvariantError
+from fxrewrite.graph import Fact
+from tests.autosp.one_device import assert_equal_to_one_device
+
+aten = torch.ops.aten
+CARRIED, DROPPED, DERIVED = Fact[int]("c", "carried"), Fact[int]("d"), Fact[int]("e", "derived")
+
+
+def traced() -> fx.GraphModule:
+    return make_fx(lambda x: x.sin().cos(), tracing_mode="fake")(torch.ones(2))
+
+
+def test_a_new_node_knows_by_the_kind_of_the_fact() -> None:
+    gm = traced()
+    _, sin, *_ = gm.graph.nodes
+    with Edit(gm) as edit:
+        for fact in (CARRIED, DROPPED, DERIVED):
+            edit.set_fact(sin, fact, 1)
+        edit.derive(DERIVED, lambda edit, node: len(node.args))
+        made = edit.call(aten.add.Tensor, (sin, 1), after=sin, like=sin)
+        assert (CARRIED.of(made), DROPPED.of(made), DERIVED.of(made)) == (1, None, 2)
+        edit.forget(DERIVED)
+        assert DERIVED.of(sin) is None
+        assert DERIVED.of(edit.call(aten.neg.default, (made,), after=made)) is None
+    assert CARRIED.of(made) == 1, "what was found stays readable"
+    with Edit(gm):
+        assert CARRIED.of(made) is None, "the next transaction starts without facts"
+
+
+def test_undoing_takes_facts_back() -> None:
+    gm = traced()
+    _, sin, cos, _ = gm.graph.nodes
+    with Edit(gm) as edit:
+        edit.set_fact(sin, DROPPED, 1)
+        with pytest.raises(InvariantError), edit.savepoint():
+            edit.set_fact(sin, DROPPED, 2)
+            edit.set_fact(cos, DROPPED, 3)
+            made = edit.call(aten.neg.default, (cos,), after=cos)
+            edit.set_fact(made, DROPPED, 4)
+            raise InvariantError("undone")
+        assert (DROPPED.of(sin), DROPPED.of(cos), DROPPED.of(made)) == (1, None, None)
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, inputs_embeds: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.up(inputs_embeds))).square().mean()
+
+
+def test_a_start_that_is_replaced_is_still_one() -> None:
+    """The MLP that is computed in tiles is the first to read the sequence."""
+    model, inputs = FeedForward().double(), {"inputs_embeds": torch.randn(2, 16, 8, dtype=torch.float64)}
+    report = assert_equal_to_one_device(model, inputs, ranks=(2,), config=AutoSPConfig(mlp_tile=64))
+    assert report.tokens_per_rank == 16
