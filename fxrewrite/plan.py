@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
@@ -122,6 +123,10 @@ class RuleSet:
             raise RuleDefinitionError(f"fixpoint(limit={limit!r}): a number of rounds, at least one")
         return Plan((_Stage(self, limit, Strategy(order, overlap)),))
 
+    def on(self, axis: str) -> Plan:
+        """`self.once().on(axis)`."""
+        return self.once().on(axis)
+
     def __rshift__(self, other: RuleSet | Rule | Plan) -> Plan:
         """The plan that runs this set once, and then the other."""
         return self.once() >> other
@@ -218,8 +223,11 @@ class _Stage:
     rules: RuleSet
     limit: int | None
     strategy: Strategy
+    axis: str = ""
 
     def run(self, edit: Edit, context: Any, report: Report) -> None:
+        if self.axis:
+            context = self._on_axis(edit, context)
         if self.limit is None:
             self._once(edit, context, report)
             return
@@ -238,12 +246,25 @@ class _Stage:
             f"{', '.join(fired)}: two rules undo each other, or limit= is too small"
         )
 
+    def _on_axis(self, edit: Edit, context: Any) -> Any:
+        """The axis's context; what was known of the graph over another axis says nothing of this one."""
+        if not isinstance(context, Mapping) or self.axis not in context:
+            has = f"axes {', '.join(map(str, context))}" if isinstance(context, Mapping) else repr(context)
+            raise FxRewriteError(
+                f"set {self.rules.name} runs on axis {self.axis!r}; pass a mapping from axes to contexts, such as "
+                f"context=fxrewrite.spmd.contexts(mesh), not {has}"
+            )
+        for part in edit.parts():
+            part.forget()
+        return context[self.axis]
+
     def _once(self, edit: Edit, context: Any, report: Report) -> int:
         return self.rules._run(edit, context, report, self.rules.atomic, self.strategy)  # pyright: ignore[reportPrivateUsage]
 
     def __str__(self) -> str:
         how = "once" if self.limit is None else f"fixpoint(limit={self.limit})"
-        return f"{how}, {self.strategy}" if str(self.strategy) else how
+        where = f" on {self.axis}" if self.axis else ""
+        return f"{how}{where}, {self.strategy}" if str(self.strategy) else f"{how}{where}"
 
 
 class Plan:
@@ -263,6 +284,22 @@ class Plan:
         then = other.once() if isinstance(other, RuleSet) else other
         plan = Plan(self.stages + then.stages)
         plan.expectations = {**self.expectations, **then.expectations}
+        return plan
+
+    def on(self, axis: str) -> Plan:
+        """The plan over one axis of a mesh: `apply` is then given a mapping, and its members get `context[axis]`.
+
+        Plans over several axes run one after the other, `a.on("dp") >> b.on("sp")`: a graph that is lowered over one
+        axis is a program on one device for the next. See `fxrewrite.spmd.contexts`.
+
+        Raises:
+            RuleDefinitionError: a part of it is on an axis already.
+        """
+        placed = next((stage for stage in self.stages if stage.axis), None)
+        if placed is not None:
+            raise RuleDefinitionError(f"set {placed.rules.name} is on axis {placed.axis!r} already, not on {axis!r}")
+        plan = Plan(tuple(dataclasses.replace(stage, axis=axis) for stage in self.stages))
+        plan.expectations = dict(self.expectations)
         return plan
 
     def rules(self) -> Iterator[Rule]:

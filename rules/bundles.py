@@ -24,8 +24,17 @@ import torch
 from torch import fx
 
 from fxrewrite import Constraint, DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, siblings, where
-from fxrewrite.ops import declare_pure
-from fxrewrite.spmd import Axis, Layout, Replicated, Shard, Size, is_same_size, product, redistribute
+from fxrewrite.spmd import (
+    Axis,
+    Layout,
+    Replicated,
+    Shard,
+    Size,
+    declare_virtual,
+    is_same_size,
+    product,
+    redistribute,
+)
 from rules.collectives import Lowering, moves
 
 __all__ = ["BUNDLE_RULES", "bundle"]
@@ -33,7 +42,7 @@ __all__ = ["BUNDLE_RULES", "bundle"]
 aten = torch.ops.aten
 
 
-@declare_pure
+@declare_virtual(lambda _, placements: tuple(placements))
 def bundle(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """The same values; their redistributions become one collective."""
     return list(values)

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, loose, op, where
 from fxrewrite.ops import bind
-from fxrewrite.spmd import PLACEMENT, Partial, global_shape, layout_of, product, size_proxy
+from fxrewrite.spmd import Partial, global_shape, layout_of, product, size_proxy
 
 __all__ = ["REDUCTIONS", "mean_over_shards"]
 
@@ -43,10 +43,7 @@ def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = aten.sum(x, dims, bool(args.get("keepdim", False)), dtype=wide)
     divided = aten.div(total, size_proxy(match, product(shape[dim] for dim in dims)))
-    mean = divided if wide == dtype else aten.to(divided, dtype)
-    for made in {total, divided, mean}:
-        match.edit.set_fact(made.node, PLACEMENT, Partial())
-    return mean
+    return divided if wide == dtype else aten.to(divided, dtype)
 
 
 REDUCTIONS = RuleSet("mean_over_shards", mean_over_shards)

@@ -31,7 +31,7 @@ from torch.fx.node import map_arg
 
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op
 from fxrewrite.ops import declare_pure, key
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, size_proxy
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, declare_virtual, divide_exactly, size_proxy
 
 __all__ = ["SLOT_LAYOUTS", "WRITE_OUT_SLOTS", "Read", "SlotBody", "positions", "slotwise"]
 
@@ -52,7 +52,7 @@ class SlotBody:
     """How many slots a token has."""
 
 
-@declare_pure
+@declare_virtual()
 def slotwise(body: SlotBody, operands: list[torch.Tensor]) -> torch.Tensor:
     """What the body computes: an entry for each slot, which depends on no other slot."""
     return fx.Interpreter(body.module).run(*operands)

@@ -37,7 +37,7 @@ from autosp_rules.attention.strategy import (
 )
 from autosp_rules.costs import Sends, set_sends
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
-from fxrewrite.ops import declare_pure, key
+from fxrewrite.ops import key
 from fxrewrite.spmd import (
     Axis,
     Call,
@@ -46,6 +46,7 @@ from fxrewrite.spmd import (
     Shard,
     Size,
     SpmdContext,
+    declare_virtual,
     entry_nodes,
     global_shape,
     is_divided_by,
@@ -66,7 +67,7 @@ __all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ri
 aten = torch.ops.aten
 
 
-@declare_pure
+@declare_virtual()
 def attend_over_ring(
     q: torch.Tensor,
     k: torch.Tensor,

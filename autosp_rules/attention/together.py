@@ -18,7 +18,7 @@ from torch import fx
 from autosp_rules.attention.strategy import attentions, redistribution_of
 from fxrewrite import Edit, Report
 from fxrewrite.ops import mutates
-from fxrewrite.spmd import PLACEMENT, Replicated, Shard, SpmdContext, layout_of, redistribute
+from fxrewrite.spmd import Replicated, Shard, SpmdContext, redistribute
 from rules.bundles import bundle
 
 __all__ = ["MoveTogether"]
@@ -49,12 +49,9 @@ class MoveTogether:
         values = [_value(node) for node in moved]
         latest = max(values, key=position.__getitem__)
         made = edit.call(bundle, (values,), after=latest, like=moved[0], rule=self.name, val=[_val(v) for v in values])
-        edit.set_fact(made, PLACEMENT, tuple(layout_of(value) for value in values))
         for index, node in reversed(list(enumerate(moved))):
             item = edit.call(getitem, (made, index), after=made, like=node, rule=self.name, val=_val(values[index]))
-            edit.set_fact(item, PLACEMENT, layout_of(values[index]))
             again = edit.call(redistribute, (item, *node.args[1:]), after=item, like=node, val=_val(node))
-            edit.set_fact(again, PLACEMENT, layout_of(node))
             edit.replace_uses(node, again)
             edit.erase(node)
         return 1

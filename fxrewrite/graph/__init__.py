@@ -7,6 +7,7 @@ from fxrewrite.graph.diff import graph_diff
 from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
+from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.normalize import normalize
 from fxrewrite.graph.sizes import PLANNED_LENGTH, Size, divide_exactly, is_same_size, planned_size, product, size_hint
 from fxrewrite.graph.source import source_line
@@ -27,6 +28,7 @@ __all__ = [
     "graph_diff",
     "graph_digest",
     "graph_text",
+    "input_name",
     "is_same_size",
     "nodes_of",
     "normalize",

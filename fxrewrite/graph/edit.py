@@ -62,8 +62,9 @@ class Edit:
         self.path = path
         self.graph: fx.Graph = gm.graph
         forget_facts(self.graph)
-        self._derived: dict[Fact[Any], Callable[[Edit, fx.Node], Any]] = {}
+        self._derived: dict[Fact[Any], Callable[[fx.Node], Any]] = {}
         self._shared: dict[Any, Any] = {}
+        self._checks: list[Callable[[Edit], None]] = []
         self.erased: set[fx.Node] = set()
         self.fake_mode, self._value_key = _values_of(self.graph)
         self._journal: list[tuple[Any, ...]] = []
@@ -86,6 +87,8 @@ class Edit:
         if error is None:
             try:
                 for part in parts:
+                    for check in part._checks:
+                        check(part)
                     part._check()
             except BaseException:
                 for part in parts:
@@ -216,7 +219,7 @@ class Edit:
                 if fact.kind == "carried" and like in known:
                     known[node] = known[like]
         for fact, derive in self._derived.items():
-            found = derive(self, node)
+            found = derive(node)
             if found is not None:
                 facts.setdefault(fact, {})[node] = found
 
@@ -259,17 +262,26 @@ class Edit:
         self._journal.append(("fact", node, known, known.get(node, _ABSENT)))
         known[node] = value
 
-    def derive(self, fact: Fact[T], how: Callable[[Edit, fx.Node], T | None]) -> None:
-        """From now on, in this graph, every node that is made gets the fact that `how(edit, node)` gives, unless None.
+    def derive(self, fact: Fact[T], how: Callable[[fx.Node], T | None]) -> None:
+        """From now on, in this graph, every node that is made gets the fact that `how(node)` gives, unless None.
 
         The node has its arguments and its fake value. What `how` raises undoes the rewrite that made the node.
         """
         self._derived[fact] = how
 
-    def forget(self, fact: Fact[Any]) -> None:
-        """Afterwards no fact of this kind is known or derived in this graph; undoing does not bring it back."""
+    def underive(self, fact: Fact[Any]) -> None:
+        """From now on the fact is not derived any more; nodes that are made know nothing of it."""
         self._derived.pop(fact, None)
-        facts_of(self.graph).pop(fact, None)
+
+    def before_commit(self, check: Callable[[Edit], None]) -> None:
+        """When the transaction ends, `check(edit)` runs first; what it raises undoes everything. A check runs once."""
+        if check not in self._checks:
+            self._checks.append(check)
+
+    def forget(self) -> None:
+        """Afterwards nothing is known of this graph, nor derived; undoing does not bring it back."""
+        self._derived.clear()
+        forget_facts(self.graph)
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
         """What steps and rules of this transaction share under `key`, such as nodes that are made once; made on first

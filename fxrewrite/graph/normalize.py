@@ -23,17 +23,20 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph.autocast import ENTER, EXIT, Casting, Regions, casts, drop_regions, shield
+from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.custom_backward import APPLY, NormalBodies
 from fxrewrite.graph.functionalize import Functional, functional_writes
 from fxrewrite.graph.sizes import hoist_sizes
 from fxrewrite.graph.source import source_line
 from fxrewrite.graph.vmap import without_vmap
-from fxrewrite.ops import is_parameter
+from fxrewrite.ops import is_parameter, is_per_rank
 
 __all__ = ["normalize"]
 
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+_NORMAL = "fxrewrite_normal"
+"""In the metadata of a module that is normal, and stays so whatever rules write: they write ATen."""
 _checkpoint_ids = itertools.count(1)
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -56,10 +59,18 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
 
     Placeholders must carry fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; sizes that they
     hold as symbols stay symbols of the same ShapeEnv. A graph that is compiled under torch.autocast is normalized under
-    it, too. Raises RefusedError on a higher-order op that is neither a plain activation checkpoint nor a custom
-    autograd function, naming it and its source line.
+    it, too. A graph that this function made, rewritten or not, is normal already and is copied: tracing a lowered
+    graph again would compute this rank's number in advance.
+
+    Raises:
+        RefusedError: the graph has a higher-order op that is neither a plain activation checkpoint nor a custom
+            autograd function, or it is lowered over a mesh axis and was traced by others since.
     """
-    return _normalized(gm)
+    if gm.meta.get(_NORMAL):
+        return copy_module(gm)
+    normal = _normalized(gm)
+    normal.meta[_NORMAL] = True
+    return normal
 
 
 def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
@@ -133,6 +144,12 @@ class _Inliner(fx.Interpreter):
                 )
             named = {key: value for key, value in kwargs.items() if key not in _CHECKPOINT_OPTIONS}
             return self._inlined(_tagged(body), *operands, *named.values())
+        if is_per_rank(target):
+            refuse(
+                "the graph is lowered over a mesh axis already",
+                node=self.current,
+                hint="state all axes in one plan, a.on('dp') >> b.on('sp'), or lower the graph that was normalized",
+            )
         if target in _WRAPPERS:
             return self._unwrapped(target, *args, **kwargs)
         if target is ENTER:

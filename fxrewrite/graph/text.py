@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from fxrewrite.graph.facts import facts_of
+from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.source import source_line
 
 __all__ = ["GraphWriter", "graph_text"]
@@ -44,7 +45,6 @@ _DTYPES = {
     torch.bool: "b8",
 }
 _END = 2**63 - 1  # how ATen writes "to the end" in a slice
-_CONTAINER = re.compile(r"_(?:modules|parameters|buffers)_")
 _SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -56,12 +56,14 @@ def graph_text(
     source: bool = False,
     rules: bool = False,
     axis_names: Mapping[str, str] | None = None,
+    without: Collection[fx.Node] = (),
 ) -> str:
     """The graph, one value a line; beside it, as asked, facts, the source line, the rules that made it.
 
-    `axis_names` maps process-group names to mesh axes where `meta["axis"]` does not name the axis.
+    `axis_names` maps process-group names to mesh axes where `meta["axis"]` does not name the axis. Nodes of `without`
+    are not written, such as those that a transaction under way is going to erase.
     """
-    writer = GraphWriter(gm, facts=facts, source=source, rules=rules, axis_names=axis_names)
+    writer = GraphWriter(gm, facts=facts, source=source, rules=rules, axis_names=axis_names, without=without)
     return "\n".join(line for _, line in writer.lines())
 
 
@@ -76,12 +78,14 @@ class GraphWriter:
         source: bool = False,
         rules: bool = False,
         axis_names: Mapping[str, str] | None = None,
+        without: Collection[fx.Node] = (),
     ) -> None:
         self._facts, self._source, self._rules = facts, source, rules
         self._axis_names = axis_names or {}
         self._groups: dict[str, str] = {}
         self._names: dict[fx.Node, str] = {}
         self._symbols: dict[str, str] = {}
+        self._without = without
         self._graphs = [gm]
         self._num_values = 0
         for graph in self._graphs:  # grows: naming a graph finds its bodies
@@ -93,7 +97,7 @@ class GraphWriter:
             if index:
                 yield None, f"@{index - 1}:"
             for node in gm.graph.nodes:
-                if not self._is_body(gm, node):
+                if not self._is_body(gm, node) and node not in self._without:
                     yield node, ("  " if index else "") + self.line(gm, node)
 
     def line(self, gm: fx.GraphModule, node: fx.Node) -> str:
@@ -124,7 +128,7 @@ class GraphWriter:
                 name = self._input_name(node)
                 self._names[node] = f"%{node.name if name in taken else name}"
                 taken.add(name)
-            elif node.op != "output":
+            elif node.op != "output" and node not in self._without:
                 self._names[node] = f"%{self._num_values}"
                 self._num_values += 1
 
@@ -132,10 +136,7 @@ class GraphWriter:
         value = node.meta.get("val", node.meta.get("example_value"))
         if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
             return self._size(value)
-        if not node.name.startswith("l_"):
-            return node.name
-        owner, *path = _CONTAINER.split(node.name.removeprefix("l_").rstrip("_"))
-        return ".".join(path) or owner
+        return input_name(node)
 
     @staticmethod
     def _is_body(gm: fx.GraphModule, node: fx.Node) -> bool:

@@ -13,11 +13,13 @@ from fxrewrite.ops.binding import (
 )
 from fxrewrite.ops.communicating import bodies_of_communicating, communicates, differentiates, differentiating
 from fxrewrite.ops.effects import (
+    declare_per_rank,
     declare_pure,
     exchangeable,
     is_barrier,
     is_commutative,
     is_maybe_view,
+    is_per_rank,
     is_pure,
     is_random,
     is_view,
@@ -44,6 +46,7 @@ __all__ = [
     "bodies_of_communicating",
     "call_key",
     "communicates",
+    "declare_per_rank",
     "declare_pure",
     "differentiates",
     "differentiating",
@@ -54,6 +57,7 @@ __all__ = [
     "is_commutative",
     "is_maybe_view",
     "is_parameter",
+    "is_per_rank",
     "is_pure",
     "is_random",
     "is_scalar",

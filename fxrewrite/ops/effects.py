@@ -19,11 +19,13 @@ from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
 
 __all__ = [
+    "declare_per_rank",
     "declare_pure",
     "exchangeable",
     "is_barrier",
     "is_commutative",
     "is_maybe_view",
+    "is_per_rank",
     "is_pure",
     "is_random",
     "is_view",
@@ -131,6 +133,9 @@ _MODE_SWITCHES = frozenset(
 )
 
 
+_PER_RANK: set[Any] = set()
+
+
 def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
     """State that a Python callable used as a node target has no effects and returns fresh memory; returns it.
 
@@ -139,6 +144,17 @@ def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
     _PURE.add(target)
     _EFFECTS.forget(target)
     return target
+
+
+def declare_per_rank(target: Callable[..., Any]) -> Callable[..., Any]:
+    """State that a callable has no effects and gives each rank another value, so nobody may compute it in advance."""
+    _PER_RANK.add(target)
+    return declare_pure(target)
+
+
+def is_per_rank(target: object) -> bool:
+    """Whether the callable gives each rank another value."""
+    return target in _PER_RANK
 
 
 def exchangeable(operator_key: str) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ from fxrewrite.graph.sizes import (
     size_hint,
 )
 from fxrewrite.spmd.agree import agree
-from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.context import SpmdContext, contexts
 from fxrewrite.spmd.deferred import DeferredGather, deferred_gather
 from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape, layout_of
@@ -23,12 +23,15 @@ from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, fix_rank, glob
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
 from fxrewrite.spmd.localize import LocalizeShapes
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
-from fxrewrite.spmd.propagate import PropagateLayouts, redistribute, without_padding
+from fxrewrite.spmd.place import Place, inputs, module_input, module_output, outputs, param
+from fxrewrite.spmd.propagate import PropagateLayouts
+from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_nodes, size_proxy
 from fxrewrite.spmd.table import layout_table, with_table
 from fxrewrite.spmd.trial import LayoutTrial, free_dims, try_layout, try_layouts
+from fxrewrite.spmd.virtual import declare_virtual
 
 __all__ = [
     "COLLECTIVES",
@@ -50,6 +53,7 @@ __all__ = [
     "LocalizeShapes",
     "Neutral",
     "Partial",
+    "Place",
     "PropagateLayouts",
     "Replicated",
     "SampleError",
@@ -63,6 +67,8 @@ __all__ = [
     "axis_of",
     "axis_rank",
     "compare",
+    "contexts",
+    "declare_virtual",
     "deferred_gather",
     "discover",
     "divide_exactly",
@@ -72,6 +78,7 @@ __all__ = [
     "free_dims",
     "global_ranks",
     "global_shape",
+    "inputs",
     "is_broadcast",
     "is_divided_by",
     "is_read_from_data",
@@ -80,7 +87,11 @@ __all__ = [
     "layout_of",
     "layout_table",
     "local_shape",
+    "module_input",
+    "module_output",
     "num_entries",
+    "outputs",
+    "param",
     "parameter_checksum",
     "parse",
     "parse_call",

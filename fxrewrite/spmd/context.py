@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.layout import Axis, Layout, Replicated
 
-__all__ = ["SpmdContext"]
+__all__ = ["SpmdContext", "contexts"]
 
 
 def _whole(node: fx.Node, layout: Layout) -> Layout:
@@ -41,3 +43,17 @@ class SpmdContext:
                 f"{by} needs to know the mesh axis; pass plan.apply(gm, context=SpmdContext(Axis(name, size))){found}"
             )
         return context
+
+
+def contexts(mesh: DeviceMesh, *, strict: bool = False) -> dict[str, SpmdContext]:
+    """What a plan over several axes is given: the context of each axis of the mesh, by its name.
+
+        plan = TENSOR_PARALLEL.on("tp") >> AUTOSP.on("sp")
+        plan.apply(gm, context=contexts(mesh))
+
+    Raises:
+        FxRewriteError: the mesh's axes have no names.
+    """
+    if not mesh.mesh_dim_names:
+        raise FxRewriteError("the axes of the mesh have no names; pass init_device_mesh(..., mesh_dim_names=(...))")
+    return {name: SpmdContext(axis_of(mesh, name), strict=strict) for name in mesh.mesh_dim_names}

@@ -16,13 +16,23 @@ from torch.distributed.distributed_c10d import _get_default_store, _resolve_proc
 from torch.fx.node import map_arg
 
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.ops import declare_pure
+from fxrewrite.ops import declare_per_rank, declare_pure
 from fxrewrite.spmd.layout import Axis
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
-__all__ = ["COLLECTIVES", "axis_of", "axis_rank", "fix_rank", "global_ranks", "is_fake", "process_group", "store_of"]
+__all__ = [
+    "COLLECTIVES",
+    "axis_of",
+    "axis_rank",
+    "fix_rank",
+    "global_ranks",
+    "is_fake",
+    "positions_of",
+    "process_group",
+    "store_of",
+]
 
 _c10d = torch.ops._c10d_functional
 
@@ -45,7 +55,7 @@ def axis_rank(group_name: str) -> int:
     return dist.get_rank(_resolve_process_group(_name(group_name)))
 
 
-declare_pure(axis_rank)
+declare_per_rank(axis_rank)
 
 
 def fix_rank(gm: fx.GraphModule) -> None:
@@ -61,6 +71,16 @@ def fix_rank(gm: fx.GraphModule) -> None:
             user.kwargs = map_arg(user.kwargs, lambda n, node=node, rank=rank: rank if n is node else n)
         gm.graph.erase_node(node)
     gm.recompile()
+
+
+def positions_of(group_name: str, world_size: int) -> dict[int, int]:
+    """The position of every rank of the world on the axis that the named group is a part of, as in a mesh of rows.
+
+    One process knows only its own group of an axis; the others of that axis have the same distance between neighbours.
+    """
+    ranks = dist.get_process_group_ranks(_resolve_process_group(_name(group_name)))
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    return {rank: rank // step % len(ranks) for rank in range(world_size)}
 
 
 def _name(group: str) -> GroupName:

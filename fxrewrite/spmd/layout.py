@@ -15,6 +15,7 @@ __all__ = [
     "Partial",
     "Replicated",
     "Shard",
+    "check_layout",
     "check_num_ranks",
     "is_same_layout",
     "local_shape",
@@ -87,6 +88,19 @@ class Partial:
 
 
 Layout: TypeAlias = Replicated | Shard | Partial
+
+
+def check_layout(layout: object, shape: Sequence[Size], of: str) -> None:
+    """Raise FxRewriteError where no value of this global shape can be placed so; `of` says what is placed.
+
+    Whether the ranks divide the dimension is not looked at.
+    """
+    if not isinstance(layout, (Replicated, Shard, Partial)):
+        raise FxRewriteError(f"{of}: {layout!r} is no placement; there are Replicated(), Shard(dim) and Partial()")
+    if isinstance(layout, Shard) and not (isinstance(layout.dim, int) and 0 <= layout.dim < len(shape)):
+        raise FxRewriteError(
+            f"{of}: {layout} of a value with {len(shape)} dimensions; a dimension is counted from the front, from 0"
+        )
 
 
 def is_same_layout(a: Layout, b: Layout) -> bool:

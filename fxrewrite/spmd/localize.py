@@ -21,6 +21,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape
 from fxrewrite.spmd.layout import Partial, Shard, local_shape, num_entries
+from fxrewrite.spmd.legal import check_lowered, check_placements
 from fxrewrite.spmd.rule import LayoutRules, tensor_of
 from fxrewrite.spmd.shared_nodes import size_nodes
 
@@ -36,6 +37,9 @@ class LocalizeShapes:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         num_ranks = SpmdContext.required(context, self.name).axis.size
+        edit.underive(PLACEMENT)
+        edit.before_commit(check_lowered)
+        check_placements(edit, self.rules)
         values = _LocalValues(num_ranks)
         changed = 0
         for part, node in ((body, node) for body in edit.parts() for node in body.nodes()):

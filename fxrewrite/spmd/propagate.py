@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
@@ -26,7 +27,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import Size, is_read_from_data, is_same_size, require_divisible, size_hint
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import (
-    declare_pure,
     is_pure,
     is_random,
     is_view,
@@ -41,31 +41,30 @@ from fxrewrite.spmd.bodies import CustomFunctions, stays_a_sum
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, replicated, spread
 from fxrewrite.spmd.facts import PLACEMENT
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, num_entries
+from fxrewrite.spmd.group import COLLECTIVES, axis_rank
+from fxrewrite.spmd.infer import inferred
+from fxrewrite.spmd.layout import (
+    Axis,
+    Layout,
+    Partial,
+    Replicated,
+    Shard,
+    check_layout,
+    is_same_layout,
+    num_entries,
+)
+from fxrewrite.spmd.legal import DECIDED
 from fxrewrite.spmd.notation import IndexMap, IndexPart
+from fxrewrite.spmd.place import HELD, RETURNED
+from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.relocate import PRODUCTS, relocate
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, tensor_of
 
-__all__ = ["PropagateLayouts", "redistribute", "without_padding"]
+__all__ = ["PropagateLayouts"]
 
 R = Replicated()
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 """Operators whose result depends on how their operand lies in memory, not on its values alone."""
-
-
-def redistribute(x: torch.Tensor, src: Layout, dst: Layout, axis: Axis) -> torch.Tensor:
-    """`x`, lying as `dst` from here on where it lay as `src`. The identity on global values; lowering makes it a
-    slice or a collective."""
-    return x
-
-
-def without_padding(x: torch.Tensor, layout: Shard, axis: Axis, fill: float) -> torch.Tensor:
-    """`x`, whose padded entries are `fill` from here on. The identity on global values, which have none."""
-    return x
-
-
-declare_pure(redistribute)
-declare_pure(without_padding)
 
 
 class PropagateLayouts:
@@ -77,6 +76,8 @@ class PropagateLayouts:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
+        _refuse_lowered(edit, context.axis)
+        _check_asked_for(edit)
         _drop_redistributions_in_bodies(edit)
         propagation = _Propagation(edit, self.rules, context)
         decisions = propagation.run()
@@ -96,7 +97,9 @@ class PropagateLayouts:
                 report.lines.append(f"random: %{node.name} {source_line(node)}: {what}")
         report.lines.extend(_whole_products(decisions))
         propagation.functions.write(report)
-        return _write(edit, decisions, context.axis, self.name)
+        changes = _write(edit, decisions, context.axis, self.name)
+        edit.derive(PLACEMENT, lambda node: inferred(node, self.rules))
+        return changes
 
     def text(self) -> str:
         lines = ["layout rules by worklist; a redistribution on every edge whose ends disagree"]
@@ -165,8 +168,8 @@ class _Propagation:
         if node.op == "output":
             return self._output(node)
         if node.op != "call_function" or node in self.erased:
-            lies = (self._given or {}).get(node, R)
-            return Decision((), (lies,), (lies,))
+            held = HELD.of(node) if self._given is None else self._given.get(node)
+            return Decision((), (held or R,), (held or R,))
         if node.target is redistribute:
             dst: Any = node.args[2]
             if isinstance(dst, Shard):
@@ -301,7 +304,13 @@ class _Propagation:
     def _output(self, node: fx.Node) -> Decision:
         operands = operands_of(node)
         layouts = [R if self.decisions[operand].by_size else self._shown(operand) for operand in operands]
-        return Decision(tuple(map(self.context.output_layout, operands, layouts)), (), ())
+        stated = RETURNED.of(node) or {}
+        positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
+        wants = [
+            stated[position] if position in stated else self.context.output_layout(operand, layout)
+            for position, operand, layout in zip(positions, operands, layouts, strict=True)
+        ]
+        return Decision(tuple(wants), (), ())
 
     # backward
 
@@ -375,6 +384,21 @@ def _as_it_lies(node: fx.Node, layout: Layout) -> Layout:
     return layout
 
 
+def _refuse_lowered(edit: Edit, axis: Axis) -> None:
+    """A graph that is lowered over an axis is a program of one of its ranks: there is nothing left to shard on it."""
+    of_ranks = {axis_rank, *COLLECTIVES.values()}
+    for node in edit.nodes():
+        if node.target in of_ranks and node.meta.get("axis") == axis.name and axis.group in node.args:
+            refuse(f"the graph is lowered over axis {axis.name} already", node=node, hint="lower the original graph")
+
+
+def _check_asked_for(edit: Edit) -> None:
+    for node in edit.nodes():
+        if node.target is redistribute:
+            for layout in node.args[1:3]:
+                check_layout(layout, tensor_of(node).shape, f"%{node.name}")
+
+
 def _drop_redistributions_in_bodies(edit: Edit) -> None:
     """What is asked for in a body, by rules that mean the graph, is not to be had there."""
     for part in edit.parts():
@@ -444,6 +468,7 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
         if decision.gives:
             several = isinstance(node.meta.get("val"), (list, tuple))
             edit.set_fact(node, PLACEMENT, decision.gives if several else decision.gives[0])
+        edit.set_fact(node, DECIDED, decision)
         if node.target is redistribute:
             changes += _settle(edit, node, decisions)
         if not decision.wants or node.target is redistribute:

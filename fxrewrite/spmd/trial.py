@@ -18,7 +18,7 @@ from fxrewrite.ops import possible_keys
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.layout import Axis, Layout, Replicated, Shard
 from fxrewrite.spmd.notation import IndexMap
-from fxrewrite.spmd.propagate import redistribute
+from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
 
 __all__ = ["LayoutTrial", "free_dims", "index_map_of", "try_layout", "try_layouts"]

@@ -1,4 +1,4 @@
-"""P ranks in one process: a lowered graph run forward and backward on torch's LocalTensorMode.
+"""The ranks of a mesh in one process: a lowered graph run forward and backward on torch's LocalTensorMode.
 
 The only file that uses `torch.distributed._local_tensor`. Collectives exchange data between the simulated ranks, so
 outputs and gradients are those that P processes would compute.
@@ -6,62 +6,137 @@ outputs and gradients are those that P processes would compute.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode, _for_each_rank_run_func
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import bodies_of_communicating, differentiating, key
-from fxrewrite.spmd.group import axis_rank
-from fxrewrite.spmd.layout import check_num_ranks
+from fxrewrite.spmd.group import axis_rank, positions_of
+from fxrewrite.spmd.layout import Layout, Shard, check_num_ranks
 
 __all__ = ["RankRun", "run_on_ranks"]
 
 
-class RankRun:
-    """What P simulated ranks computed: `outputs[rank]` and, where asked for, `grads[rank]`, one for each input."""
+Placements: TypeAlias = "Mapping[str, Layout]"
+"""How the ranks of a mesh hold one value, by axis; of two axes that shard one dimension the first has the outer
+chunks. Axes that are not named hold it whole."""
 
-    def __init__(self, outputs: list[Any], grads: list[list[torch.Tensor | None]]) -> None:
+
+class RankRun:
+    """What simulated ranks computed.
+
+    Attributes:
+        outputs: by rank, what the graph returned.
+        grads: by rank, a gradient for each input, None where it has none; empty where nothing was differentiated.
+    """
+
+    def __init__(
+        self, outputs: list[Any], grads: list[list[torch.Tensor | None]], cuts: Sequence[_Cut | None] = ()
+    ) -> None:
         self.outputs = outputs
         self.grads = grads
+        self._cuts = cuts
 
-    def mean_grads(self) -> list[torch.Tensor | None]:
-        """Each input's gradient averaged over the ranks, as data parallelism averages it."""
-        return [
-            None if grads[0] is None else torch.stack([g for g in grads if g is not None]).mean(0)
-            for grads in zip(*self.grads, strict=True)
-        ]
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Each input's gradient, as one device has it.
+
+        Every rank differentiates its own copy of the loss. So the gradient of what all ranks hold is the mean over
+        them, as data parallelism computes it; that of a chunk is what came to it, divided by the number of ranks.
+        """
+        found: list[torch.Tensor | None] = []
+        for index, grads in enumerate(zip(*self.grads, strict=True)):
+            present = [grad for grad in grads if grad is not None]
+            cut = self._cuts[index] if self._cuts else None
+            if not present:
+                found.append(None)
+            else:
+                found.append(torch.stack(present).mean(0) if cut is None else cut.joined(present) / len(present))
+        return found
 
 
-def run_on_ranks(gm: fx.GraphModule, inputs: Sequence[Any], num_ranks: int, *, backward: int | None = None) -> RankRun:
-    """Run `gm` on `num_ranks` simulated ranks that all get the same `inputs`.
+def run_on_ranks(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    ranks: int | DeviceMesh,
+    *,
+    placements: Mapping[int, Placements] | None = None,
+    backward: int | None = None,
+) -> RankRun:
+    """Run `gm` on simulated ranks, one process for all.
 
-    `backward` names the position of the output (a scalar) to differentiate; gradients are of every floating-point input
-    that requires them. A process group of `num_ranks` fake ranks must be initialized (`fxrewrite.testing.fake_mesh`).
+    Args:
+        gm: a lowered graph.
+        inputs: whole values, one for each input of the graph.
+        ranks: how many, or a mesh of any number of axes. A process group of as many fake ranks must be initialized
+            (`fxrewrite.testing.fake_mesh`).
+        placements: by position, inputs of which each rank is given its own chunk; every rank is given the others whole.
+        backward: position of the output (a scalar) to differentiate; gradients are of every floating-point input that
+            requires them.
 
     Raises:
-        FxRewriteError: `num_ranks` is no int, or less than 1.
+        FxRewriteError: `ranks` is no number of ranks; a placement is no shard, or its ranks do not divide the input.
     """
-    check_num_ranks(num_ranks)
+    if not isinstance(ranks, DeviceMesh):
+        check_num_ranks(ranks)
+    num_ranks = ranks.size() if isinstance(ranks, DeviceMesh) else ranks
     for operator, body in bodies_of_communicating().items():
         _run_inside(operator, body)
     for operator in differentiating():
         _run_with_autograd(operator)
+    cuts: list[_Cut | None] = [None] * len(inputs)
+    for index, of_axes in (placements or {}).items():
+        if not isinstance(ranks, DeviceMesh):
+            raise FxRewriteError("placements are over the axes of a mesh: pass it in place of the number of ranks")
+        cuts[index] = _Cut(ranks, inputs[index], of_axes)
     with LocalTensorMode(num_ranks):
-        args = [_spread(value, num_ranks) for value in inputs]
+        args = [_spread(value, num_ranks, cut) for value, cut in zip(inputs, cuts, strict=True)]
         flat, spec = pytree.tree_flatten(_RankInterpreter(gm, num_ranks).run(*args))
         if backward is not None and flat[backward].requires_grad:
             flat[backward].backward()
     outputs = [pytree.tree_unflatten([_on_rank(v, rank) for v in flat], spec) for rank in range(num_ranks)]
     grads = [[_on_rank(getattr(a, "grad", None), rank) for a in args] for rank in range(num_ranks)]
-    return RankRun(outputs, grads)
+    return RankRun(outputs, grads, cuts)
+
+
+class _Cut:
+    """How an input is cut for the ranks of a mesh: one slice of every dimension for each rank."""
+
+    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Placements) -> None:
+        self._shape = whole.shape
+        self._slices: list[tuple[slice, ...]] = []
+        names = mesh.mesh_dim_names or ()
+        coordinates = {rank: (mesh.mesh == rank).nonzero()[0].tolist() for rank in range(mesh.size())}
+        for rank in range(mesh.size()):
+            start, size = [0] * whole.dim(), list(whole.shape)
+            for axis, layout in placements.items():
+                if not isinstance(layout, Shard) or axis not in names or layout.uneven or layout.outer != 1:
+                    raise FxRewriteError(f"an input cannot be placed as {axis}: {layout}; Shard(dim) on {names} can")
+                at, num = coordinates[rank][names.index(axis)], mesh.size(names.index(axis))
+                if size[layout.dim] % num:
+                    raise FxRewriteError(f"{layout} over {axis}={num} does not divide an input of {list(whole.shape)}")
+                size[layout.dim] //= num
+                start[layout.dim] += at * size[layout.dim]
+            self._slices.append(tuple(slice(a, a + n) for a, n in zip(start, size, strict=True)))
+
+    def chunk(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        return whole[self._slices[rank]]
+
+    def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of what the ranks have, each where its chunk is."""
+        whole = torch.zeros(self._shape, dtype=chunks[0].dtype, device=chunks[0].device)
+        for chunk, place in zip(chunks, self._slices, strict=True):
+            whole[place] += chunk
+        return whole
 
 
 @cache
@@ -138,11 +213,14 @@ class _RankInterpreter(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, num_ranks: int) -> None:
         super().__init__(gm)
         self._num_ranks = num_ranks
-        self._ranks = torch.SymInt(LocalIntNode({rank: rank for rank in range(num_ranks)}))
+        self._positions: dict[str, torch.SymInt] = {}
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target is axis_rank:
-            return self._ranks
+            (group,) = args
+            if group not in self._positions:
+                self._positions[group] = torch.SymInt(LocalIntNode(positions_of(group, self._num_ranks)))
+            return self._positions[group]
         if key(target) in _RANK_BY_RANK:
             return _run_rank_by_rank(target, args, kwargs)
         return super().call_function(target, args, kwargs)
@@ -151,13 +229,14 @@ class _RankInterpreter(fx.Interpreter):
         return _spread(super().get_attr(target, args, kwargs), self._num_ranks)
 
 
-def _spread(value: Any, num_ranks: int) -> Any:
+def _spread(value: Any, num_ranks: int, cut: _Cut | None = None) -> Any:
     if isinstance(value, torch.SymInt):
         return size_hint(value)  # Dynamo's symbol for a length: the length at hand
     if not isinstance(value, torch.Tensor):
         return value
     whole = value.detach()
-    local = LocalTensor({rank: whole.clone() for rank in range(num_ranks)})
+    chunks = {rank: whole if cut is None else cut.chunk(whole, rank) for rank in range(num_ranks)}
+    local = LocalTensor({rank: chunk.clone() for rank, chunk in chunks.items()})
     return local.requires_grad_(value.requires_grad)
 
 

@@ -1,7 +1,19 @@
 """Layout rules of the ATen operators: which of their dimensions are independent, one family per file."""
 
 from fxrewrite.spmd import LayoutRules
-from rules.layouts import attention, convolutions, cuts, indexing, linear, losses, norms, pointwise, reductions, shapes
+from rules.layouts import (
+    attention,
+    collectives,
+    convolutions,
+    cuts,
+    indexing,
+    linear,
+    losses,
+    norms,
+    pointwise,
+    reductions,
+    shapes,
+)
 
 __all__ = ["LAYOUTS"]
 
@@ -17,5 +29,6 @@ LAYOUTS = LayoutRules(
         *attention.LAYOUTS,
         *convolutions.LAYOUTS,
         *losses.LAYOUTS,
+        *collectives.LAYOUTS,
     )
 )

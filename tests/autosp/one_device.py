@@ -62,7 +62,7 @@ def assert_equal_to_one_device(
         for outputs in run.outputs:
             torch.testing.assert_close(outputs[0], loss.detach(), rtol=loss_tolerance, atol=0)
         compared = 0
-        for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
+        for value, grad in zip(example_inputs, run.gradients(), strict=True):
             if id(value) in expected:
                 assert grad is not None
                 torch.testing.assert_close(grad, expected[id(value)], rtol=1e-9, atol=grad_tolerance * largest)

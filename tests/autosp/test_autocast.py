@@ -46,7 +46,7 @@ def on_ranks(model: torch.nn.Module, inputs: dict[str, Any], num_ranks: int) -> 
 
         torch.compile(model, backend=backend, fullgraph=True)(**inputs)
         run = run_on_ranks(found[0], found[1], num_ranks, backward=0)
-    grads = {id(v): grad for v, grad in zip(found[1], run.mean_grads(), strict=True) if grad is not None}
+    grads = {id(v): grad for v, grad in zip(found[1], run.gradients(), strict=True) if grad is not None}
     return run.outputs[0][0], {at: grads[id(p)] for at, p in enumerate(model.parameters()) if id(p) in grads}
 
 

@@ -101,7 +101,7 @@ def equals_one_device(model: torch.nn.Module, inputs: dict[str, torch.Tensor], i
         assert not [line for line in report.lines if line.startswith("gathered") or "run whole" in line]
         for outputs in run.outputs:
             torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-6, atol=0)  # logits are cast to float32
-        for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
+        for value, grad in zip(example_inputs, run.gradients(), strict=True):
             if (want := expected.get(id(value))) is not None:
                 assert grad is not None
                 assert (grad - want).abs().max() <= 1e-9 * want.abs().max().clamp_min(1e-6)
@@ -162,7 +162,7 @@ def test_half_precision_runs_the_grouped_product_of_torch() -> None:
     assert len(operators(program, "aten::_grouped_mm")) == 2
     gm(*example_inputs)[0].backward()
     wanted = dict(zip(map(id, model.parameters()), (p.grad for p in exact.parameters()), strict=True))
-    for value, grad in zip(example_inputs, run.mean_grads(), strict=True):
+    for value, grad in zip(example_inputs, run.gradients(), strict=True):
         if id(value) in wanted:
             want = wanted[id(value)]
             own = (value.grad.double() - want).norm() / want.norm()  # what bfloat16 costs on one device

@@ -12,10 +12,10 @@ from torch import fx
 
 from autosp_rules import RULES
 from autosp_rules.rule_set import rule_set
-from fxrewrite import RuleSet
 from fxrewrite.backends import capture
-from fxrewrite.graph import normalize
+from fxrewrite.graph import graph_text, normalize
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext
+from fxrewrite.testing import recorded
 
 _NOT_SHOWN = (
     "fuse_slots",
@@ -35,14 +35,12 @@ _NOT_SHOWN = (
     "tile_mlps",
     "checkpoint",
 )
-_MEMBERS = rule_set("ulysses").members
+_ULYSSES = rule_set("ulysses")
 """For so few tokens it is cheaper to gather k and v."""
-STAGES = ("captured", *(member.name for member in _MEMBERS if member.name not in _NOT_SHOWN))
+STAGES = ("captured", *(member.name for member in _ULYSSES.members if member.name not in _NOT_SHOWN))
 
 
-@cache
 def _llama() -> fx.GraphModule:
-    """Captured once: a stage works on a normalized copy."""
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
@@ -63,14 +61,19 @@ def _keep(node: fx.Node, layout: Layout) -> Layout:
     return layout if isinstance(layout, Shard) else Replicated()
 
 
+@cache
+def _texts() -> dict[str, str]:
+    """The graph after each stage, with symbolic length, over an axis of two ranks."""
+    gm = normalize(_llama())
+    texts = {"captured": graph_text(gm)}
+    rules, recorders = recorded(_ULYSSES)
+    rules.apply(gm, context=SpmdContext(Axis("sp", 2, "0"), output_layout=_keep))
+    return texts | {stage: recorder.text_there for stage, recorder in recorders.items()}
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_llama_after(stage: str, fx_snapshot: Any) -> None:
-    """The graph after the stage and all before it, with symbolic length, over an axis of two ranks."""
-    gm = normalize(_llama())
-    names = ["captured", *(member.name for member in _MEMBERS)]
-    so_far = _MEMBERS[: names.index(stage)]
-    RuleSet("autosp", *so_far, atomic=True).apply(gm, context=SpmdContext(Axis("sp", 2, "0"), output_layout=_keep))
-    assert gm == fx_snapshot
+    assert _texts()[stage] == fx_snapshot
 
 
 def test_the_set_on_a_page(fx_snapshot: Any) -> None:

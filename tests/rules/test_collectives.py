@@ -164,7 +164,7 @@ def test_the_mean_gradient_is_that_of_the_whole(num_ranks: int) -> None:
         weights = _weights(shape)
         for outputs in run.outputs:
             torch.testing.assert_close(outputs[0], (_weights(shape, seed=1) * weights).sum(), rtol=0, atol=1e-12)
-        torch.testing.assert_close(run.mean_grads()[0], weights, rtol=0, atol=1e-14)
+        torch.testing.assert_close(run.gradients()[0], weights, rtol=0, atol=1e-14)
 
 
 def _weights(shape: Sequence[int], seed: int = 2) -> torch.Tensor:

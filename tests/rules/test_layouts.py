@@ -92,7 +92,7 @@ def _apply(gm: fx.GraphModule, context: SpmdContext) -> Any:
 
 def _run(gm: fx.GraphModule, inputs: Any, num_ranks: int) -> Any:
     run = run_on_ranks(gm, inputs, num_ranks, backward=0 if gm.graph.output_node().args[0][0] is not None else None)
-    return run.outputs, run.mean_grads()
+    return run.outputs, run.gradients()
 
 
 def _tensors(case: Case, args: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -46,6 +46,6 @@ def _compare(model: nn.Module, program: Any, inputs: list[Any], ids: torch.Tenso
     run = run_on_ranks(program, inputs, num_ranks, backward=0)
     for outputs in run.outputs:
         torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-12, atol=1e-12)
-    for value, grad in zip(inputs, run.mean_grads(), strict=True):
+    for value, grad in zip(inputs, run.gradients(), strict=True):
         if isinstance(value, nn.Parameter) and value.grad is not None:
             torch.testing.assert_close(grad, value.grad, rtol=1e-10, atol=1e-12)

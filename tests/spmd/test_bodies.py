@@ -280,7 +280,7 @@ def test_sizes_in_bodies_are_local_whatever_the_length(name: str) -> None:
     loss = model(ids)
     loss.backward()
     torch.testing.assert_close(run.outputs[1][0], loss.detach(), rtol=1e-12, atol=1e-12)
-    grads = [(v, g) for v, g in zip(inputs, run.mean_grads(), strict=True) if isinstance(v, nn.Parameter)]
+    grads = [(v, g) for v, g in zip(inputs, run.gradients(), strict=True) if isinstance(v, nn.Parameter)]
     for parameter, grad in grads:
         torch.testing.assert_close(grad, parameter.grad, rtol=1e-10, atol=1e-12)
 

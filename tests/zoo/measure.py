@@ -208,7 +208,7 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
     loss_error = max(_relative(outputs[one_device.loss_at], one_device.loss) for outputs in run.outputs)
     floor = 1e-6 * max(g.abs().max().item() for g in one_device.grads.values() if g is not None)
     grad_error, worst = 0.0, ""
-    for value, grad in zip(one_device.inputs, run.mean_grads(), strict=True):
+    for value, grad in zip(one_device.inputs, run.gradients(), strict=True):
         if id(value) not in one_device.grads:
             continue
         want, zero = one_device.grads[id(value)], torch.zeros_like(value)

@@ -1,0 +1,83 @@
+"""The placement of a node that a rule makes, from those of its operands: derived as its fake value is.
+
+y = op(a, b)      a: S(1), b: R, and the rule of op says that both are what sharding one index gives  ->  y likewise
+y = op(a, b)      a: P, b: R, and op is linear in a  ->  y: P
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import fx
+
+from fxrewrite.errors import refuse
+from fxrewrite.graph.linear import is_linear_in
+from fxrewrite.ops import key, value
+from fxrewrite.spmd.decision import is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
+from fxrewrite.spmd.rule import Call, LayoutRules
+from fxrewrite.spmd.virtual import placement_of_virtual
+
+__all__ = ["inferred"]
+
+R = Replicated()
+
+
+def inferred(node: fx.Node, rules: LayoutRules) -> Layout | tuple[Layout, ...] | None:
+    """How ranks hold what the node computes of its operands as they are placed; None where nothing says it.
+
+    Raises:
+        RefusedError: the operands are not placed as any one sharding of the operator places them.
+    """
+    result = value(node)
+    several = isinstance(result, (list, tuple))
+    if is_getitem(node) and isinstance(source := node.args[0], fx.Node):
+        of_source, index = PLACEMENT.of(source), node.args[1]
+        return of_source[index] if isinstance(of_source, tuple) and isinstance(index, int) else of_source
+    operands = operands_of(node)
+    layouts = [PLACEMENT.of(operand) for operand in operands]
+    known = [layout for layout in layouts if layout is not None and not isinstance(layout, tuple)]
+    if len(known) < len(layouts):
+        return None
+    stated = placement_of_virtual(node, known)
+    if stated is not None:
+        return stated
+    if all(layout == R for layout in known):
+        gives = replicated(0, len(result) if several else 1).gives
+    elif Partial() in known:
+        sums = [operand for operand, layout in zip(operands, known, strict=True) if layout == Partial()]
+        if several or any(isinstance(layout, Shard) for layout in known) or not is_linear_in(node, sums):
+            _refuse(node, known, "is not linear in pending sums")
+        gives = (Partial(),)
+    else:
+        found = _by_rule(node, known, rules)
+        if found is None:
+            return None
+        gives = found
+    return gives if several else gives[0]
+
+
+def _by_rule(node: fx.Node, layouts: list[Layout], rules: LayoutRules) -> tuple[Layout, ...] | None:
+    call = Call.of(node)
+    rule = rules.get(call.key)
+    indices = None if rule is None or call.reads_sizes else rule.map(call)
+    if rule is None or indices is None:
+        return None
+    located = zip(indices.operands, layouts, strict=True)
+    parts = [indices.locate(terms, layout) for terms, layout in located if isinstance(layout, Shard)]
+    for part in parts:
+        if part is not None and part.index not in indices.whole:
+            decision = spread(indices, part, "")
+            if all(is_same_layout(want, have) for want, have in zip(decision.wants, layouts, strict=True)):
+                return decision.gives
+    return _refuse(node, layouts, f"cannot run so by {rule.id} ({rule.says()})")
+
+
+def _refuse(node: fx.Node, layouts: list[Layout], why: str) -> NoReturn:
+    placed = ", ".join(f"%{operand.name} {layout}" for operand, layout in zip(operands_of(node), layouts, strict=True))
+    refuse(
+        f"{key(node)} reads {placed}, and {why}",
+        node=node,
+        hint="redistribute its operands in the replacement",
+    )

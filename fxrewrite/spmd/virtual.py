@@ -1,0 +1,48 @@
+"""Operators that stand for something while a plan runs, and that no lowered graph may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from fxrewrite.ops import declare_pure
+from fxrewrite.spmd.layout import Layout
+
+__all__ = ["declare_virtual", "is_virtual", "placement_of_virtual"]
+
+Placement: TypeAlias = "Layout | tuple[Layout, ...]"
+PlacementRule: TypeAlias = "Callable[[Sequence[Any], Sequence[Layout]], Placement]"
+Function: TypeAlias = Callable[..., Any]
+_VIRTUAL: dict[Function, PlacementRule | None] = {}
+
+
+def declare_virtual(
+    placement: PlacementRule | None = None,
+) -> Callable[[Function], Function]:
+    """State that rules must have replaced the operator before a graph that is localized is committed.
+
+    The function is the operator's meaning on whole values; it has no effects.
+
+    Args:
+        placement: how ranks hold the result, of the node's arguments and the placements of its tensor operands; by
+            default what the operator's layout rule says.
+    """
+
+    def declare(function: Function) -> Function:
+        _VIRTUAL[function] = placement
+        return declare_pure(function)
+
+    return declare
+
+
+def is_virtual(target: object) -> bool:
+    """Whether no lowered graph may call the operator."""
+    return target in _VIRTUAL
+
+
+def placement_of_virtual(node: fx.Node, placements: Sequence[Layout]) -> Placement | None:
+    """How ranks hold what a virtual operator gives; None where its layout rule says it, and for other operators."""
+    placement = _VIRTUAL.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return None if placement is None else placement(node.args, placements)
