@@ -5,6 +5,7 @@
     S -> S'     all-to-all                             backward: all-to-all
     P -> R      all-reduce                             backward: all-reduce
     P -> S      reduce-scatter                         backward: all-gather
+    R -> P      the value on one rank, else zeros      no communication
 
 Where P ranks do not divide S entries, the last entry is repeated before they are cut, and what is whole again is cut
 back to S, whose adjoint gives padding no gradient. Sums over a padded dimension clear it first:
@@ -194,7 +195,7 @@ def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
     pieces = low.pieces(Replicated(), dst)
     at = [name for name, _ in pieces].index("dst") - 1
     sizes = [size for name, size in pieces if name != "to"]
-    sizes[at] = low.shape[dst.dim] // dst.outer
+    sizes[at] = num_entries(low.shape, dst)
     chunk = low.size(pieces[at + 1][1])
     start = match.proxy(rank_node(match.edit, low.axis)) * chunk
     if len(sizes) == len(low.shape):
@@ -217,6 +218,7 @@ slice_chunk = Rule("collectives.slice", Pattern((redistribution,), (moves(Replic
 all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Shard, Replicated),)))
 all_to_all = Rule("collectives.all_to_all", Pattern((redistribution,), (moves(Shard, Shard),)))
 all_reduce = Rule("collectives.all_reduce", Pattern((redistribution,), (moves(Partial, Replicated),)))
+own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(Replicated, Partial),)))
 reduce_scatter = Rule("collectives.reduce_scatter", Pattern((redistribution,), (moves(Partial, Shard),)))
 
 
@@ -255,6 +257,14 @@ def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
     return low.settled(low.exchange("reduce_scatter", x, src, dst), match.root)
 
 
+@own_summand.replacement
+def _(match: Match, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+    """the value on the axis's first rank, zeros on the others"""
+    low = _lowering(match)
+    rank = aten.scalar_tensor(match.proxy(rank_node(match.edit, low.axis)), device=x.node.meta["val"].device)
+    return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))
+
+
 clear_padding = Rule(
     "collectives.clear_padding",
     Pattern((op(without_padding, cap("x"), cap("layout", Literal), cap("axis", Literal), cap("fill", Literal)),)),
@@ -269,5 +279,5 @@ def _(match: Match, x: fx.Proxy, layout: Shard, fill: float) -> fx.Proxy:
 
 
 COLLECTIVE_RULES = RuleSet(
-    "collectives", slice_chunk, all_gather, all_to_all, all_reduce, reduce_scatter, clear_padding
+    "collectives", slice_chunk, all_gather, all_to_all, all_reduce, reduce_scatter, own_summand, clear_padding
 )

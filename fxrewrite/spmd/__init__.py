@@ -23,7 +23,7 @@ from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, fix_rank, glob
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
 from fxrewrite.spmd.localize import LocalizeShapes
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
-from fxrewrite.spmd.place import Place, inputs, module_input, module_output, outputs, param
+from fxrewrite.spmd.place import HELD, Place, inputs, module_input, module_output, outputs, param
 from fxrewrite.spmd.propagate import PropagateLayouts
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
@@ -36,6 +36,7 @@ from fxrewrite.spmd.virtual import declare_virtual
 __all__ = [
     "COLLECTIVES",
     "GLOBAL_SHAPE",
+    "HELD",
     "PLACEMENT",
     "Axis",
     "BackgroundComparison",

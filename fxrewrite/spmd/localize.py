@@ -20,7 +20,7 @@ from fxrewrite.ops import bind, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape
-from fxrewrite.spmd.layout import Partial, Shard, local_shape, num_entries
+from fxrewrite.spmd.layout import Layout, Partial, Shard, local_shape, num_entries
 from fxrewrite.spmd.legal import check_lowered, check_placements
 from fxrewrite.spmd.rule import LayoutRules, tensor_of
 from fxrewrite.spmd.shared_nodes import size_nodes
@@ -48,6 +48,7 @@ class LocalizeShapes:
                 continue
             value = node.meta.get("val")
             if isinstance(layouts, tuple) and isinstance(value, (list, tuple)):
+                changed += self._localize_lengths(part, node, layouts, num_ranks)
                 local = [values.of(v, layout) for v, layout in zip(value, layouts, strict=True)]
                 part.set_meta(node, "val", type(value)(local))
             elif isinstance(layouts, Partial):
@@ -99,6 +100,25 @@ class LocalizeShapes:
                 _set_argument(edit, node, args, name, sizes(runs))
                 changed += 1
         return changed
+
+    def _localize_lengths(self, edit: Edit, node: fx.Node, layouts: tuple[Layout, ...], num_ranks: int) -> int:
+        """Where results are parts of one dimension, and a rank holds a chunk of each part, it cuts shorter ones."""
+        rule = self.rules.get(key(node))
+        if rule is None or not rule.length_args:
+            return 0
+        args, dims = bind(node), {layout.dim for layout in layouts if isinstance(layout, Shard)}
+        dim = args.get("dim", 0) % tensor_of(node.all_input_nodes[0]).dim()
+        first = next((layout for layout in layouts if isinstance(layout, Shard)), None)
+        if dims != {dim} or first is None:
+            return 0
+        for name in rule.length_args:
+            if name in args:
+                stated = args[name]
+                many = list(stated) if isinstance(stated, (list, tuple)) else [stated]
+                local = [local_shape([length], replace(first, dim=0), num_ranks)[0] for length in many]
+                sizes = [size_nodes(edit)(length) for length in local]
+                _set_argument(edit, node, args, name, sizes if isinstance(stated, (list, tuple)) else sizes[0])
+        return 1
 
     def text(self) -> str:
         return "values and stated shapes become local (S -> S/P)"

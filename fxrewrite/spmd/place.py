@@ -54,6 +54,12 @@ class Site:
     kind: Literal["param", "inputs", "outputs", "module_input", "module_output"]
     glob: str
 
+    def matches(self, placeholder: fx.Node) -> bool:
+        """Whether it speaks of this input of a graph."""
+        if self.kind not in ("param", "inputs") or is_parameter(placeholder) != (self.kind == "param"):
+            return False
+        return any(fnmatchcase(_input_name(placeholder), glob) for glob in _alternatives(self.glob))
+
     def __str__(self) -> str:
         return f"{self.kind}({self.glob!r})"
 
@@ -183,7 +189,7 @@ def _check_fits(value: torch.Tensor, layout: Layout, axis: Axis, of: str) -> Non
     check_layout(layout, value.shape, of)
     if isinstance(layout, Shard) and not layout.uneven:
         size = value.shape[layout.dim]
-        if not require_divisible(size // layout.outer // layout.inner, axis.size):
+        if not require_divisible(size, layout.outer * layout.inner * axis.size):
             shape = [size_hint(n) for n in value.shape]
             raise FxRewriteError(f"{of} {shape}: {axis} ranks do not divide {layout}")
 

@@ -461,7 +461,7 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
     """Put a `redistribute` on every edge whose two ends disagree; one for all edges that agree on where."""
     made: dict[tuple[fx.Node, str, int], fx.Node] = {}
     region = changes = 0
-    for node in list(edit.graph.nodes):
+    for node in edit.nodes():
         if mutates(node):
             region += 1  # what was made before a write, or under another autograd mode, must not serve what comes after
         decision = decisions[node]

@@ -113,6 +113,9 @@ class LayoutRule:
     """Arguments that count runs of a dimension of the result, and so must become local: ("groups", -2) counts runs of
     a convolution's channels."""
 
+    length_args: tuple[str, ...] = ()
+    """Arguments that state lengths of the results along the argument `dim`, and so must become local."""
+
     neutral: Literal["zeros", ""] | NeutralRule = ""
     """What padding is where the result is a sum over a padded index: zeros in any one operand that has the index, or
     what a function says of a call. Where nothing is said, operands are gathered instead of summing up padding."""

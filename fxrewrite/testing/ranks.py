@@ -109,33 +109,35 @@ def run_on_ranks(
 
 
 class _Cut:
-    """How an input is cut for the ranks of a mesh: one slice of every dimension for each rank."""
+    """How an input is cut for the ranks of a mesh: for each rank the entries of every dimension that it holds."""
 
     def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Placements) -> None:
         self._shape = whole.shape
-        self._slices: list[tuple[slice, ...]] = []
+        self._entries: list[list[torch.Tensor]] = []
         names = mesh.mesh_dim_names or ()
-        coordinates = {rank: (mesh.mesh == rank).nonzero()[0].tolist() for rank in range(mesh.size())}
         for rank in range(mesh.size()):
-            start, size = [0] * whole.dim(), list(whole.shape)
+            (at,) = (mesh.mesh == rank).nonzero().tolist()
+            entries = [torch.arange(size) for size in whole.shape]
             for axis, layout in placements.items():
-                if not isinstance(layout, Shard) or axis not in names or layout.uneven or layout.outer != 1:
+                if axis not in names or not isinstance(layout, Shard) or layout.uneven:
                     raise FxRewriteError(f"an input cannot be placed as {axis}: {layout}; Shard(dim) on {names} can")
-                at, num = coordinates[rank][names.index(axis)], mesh.size(names.index(axis))
-                if size[layout.dim] % num:
+                held, num = entries[layout.dim], mesh.size(names.index(axis))
+                if len(held) % (int(layout.outer) * num):
                     raise FxRewriteError(f"{layout} over {axis}={num} does not divide an input of {list(whole.shape)}")
-                size[layout.dim] //= num
-                start[layout.dim] += at * size[layout.dim]
-            self._slices.append(tuple(slice(a, a + n) for a, n in zip(start, size, strict=True)))
+                chunks = held.unflatten(0, (int(layout.outer), num, -1))
+                entries[layout.dim] = chunks[:, at[names.index(axis)]].flatten()
+            self._entries.append(entries)
 
     def chunk(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        return whole[self._slices[rank]]
+        for dim, entries in enumerate(self._entries[rank]):
+            whole = whole.index_select(dim, entries.to(whole.device))
+        return whole
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
         """The sum of what the ranks have, each where its chunk is."""
         whole = torch.zeros(self._shape, dtype=chunks[0].dtype, device=chunks[0].device)
-        for chunk, place in zip(chunks, self._slices, strict=True):
-            whole[place] += chunk
+        for chunk, entries in zip(chunks, self._entries, strict=True):
+            whole[torch.meshgrid(*entries, indexing="ij")] += chunk
         return whole
 
 

@@ -1,5 +1,6 @@
 """Cuts and joins: operators that take parts of a dimension or put parts together; that dimension must be whole."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Terms, is_same_size
@@ -18,6 +19,19 @@ def select(call: Call) -> IndexMap | None:
 def unbind(call: Call) -> IndexMap | None:
     """`dim` must be whole and goes away, one result for each of its entries"""
     return select(call)
+
+
+def split(call: Call) -> IndexMap | None:
+    """(!run part) -> part, ...: equal runs of `dim`, each of which may be sharded; else as a cut"""
+    shape, parts = call.shape(), call.result_shapes()
+    at = dim_of(call, len(shape))
+    is_even = len(parts) > 1 and all(is_same_size(part[at], parts[0][at]) for part in parts)
+    if not is_even or not is_same_size(parts[0][at] * len(parts), shape[at]):
+        return cut(call)
+    terms = indices(len(shape))
+    sizes = {"run": len(parts), "part": parts[0][at]}
+    results = [insert(_without(terms, at), at, ("part",)) for _ in parts]
+    return index_map(call, {"self": insert(_without(terms, at), at, ("run", "part"))}, *results, sizes=sizes)
 
 
 def cut(call: Call) -> IndexMap | None:
@@ -104,15 +118,23 @@ def _pads(pair: list[Any]) -> bool:
     return any(not isinstance(amount, int) or amount for amount in pair)
 
 
-_CUTS = """
-slice narrow narrow_copy split split_with_sizes chunk tensor_split hsplit vsplit unsafe_split
-unsafe_split_with_sizes unsafe_chunk split_copy split_with_sizes_copy slice_copy
-"""
+_SPLITS = ("split", "unsafe_split", "split_copy")
+_SPLITS_WITH_SIZES = ("split_with_sizes", "unsafe_split_with_sizes", "split_with_sizes_copy")
+_CHUNKS = ("chunk", "unsafe_chunk")
+_CUTS = ("slice", "narrow", "narrow_copy", "tensor_split", "hsplit", "vsplit", "slice_copy")
+
+
+def _aten(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"aten::{name}" for name in names)
+
 
 LAYOUTS = (
     LayoutRule("layout.select", ("aten::select", "aten::select_copy"), select),
     LayoutRule("layout.unbind", ("aten::unbind", "aten::unbind_copy"), unbind),
-    LayoutRule("layout.cut", tuple(f"aten::{name}" for name in _CUTS.split()), cut),
+    LayoutRule("layout.cut", _aten(_CUTS), cut),
+    LayoutRule("layout.split", _aten(_SPLITS), split, length_args=("split_size", "split_sizes")),
+    LayoutRule("layout.split_with_sizes", _aten(_SPLITS_WITH_SIZES), split, length_args=("split_sizes",)),
+    LayoutRule("layout.chunk", _aten(_CHUNKS), split),
     LayoutRule("layout.scatter_slice", ("aten::slice_scatter", "aten::select_scatter"), scatter_slice),
     LayoutRule("layout.scatter_diagonal", ("aten::diagonal_scatter",), scatter_diagonal),
     LayoutRule("layout.cat", tuple(f"aten::{name}" for name in ["cat", "vstack", "hstack", "column_stack"]), cat),

@@ -44,7 +44,7 @@ RULES = {
     (Partial, Replicated): "collectives.all_reduce",
     (Partial, Shard): "collectives.reduce_scatter",
 }
-"""Which rule lowers what. Propagation asks for nothing else: no value becomes a summand by moving."""
+"""Which rule lowers what propagation asks for."""
 
 
 def layouts(shape: Sequence[int], num_ranks: int) -> Iterator[Layout]:

@@ -1,0 +1,176 @@
+"""Plans over several axes of a mesh, one after the other: the loss and every gradient of one device."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import fx, nn
+
+from autosp_rules.rule_set import rule_set
+from fxrewrite import Plan, RuleSet
+from fxrewrite.backends import normalized
+from fxrewrite.graph import input_name
+from fxrewrite.ops import key
+from fxrewrite.spmd import Layout, LocalizeShapes, Place, PropagateLayouts, Shard, contexts, inputs, param
+from fxrewrite.testing import fake_mesh, run_on_ranks
+from rules.attention import ATTENTION_UNBIASED
+from rules.biases import BIASES
+from rules.collectives import COLLECTIVE_RULES
+from rules.layouts import LAYOUTS
+from rules.losses import LOSSES
+from rules.normal_forms import NORMAL_FORMS
+from rules.reductions import REDUCTIONS
+from tests.autosp.models import build
+from tests.autosp.one_device import captured
+
+IDS = torch.arange(48).reshape(4, 12) % 61
+LAYERS = 2
+MESHES = [("dp",), ("tp",), ("sp",), ("dp", "sp"), ("tp", "sp"), ("dp", "tp"), ("dp", "tp", "sp")]
+"""Axes of two ranks each."""
+
+
+def parallel(name: str, place: Mapping[Any, Layout]) -> RuleSet:
+    return RuleSet(
+        name,
+        RuleSet(f"canonicalize_{name}", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED),
+        Place(f"place_{name}", place),
+        BIASES,
+        PropagateLayouts(f"propagate_{name}", LAYOUTS),
+        REDUCTIONS,
+        LocalizeShapes(f"localize_{name}", LAYOUTS),
+        COLLECTIVE_RULES,
+        atomic=True,
+    )
+
+
+DP = parallel("data", {inputs("{input_ids,labels}"): Shard(0)})
+SP = rule_set("ulysses", checkpoint="none", mlp_tile=None)
+HEADS = {param("*.{q,k,v}_proj.weight"): Shard(0), param("*.o_proj.weight"): Shard(1)}
+MLP = {param("*.{gate,up}_proj.weight"): Shard(0), param("*.down_proj.weight"): Shard(1)}
+CONV1D = {
+    param("*.c_attn.weight"): Shard(1, outer=3),
+    param("*.c_attn.bias"): Shard(0, outer=3),
+    param("*.c_fc.weight"): Shard(1),
+    param("*.c_fc.bias"): Shard(0),
+    param("*.{attn,mlp}.c_proj.weight"): Shard(0),
+}
+
+
+def _moe() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=8,
+        use_cache=False,
+        max_position_embeddings=64,
+    )
+    return transformers.Qwen3MoeForCausalLM(config).double()
+
+
+def _hybrid() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Zamba2Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        layers_block_type=["mamba", "hybrid"],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_mamba_heads=4,
+        mamba_d_state=8,
+        mamba_ngroups=1,
+        chunk_size=4,
+        num_mem_blocks=1,
+        use_mem_rope=True,
+        use_cache=False,
+        max_position_embeddings=64,
+    )
+    return transformers.Zamba2ForCausalLM(config).double()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[Any, Layout]]] = {
+    "llama": (lambda: build("llama_mha"), HEADS | MLP),
+    "qwen3_moe": (_moe, HEADS),
+    "gpt2": (lambda: build("gpt2"), CONV1D),
+    "hybrid": (_hybrid, HEADS),
+}
+
+
+@cache
+def one_device(name: str) -> tuple[fx.GraphModule, list[Any], torch.Tensor, dict[str, torch.Tensor]]:
+    """Graph, inputs, loss, and gradients by parameter."""
+    model = MODELS[name][0]()
+    if name == "qwen3_moe":
+        model.set_experts_implementation("batched_mm")
+    gm, given = captured(model, {"input_ids": IDS, "labels": IDS})
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    grads = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    return gm, given, loss.detach(), grads
+
+
+def placed(plan: Plan, gm: fx.GraphModule) -> dict[int, dict[str, Layout]]:
+    """What the plan's steps state of inputs, by position and axis, for the harness."""
+    found: dict[int, dict[str, Layout]] = {}
+    for stage in plan.stages:
+        for member in stage.rules.members:
+            for site, layout in member.placements.items() if isinstance(member, Place) else ():
+                for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+                    if site.matches(node):
+                        found.setdefault(index, {})[stage.axis] = layout
+    return found
+
+
+@cache
+def collectives(name: str, axes: tuple[str, ...]) -> Counter[tuple[str, str]]:
+    """What each axis of the program sends, which is exact."""
+    gm, given, loss, grads = one_device(name)
+    program = normalized(gm)
+    plans = {"dp": DP, "tp": parallel("tensor", MODELS[name][1]), "sp": SP}
+    plan = plans[axes[0]].on(axes[0])
+    for axis in axes[1:]:
+        plan = plan >> plans[axis].on(axis)
+    with fake_mesh((2,) * len(axes), axes) as mesh:
+        placements = placed(plan, program)
+        plan.apply(program, context=contexts(mesh))
+        run = run_on_ranks(program, given, mesh, placements=placements, backward=0)
+    for outputs in run.outputs:
+        torch.testing.assert_close(outputs[0], loss, rtol=1e-6, atol=0)  # norms and losses are in float32
+    names = map(input_name, gm.graph.find_nodes(op="placeholder"))
+    found = dict(zip(names, run.gradients(), strict=True))
+    largest = max(grad.abs().max().item() for grad in grads.values())
+    for parameter, grad in grads.items():
+        if parameter in found:  # tied ones have one name in the graph
+            torch.testing.assert_close(found[parameter], grad, rtol=1e-5, atol=1e-6 * largest)
+    sent = (node for node in program.graph.nodes if "c10d" in key(node) and "wait" not in key(node))
+    return Counter((node.meta["axis"], key(node).partition("::")[2]) for node in sent)
+
+
+@pytest.mark.parametrize("axes", MESHES, ids="-".join)
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_mesh(name: str, axes: tuple[str, ...]) -> None:
+    """Composed with others, an axis sends what it sends alone."""
+    sent = collectives(name, axes)
+    for axis in axes:
+        alone = {kind: count for (of, kind), count in collectives(name, (axis,)).items() if of == axis}
+        assert {kind: count for (of, kind), count in sent.items() if of == axis} == alone
+
+
+def test_megatron_sends_two_sums_a_layer() -> None:
+    for name in ("llama", "gpt2"):
+        assert collectives(name, ("tp",)) == {("tp", "all_reduce"): 2 * LAYERS}
