@@ -1,8 +1,8 @@
-"""Another parallelism: the MLPs of an unmodified Llama, tensor parallel as in Megatron-LM.
+"""Another parallelism: an unmodified Llama, tensor parallel as in Megatron-LM.
 
-One step says where sharding starts: each rank takes its rows of the weights `gate_proj` and `up_proj`. Everything else
-follows from the layout rules of the operators. SiLU and the product go by rows; `down_proj` contracts over a sharded
-dimension, so each rank has a summand, and one all-reduce a layer makes the sum.
+What is stated is how each rank holds the weights: the rows of q, k, v, gate and up, the columns of o and down. Everything
+else follows from the layout rules of the operators: heads and features are sharded in between, o and down contract a
+sharded dimension, so that each rank has a summand, and two all-reduces a layer make the sums.
 
     python docs/examples/tensor_parallel.py
 
@@ -12,10 +12,11 @@ Source: Shoeybi et al., Megatron-LM (arXiv 1909.08053, section 3).
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fxrewrite import Edit, Report, RuleSet, normalize
-from fxrewrite.ops import key
-from fxrewrite.spmd import LocalizeShapes, PropagateLayouts, Replicated, Shard, SpmdContext, axis_of, redistribute
+from fxrewrite import RuleSet, normalize
+from fxrewrite.graph import input_name
+from fxrewrite.spmd import LocalizeShapes, Place, PropagateLayouts, Shard, contexts, param
 from fxrewrite.testing import fake_mesh, run_on_ranks
+from rules.biases import BIASES
 from rules.collectives import COLLECTIVE_RULES
 from rules.layouts import LAYOUTS
 from rules.losses import LOSSES
@@ -23,38 +24,13 @@ from rules.normal_forms import NORMAL_FORMS
 from rules.reductions import REDUCTIONS
 
 RANKS = 4
-
-
-class ShardWeights:
-    """The step that cuts the weights of linear layers by rows, those of modules with the given names."""
-
-    name = "shard_weights"
-
-    def __init__(self, *modules: str) -> None:
-        self.modules = modules
-
-    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
-        linears = [node for node in edit.nodes() if key(node) == "aten::linear" and self._is_meant(node)]
-        for linear in linears:
-            weight = linear.args[1]
-            move = (weight, Replicated(), Shard(0), context.axis)
-            rows = edit.call(redistribute, move, before=linear, like=linear, rule=self.name, val=weight.meta["val"])
-            edit.replace_uses(weight, rows, users=[linear])
-        return len(linears)
-
-    def _is_meant(self, node: torch.fx.Node) -> bool:
-        modules = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        return bool(modules) and modules[-1].endswith(self.modules)
-
-    def text(self) -> str:
-        return f"rows of the weights of {', '.join(self.modules)}"
-
-
+ROWS, COLUMNS = param("*.{q,k,v,gate,up}_proj.weight"), param("*.{o,down}_proj.weight")
 TENSOR_PARALLEL = RuleSet(
     "tensor_parallel",
     NORMAL_FORMS,
     LOSSES,
-    ShardWeights("gate_proj", "up_proj"),
+    Place("hold_weights", {ROWS: Shard(0), COLUMNS: Shard(1)}),
+    BIASES,
     PropagateLayouts("propagate", LAYOUTS),
     REDUCTIONS,
     LocalizeShapes("localize", LAYOUTS),
@@ -78,16 +54,17 @@ def main() -> None:
     loss = torch.compile(model, backend=keep, fullgraph=True)(input_ids=ids, labels=ids).loss
     loss.backward()
     (program, inputs), *_ = captured
-    weights = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
-    expected = [weight.grad for weight in weights]
-    for weight in weights:
-        weight.grad = None
+    expected = {name: weight.grad for name, weight in model.named_parameters()}
+    model.zero_grad()
 
+    placeholders = program.graph.find_nodes(op="placeholder")
+    held = {ROWS: {"tp": Shard(0)}, COLUMNS: {"tp": Shard(1)}}
+    chunks = {i: of for i, node in enumerate(placeholders) for site, of in held.items() if site.matches(node)}
     with fake_mesh((RANKS,), ("tp",)) as mesh:
-        report = TENSOR_PARALLEL.once().apply(program, context=SpmdContext(axis_of(mesh, "tp")))
-        run = run_on_ranks(program, inputs, RANKS, backward=0)
-    grads = [g for value, g in zip(inputs, run.gradients(), strict=True) if isinstance(value, torch.nn.Parameter)]
-    errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(grads, expected, strict=True)]
+        report = TENSOR_PARALLEL.on("tp").apply(program, context=contexts(mesh))
+        run = run_on_ranks(program, inputs, mesh, placements=chunks, backward=0)
+    found = dict(zip(map(input_name, placeholders), run.gradients(), strict=True))
+    errors = [((found[name] - grad).abs().max() / grad.abs().max()).item() for name, grad in expected.items()]
     print(report)
     print(f"loss {loss.item():.6f}, on {RANKS} ranks {run.outputs[0][0].item():.6f}")
     print(f"gradients differ by {max(errors):.0e}")

@@ -91,7 +91,7 @@ def test_calling_convention_is_kept() -> None:
     before, after = gm.graph.find_nodes(op="placeholder"), normal.graph.find_nodes(op="placeholder")
     assert [node.name for node in before] == [node.name for node in after]
     assert all(set(a.meta) <= set(b.meta) for a, b in zip(before, after, strict=True))
-    assert normal.meta == gm.meta
+    assert normal.meta == {**gm.meta, "fxrewrite_normal": True}
 
 
 def test_source_lines_and_modules_are_kept() -> None:

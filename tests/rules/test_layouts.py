@@ -206,7 +206,11 @@ def _drawn_layout(tensor: torch.Tensor, num_ranks: int, draw: random.Random) -> 
     return draw.choice(layouts)
 
 
-@pytest.mark.parametrize("rule", list(LAYOUTS), ids=lambda rule: rule.id)
+OF_ATEN = [rule for rule in LAYOUTS if rule.ops[0].startswith("aten::")]
+"""The others are collectives of other axes, which tests/spmd/test_mesh.py runs."""
+
+
+@pytest.mark.parametrize("rule", OF_ATEN, ids=lambda rule: rule.id)
 def test_rule_reads_symbolic_sizes_and_adds_no_guard(rule: LayoutRule) -> None:
     torch.manual_seed(0)
     cases = {**CASES, **pointwise.DRAWN}
@@ -230,7 +234,7 @@ def test_rule_reads_symbolic_sizes_and_adds_no_guard(rule: LayoutRule) -> None:
 
 
 def test_every_operator_with_a_rule_has_a_case() -> None:
-    ruled = {op for rule in LAYOUTS for op in rule.ops}
+    ruled = {op for rule in OF_ATEN for op in rule.ops}
     tried = {key(getattr(aten, name)) for name in (*CASES, *pointwise.DRAWN)}
     assert ruled <= tried, f"no case: {sorted(ruled - tried)}"
 
@@ -254,3 +258,23 @@ def test_a_mean_that_is_not_written_as_a_sum_is_refused() -> None:
         assert try_layout(aten.mean.dim, args, {}, (Shard(0),), apply=apply, **given).error <= TOLERANCE
         with pytest.raises(RefusedError, match=r"over a sharded dimension .*; run reductions.mean_over_shards between"):
             try_layout(aten.mean.dim, args, {}, (Shard(1),), apply=apply, **given)
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.split.Tensor, (4, 1)),
+        (aten.split_with_sizes.default, ([4, 4, 4], 1)),
+        (aten.chunk.default, (3, 1)),
+        (aten.split.sizes, ([4, 4, 4], -1)),
+    ],
+    ids=str,
+)
+def test_equal_parts_of_a_dimension_may_each_be_sharded(target: Any, args: tuple[Any, ...]) -> None:
+    """As the rows of a fused q, k and v, of which each rank has its heads."""
+    x = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+    with fake_mesh((2,), ("tp",)) as mesh:
+        axis = axis_of(mesh, "tp")
+        trial = try_layout(target, (x, *args), {}, (Shard(1, outer=3),), axis=axis, apply=_apply, run=_run)
+    assert trial.error <= TOLERANCE
+    assert not trial.gathered
