@@ -38,7 +38,7 @@ from autosp_rules.attention import (
 from autosp_rules.checkpoint import CheckpointOption, TagCheckpoints
 from autosp_rules.masks import DescribeMasks
 from autosp_rules.mlps import MlpTileOption, tile_mlps
-from autosp_rules.sequence import ShardInputs
+from autosp_rules.sequence import ShardInputs, along_sequence
 from autosp_rules.slices import SLICE_RULES
 from fxrewrite import DeadCode, RuleSet
 from fxrewrite.spmd import LayoutRules, LocalizeShapes, PropagateLayouts
@@ -88,7 +88,7 @@ def rule_set(
         ShardInputs("shard_inputs", LAYOUTS, sequence_dim),
         NameMasks(),
         choose_attention(attention),
-        PropagateLayouts("shard_seq_dim", _ALL_LAYOUTS),
+        PropagateLayouts("shard_seq_dim", _ALL_LAYOUTS, along_sequence),
         ATTENTION_RULES,
         REDUCTIONS,
         LocalizeShapes("propagate_shapes", _ALL_LAYOUTS),

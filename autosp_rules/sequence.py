@@ -23,7 +23,7 @@ Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -36,6 +36,7 @@ from fxrewrite.ops import bind, is_parameter, key
 from fxrewrite.spmd import (
     Axis,
     Call,
+    Layout,
     LayoutRules,
     Replicated,
     Shard,
@@ -50,10 +51,12 @@ from fxrewrite.spmd import (
     size_hint,
 )
 
-__all__ = ["ShardInputs", "tokens_per_rank"]
+__all__ = ["ShardInputs", "along_sequence", "tokens_per_rank"]
 
 _TOKENS = Fact[int]("tokens per rank")
 """Known of the output: tokens of the batch in a rank's chunks."""
+_LENGTHS = Fact["tuple[tuple[Size, bool], ...]"]("lengths")
+"""Known of the output: lengths of the sequences where sharding starts, and whether their chunks are padded."""
 _LOOKUPS = {"aten::embedding": ("weight", "indices"), "aten::index": ("self", "indices")}
 """Operators that look up rows of a table, and the names of the table and the ids."""
 _PROJECTIONS = {
@@ -123,6 +126,7 @@ class ShardInputs:
             else:
                 length = f"a length of {size_hint(start.length)} for {axis.size} ranks"
                 report.lines.append(f"whole: {where} whole: {length}")
+        _note_joined(edit, axis)
         return len(starts)
 
     def _shard(self, edit: Edit, start: Start, axis: Axis, *, uneven: bool = False) -> None:
@@ -138,10 +142,42 @@ class ShardInputs:
         edit.replace_uses(start.value, moved, users=[start.reader])
         held = local_shape(_token_shape(start.value), layout, axis.size)
         tokens = max(size_hint(product(held)), tokens_per_rank(edit.gm))
-        edit.set_fact(edit.graph.output_node(), _TOKENS, tokens)
+        output = edit.graph.output_node()
+        edit.set_fact(output, _TOKENS, tokens)
+        edit.set_fact(output, _LENGTHS, (*(_LENGTHS.of(output) or ()), (start.length, uneven)))
 
     def text(self) -> str:
         return "lookups by integers of the call, projections and norms of its features: sharded on the sequence"
+
+
+def _note_joined(edit: Edit, axis: Axis) -> None:
+    """Tokens may be joined to a sequence, a class token, a prompt or an image's: that makes another sequence."""
+    output = edit.graph.output_node()
+    for node in edit.nodes() if _LENGTHS.of(output) else ():
+        if key(node) != "aten::cat" or not _is_tensor(node) or not _is_floating(node):
+            continue
+        args, lengths = bind(node), _LENGTHS.of(output) or ()
+        dim, joined = args["dim"] % len(_shape(node)), _shape(node)
+        parts = [_shape(part)[dim] for part in args["tensors"] if len(_shape(part)) == len(joined)]
+        if len(joined) < 3 or not any(is_same_size(part, length) for part in parts for length, _ in lengths):
+            continue
+        if not any(is_same_size(joined[dim], length) for length, _ in lengths) and not is_read_from_data(joined[dim]):
+            edit.set_fact(output, _LENGTHS, (*lengths, (joined[dim], not is_divided_by(joined[dim], axis.size))))
+
+
+def along_sequence(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Layout]) -> Layout:
+    """What was computed whole from sharded values is sharded again where it is as long as a sequence.
+
+    That is a guess at what is fast; the results are the same.
+    """
+    lengths = _LENGTHS.of(node.graph.output_node()) or ()
+    found = (
+        Shard(dim, uneven=uneven)
+        for dim, size in enumerate(value.shape)
+        for length, uneven in lengths
+        if is_same_size(size, length)
+    )
+    return next(found, Replicated())
 
 
 def tokens_per_rank(gm: fx.GraphModule) -> int:

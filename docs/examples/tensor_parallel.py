@@ -1,8 +1,8 @@
 """Another parallelism: an unmodified Llama, tensor parallel as in Megatron-LM.
 
-What is stated is how each rank holds the weights: the rows of q, k, v, gate and up, the columns of o and down. Everything
-else follows from the layout rules of the operators: heads and features are sharded in between, o and down contract a
-sharded dimension, so that each rank has a summand, and two all-reduces a layer make the sums.
+What is stated is how each rank holds the weights: the rows of q, k, v, gate and up, the columns of o and down. All else
+follows from the layout rules of the operators: heads and features are sharded in between, o and down contract a sharded
+dimension, so that each rank has a summand, and two all-reduces a layer make the sums.
 
     python docs/examples/tensor_parallel.py
 

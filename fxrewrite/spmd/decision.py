@@ -30,13 +30,13 @@ class Decision:
     """Why operands had to be made whole, where they had."""
     neutral: Neutral | None = None
     """The operand whose padded entries must count nothing in a sum, and what they are for that."""
-    by_size: bool = False
-    """Whether a dimension is shown sharded that is as long as the sequence, and may be another: which serves users
+    preferred: bool = False
+    """Whether a result is shown sharded because that is preferred, and not because of its operands: that serves users
     within the graph, and nobody outside."""
 
     def item(self, index: int) -> Decision:
         """The decision of a node that takes one of several results."""
-        return Decision((), (self.gives[index],), (self.shows[index],), "part of a result", by_size=self.by_size)
+        return Decision((), (self.gives[index],), (self.shows[index],), "part of a result", preferred=self.preferred)
 
 
 def replicated(num_operands: int, num_results: int) -> Decision:

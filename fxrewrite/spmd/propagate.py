@@ -1,7 +1,7 @@
 """Layout propagation: how every value lies over the axis, found by worklist, written into the graph as `redistribute`.
 
 1. forward   a node's operands lie somehow; its layout rule says how it wants them and how its results then lie.
-2. relocate  where operators need the sequence whole, a region moves to another dimension if fewer bytes travel so.
+2. relocate  where operators need a sharded dimension whole, a region moves to another one if fewer bytes travel so.
 3. backward  a value that every user wants sharded the same way is computed sharded in the first place.
 4. write     where an operand lies otherwise than its user wants it, a `redistribute` node stands on that edge.
 
@@ -11,9 +11,9 @@ computes what it did. Nothing is guessed: an operator without a rule gets its op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.custom_backward import custom_function
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.sizes import Size, is_read_from_data, is_same_size, require_divisible, size_hint
+from fxrewrite.graph.sizes import is_read_from_data, require_divisible, size_hint
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import (
     is_pure,
@@ -51,7 +51,6 @@ from fxrewrite.spmd.layout import (
     Shard,
     check_layout,
     is_same_layout,
-    num_entries,
 )
 from fxrewrite.spmd.legal import DECIDED
 from fxrewrite.spmd.notation import IndexMap, IndexPart
@@ -67,19 +66,37 @@ _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_
 """Operators whose result depends on how their operand lies in memory, not on its values alone."""
 
 
-class PropagateLayouts:
-    """The step of a plan that runs layout rules by worklist."""
+Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor, Mapping[fx.Node, Layout]], Layout]"
+"""How a value is to be placed that was computed whole from sharded ones: of the node, one of its results, and the
+placements of its operands."""
 
-    def __init__(self, name: str, rules: LayoutRules) -> None:
+
+def replicated_values(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Layout]) -> Layout:
+    """What was computed whole stays whole."""
+    return R
+
+
+class PropagateLayouts:
+    """The step of a plan that runs layout rules by worklist.
+
+    Args:
+        name: of the step.
+        rules: layout rules of all operators that may run on chunks.
+        prefer: how to place what had to be computed whole from sharded values. By default it stays whole; whoever knows
+            which dimensions are worth sharding says so here. It decides what is fast: results are the same.
+    """
+
+    def __init__(self, name: str, rules: LayoutRules, prefer: Preference = replicated_values) -> None:
         self.name = name
         self.rules = rules
+        self.prefer = prefer
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
         _refuse_lowered(edit, context.axis)
         _check_asked_for(edit)
         _drop_redistributions_in_bodies(edit)
-        propagation = _Propagation(edit, self.rules, context)
+        propagation = _Propagation(edit, self.rules, context, self.prefer)
         decisions = propagation.run()
         for node, decision in decisions.items():
             if node in edit.erased:
@@ -108,7 +125,12 @@ class PropagateLayouts:
 
 class _Propagation:
     def __init__(
-        self, edit: Edit, rules: LayoutRules, context: SpmdContext, given: Mapping[fx.Node, Layout] | None = None
+        self,
+        edit: Edit,
+        rules: LayoutRules,
+        context: SpmdContext,
+        prefer: Preference,
+        given: Mapping[fx.Node, Layout] | None = None,
     ) -> None:
         self.graph, self.erased = edit.graph, edit.erased
         self.functions = CustomFunctions(edit, context, self._in_body)
@@ -119,8 +141,7 @@ class _Propagation:
         self.decisions: dict[fx.Node, Decision] = {}
         self._derived: set[fx.Node] = set()
         """Nodes that are computed from sharded values."""
-        self._lengths: list[tuple[Size, bool]] = []
-        """Of the dimensions that sharding starts with, and whether their chunks are padded."""
+        self._prefer = prefer
         self._written = _memory_written(self.graph)
 
     def run(self) -> dict[fx.Node, Decision]:
@@ -137,32 +158,21 @@ class _Propagation:
         sharded = any(layout != R for layout in decision.gives + decision.shows)
         if sharded or any(operand in self._derived for operand in node.all_input_nodes):
             self._derived.add(node)
-            return self._home(node, decision)
+            return self._as_preferred(node, decision)
         return decision
 
-    def _home(self, node: fx.Node, decision: Decision) -> Decision:
-        """A value that was computed whole from sharded ones is shown sharded where it is as long as the sequence.
-
-        That is a guess at what is fast: within the graph layouts are exact whatever is sharded.
-        """
+    def _as_preferred(self, node: fx.Node, decision: Decision) -> Decision:
+        """A value that was computed whole from sharded ones, placed as is preferred."""
         if any(layout != R for layout in decision.gives + decision.shows) or node in self._written:
             return decision
         if node.target is redistribute:
             return decision  # whole, as asked for
         values = node.meta.get("val")
         values = values if isinstance(values, (list, tuple)) else [values]
-        shows = tuple(map(self._along_sequence, values[: len(decision.shows)]))
-        return replace(decision, shows=shows, by_size=any(layout != R for layout in shows))
-
-    def _along_sequence(self, value: Any) -> Layout:
-        shape = value.shape if isinstance(value, torch.Tensor) else ()
-        found = (
-            Shard(dim, uneven=uneven)
-            for dim, size in enumerate(shape)
-            for length, uneven in self._lengths
-            if is_same_size(size, length)
-        )
-        return next(found, R)
+        placed = {operand: self._shown(operand) for operand in operands_of(node)}
+        values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shows)]]
+        shows = tuple(R if value is None else self._prefer(node, value, placed) for value in values)
+        return replace(decision, shows=shows, preferred=any(layout != R for layout in shows))
 
     def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         if node.op == "output":
@@ -172,10 +182,6 @@ class _Propagation:
             return Decision((), (held or R,), (held or R,))
         if node.target is redistribute:
             dst: Any = node.args[2]
-            if isinstance(dst, Shard):
-                length = num_entries(tensor_of(node).shape, dst)
-                if not any(is_same_size(length, known) for known, _ in self._lengths):
-                    self._lengths.append((length, dst.uneven))
             return Decision((dst,), (dst,), (dst,), "asked for")
         if node.target is without_padding:
             layout: Any = node.args[1]
@@ -196,7 +202,7 @@ class _Propagation:
         if all(layout == R for layout in layouts) and not self._writes_through_a_copy(node):
             return replicated(len(operands), num_results)
         if updates_statistics(node):
-            return replace(replicated(len(operands), num_results), gathered="it writes statistics of all tokens")
+            return replace(replicated(len(operands), num_results), gathered="it writes statistics of all entries")
         if mutates(node):
             written = mutated(node)
             is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
@@ -209,8 +215,8 @@ class _Propagation:
             )
         function = custom_function(node)
         if function is not None and self._given is None:
-            by_size = any(self.decisions[operand].by_size for operand in operands)
-            return replace(self.functions.decide(node, function, layouts), by_size=by_size)
+            preferred = any(self.decisions[operand].preferred for operand in operands)
+            return replace(self.functions.decide(node, function, layouts), preferred=preferred)
         if self._given is not None and stays_a_sum(node, operands, layouts):
             return Decision(tuple(layouts), (Partial(),), (Partial(),), "a sum stays one")
         call, rule, indices = self._call(node)
@@ -229,7 +235,7 @@ class _Propagation:
             decision = self._decide(call, rule, indices, layouts)
         except RefusedError as error:
             raise error.filled(rule=rule.id) from error
-        return replace(decision, by_size=self._is_by_size(call, indices, decision))
+        return replace(decision, preferred=self._is_preferred(call, indices, decision))
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
         """Whether the node writes to a view of a sharded value: the view was gathered, so the write would be lost."""
@@ -246,8 +252,8 @@ class _Propagation:
         return False
 
     def _decide(self, call: Call, rule: LayoutRule, indices: IndexMap, layouts: list[Layout]) -> Decision:
-        by_size = [self.decisions[operand].by_size for operand in call.operands]
-        order = sorted(range(len(layouts)), key=by_size.__getitem__)  # a dimension that dataflow found comes first
+        preferred = [self.decisions[operand].preferred for operand in call.operands]
+        order = sorted(range(len(layouts)), key=preferred.__getitem__)  # a dimension that dataflow found comes first
         parts = [indices.locate(indices.operands[i], layouts[i]) for i in order]
         blocked = next((part for part in parts if part is not None and part.index in indices.whole), None)
         free = [part for part in parts if part is not None and part.index not in indices.whole]
@@ -287,10 +293,10 @@ class _Propagation:
             where = f"its index {blocked.index} must be whole"
         return replace(decision, shows=shows, gathered=f"{call.key}: {where}")
 
-    def _is_by_size(self, call: Call, indices: IndexMap, decision: Decision) -> bool:
+    def _is_preferred(self, call: Call, indices: IndexMap, decision: Decision) -> bool:
         """Whether a result is shown sharded otherwise than on a dimension that dataflow follows to it."""
         operands = zip(call.operands, indices.operands, strict=True)
-        found = [indices.locate(terms, self._shown(n)) for n, terms in operands if not self.decisions[n].by_size]
+        found = [indices.locate(terms, self._shown(n)) for n, terms in operands if not self.decisions[n].preferred]
         parts = [part for part in found if part is not None]
         for terms, shown in zip(indices.results, decision.shows, strict=True):
             followed = [indices.layout(terms, part) for part in parts if indices.has(terms, part.index)]
@@ -303,7 +309,7 @@ class _Propagation:
 
     def _output(self, node: fx.Node) -> Decision:
         operands = operands_of(node)
-        layouts = [R if self.decisions[operand].by_size else self._shown(operand) for operand in operands]
+        layouts = [R if self.decisions[operand].preferred else self._shown(operand) for operand in operands]
         stated = RETURNED.of(node) or {}
         positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
         wants = [
@@ -343,7 +349,7 @@ class _Propagation:
         if part is None or part.index in indices.whole or not self._divides(indices, part):
             return None
         if not any(indices.has(terms, part.index) for terms in indices.operands):
-            return None  # broadcast along the sequence: nothing to save
+            return None  # broadcast along that dimension: nothing to save
         return spread(indices, part, why="every user wants it so")
 
     def _wants_of(self, user: fx.Node, value: fx.Node) -> list[Layout]:
@@ -357,7 +363,7 @@ class _Propagation:
 
     def _in_body(self, body: Edit, given: Mapping[fx.Node, Layout]) -> dict[fx.Node, Decision]:
         context = replace(self.context, output_layout=_as_it_lies)
-        return _Propagation(body, self.rules, context, given).run()
+        return _Propagation(body, self.rules, context, replicated_values, given).run()
 
     def _shown(self, node: fx.Node) -> Layout:
         return self.decisions[node].shows[0]
