@@ -24,6 +24,7 @@ from fxrewrite.spmd.localize import LocalizeShapes, global_shape
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.padding import EntryNodes
 from fxrewrite.spmd.propagate import PropagateLayouts, layout_of, redistribute, without_padding
+from fxrewrite.spmd.relocate import declare_product
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
 from fxrewrite.spmd.table import layout_table, with_table
@@ -60,6 +61,7 @@ __all__ = [
     "axis_of",
     "axis_rank",
     "compare",
+    "declare_product",
     "deferred_gather",
     "discover",
     "divide_exactly",
