@@ -16,6 +16,7 @@ from fxrewrite import Edit
 from fxrewrite.graph import PLANNED_LENGTH, Fact, planned_size, product, size_hint
 from fxrewrite.ops import bind, is_maybe_view, is_random, is_view, key, mutated
 from fxrewrite.spmd import COLLECTIVES, Size
+from rules.attention_operator import ATTEND
 from rules.mask_kinds import kind_of
 from rules.random import by_rank
 
@@ -43,6 +44,7 @@ ATTENTION = frozenset(
     {
         "aten::scaled_dot_product_attention",
         key(by_rank(torch.ops.aten.scaled_dot_product_attention.default)),
+        key(ATTEND),
         "autosp::ring_attention",
         "fxrewrite_rules::attention_by_rows",
         "higher_order::flex_attention",

@@ -8,10 +8,10 @@ from torch import fx
 
 from fxrewrite import Edit, Report, refuse
 from fxrewrite.graph import product, size_hint, source_line
-from fxrewrite.ops import bind, fake_value, key
+from fxrewrite.ops import bind, fake_value
 from rules.attention_by_rows import ATTENTION_BY_ROWS, why_not_by_rows
 from rules.attention_flex import MaskKernel, why_not_flex
-from rules.attention_parts import ATTENTIONS
+from rules.attention_operator import ATTEND
 from rules.flex_operator import FLEX_ATTENTION
 from rules.mask_kinds import kind_of
 from rules.mask_reading import is_dense
@@ -47,7 +47,7 @@ class DescribeMasks:
     def _line(self, node: fx.Node) -> str:
         if node.target in (ATTENTION_BY_ROWS, FLEX_ATTENTION):
             return f"{kind_of(node) or 'an expression of rows and columns'}, {self._how(node)}"
-        return _dense(node) if key(node) in ATTENTIONS else ""
+        return _dense(node) if node.target is ATTEND else ""
 
     def _how(self, node: fx.Node) -> str:
         if node.target is FLEX_ATTENTION:
@@ -74,11 +74,10 @@ def check_flex(gm: fx.GraphModule, inner: object) -> list[str]:
 
 def _dense(node: fx.Node) -> str:
     """The reason and the price of a mask that is held."""
-    given = bind(node)
-    mask = given["attn_mask"]
-    if not isinstance(mask, fx.Node) or not is_dense(mask):
+    q, k, v, mask, _, dropout_p, *_ = bind(node).values()
+    if mask is None or not is_dense(mask):
         return ""
-    why = why_not_by_rows(given["query"], given["key"], given["value"], mask, given.get("dropout_p", 0.0))
+    why = why_not_by_rows(q, k, v, mask, dropout_p)
     return f"dense: {why}; {_price(mask):,} bytes at {_LONG:,} tokens"
 
 

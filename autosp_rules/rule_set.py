@@ -1,8 +1,8 @@
 """AutoSP, as a rule set: `print(RULES)` is the whole method on a page.
 
-    canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; attention that is
-                                  written out becomes one operator where that is equal in every row; heads that are
-                                  repeated for groups of queries are shared by them; a dense mask becomes what it means
+    canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; a dense mask becomes
+                                  what it means; attention is one operator, however it is spelled, where that is equal
+                                  in every row; heads that are repeated for groups of queries are shared by them
     fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
     shard_inputs                  hidden states start sharded on the sequence
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
@@ -15,6 +15,7 @@
     attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
     flex_attention                if asked for, that becomes torch's flex attention where inductor has a kernel for it
     attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
+    lower_attention               what is left of attention is torch's operator, or written out where it has sinks
     draw_by_rank                  what draws on a chunk, noise or dropout, draws other numbers on each rank
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits
     checkpoint                    tags: what layers keep, and what they compute again
@@ -46,7 +47,7 @@ from rules.attention import ATTENTION_UNBIASED
 from rules.attention_by_rows import BY_ROWS
 from rules.attention_flex import MaskKernel, flex_rules
 from rules.attention_groups import REPEAT_HEADS, SHARE_HEADS
-from rules.attention_sinks import SINK_LAYOUTS
+from rules.attention_operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
 from rules.bundles import BUNDLE_RULES
 from rules.collectives import COLLECTIVE_RULES
 from rules.experts import FuseSlots
@@ -63,7 +64,7 @@ from rules.tiles import TILE_BYTES
 
 __all__ = ["RULES", "rule_set"]
 
-_ALL_LAYOUTS = LayoutRules((*LAYOUTS, *SINK_LAYOUTS, *SLOT_LAYOUTS, *RING_LAYOUTS))
+_ALL_LAYOUTS = LayoutRules((*LAYOUTS, *ATTENTION_LAYOUTS, *SLOT_LAYOUTS, *RING_LAYOUTS))
 
 
 @cache
@@ -82,10 +83,14 @@ def rule_set(
     tags, tiles = TagCheckpoints(checkpoint), () if mlp_tile is None else (tile_mlps(mlp_tile),)
     return RuleSet(
         "autosp",
-        RuleSet("canonicalize", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, SHARE_HEADS, MASKS, DeadCode()),
+        RuleSet(
+            "canonicalize",
+            *(NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, MASKS, RAISE_ATTENTION, SHARE_HEADS),
+            DeadCode(),
+        ),
         *((DRAW_WHOLE,) if rng == "global" else ()),
-        FuseSlots("fuse_slots", LAYOUTS),
-        ShardInputs("shard_inputs", LAYOUTS, sequence_dim),
+        FuseSlots("fuse_slots", _ALL_LAYOUTS),
+        ShardInputs("shard_inputs", _ALL_LAYOUTS, sequence_dim),
         NameMasks(),
         choose_attention(attention),
         PropagateLayouts("shard_seq_dim", _ALL_LAYOUTS, along_sequence),
@@ -99,8 +104,9 @@ def rule_set(
         WRITE_OUT_SLOTS,
         BY_ROWS,
         *(() if mask_kernel == "rows" else (flex_rules(mask_kernel),)),
-        REPEAT_HEADS,
         DescribeMasks(mask_kernel),
+        REPEAT_HEADS,
+        LOWER_ATTENTION,
         *((DrawByRank(),) if rng == "local" else ()),
         tiled_loss_rules(loss_tile),
         *((tags, *tiles) if mlp_tile == "auto" else (*tiles, tags)),

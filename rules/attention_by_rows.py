@@ -1,9 +1,10 @@
 """Attention with a mask that is computed a block of rows at a time, forward and backward, and never held whole.
 
-    sdpa(q, k, v, (c <= r) & padding)  ->  attention_by_rows(q, k, v, [c, r, padding], "bitwise_and(le(x0, x1), x2)")
+    attention(q, k, v, (c <= r) & padding)
+            ->  attention_by_rows(q, k, v, [c, r, padding], "bitwise_and(le(x0, x1), x2)")
 
-Matches a mask that is an expression of values by rows and values by columns (`rules.mask_reading`): causal, windows,
-chunks, documents, prefixes, padding, ALiBi, what comes of them by and, or, not and arithmetic, bool or added.
+Matches sinks, and a mask that is an expression of values by rows and values by columns (`rules.mask_reading`): causal,
+windows, chunks, documents, prefixes, padding, ALiBi, what comes of them by and, or, not and arithmetic, bool or added.
 A dense mask takes L * S bytes and more, and a copy of it in q's dtype is kept for the backward. Here the values of rows
 and columns are kept, L + S of them. Columns that a whole block of rows hides are left out, in tiles, by the bounds of
 the mask there (`rules.mask_bounds`): neither their scores nor the mask itself is computed. So causal masks cost half of
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import DeadCode, Match, Pattern, Rule, RuleSet, cap, where
+from fxrewrite import DeadCode, Match, RuleSet, where
 from fxrewrite.ops import bind, fake_value
 from fxrewrite.spmd import is_same_size
 from rules.attention_kernels import (
@@ -38,7 +39,7 @@ from rules.attention_kernels import (
     sinks_backward,
     with_sinks,
 )
-from rules.attention_parts import attention_call, sinks_call
+from rules.attention_operator import attention_rule
 from rules.mask_bounds import mask_bounds
 from rules.mask_expressions import MaskExpression, Range, parse_mask
 from rules.mask_kinds import kind_of, name_mask
@@ -286,61 +287,29 @@ def why_not_by_rows(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, dr
     return read if isinstance(read, str) else ""
 
 
-@where.predicate("mask", text="has_rows_and_columns")
-def _has_rows_and_columns(mask: fx.Node) -> bool | str:
-    return is_dense(mask) or "the mask has no rows and columns"
+@where.predicate("root", text="is_by_rows")
+def _is_by_rows(root: fx.Node) -> bool | str:
+    q, k, v, mask, sinks, dropout_p, *_ = bind(root).values()
+    if sinks is None and (mask is None or not is_dense(mask)):
+        return "the mask has no rows and columns" if mask is not None else "there is no mask"
+    return why_not_by_rows(q, k, v, mask, dropout_p) or True
 
 
-@where.predicate("q", "k", "v", "mask", "dropout_p", text="goes_by_rows")
-def _goes_by_rows(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node, dropout_p: float) -> bool | str:
-    why = why_not_by_rows(q, k, v, mask, dropout_p)
-    return why or True
-
-
-@where.predicate("root", text="goes_by_rows")  # without a mask, nothing is asked of a capture of it
-def _goes_by_rows_with_sinks(root: fx.Node) -> bool | str:
-    q, k, v, mask, *_ = bind(root).values()
-    return why_not_by_rows(q, k, v, mask) or True
-
-
-attend_by_rows = Rule(
-    "masks.attend_by_rows",
-    Pattern((attention_call(attn_mask=cap("mask"), is_causal=False),), (_has_rows_and_columns, _goes_by_rows)),
-    numerics="reassociates",
-    domain="finite",
-    optional=True,
-)
-attend_by_rows_with_sinks = Rule(
-    "masks.attend_by_rows_with_sinks",
-    Pattern((sinks_call(),), (_goes_by_rows_with_sinks,)),
-    numerics="reassociates",
-    domain="finite",
-    optional=True,
-)
+attend_by_rows = attention_rule("masks.attend_by_rows", _is_by_rows, optional=True, is_causal=False)
 
 
 @attend_by_rows.replacement
-def _(match: Match, q: fx.Proxy, k: fx.Proxy, v: fx.Proxy, mask: fx.Proxy, scale: float | None) -> fx.Proxy:
+def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float | None) -> fx.Proxy:
     """attention_by_rows"""
-    scale = 1 / math.sqrt(fake_value(match["q"]).shape[-1]) if scale is None else float(scale)
-    return _by_rows(match, q, k, v, mask, scale, None)
-
-
-@attend_by_rows_with_sinks.replacement
-def _(match: Match, q: Any, k: Any, v: Any, mask: fx.Proxy | None, sinks: fx.Proxy, scale: float) -> fx.Proxy:
-    """attention_by_rows, with sinks"""
-    return _by_rows(match, q, k, v, mask, scale, sinks)
-
-
-def _by_rows(match: Match, q: Any, k: Any, v: Any, mask: fx.Proxy | None, scale: float, sinks: Any) -> Any:
     leaves, text, kind = list[fx.Proxy](), "full(1, torch.bool)", "nothing hidden"
     if mask is not None:
         read = read_mask(mask.node)
-        assert not isinstance(read, str), "the rules match masks that can be read"
+        assert not isinstance(read, str), "the rule matches masks that can be read"
         leaves, text, kind = read.leaves(match), read.text, kind_of(mask.node)
+    scale = 1 / math.sqrt(fake_value(match["q"]).shape[-1]) if scale is None else float(scale)
     attended = match.call(ATTENTION_BY_ROWS, q, k, v, leaves, text, scale, sinks)
     name_mask(match.edit, attended.node, kind)
     return attended[0]
 
 
-BY_ROWS = RuleSet("attention_by_rows", attend_by_rows, attend_by_rows_with_sinks, DeadCode("drop_dense_masks"))
+BY_ROWS = RuleSet("attention_by_rows", attend_by_rows, DeadCode("drop_dense_masks"))

@@ -71,8 +71,7 @@ def why_not_flex(by_rows: fx.Node) -> str:
 
 
 def _is_bool(mask: MaskExpression, leaves: Sequence[fx.Node]) -> bool:
-    given = [torch.empty((), dtype=fake_value(leaf).dtype, device="meta") for leaf in leaves]
-    return mask.part(given, (0, 1), (0, 1)).dtype == torch.bool
+    return mask.dtype([fake_value(leaf).dtype for leaf in leaves]) == torch.bool
 
 
 def _numbers(term: Term) -> Iterator[float]:

@@ -1,11 +1,11 @@
 """Heads of keys and values that a model repeats for its query heads are shared by groups of them.
 
-    sdpa(q, repeat_kv(k), repeat_kv(v))  ->  sdpa(q, k, v, enable_gqa=True)        SHARE_HEADS
-    sdpa(q, k, v, enable_gqa=True)       ->  sdpa(q, repeat_kv(k), repeat_kv(v))   REPEAT_HEADS
+    attention(q, repeat_kv(k), repeat_kv(v))  ->  attention(q, k, v, enable_gqa=True)        SHARE_HEADS
+    attention(q, k, v, enable_gqa=True)       ->  attention(q, repeat_kv(k), repeat_kv(v))   REPEAT_HEADS
 
 The first form is what rules reason about: k and v are as they are sent and kept, and how often they are read is said
 by the shapes. It matches unsqueeze, expand and reshape, of [B, S, KV, D] too, which is transposed afterwards;
-repeat_interleave; one head that is expanded; all that in front of attention with sinks as well.
+repeat_interleave; one head that is expanded.
 Leaves alone, in these words, "k and v are no repeats of as many heads".
 Kernels for CPUs take groups, and read k and v as they are. On other devices FlashAttention does: without a mask, for
 head sizes up to 256, in half precision. Elsewhere the operator would fall back to one that holds all scores, so there
@@ -17,10 +17,10 @@ Source: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (can_use_m
 (check_batch_size_and_num_heads_dense); Hugging Face transformers, integrations/sdpa_attention.py (repeat_kv).
 
 >>> import torch
->>> import torch.nn.functional as F
 >>> from torch.fx.experimental.proxy_tensor import make_fx
+>>> from rules.attention_operator import ATTEND
 >>> def attention(q, k, v):
-...     return F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
+...     return ATTEND(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1))
 >>> gm = make_fx(attention, tracing_mode="fake", pre_dispatch=True)(torch.rand(1, 4, 6, 8), *torch.rand(2, 1, 2, 6, 8))
 >>> SHARE_HEADS.apply(gm)["attention.share_heads"].rewrites
 1
@@ -33,15 +33,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, op, shared, where
+from fxrewrite import Literal, Match, RuleSet, cap, either, op, shared, where
 from fxrewrite.ops import bind, key, value
 from fxrewrite.spmd import PLACEMENT, Size, is_same_size, layout_of
-from rules.attention_parts import attend_with_sinks, attention_call, sinks_call
+from rules.attention_operator import attend_with, attention_rule
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["REPEAT_HEADS", "SHARE_HEADS", "repeat_heads", "share_heads", "share_heads_beside_sinks"]
+__all__ = ["REPEAT_HEADS", "SHARE_HEADS", "repeat_heads", "share_heads"]
 
 aten = torch.ops.aten
 
@@ -54,9 +54,6 @@ def _repeated(name: str) -> Any:
         shared(op("repeat_interleave", x, cap(f"{name}_times", Literal), 1)),
         shared(op("expand", x, sizes)),
     )
-
-
-_REPEATED: dict[str, Any] = {"k": _repeated("k"), "v": _repeated("v")}
 
 
 @where.predicate("root", "q", "k", "v", text="share_heads")
@@ -92,19 +89,13 @@ def _by_head(match: Match) -> list[Any]:
     return [torch.transpose(x, 1, 2) if dim == 2 else x for x, dim in zip(given, dims, strict=True)]
 
 
-def _share(name: str, attention: Any) -> Rule:
-    pattern = Pattern((attention,), (_share_heads,))
-    rule = Rule(f"attention.{name}", pattern, numerics="reassociates", domain="finite", optional=True)
-    captured = {capture.name for capture in pattern.captures}
-
-    @rule.sampler
-    def _(draw: Draw) -> dict[str, Any]:
-        return {name: given for name, given in _sample(draw).items() if name in captured}
-
-    return rule
+share_heads = attention_rule(
+    "attention.share_heads", _share_heads, optional=True, key=_repeated("k"), value=_repeated("v"), enable_gqa=False
+)
 
 
-def _sample(draw: Draw) -> dict[str, Any]:
+@share_heads.sampler
+def _(draw: Draw) -> dict[str, Any]:
     """Groups of heads, or one head for all, and the sizes in which repeats of them are written out."""
     batch, kv_heads, length, num_keys, depth = draw.shape(5)
     kv_heads, times = draw.choice(1, kv_heads), draw.integer(2, 3)
@@ -120,28 +111,18 @@ def _sample(draw: Draw) -> dict[str, Any]:
         **found,
         "q": draw.tensor(batch, heads, length, depth),
         "mask": draw.choice(None, draw.tensor(length, num_keys)),
-        "sinks": draw.tensor(batch, heads, length, 1),
+        "sinks": draw.choice(None, draw.tensor(batch, heads, length, 1)),
         "dropout_p": 0.0,
         "is_causal": False,
         "scale": 0.5,
     }
 
 
-share_heads = _share("share_heads", attention_call(**_REPEATED, enable_gqa=False))
-share_heads_beside_sinks = _share("share_heads_beside_sinks", sinks_call(**_REPEATED))
-
-
 @share_heads.replacement
-def _(match: Match, q: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
-    """sdpa(q, k, v, mask, enable_gqa=True)"""
+def _(match: Match) -> Any:
+    """attention(q, k, v, mask, sinks, enable_gqa=True)"""
     k, v = _by_head(match)
-    return aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=True)
-
-
-@share_heads_beside_sinks.replacement
-def _(match: Match, q: Any, mask: Any, sinks: Any, scale: float) -> Any:
-    """attend_with_sinks(q, k, v, mask, sinks, scale)"""
-    return match.call(attend_with_sinks, q, *_by_head(match), mask, sinks, scale)
+    return attend_with(match, key=k, value=v, enable_gqa=True)
 
 
 @where.predicate("root", "q", "v", text="no_kernel_takes_groups")
@@ -152,24 +133,19 @@ def _no_kernel_takes_groups(root: fx.Node, q: fx.Node, v: fx.Node) -> bool:
     return of_q.device.type != "cpu" and not is_flash
 
 
-repeat_heads = Rule(
-    "attention.repeat_heads",
-    Pattern((attention_call(enable_gqa=True),), (_no_kernel_takes_groups,)),
-    numerics="reassociates",
-    domain="finite",
-    optional=True,
+repeat_heads = attention_rule(
+    "attention.repeat_heads", _no_kernel_takes_groups, optional=True, sinks=None, enable_gqa=True
 )
 
 
 @repeat_heads.replacement
-def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
-    """sdpa(q, repeat_kv(k), repeat_kv(v), mask)"""
-    heads = value(match["q"]).shape[-3]
-    k, v = (aten.repeat_interleave(x, heads // value(match[name]).shape[-3], -3) for name, x in (("k", k), ("v", v)))
-    attended = aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale)
+def _(match: Match, q: Any, k: Any, v: Any) -> Any:
+    """attention(q, repeat_kv(k), repeat_kv(v), mask)"""
+    k, v = (aten.repeat_interleave(x, value(q.node).shape[-3] // value(x.node).shape[-3], -3) for x in (k, v))
+    attended = attend_with(match, key=k, value=v, enable_gqa=False)
     match.edit.set_fact(attended.node, PLACEMENT, layout_of(match.root))  # says whose numbers dropout draws
     return attended
 
 
-SHARE_HEADS = RuleSet("attention_share_heads", share_heads, share_heads_beside_sinks)
+SHARE_HEADS = RuleSet("attention_share_heads", share_heads)
 REPEAT_HEADS = RuleSet("attention_repeat_heads", repeat_heads)

@@ -1,4 +1,4 @@
-"""What attention rules share: the captures, the terms made of them, the conditions, and the operator itself.
+"""What rules for attention that is written out share: the captures, the terms made of them, and the conditions.
 
 Shapes: q [*, L, E], kt [*, E, S] (the keys, transposed as the product of the scores reads them), v [*, S, D]; `*` is a
 batch, or batch and heads. k and v may have size 1 there where q has more; they are expanded.
@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, cap, chain, either, maybe, op, where
-from fxrewrite.ops import declare_pure, key, value
+from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, where
+from fxrewrite.ops import value
 from fxrewrite.spmd import is_same_size
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
 __all__ = [
-    "ATTENTIONS",
     "BIAS",
     "DIVISOR",
     "KT",
@@ -31,8 +30,6 @@ __all__ = [
     "V",
     "add",
     "attend",
-    "attend_with_sinks",
-    "attention_call",
     "divides",
     "expanded",
     "filled",
@@ -45,7 +42,6 @@ __all__ = [
     "no_narrower",
     "scale_of",
     "scaled",
-    "sinks_call",
     "weights",
 ]
 
@@ -57,33 +53,7 @@ BIAS: Any = cap("bias")
 MASK: Any = cap("mask")
 SCALE: Any = cap("scale", Literal)
 DIVISOR: Any = cap("divisor", Literal)
-_k, _kept, _hidden, _fill = cap("k"), cap("kept"), cap("hidden"), cap("fill", Literal)
-
-
-@declare_pure
-def attend_with_sinks(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    sinks: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """scaled_dot_product_attention whose softmax has a column more, which no value is read by: sinks [*, L, 1].
-
-    Groups of heads of q may share those of k and v.
-    """
-    if query.dim() == 4 and query.shape[1] != key.shape[1]:
-        key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
-    scores = query @ key.transpose(-2, -1) * scale
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
-    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ value
-
-
-ATTENTIONS = frozenset({"aten::scaled_dot_product_attention", key(attend_with_sinks)})
-"""Operators with operands `query`, `key`, `value` and `attn_mask`, by their keys."""
+_kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
 
 
 def scaled(scores: Any) -> Any:
@@ -166,17 +136,6 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
         "p": draw.choice(0.0, 0.0, 0.1),
         "train": draw.flag(),
     }
-
-
-def attention_call(*, k: Any = _k, v: Any = V, **given: Any) -> Any:
-    """scaled_dot_product_attention with every argument captured by its name, but for what is `given`."""
-    literals = {name: cap(name, Literal) for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-    return op("scaled_dot_product_attention", Q, k, v, **{"attn_mask": cap("mask", Maybe), **literals, **given})
-
-
-def sinks_call(*, k: Any = _k, v: Any = V) -> Any:
-    """attend_with_sinks with every argument captured by its name, but for what is given."""
-    return op(attend_with_sinks, Q, k, v, cap("mask", Maybe), cap("sinks"), SCALE)
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:

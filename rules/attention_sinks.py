@@ -1,7 +1,7 @@
 """Attention whose softmax has a sink beside the keys is one operator: a logit for each row, and nothing is read by it.
 
     softmax(cat([q @ k^T * c + bias + mask, sinks], -1))[..., :-1] @ v
-            ->  attend_with_sinks(q, k, v, bias + mask, sinks, scale=c)
+            ->  attention(q, k, v, bias + mask, sinks, scale=c)
 
 It is attention * sigmoid(logsumexp(scores) - sinks), which `rules.attention_by_rows` computes without holding scores.
 Matches the sinks behind the keys or in front of them, the greatest score of a row subtracted first or not, and all that
@@ -34,8 +34,9 @@ import torch
 from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, chain, either, maybe, op, where
-from fxrewrite.ops import key, value
-from fxrewrite.spmd import LayoutRule, is_same_size
+from fxrewrite.ops import value
+from fxrewrite.spmd import is_same_size
+from rules.attention_operator import ATTEND
 from rules.attention_parts import (
     BIAS,
     KT,
@@ -43,7 +44,6 @@ from rules.attention_parts import (
     Q,
     V,
     add,
-    attend_with_sinks,
     expanded,
     filled,
     fusion,
@@ -54,9 +54,8 @@ from rules.attention_parts import (
     scale_of,
     scaled,
 )
-from rules.layouts.attention import attention
 
-__all__ = ["ATTENTION_SINKS", "SINK_LAYOUTS"]
+__all__ = ["ATTENTION_SINKS"]
 
 _x, _sinks, _others = cap("x"), cap("sinks"), cap("others")
 _CASTS = ("to", "type_as")
@@ -174,13 +173,13 @@ fuse_filled_sinks = fusion(
 
 @fuse_sinks.replacement
 def _(match: Match, q: Any, kt: Any, v: Any, bias: Any, mask: Any, sinks: Any) -> Any:
-    """attend_with_sinks(q, k, v, bias + mask, sinks, scale)"""
+    """attention(q, k, v, bias + mask, sinks, scale)"""
     return _attend(match, q, kt, v, add(bias, mask), sinks)
 
 
 @fuse_filled_sinks.replacement
 def _(match: Match, q: Any, kt: Any, v: Any, kept: Any, hidden: Any, bias: Any, sinks: Any) -> Any:
-    """attend_with_sinks(q, k, v, kept, sinks, scale)"""
+    """attention(q, k, v, kept, sinks, scale)"""
     kept = torch.logical_not(hidden) if kept is None else kept
     mask = kept if bias is None else torch.ops.aten.where.ScalarOther(kept, bias, -torch.inf)
     return _attend(match, q, kt, v, mask, sinks)
@@ -188,7 +187,7 @@ def _(match: Match, q: Any, kt: Any, v: Any, kept: Any, hidden: Any, bias: Any, 
 
 def _attend(match: Match, q: Any, kt: Any, v: Any, mask: Any, sinks: Any) -> Any:
     k, v = expanded(keys(kt), q), expanded(v, q)
-    return match.call(attend_with_sinks, q, k, v, mask, sinks, scale_of(match))
+    return match.call(ATTEND, q, k, v, mask, sinks, scale=scale_of(match))
 
 
 ATTENTION_SINKS = RuleSet(
@@ -196,6 +195,3 @@ ATTENTION_SINKS = RuleSet(
     RuleSet("attention_sinks.spellings", unshift_softmax, sinks_behind_keys),
     RuleSet("attention_sinks.fusions", fuse_sinks, fuse_filled_sinks),
 )
-
-SINK_LAYOUTS = (LayoutRule("layout.attention_with_sinks", (key(attend_with_sinks),), attention, move_to=("h", "g")),)
-"""Sinks lie as a mask of one column does."""

@@ -24,7 +24,8 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, either, op, shared, where
 from fxrewrite.ops import key, value
-from rules.attention_parts import ATTENTIONS, DIVISOR, SCALE, divides, is_number
+from rules.attention_operator import ATTEND
+from rules.attention_parts import DIVISOR, SCALE, divides, is_number
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
@@ -95,7 +96,7 @@ _transposed: Any = either(
 
 @where.predicate("root", text="is_key")
 def _is_key(root: fx.Node) -> bool | str:
-    others = {key(reader) for reader in _readers(root)} - ATTENTIONS
+    others = {key(reader) for reader in _readers(root)} - {"aten::scaled_dot_product_attention", key(ATTEND)}
     return not others or f"{', '.join(sorted(others))} uses it"
 
 

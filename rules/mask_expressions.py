@@ -84,6 +84,11 @@ class MaskExpression:
         """These rows and columns of the mask; it broadcasts to them."""
         return _value(self.term, [_cut(_cut(leaf, -2, rows), -1, columns) for leaf in leaves], {})
 
+    def dtype(self, leaves: Sequence[torch.dtype]) -> torch.dtype:
+        """The dtype of the mask when its leaves have these."""
+        given = [torch.empty((), dtype=dtype, device="meta") for dtype in leaves]
+        return self.part(given, (0, 1), (0, 1)).dtype
+
 
 def _value(term: Term, leaves: Sequence[torch.Tensor], known: dict[Call, torch.Tensor]) -> Any:
     """What a term is. A closure that calls itself would keep what is known alive until garbage is collected."""

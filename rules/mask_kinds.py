@@ -19,8 +19,8 @@ from torch import fx
 
 from fxrewrite import Edit, Report
 from fxrewrite.graph import ClosedValues, OpenValueError, symbols_of
-from fxrewrite.ops import bind, fake_value, key
-from rules.attention_parts import ATTENTIONS
+from fxrewrite.ops import bind, fake_value
+from rules.attention_operator import attentions
 from rules.mask_expressions import Call, Leaf, MaskExpression, Term, parse_mask
 from rules.mask_proofs import is_true_everywhere
 from rules.mask_reading import ReadMask, is_dense, read_mask
@@ -40,8 +40,8 @@ class NameMasks:
     name = "name_masks"
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
-        for node in edit.nodes():
-            mask = bind(node)["attn_mask"] if key(node) in ATTENTIONS else None
+        for node in attentions(edit.nodes()):
+            mask = bind(node)["attn_mask"]
             if isinstance(mask, fx.Node) and _META not in mask.meta and is_dense(mask):
                 read = read_mask(mask)
                 if isinstance(read, ReadMask):

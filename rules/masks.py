@@ -22,11 +22,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from fxrewrite import Match, Pattern, Rule, RuleSet, cap, refuse, where
+from fxrewrite import Match, Rule, RuleSet, cap, refuse, where
 from fxrewrite.graph import ClosedValues, LargeValueError, OpenValueError, expression, symbols_of
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import is_same_size
-from rules.attention_parts import attention_call
+from rules.attention_operator import sdpa_rule
 from rules.mask_expressions import Call, Leaf, Term, parse_mask
 from rules.mask_positions import LONGEST, leaves_of
 from rules.mask_proofs import MOST_ENTRIES, above_diagonal, is_true_everywhere, is_true_within, up_to_diagonal
@@ -140,9 +140,8 @@ def _read(meaning: Meaning) -> Rule:
             refuse(f"what the mask means is not known: {found.why}", node=mask, hint="is_causal=True says it")
         return found.meaning == meaning or found.meaning or found.why
 
-    attention = attention_call(attn_mask=cap("mask"), is_causal=False)
     name = f"masks.{meaning.replace(' ', '_')}"
-    made = Rule(name, Pattern((attention,), (means,)), numerics="reassociates", domain="finite", optional=True)
+    made = sdpa_rule(name, means, optional=True, attn_mask=cap("mask"), is_causal=False)
 
     @made.replacement
     def _(match: Match, q: Any, k: Any, v: Any, dropout_p: float, scale: Any, enable_gqa: bool) -> Any:

@@ -12,7 +12,6 @@ from autosp_rules.attention.strategy import (
     AttentionStrategy,
     Choice,
     Cost,
-    attentions,
     choice_of,
     choose,
     redistribution_of,
@@ -22,6 +21,7 @@ from autosp_rules.costs import FLOPS_PER_BYTE_SENT, planned_for
 from fxrewrite import Edit, Report, refuse
 from fxrewrite.graph import planned_size, source_line
 from fxrewrite.spmd import Axis, Replicated, Shard, SpmdContext, layout_of, size_hint
+from rules.attention_operator import attentions
 
 __all__ = ["ChooseAttention", "DescribeAttention"]
 
@@ -41,7 +41,7 @@ class ChooseAttention:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         axis = SpmdContext.required(context, self.name).axis
-        for node in attentions(edit):
+        for node in attentions(edit.nodes()):
             choose(edit, node, self._choice(node, AttentionCall.of(node), axis))
         return 0
 

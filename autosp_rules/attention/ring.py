@@ -1,7 +1,7 @@
 """Attention over a ring: every rank keeps its rows of q, and keys travel; alone, or over groups that share the heads.
 
-    sdpa(q, k, v, mask)      ->  attend_over_ring(q, k, v, leaves, mask)                      in front of propagation
-    attend_over_ring(...)    ->  exchange(ring_attention(exchange(q, k, v)))                  on local shapes
+    attention(q, k, v, mask, sinks)  ->  attend_over_ring(q, k, v, leaves, mask, sinks)       before propagation
+    attend_over_ring(...)            ->  exchange(ring_attention(exchange(q, k, v, sinks)))   on local shapes
 
 `ring` serves any number of heads, with k and v as they are before they are repeated, holds one chunk of k and v where
 gather_kv holds them whole, and balances causal work. `ring_ulysses` takes P = R x U ranks as R groups of U: all-to-all
@@ -9,9 +9,10 @@ over the heads in a group, a ring over the groups, so that P may exceed the numb
 P below P that divides the heads. A mask is taken as an expression of rows and columns (`rules.mask_reading`), is_causal
 as the comparison of their positions. Where P does not divide the length, the mask also hides the padding of the last
 chunks; where groups have an odd number of rows, halves cannot be traded, and the last group does most of causal work.
-Refuses, in these words: "q has rank 3"; "queries and keys have lengths 16 and 24"; "dropout draws in the scores"; "the
-mask is added to the scores"; "5 heads are no multiple of 2 kv heads"; why a mask cannot be read; "3 ranks
-cannot be split into two or more groups of two or more that share 4 heads". Then another strategy serves.
+Sinks stay with the rows of q; each row's takes its share once, after all keys came.
+Refuses, in these words: "q has rank 3"; "queries and keys have lengths 16 and 24"; "dropout draws in the scores";
+without sinks "the mask is added to the scores"; "5 heads are no multiple of 2 kv heads"; why a mask cannot be read; "3
+ranks cannot be split into two or more groups of two or more that share 4 heads". Then another strategy serves.
 Numerics: reassociates; rows that keep no key are 0, as from the operator.
 Source: Ring Attention (arXiv 2310.01889), USP (arXiv 2405.07719).
 """
@@ -36,7 +37,7 @@ from autosp_rules.attention.strategy import (
     serve,
 )
 from autosp_rules.costs import Sends, set_sends
-from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     Axis,
@@ -58,7 +59,8 @@ from fxrewrite.spmd import (
     size_proxy,
 )
 from rules.attention_by_rows import attention_by_rows
-from rules.attention_parts import attention_call
+from rules.attention_operator import attention_rule
+from rules.mask_expressions import parse_mask
 from rules.mask_kinds import kind_of, name_mask
 from rules.mask_reading import read_mask
 
@@ -76,19 +78,20 @@ def attend_over_ring(
     mask: str,
     scale: float,
     per_group: int,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention, on whole values; sharded on the sequence it becomes a ring over groups of `per_group` ranks."""
-    if not mask:
-        return aten.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-    return attention_by_rows(q, k, v, leaves, mask, scale)[0]
+    return attention_by_rows(q, k, v, leaves, mask, scale, sinks)[0]
 
 
 def _rows_are_independent(call: Call) -> IndexMap:
-    """b h s d, b g s d, b g s v, whole leaves -> b h s v"""
-    q, k, v, *leaves = (call.shape(i) for i in range(len(call.operands)))
+    """b h s d, b g s d, b g s v, whole leaves, b h s 1? -> b h s v"""
+    q, k, v, *rest = (call.shape(i) for i in range(len(call.operands)))
     sizes = {"b": q[0], "h": q[1], "s": q[2], "d": q[3], "g": k[1], "v": v[3]}
     of_q, of_k, of_v, result = (tuple((name,) for name in names) for names in ("bhsd", "bgsd", "bgsv", "bhsv"))
-    operands = (of_q, of_k, of_v, *(((),) * len(shape) for shape in leaves))
+    sinks = () if call.args["sinks"] is None else ((("b",), ("h",), ("s",), ()),)
+    leaves = (((),) * len(shape) for shape in rest[: len(rest) - len(sinks)])
+    operands = (of_q, of_k, of_v, *leaves, *sinks)
     return IndexMap(operands, (result,), sizes, frozenset("bhdgv"))
 
 
@@ -96,22 +99,17 @@ RING_LAYOUTS = (LayoutRule("layout.ring", (key(attend_over_ring),), _rows_are_in
 
 
 def _to_ring(name: str) -> Rule:
-    made = Rule(
-        f"autosp.{name}",
-        Pattern((attention_call(),), (needs(f"autosp.{name}"),)),
-        numerics="reassociates",
-        domain="finite",
-    )
+    made = attention_rule(f"autosp.{name}", needs(f"autosp.{name}"))
 
     @made.replacement
-    def _(match: Match, q: Any, k: Any, v: Any, mask: Any, is_causal: bool, scale: Any) -> fx.Proxy:
-        """attend_over_ring(q, k, v, leaves, mask)"""
+    def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, is_causal: bool, scale: Any) -> fx.Proxy:
+        """attend_over_ring(q, k, v, leaves, mask, sinks)"""
         size = SpmdContext.required(match.context, made.id).axis.size
         heads, depth = (match["q"].meta["val"].shape[dim] for dim in (1, 3))
         per_group = 1 if name == "ring_of_ranks" else _per_group(heads, size)
         scale = 1 / math.sqrt(depth) if scale is None else float(scale)
         leaves, text, kind = _expression(match, mask, is_causal)
-        attended = match.call(attend_over_ring, q, k, v, leaves, text, scale, per_group)
+        attended = match.call(attend_over_ring, q, k, v, leaves, text, scale, per_group, sinks)
         name_mask(match.edit, attended.node, kind)
         return serve(match, attended)
 
@@ -151,6 +149,7 @@ lower_ring = Rule(
                 attend_over_ring,
                 *(cap("q"), cap("k"), cap("v"), cap("leaves", "any")),
                 *(cap(name, Literal) for name in ("mask", "scale", "per_group")),
+                cap("sinks", Maybe),
             ),
         ),
         (_is_sharded,),
@@ -160,8 +159,8 @@ lower_ring = Rule(
 
 
 @lower_ring.replacement
-def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, per_group: int) -> Any:
-    """exchange(ring_attention(exchange(q, k, v)))"""
+def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, per_group: int, sinks: Any) -> Any:
+    """exchange(ring_attention(exchange(q, k, v, sinks)))"""
     context = SpmdContext.required(match.context, lower_ring.id)
     axis, layout = context.axis, layout_of(match.root)
     assert isinstance(layout, Shard), "the rule matches sharded calls"
@@ -176,8 +175,9 @@ def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float
         k, v = (aten.repeat_interleave(x, math.lcm(kv_heads, per_group) // kv_heads, 1) for x in (k, v))
     is_moved = zigzag or per_group > 1
     if is_moved:
-        q, k, v = _moved(match, [q, k, v], how, back=False)
-    attended = match.call(RING_ATTENTION, q, k, v, leaves, mask, scale, *how)
+        q, k, v, *moved = _moved(match, [q, k, v] if sinks is None else [q, k, v, sinks], how, back=False)
+        sinks = moved[0] if moved else None
+    attended = match.call(RING_ATTENTION, q, k, v, leaves, mask, scale, sinks, *how)
     name_mask(match.edit, attended.node, kind_of(match.root))
     _say(match, attended, _sends_of_ring(k, v, axis.size // per_group))
     out = match.call(operator.getitem, attended, 0)
@@ -203,7 +203,11 @@ def _without_padding(match: Match, leaves: Any, mask: str, held: Size) -> tuple[
     columns = match.call(aten.arange.default, size_proxy(match, held), device=device, pin_memory=False)
     is_real = aten.lt(columns, size_proxy(match, length))
     last = f"x{len(leaves)}"
-    return [*map(padded, leaves), is_real], f"bitwise_and({mask}, {last})" if mask else last
+    if not mask:
+        return [is_real], last
+    is_bool = parse_mask(mask).dtype([leaf.dtype for leaf in leaves]) == torch.bool
+    kept = f"bitwise_and({mask}, {last})" if is_bool else f"where({last}, {mask}, -inf)"
+    return [*map(padded, leaves), is_real], kept
 
 
 def _moved(match: Match, values: list[Any], how: tuple[Any, ...], *, back: bool) -> list[Any]:
@@ -248,15 +252,13 @@ def _why_no_ring(call: AttentionCall, axis: Axis) -> str:
         return f"queries and keys have lengths {size_hint(length)} and {size_hint(num_keys)}"
     if heads % kv_heads or not is_same_size(call.v.shape[1], call.kv_heads):
         return f"{heads} heads are no multiple of {kv_heads} kv heads"
-    if call.sinks is not None:
-        return "the softmax has sinks beside the keys"
     return f"dropout draws in the scores (p = {call.dropout_p})" if call.dropout_p else _why_no_mask(call)
 
 
 def _why_no_mask(call: AttentionCall) -> str:
     if call.mask is None:
         return ""
-    if call.mask.meta["val"].dtype != torch.bool:
+    if call.mask.meta["val"].dtype != torch.bool and call.sinks is None:
         return "the mask is added to the scores, and may hide all keys of a row by a finite number"
     read = read_mask(call.mask)
     return f"the mask cannot be read as an expression of rows and columns: {read}" if isinstance(read, str) else ""
@@ -290,10 +292,8 @@ def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Cost:
     """Keys of a group go round; q, k, v and the result go to where the ring has them, and dk and dv back in float32."""
     num_groups, heads = axis.size // per_group, math.lcm(size_hint(call.kv_heads), per_group)
     share, halves = _rows(call, axis) / size_hint(call.q.shape[2]), _halves(call, axis, per_group)
-    qo, chunk = (
-        call.qo_bytes * share,
-        call.kv_bytes(heads) * share,
-    )  # a group has more rows, and as many times fewer heads
+    by_row, chunk = call.qo_bytes + call.sinks_bytes, call.kv_bytes(heads)
+    qo, chunk = by_row * share, chunk * share  # a group has more rows, and as many times fewer heads
     to_heads = (qo + chunk) * (per_group - 1) / per_group
     to_halves = qo + chunk if halves == "traded" else 0
     wide = max(4, call.q.element_size()) / call.q.element_size()

@@ -5,9 +5,9 @@
 The transfer of the next k and v starts before the present ones are read. Where no kernel reads them, scores are held of
 a block of rows at a time. Of a mask a rank computes the blocks of its own rows, from leaves that are whole on every
 rank; keys that it hides from a block of rows are left out.
-Kept for the backward: q, k, v of a rank's own rows, the result, its logsumexp. In it dk and dv travel along with k and
-v, and one step further, home. They and dq are summed over the steps in float32 at least, and rounded at the end; what
-the kernel for CPUs adds in a step it has rounded itself.
+Kept for the backward: q, k, v and the sinks of a rank's own rows, the result, its logsumexp. In it dk and dv travel
+along with k and v, and one step further, home. They and dq are summed over the steps in float32 at least, and rounded
+at the end; what the kernel for CPUs adds in a step it has rounded itself.
 Shapes: as `exchange` gives them, q [B, H / U, S / R, E], k [B, KV / U, S / R, E], v [B, KV / U, S / R, D].
 Numerics: reassociates; sums over keys are sums over blocks of keys.
 Source: Ring Attention (arXiv 2310.01889); PyTorch, torch/distributed/tensor/experimental/_context_parallel.
@@ -24,7 +24,7 @@ from autosp_rules.attention.exchange import PLACE, Ring, send
 from fxrewrite.ops import communicates
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention_by_rows import attention_by_rows, attention_by_rows_backward
-from rules.attention_kernels import lse_dtype, merge_blocks
+from rules.attention_kernels import lse_dtype, merge_blocks, sinks_backward, with_sinks
 
 __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
 
@@ -65,6 +65,7 @@ def _attend(
     leaves: Sequence[torch.Tensor],
     mask: str,
     scale: float,
+    sinks: torch.Tensor | None,
     *place: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a rank's queries read from all keys, and the logsumexp of their scores, which has no gradient.
@@ -72,8 +73,10 @@ def _attend(
     Args:
         q, k, v: of a rank in the ring; see the shapes of this module.
         leaves: of the mask, for all rows, columns and heads; they broadcast to [B, H, S, S].
-        mask: an expression of them, as `rules.mask_expressions` reads it, that is bool; "" hides nothing.
+        mask: an expression of them, as `rules.mask_expressions` reads it; "" hides nothing. It is bool, or there are
+            sinks: a row whose keys are all hidden by one finite number attends to all alike, which parts cannot tell.
         scale: of the scores.
+        sinks: a score more for each row of q, [B, H / U, S / R, 1], of a key whose value is 0; it is in the logsumexp.
         place: in the ring; see `autosp_rules.attention.exchange.Ring`.
     """
     ring = Ring(*place)
@@ -89,7 +92,10 @@ def _attend(
         if coming is not None:
             held = _arrived(coming, held)
     assert found is not None, "a ring has a group"
-    return found[0].to(q.dtype).contiguous(), found[1].contiguous()
+    out, lse = found
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
+    return out.to(q.dtype).contiguous(), lse.contiguous()
 
 
 def _gradients_of(
@@ -124,19 +130,20 @@ def _gradients_of(
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)  # what came is one piece of memory
 
 
-_HOW = f"Tensor[] leaves, str mask, float scale, {PLACE}"
+_MASK = "Tensor[] leaves, str mask, float scale"
 
 ring_attention = torch.library.custom_op(
     "autosp::ring_attention",
     _attend,
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_HOW}) -> (Tensor, Tensor)",
+    schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}, Tensor? sinks, {PLACE}) -> (Tensor, Tensor)",
 )
 ring_attention_backward = torch.library.custom_op(
     "autosp::ring_attention_backward",
     _gradients_of,
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}) -> (Tensor, Tensor, Tensor)",
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, {PLACE})"
+    " -> (Tensor, Tensor, Tensor)",
 )
 communicates(ring_attention, _attend)
 communicates(ring_attention_backward, _gradients_of)
@@ -153,15 +160,18 @@ def _(dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, leaves, *ctx.how = inputs
+    q, k, v, leaves, mask, scale, sinks, *place = inputs
+    ctx.how = (mask, scale, *place)
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, *leaves)
+    ctx.save_for_backward(q, k, v, *output, sinks, *leaves)
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, *leaves = ctx.saved_tensors
+    q, k, v, out, lse, sinks, *leaves = ctx.saved_tensors
     given = ring_attention_backward(dout, q, k, v, out, lse, leaves, *ctx.how)
-    return (*given, [None] * len(leaves), *[None] * len(ctx.how))
+    to_sinks = None if sinks is None else sinks_backward(dout, out, lse, sinks)
+    _, _, *place = ctx.how
+    return (*given, [None] * len(leaves), None, None, to_sinks, *[None] * len(place))
 
 
 ring_attention.register_autograd(_gradients, setup_context=_save)

@@ -24,7 +24,6 @@ from fxrewrite import DeadCode, Edit, Report, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import is_same_size
 from rules.attention_kernels import lse_dtype
-from rules.attention_parts import ATTENTIONS
 
 __all__ = ["SKIP_ALL_BUT_LAST"]
 
@@ -74,7 +73,7 @@ class SkipAllButLast:
     name = "skip_all_but_last_attention"
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
-        attentions = [node for node in edit.nodes() if key(node) in ATTENTION | ATTENTIONS]
+        attentions = [node for node in edit.nodes() if key(node) in ATTENTION]
         skipped = [node for node in attentions[:-1] if _is_like_q(node)]
         for node in skipped:
             made = edit.call(SKIPPED, node.args[:3], after=node, like=node, rule=self.name)

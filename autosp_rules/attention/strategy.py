@@ -6,7 +6,7 @@ the node's metadata, where the strategy's rules look for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,16 +15,14 @@ from torch import fx
 
 from autosp_rules.costs import attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
-from fxrewrite.ops import bind, key
+from fxrewrite.ops import bind
 from fxrewrite.spmd import Axis, Size, redistribute, require_divisible, size_hint
-from rules.attention_parts import ATTENTIONS
 
 __all__ = [
     "AttentionCall",
     "AttentionStrategy",
     "Choice",
     "Cost",
-    "attentions",
     "choice_of",
     "choose",
     "divides",
@@ -33,34 +31,31 @@ __all__ = [
     "serve",
 ]
 
-_DEFAULTS: dict[str, Any] = {"dropout_p": 0.0, "is_causal": False, "enable_gqa": True, "sinks": None}
 _META = "attention_choice"
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """One call of attention, with sinks or without: q [..., H, S, E], k [..., KV, T, E], v [..., KV, T, D]; 1 where
-    there are no heads."""
+    """One call of attention: q [..., H, S, E], k [..., KV, T, E], v [..., KV, T, D]; without heads H is 1."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     mask: fx.Node | None
+    sinks: fx.Node | None
     dropout_p: float
     is_causal: bool
     enable_gqa: bool
-    sinks: fx.Node | None
     hides_later_keys: bool
     flops: float
     """Of one device, forward, without what a causal mask hides."""
 
     @staticmethod
     def of(node: fx.Node) -> AttentionCall:
-        args = bind(node)
-        q, k, v = (args[name].meta["val"] for name in ("query", "key", "value"))
-        rest = (args.get(name, default) for name, default in _DEFAULTS.items())
-        work = {"hides_later_keys": hides_later_keys(node), "flops": attention_flops(node, size_hint)}
-        return AttentionCall(q, k, v, args["attn_mask"], *rest, **work)
+        q, k, v, mask, sinks, dropout_p, is_causal, _, enable_gqa = bind(node).values()
+        q, k, v = (x.meta["val"] for x in (q, k, v))
+        hides, flops = hides_later_keys(node), attention_flops(node, size_hint)
+        return AttentionCall(q, k, v, mask, sinks, dropout_p, is_causal, enable_gqa, hides, flops)
 
     @property
     def heads(self) -> Size:
@@ -83,6 +78,12 @@ class AttentionCall:
     def qo_bytes(self) -> float:
         """q and the result, whole."""
         return self.q.element_size() * (size_hint(self.q.numel()) + self.result_numel)
+
+    @property
+    def sinks_bytes(self) -> float:
+        """The sinks, whole: one number for each row of q, if there are any."""
+        rows = size_hint(self.q.numel()) // size_hint(self.q.shape[-1])
+        return 0 if self.sinks is None else self.q.element_size() * rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +120,6 @@ class AttentionStrategy:
     cost: Callable[[AttentionCall, Axis], Cost]
     rules: tuple[Rule, ...] = ()
     """In front of propagation, on calls whose choice asks for them."""
-
-
-def attentions(edit: Edit) -> Sequence[fx.Node]:
-    """The attention calls of the graph, in order."""
-    return [n for n in edit.nodes() if n.op == "call_function" and key(n) in ATTENTIONS]
 
 
 def redistribution_of(operand: Any) -> fx.Node | None:

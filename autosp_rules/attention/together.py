@@ -15,10 +15,11 @@ from operator import getitem
 import torch
 from torch import fx
 
-from autosp_rules.attention.strategy import attentions, redistribution_of
+from autosp_rules.attention.strategy import redistribution_of
 from fxrewrite import Edit, Report
 from fxrewrite.ops import mutates
 from fxrewrite.spmd import Replicated, Shard, SpmdContext, redistribute
+from rules.attention_operator import attentions
 from rules.bundles import bundle
 
 __all__ = ["MoveTogether"]
@@ -34,7 +35,7 @@ class MoveTogether:
         position = {node: number for number, node in enumerate(edit.nodes())}
         writes = [number for node, number in position.items() if mutates(node)]
         changes = 0
-        for attention in attentions(edit):
+        for attention in attentions(edit.nodes()):
             for moved in _alike(attention):
                 changes += self._bundle(edit, moved, position, writes)
         return changes

@@ -26,6 +26,7 @@ from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.place import HELD, Place, inputs, module_input, module_output, outputs, param
 from fxrewrite.spmd.propagate import PropagateLayouts
 from fxrewrite.spmd.redistribute import redistribute, without_padding
+from fxrewrite.spmd.relocate import declare_product
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_nodes, size_proxy
@@ -69,6 +70,7 @@ __all__ = [
     "axis_rank",
     "compare",
     "contexts",
+    "declare_product",
     "declare_virtual",
     "deferred_gather",
     "discover",

@@ -29,11 +29,11 @@ from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_s
 from fxrewrite.spmd.notation import IndexMap, IndexPart
 from fxrewrite.spmd.rule import tensor_of
 
-__all__ = ["PRODUCTS", "relocate"]
+__all__ = ["PRODUCTS", "declare_product", "relocate"]
 
 R = Replicated()
-PRODUCTS = frozenset({"aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::scaled_dot_product_attention"})
-"""Matrix products, which are what a model's time is made of."""
+PRODUCTS = {"aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::scaled_dot_product_attention"}
+"""Matrix products, which are what a model's time is made of, by their keys."""
 _LARGEST = 4096
 """Nodes of a region; what lies beyond stays as it is."""
 
@@ -41,6 +41,11 @@ Decisions: TypeAlias = Mapping[fx.Node, Decision]
 Network: TypeAlias = "nx.DiGraph[object]"
 _KEPT, _MOVED = "kept", "moved"
 """The two sides of the cut; what stands outside of the region is kept."""
+
+
+def declare_product(operator_key: str) -> None:
+    """State that an operator that is not ATen's multiplies matrices."""
+    PRODUCTS.add(operator_key)
 
 
 def relocate(

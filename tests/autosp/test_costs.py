@@ -32,7 +32,7 @@ from fxrewrite import RuleSet, normalize
 from fxrewrite.graph import PLANNED_LENGTH
 from fxrewrite.ops import key
 from fxrewrite.spmd import COLLECTIVES, Axis
-from rules.attention_parts import ATTENTIONS
+from rules.attention_operator import RAISE_ATTENTION
 from rules.mask_kinds import NameMasks
 from tests.autosp.attention_layer import Attend, Layer
 from tests.autosp.one_device import captured
@@ -78,14 +78,14 @@ def _graph(mask: str) -> fx.GraphModule:
 
 
 def _attention(gm: fx.GraphModule) -> fx.Node:
-    (node,) = (node for node in gm.graph.nodes if key(node) in ATTENTION | ATTENTIONS)
+    (node,) = (node for node in gm.graph.nodes if key(node) in ATTENTION)
     return node
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_operations_of_one_device(mask: str) -> None:
     gm = normalize(_graph(mask))
-    RuleSet("names", NameMasks()).apply(gm)
+    RuleSet("names", RAISE_ATTENTION, NameMasks()).apply(gm)
     attention = _attention(gm)
     assert AttentionCall.of(attention).flops == flops_of(attention) == MASKS[mask][1]
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from autosp_rules import AutoSPError, AutoSPReport
+from autosp_rules import AutoSPReport
 from autosp_rules.config import AttentionOption
-from tests.autosp.attention_layer import BATCH, HEAD_DIM, LENGTH, VALUE_DIM, Layer, check
+from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Layer, check
 
 sdpa = F.scaled_dot_product_attention
 TOKENS = torch.tensor([[1, 1, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]])
@@ -59,34 +59,60 @@ def test_exact(name: str) -> None:
 
 
 def attend_with_sinks(layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    rows, columns = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
     hidden = (columns > rows) | (columns <= rows - 4) | (columns < 2)
     if layer.heads != layer.kv_heads:
         k, v = (x.repeat_interleave(layer.heads // layer.kv_heads, 1) for x in (k, v))
     scores = q @ k.transpose(-2, -1) * HEAD_DIM**-0.5 + hidden * torch.tensor(torch.finfo(q.dtype).min, dtype=q.dtype)
-    both = torch.cat([scores, layer.slopes.reshape(1, -1, 1, 1).expand(BATCH, -1, LENGTH, -1)], -1)
-    return torch.softmax(both - both.amax(-1, keepdim=True), -1)[..., :-1] @ v
+    return with_sinks(layer, scores) @ v
+
+
+def with_sinks(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([scores, layer.slopes.reshape(1, -1, 1, 1).expand(BATCH, -1, scores.shape[2], -1)], -1)
+    return torch.softmax(both - both.amax(-1, keepdim=True), -1)[..., :-1]
 
 
 @pytest.mark.parametrize("kv_heads", [12, 2])
-@pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])
+@pytest.mark.parametrize("attention", ["ulysses", "gather_kv", "ring", "ring_ulysses"])
 def test_sinks_are_exact(attention: AttentionOption, kv_heads: int) -> None:
     """Of 12 heads a rank has its own, and the first rows keep no key; two heads of keys divide over no ranks here."""
-    for num_ranks, report in check(Layer(attend_with_sinks, 12, kv_heads), ranks=(3, 4), attention=attention).items():
+    ranks = {"ring": (3,), "ring_ulysses": (4,)}.get(attention, (3, 4))
+    for num_ranks, report in check(Layer(attend_with_sinks, 12, kv_heads), ranks=ranks, attention=attention).items():
         (line,) = [line for line in report.lines if line.startswith("attention: ")]
         assert line.startswith(f"attention: 1 x {attention}: asked for")
-        kinds_sent = {c.kind for c in report.collectives if c.direction == "forward"}
-        assert kinds_sent == {"all_reduce", "all_gather" if attention == "gather_kv" else "all_to_all"}, num_ranks
+        sent = {c.kind: c for c in report.collectives if c.direction == "forward" and c.kind != "all_reduce"}
+        assert set(sent) == SENT_WITH_SINKS[attention], num_ranks
         if attention == "ulysses":
             numbers = BATCH * LENGTH // num_ranks * (HEAD_DIM + VALUE_DIM) * 8  # of one head, of two operands
-            (sent,) = (c for c in report.collectives if (c.kind, c.direction) == ("all_to_all", "forward"))
-            assert sent.count == 2
-            assert sent.bytes_sent == numbers * (12 + math.lcm(kv_heads, num_ranks)) * (num_ranks - 1) // num_ranks
-        assert [kind.endswith("computed by rows") for kind in kinds(report)] == [True]
+            num_bytes = numbers * (12 + math.lcm(kv_heads, num_ranks)) * (num_ranks - 1) // num_ranks
+            assert (sent["all_to_all"].count, sent["all_to_all"].bytes_sent) == (2, num_bytes)
+        if attention.startswith("ring"):
+            assert f"each sends {sum(c.bytes_sent for c in sent.values()):,} bytes per rank forward" in line
+        else:
+            assert [kind.endswith("computed by rows") for kind in kinds(report)] == [True]
 
 
-@pytest.mark.parametrize("attention", ["ring", "ring_ulysses"])
-def test_sinks_do_not_go_round_a_ring(attention: AttentionOption) -> None:
-    with pytest.raises(AutoSPError, match="the softmax has sinks beside the keys") as caught:
-        check(Layer(attend_with_sinks, 12, 12), ranks=(4,), attention=attention)
-    assert caught.value.hint == "use attention='ulysses', which serves it, or 'auto'"
+SENT_WITH_SINKS: dict[AttentionOption, set[str]] = {
+    "ulysses": {"all_to_all"},
+    "gather_kv": {"all_gather"},
+    "ring": {"ring", "exchange"},
+    "ring_ulysses": {"ring", "exchange"},
+}
+
+
+@pytest.mark.parametrize("length", [7, 9])
+def test_sinks_over_a_ring_whose_ranks_do_not_divide_the_length(length: int) -> None:
+    """With padding: 4 rows a rank, whose halves trade places, and 5, which have none."""
+    check(Layer(attend_with_sinks, 12, 2), ranks=(2,), attention="ring", ids=IDS[:, :length])
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])
+def test_sinks_with_a_mask_that_cannot_be_read(attention: AttentionOption) -> None:
+    """All scores are held then; the report says so."""
+
+    def attend(layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        gate = layer.gate(x).detach()
+        return with_sinks(layer, q @ k.transpose(-2, -1) * 0.3 + (gate @ gate.transpose(1, 2))[:, None]) @ v
+
+    (kind,) = kinds(check(Layer(attend, 4, 4), ranks=(2,), attention=attention)[2])
+    assert kind.startswith("dense: ")

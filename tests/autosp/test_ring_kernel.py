@@ -53,6 +53,6 @@ def test_without_a_mask_no_scores_of_all_rows_are_held(width: int, monkeypatch: 
     q, k, v = (torch.randn(1, HEADS, ROWS, n, requires_grad=True) for n in (DEPTH, DEPTH, width))
     with fake_mesh((RANKS,), ("sp",)) as mesh, _Seen() as seen:
         place = (0, RANKS, 1, False, axis_of(mesh, "sp").group)
-        out, _ = ring_attention(q, k, v, [], "", 0.5, *place)
+        out, _ = ring_attention(q, k, v, [], "", 0.5, None, *place)
         out.sum().backward()
     assert max(numel for numel, _ in seen.tensors) <= HEADS * ROWS * (DEPTH + width)  # k and v, on their way

@@ -28,6 +28,7 @@ _NOT_SHOWN = (
     "attention_by_rows",
     "flex_attention",
     "attention_repeat_heads",
+    "lower_attention",
     "name_masks",
     "describe_masks",
     "draw_by_rank",

@@ -23,11 +23,12 @@ from torch import fx
 from fxrewrite import DeadCode, RuleSet
 from fxrewrite.graph import normalize
 from rules.attention_by_rows import BY_ROWS
+from rules.attention_operator import RAISE_ATTENTION
 from rules.masks import MASKS
 from rules.normal_forms import NORMAL_FORMS
 
 KINDS = ("causal and padding", "window of 1,024", "documents of 2,048")
-WAYS = {"dense": (NORMAL_FORMS,), "by rows": (NORMAL_FORMS, MASKS, BY_ROWS)}
+WAYS = {"dense": (NORMAL_FORMS,), "by rows": (NORMAL_FORMS, MASKS, RAISE_ATTENTION, BY_ROWS)}
 
 
 def model_and_inputs(kind: str, length: int) -> tuple[torch.nn.Module, dict[str, Any]]:

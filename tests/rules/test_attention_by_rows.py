@@ -13,9 +13,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxrewrite import RuleSet
 from rules import attention_by_rows as module
 from rules.attention_by_rows import ATTENTION_BY_ROWS, BY_ROWS, attention_by_rows, attention_by_rows_backward
 from rules.attention_kernels import attend_block
+from rules.attention_operator import RAISE_ATTENTION
 from rules.mask_expressions import MaskExpression
 
 B, H, KV, S = 2, 4, 2, 7
@@ -105,8 +107,9 @@ def attend_with(mask: Mask, **options: Any) -> Callable[..., torch.Tensor]:
 
 
 def traced(attend: Callable[..., Any], given: list[torch.Tensor], mode: str = "fake") -> fx.GraphModule:
-    """The graph, whose inputs are as Dynamo's are: they say whether they need a gradient."""
+    """The graph with its one operator of attention; its inputs say, as Dynamo's do, whether they need a gradient."""
     gm = make_fx(attend, tracing_mode=mode, pre_dispatch=True)(*given)
+    RAISE_ATTENTION.apply(gm)
     for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), given, strict=True):
         node.meta["example_value"] = node.meta["val"].detach().requires_grad_(tensor.requires_grad)
     return gm
@@ -396,6 +399,6 @@ def test_compiled(backend: str) -> None:
         return torch.utils.checkpoint.checkpoint(attend, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
     torch._dynamo.reset()
-    plan = BY_ROWS.once().expect("masks.attend_by_rows")
+    plan = RuleSet("rows", RAISE_ATTENTION, BY_ROWS).once().expect("masks.attend_by_rows")
     compiled = torch.compile(checkpointed, backend=plan.backend(backend), dynamic=True, fullgraph=True)
     check_equal(compiled, attend)

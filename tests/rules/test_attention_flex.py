@@ -18,6 +18,7 @@ from fxrewrite import FxRewriteError, RefusedError, RuleSet
 from fxrewrite.ops import key
 from rules.attention_by_rows import ATTENTION_BY_ROWS, BY_ROWS
 from rules.attention_flex import flex_rules
+from rules.attention_operator import RAISE_ATTENTION
 from rules.flex_operator import FLEX_ATTENTION
 from tests.rules.test_attention_by_rows import (
     LOW,
@@ -41,7 +42,7 @@ from tests.rules.test_attention_sinks import column, joined
 from tests.rules.test_attention_sinks import operands as operands_with_sinks
 from tests.versions import flex_text
 
-FLEX = RuleSet("flex", BY_ROWS, flex_rules("flex"), atomic=True)
+FLEX = RuleSet("flex", RAISE_ATTENTION, BY_ROWS, flex_rules("flex"), atomic=True)
 HIDES = ("added", "one less it, times a number")
 """Masks that hide by a finite number."""
 DYNAMIC = ("causal and padding", "window", "documents", "prefix", "alibi")
@@ -147,7 +148,9 @@ def on_cuda(case: str) -> fx.GraphModule:
         mask = kept if fill is None else torch.where(kept, 0.0, fill).to(dtype)
         return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
 
-    return make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*qkv)
+    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*qkv)
+    RAISE_ATTENTION.apply(gm)
+    return gm
 
 
 @pytest.mark.parametrize("case", ON_CUDA)

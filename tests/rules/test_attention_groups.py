@@ -12,10 +12,10 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite import DeadCode, RuleSet
-from fxrewrite.ops import bind, key
+from fxrewrite.ops import bind
 from rules.attention import ATTENTION_UNBIASED
 from rules.attention_groups import REPEAT_HEADS, SHARE_HEADS, share_heads
-from rules.attention_parts import ATTENTIONS
+from rules.attention_operator import RAISE_ATTENTION, attentions
 
 B, H, KV, S, D = 2, 6, 2, 5, 4
 Function = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
@@ -30,17 +30,15 @@ def operands(kv_heads: int = KV, dtype: torch.dtype = torch.float64, device: str
 
 
 def traced(function: Function, given: list[torch.Tensor]) -> fx.GraphModule:
-    return make_fx(function, tracing_mode="fake", pre_dispatch=True)(*given)
+    gm = make_fx(function, tracing_mode="fake", pre_dispatch=True)(*given)
+    RuleSet("one operator", ATTENTION_UNBIASED, RAISE_ATTENTION).apply(gm)
+    return gm
 
 
 def repeat_kv(x: torch.Tensor, times: int = H // KV) -> torch.Tensor:
     """As Hugging Face models write it out."""
     batch, heads, length, depth = x.shape
     return x[:, :, None].expand(batch, heads, times, length, depth).reshape(batch, heads * times, length, depth)
-
-
-def attentions(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for node in gm.graph.nodes if key(node) in ATTENTIONS]
 
 
 def kv_heads(node: fx.Node) -> int:
@@ -96,7 +94,7 @@ def test_repeats_are_shared(name: str) -> None:
     given = operands(heads)
     gm = traced(function, given)
     assert RULES.apply(gm).rewrites
-    assert {kv_heads(node) for node in attentions(gm)} == {heads}
+    assert {kv_heads(node) for node in attentions(gm.graph.nodes)} == {heads}
     assert not RULES.apply(gm).rewrites
     (out, grads), (expected, expected_grads) = results(gm, given), results(function, given)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
@@ -107,9 +105,8 @@ def test_repeats_are_shared(name: str) -> None:
 def test_attention_that_is_written_out(function: Function) -> None:
     given = operands()
     gm = traced(function, given)
-    ATTENTION_UNBIASED.apply(gm)
     assert RULES.apply(gm).rewrites
-    assert [kv_heads(node) for node in attentions(gm)] == [KV]
+    assert [kv_heads(node) for node in attentions(gm.graph.nodes)] == [KV]
     torch.testing.assert_close(results(gm, given), results(function, given), rtol=1e-12, atol=1e-13)
 
 
@@ -158,7 +155,7 @@ def test_heads_are_repeated_where_no_kernel_takes_groups(name: str) -> None:
 
     gm = traced(attend, operands(dtype=dtype, device=device))
     REPEAT_HEADS.apply(gm)
-    (node,) = attentions(gm)
+    (node,) = attentions(gm.graph.nodes)
     assert (kv_heads(node), bool(bind(node).get("enable_gqa"))) == (heads, heads == KV)
     assert not REPEAT_HEADS.apply(gm).rewrites
 

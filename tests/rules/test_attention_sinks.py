@@ -124,7 +124,7 @@ def test_every_spelling(name: str, width: int) -> None:
     given = operands(width)
     gm = make_fx(SPELLINGS[name], tracing_mode="fake", pre_dispatch=True)(*given)
     rewrites = {entry.rule: entry.rewrites for entry in RULES.apply(gm).rules}
-    assert rewrites["masks.attend_by_rows_with_sinks"] == 1
+    assert rewrites["masks.attend_by_rows"] == 1
     assert not dense_values(gm)
     assert not RULES.apply(gm).rewrites
     torch.testing.assert_close(results(gm, given), results(SPELLINGS[name], given), rtol=1e-12, atol=1e-13)
@@ -164,7 +164,7 @@ def test_heads_in_the_batch_stay_one_operator_without_a_mask_as_well() -> None:
     given = [x.detach() for x in (q[0], k[0], v[0], sinks)]
     gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*given)
     assert RULES.apply(gm)["attention.fuse_sinks"].rewrites == 1
-    assert "q has rank 3" in str(RULES.once().explain(gm, "masks.attend_by_rows_with_sinks"))
+    assert "q has rank 3" in str(RULES.once().explain(gm, "masks.attend_by_rows"))
     torch.testing.assert_close(gm(*given), attend(*given), rtol=1e-12, atol=1e-13)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,16 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autosp_rules.attention.gather_kv import causal_to_mask, gather_keys, gather_keys_beside_sinks
+from autosp_rules.attention.gather_kv import causal_to_mask, gather_keys
 from autosp_rules.attention.ring import ring_of_ranks
-from autosp_rules.attention.strategy import Choice, attentions, choice_of, choose
-from autosp_rules.attention.ulysses import repeat_kv_heads, repeat_kv_heads_beside_sinks
+from autosp_rules.attention.strategy import Choice, choice_of, choose
+from autosp_rules.attention.ulysses import repeat_kv_heads
 from fxrewrite import Edit, Pattern, Rule, RuleSet
 from fxrewrite.registry import registered
 from fxrewrite.spmd import Axis, SpmdContext
-from fxrewrite.verify import Draw, verify_rewrite
+from fxrewrite.verify import verify_rewrite
 from rules.attention_groups import repeat_heads
+from rules.attention_operator import attentions
 
 ON_RANKS = "it lowers to what ranks tell each other"
 WITH_LAYOUT = "it reads a layout that propagation found"
@@ -44,15 +45,11 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "attention.repeat_heads": (ON_DEVICE, HERE),
     "autosp.causal_to_mask": (WHERE_CHOSEN, HERE),
     "autosp.repeat_kv_heads": (WHERE_CHOSEN, HERE),
-    "autosp.repeat_kv_heads_beside_sinks": (WHERE_CHOSEN, HERE),
     "autosp.gather_keys": (WHERE_CHOSEN, HERE),
     "autosp.ring_of_ranks": (WHERE_CHOSEN, HERE),
     "autosp.ring_in_groups": (WHERE_CHOSEN, "../autosp/test_attention_strategies.py"),
     "slots.write_out": (OF_A_BODY, "test_experts.py"),
-    "autosp.gather_keys_beside_sinks": (WHERE_CHOSEN, HERE),
     "attention.untranspose_key": (IN_A_GRAPH, HERE),
-    "masks.attend_by_rows": (IN_A_GRAPH, "test_attention_by_rows.py"),
-    "masks.attend_by_rows_with_sinks": (IN_A_GRAPH, "test_attention_sinks.py"),
     "masks.causal": (IN_A_GRAPH, "test_masks.py"),
     "masks.nothing_hidden": (IN_A_GRAPH, "test_masks.py"),
     "shifted_losses.pad_labels_of_cross_entropy_loss": (IN_A_GRAPH, "test_shifted_losses.py"),
@@ -87,47 +84,21 @@ def _interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any
     return pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
 
 
-def _attention(draw: Draw, rule: Rule) -> Mapping[str, Any]:
-    """Grouped heads, a mask where the pattern captures one, lengths of queries and keys that differ."""
-    captured = {capture.name for capture in rule.pattern.captures}
-    batch, kv_heads, repeats, rows, columns, depth = draw.shape(6)
-    heads = AXIS.size * kv_heads * repeats
-    found = {
-        "q": draw.tensor(batch, heads, rows, depth),
-        "k": draw.tensor(batch, kv_heads, columns, depth),
-        "v": draw.tensor(batch, kv_heads, columns, depth),
-        "mask": draw.choice(None, draw.tensor(columns)),
-        "dropout_p": 0.0,
-        "is_causal": False,
-        "scale": 0.5 if "sinks" in captured else draw.choice(None, 0.5),
-        "enable_gqa": True,
-        "sinks": draw.tensor(batch, heads, rows, 1),
-    }
-    return {name: value for name, value in found.items() if name in captured}
-
-
-OF_STRATEGIES = (
-    causal_to_mask,
-    gather_keys,
-    gather_keys_beside_sinks,
-    repeat_kv_heads,
-    repeat_kv_heads_beside_sinks,
-    ring_of_ranks,
-)
+OF_STRATEGIES = (causal_to_mask, gather_keys, repeat_kv_heads, ring_of_ranks)
 
 
 @pytest.mark.parametrize("rule", OF_STRATEGIES, ids=lambda rule: rule.id)
 def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
     def rewrite(gm: fx.GraphModule) -> int:
         with Edit(gm) as edit:
-            for node in attentions(edit):
+            for node in attentions(edit.nodes()):
                 if choice_of(node) is None:
                     choose(edit, node, Choice("any", "", rule.id))
         return RuleSet("one", rule).apply(gm, context=SpmdContext(AXIS)).rewrites
 
     anywhere = Pattern(rule.pattern.outputs)
     options: dict[str, Any] = {"numerics": rule.numerics, "non_finite": rule.domain == "all", "run": _interpreted}
-    options |= {"sampler": lambda draw: _attention(draw, rule)}
+    options |= {"sampler": rule._sampler}  # pyright: ignore[reportPrivateUsage]
     verdict = verify_rewrite(rule.id, anywhere, rewrite, samples=SAMPLES, seed=SEED, **options)
     verdict.raise_if_false()
     assert verdict.samples >= SAMPLES, str(verdict)
@@ -147,5 +118,5 @@ def test_heads_are_repeated_on_any_device() -> None:
     """Without the condition that no kernel of the device takes groups: it says where the rule pays."""
     rule = repeat_heads
     anywhere = Rule(rule.id, Pattern(rule.pattern.outputs), rule.body, numerics=rule.numerics, domain=rule.domain)
-    anywhere.sampler(lambda draw: _attention(draw, rule))
+    anywhere._sampler = rule._sampler  # pyright: ignore[reportPrivateUsage]
     anywhere.verify(samples=SAMPLES, seed=SEED).raise_if_false()
