@@ -36,7 +36,8 @@ class AutoSPConfig(BaseModel):
     axis: str = Field(default="sp", description="name of the mesh axis over which the sequence is sharded")
     strict: bool = Field(
         default=False,
-        description="refuse an operator without a layout rule instead of running it on the gathered value",
+        description="refuse an operator without a layout rule instead of running it on the gathered value, and a model "
+        "of whose matrix products every rank would compute more than 5 % whole",
     )
     attention: AttentionOption = Field(
         default="auto",

@@ -40,6 +40,8 @@ class AutoSPReport(BaseModel):
     num_ranks: int
     tokens_per_rank: int = 0
     """tokens of the batch whose hidden states one rank holds, with the padding of uneven chunks"""
+    whole_share: float = 0.0
+    """of the operations of matrix products, the share that every rank computes whole, 0 to 1"""
     rewrites: dict[str, int]
     slices: int
     collectives: list[Collective]
@@ -58,7 +60,14 @@ class AutoSPReport(BaseModel):
         """The report of a graph that runs whole on every rank."""
         line = f"{why}: the graph went to the inner backend as it was, and runs whole on every rank"
         report = AutoSPReport(
-            axis=axis.name, num_ranks=axis.size, rewrites={}, slices=0, collectives=[], refusals=[], lines=[line]
+            axis=axis.name,
+            num_ranks=axis.size,
+            whole_share=1.0,
+            rewrites={},
+            slices=0,
+            collectives=[],
+            refusals=[],
+            lines=[line],
         )
         return report.at_break(graph_break, 0)
 
@@ -75,6 +84,8 @@ class AutoSPReport(BaseModel):
 
     def __str__(self) -> str:
         rows = [f"AutoSP over axis {self.axis} (size {self.num_ranks}), {self.tokens_per_rank} tokens per rank"]
+        if self.whole_share:
+            rows.append(f"  whole                {self.whole_share:.1%} of the work of matrix products is every rank's")
         if self.graph_break:
             rows.append(f"  graph break: {self.graph_break}; {self.bytes_gathered_at_break:,} bytes are gathered there")
         rows.append(f"  transform            {self.seconds:.2f} s")
@@ -97,6 +108,7 @@ def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int, secon
         axis=axis.name,
         num_ranks=axis.size,
         tokens_per_rank=tokens,
+        whole_share=report.shares.get("whole", 0.0),
         rewrites=rewrites,
         slices=sum(count for rule, count in rewrites.items() if rule in _SLICES),
         collectives=_collectives(gm, axis),

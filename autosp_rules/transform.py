@@ -31,6 +31,10 @@ NO_SEQUENCE_HINT = (
     "a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks"
 )
 
+MOST_WHOLE = 0.05
+"""Largest share of the operations of matrix products that every rank may compute whole under `strict=True`: a head for
+one token of a long sequence is below it, a layer that is gathered is not."""
+
 
 class NoSequenceError(AutoSPError):
     """A graph has no value from which on the sequence could be sharded."""
@@ -106,6 +110,12 @@ def transform(
             "no sequence found: nothing looks up integers [batch, sequence] of the model's call, or projects or "
             "normalizes floating values [batch, sequence, features] of it, of two tokens or more",
             hint=NO_SEQUENCE_HINT,
+        )
+    if config.strict and tokens > 1 and report.shares["whole"] > MOST_WHOLE:
+        whole = next(line for line in report.lines if line.startswith("whole: "))
+        raise AutoSPError.of(
+            f"strict=True: {whole}",
+            hint=f"more than {MOST_WHOLE:.0%} is no sequence parallelism; without strict=True it runs so",
         )
     summary = summarize(normal, report, axis, tokens, time.perf_counter() - started)
     return normal, summary.at_break(border.graph_break, border.gathered_bytes)

@@ -54,6 +54,10 @@ class Report(BaseModel):
 
     rules: list[RuleReport] = Field(default_factory=list[RuleReport], description="one entry per rule and step")
     lines: list[str] = Field(default_factory=list[str], description="things worth saying: gathered operators ...")
+    shares: dict[str, float] = Field(
+        default_factory=dict[str, float],
+        description="what steps measured, between 0 and 1; whole: of matrix products, what every rank computes whole",
+    )
     seconds: float = Field(default=0.0, description="wall time of the whole plan, with matching and recompilation")
     _index: dict[str, RuleReport] = PrivateAttr(default_factory=dict[str, RuleReport])
 

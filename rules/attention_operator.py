@@ -32,7 +32,7 @@ from torch import fx
 
 from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd import PLACEMENT, LayoutRule, declare_product, layout_of
+from fxrewrite.spmd import PLACEMENT, LayoutRule, attention_operations, declare_product, layout_of
 from rules.layouts.attention import attention as attention_layout
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ _LIBRARY.define(
 _LIBRARY.impl("attention", attention, "CompositeImplicitAutograd")
 ATTEND = torch.ops.fxrewrite_rules.attention.default
 """The operator of `attention`, as graphs call it."""
-declare_product(key(ATTEND))
+declare_product(key(ATTEND), attention_operations)
 
 ATTENTION_LAYOUTS = (LayoutRule("layout.attention_operator", (key(ATTEND),), attention_layout, move_to=("h", "g")),)
 """Sinks are placed as a mask of one column is."""

@@ -24,9 +24,9 @@ from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_s
 from fxrewrite.spmd.localize import LocalizeShapes
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.place import HELD, Place, inputs, module_input, module_output, outputs, param
+from fxrewrite.spmd.products import attention_operations, declare_product
 from fxrewrite.spmd.propagate import PropagateLayouts
 from fxrewrite.spmd.redistribute import redistribute, without_padding
-from fxrewrite.spmd.relocate import declare_product
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_nodes, size_proxy
@@ -66,6 +66,7 @@ __all__ = [
     "TensorSpec",
     "Terms",
     "agree",
+    "attention_operations",
     "axis_of",
     "axis_rank",
     "compare",

@@ -55,8 +55,9 @@ from fxrewrite.spmd.layout import (
 from fxrewrite.spmd.legal import DECIDED
 from fxrewrite.spmd.notation import IndexMap, IndexPart
 from fxrewrite.spmd.place import HELD, RETURNED
+from fxrewrite.spmd.products import is_product, share_of
 from fxrewrite.spmd.redistribute import redistribute, without_padding
-from fxrewrite.spmd.relocate import PRODUCTS, relocate
+from fxrewrite.spmd.relocate import relocate
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, tensor_of
 
 __all__ = ["PropagateLayouts"]
@@ -112,7 +113,7 @@ class PropagateLayouts:
                     else "every rank must draw alike: seed them so"
                 )
                 report.lines.append(f"random: %{node.name} {source_line(node)}: {what}")
-        report.lines.extend(_whole_products(decisions))
+        _say_what_runs_whole({n: d for n, d in decisions.items() if n not in edit.erased}, report)
         propagation.functions.write(report)
         changes = _write(edit, decisions, context.axis, self.name)
         edit.derive(PLACEMENT, lambda node: inferred(node, self.rules))
@@ -438,14 +439,17 @@ def _num_results(node: fx.Node) -> int:
     return len(value) if isinstance(value, (list, tuple)) else 1
 
 
-def _whole_products(decisions: dict[fx.Node, Decision]) -> list[str]:
-    """A line where matrix products, which are what a model's time is made of, run whole on every rank."""
-    products = [node for node in decisions if node.op == "call_function" and key(node) in PRODUCTS]
+def _say_what_runs_whole(decisions: dict[fx.Node, Decision], report: Report) -> None:
+    """A line, and a share, where matrix products, which are what a model's time is made of, run whole on every rank."""
+    products = [node for node in decisions if is_product(node)]
     whole = [node for node in products if decisions[node].wants and all(want == R for want in decisions[node].wants)]
-    if not whole:
-        return []
-    first = f"%{whole[0].name} {source_line(whole[0])}".rstrip()
-    return [f"whole: {len(whole)} of {len(products)} matrix products run whole on every rank, the first is {first}"]
+    report.shares["whole"] = share = share_of(whole, products)
+    if whole:
+        first = f"%{whole[0].name} {source_line(whole[0])}".rstrip()
+        report.lines.append(
+            f"whole: {len(whole)} of {len(products)} matrix products run whole on every rank, {share:.1%} of their "
+            f"operations; the first is {first}"
+        )
 
 
 def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node]:

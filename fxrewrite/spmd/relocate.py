@@ -27,13 +27,12 @@ from fxrewrite.ops import key
 from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, spread, values_of
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout
 from fxrewrite.spmd.notation import IndexMap, IndexPart
+from fxrewrite.spmd.products import is_product
 from fxrewrite.spmd.rule import tensor_of
 
-__all__ = ["PRODUCTS", "declare_product", "relocate"]
+__all__ = ["relocate"]
 
 R = Replicated()
-PRODUCTS = {"aten::linear", "aten::matmul", "aten::mm", "aten::bmm", "aten::scaled_dot_product_attention"}
-"""Matrix products, which are what a model's time is made of, by their keys."""
 _LARGEST = 4096
 """Nodes of a region; what lies beyond stays as it is."""
 
@@ -41,11 +40,6 @@ Decisions: TypeAlias = Mapping[fx.Node, Decision]
 Network: TypeAlias = "nx.DiGraph[object]"
 _KEPT, _MOVED = "kept", "moved"
 """The two sides of the cut; what stands outside of the region is kept."""
-
-
-def declare_product(operator_key: str) -> None:
-    """State that an operator that is not ATen's multiplies matrices."""
-    PRODUCTS.add(operator_key)
 
 
 def relocate(
@@ -169,7 +163,7 @@ class _Relocation:
     def _is_projection(self, node: fx.Node, indices: IndexMap) -> bool:
         """Whether the node multiplies hidden states by the same matrix everywhere, as linear layers do: regions end
         there, or they would be the whole model."""
-        if key(node) not in PRODUCTS or any(isinstance(give, Partial) for give in self.decisions[node].gives):
+        if not is_product(node) or any(isinstance(give, Partial) for give in self.decisions[node].gives):
             return False
         hidden, others = set[str](), list[set[str]]()
         for operand, terms in zip(self._operands_of(node), indices.operands, strict=True):
