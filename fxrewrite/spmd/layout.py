@@ -97,7 +97,7 @@ def check_layout(layout: object, shape: Sequence[Size], of: str) -> None:
     """
     if not isinstance(layout, (Replicated, Shard, Partial)):
         raise FxRewriteError(f"{of}: {layout!r} is no placement; there are Replicated(), Shard(dim) and Partial()")
-    if isinstance(layout, Shard) and not (isinstance(layout.dim, int) and 0 <= layout.dim < len(shape)):
+    if isinstance(layout, Shard) and layout.dim not in range(len(shape)):
         raise FxRewriteError(
             f"{of}: {layout} of a value with {len(shape)} dimensions; a dimension is counted from the front, from 0"
         )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import fx
@@ -32,7 +32,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.graph.sizes import require_divisible, size_hint
+from fxrewrite.graph.sizes import divide_exactly, require_divisible, size_hint
 from fxrewrite.ops import is_parameter
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
@@ -41,6 +41,7 @@ from fxrewrite.spmd.redistribute import redistribute
 
 __all__ = ["HELD", "RETURNED", "Place", "inputs", "module_input", "module_output", "outputs", "param"]
 
+T = TypeVar("T")
 HELD = Fact["Layout"]("held")
 """How ranks hold an input of the graph, where that is stated."""
 RETURNED = Fact["dict[int, Layout]"]("returned")
@@ -188,8 +189,8 @@ def _ask(
 def _check_fits(value: torch.Tensor, layout: Layout, axis: Axis, of: str) -> None:
     check_layout(layout, value.shape, of)
     if isinstance(layout, Shard) and not layout.uneven:
-        size = value.shape[layout.dim]
-        if not require_divisible(size, layout.outer * layout.inner * axis.size):
+        entries = divide_exactly(value.shape[layout.dim], layout.outer * layout.inner)
+        if entries is None or not require_divisible(entries, axis.size):
             shape = [size_hint(n) for n in value.shape]
             raise FxRewriteError(f"{of} {shape}: {axis} ranks do not divide {layout}")
 
@@ -214,7 +215,7 @@ def _module_name(path: str) -> str:
     return re.sub(r"^L\['\w+'\]\.?|^L__self___?", "", path)
 
 
-def _matching(site: Site, known: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def _matching(site: Site, known: Mapping[str, T]) -> Iterator[tuple[str, T]]:
     globs = list(_alternatives(site.glob))
     found = [name for name in known if any(fnmatchcase(name, glob) for glob in globs)]
     if not found:

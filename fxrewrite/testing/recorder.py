@@ -6,6 +6,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.text import graph_text
 from fxrewrite.plan import Member, RuleSet
 from fxrewrite.report import Report
+from fxrewrite.rule import Rule
 
 __all__ = ["Recorder", "recorded"]
 
@@ -33,7 +34,7 @@ def recorded(rules: RuleSet) -> tuple[RuleSet, dict[str, Recorder]]:
     recorders: dict[str, Recorder] = {}
     members: list[Member] = []
     for member in rules.members:
-        name = member.id if not isinstance(member, RuleSet) and hasattr(member, "id") else member.name
+        name = member.id if isinstance(member, Rule) else member.name
         recorders[name] = Recorder(f"after {name}")
         members += [member, recorders[name]]
     return RuleSet(rules.name, *members, atomic=rules.atomic, invariant=rules.invariant), recorders
