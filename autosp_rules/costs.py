@@ -15,7 +15,7 @@ from torch import fx
 from fxrewrite import Edit
 from fxrewrite.graph import PLANNED_LENGTH, Fact, planned_size, product, size_hint
 from fxrewrite.ops import bind, is_maybe_view, is_random, is_view, key, mutated
-from fxrewrite.spmd import COLLECTIVES, Size
+from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes
 from rules.attention_operator import ATTEND
 from rules.mask_kinds import kind_of
 from rules.random import by_rank
@@ -90,7 +90,9 @@ _READS_OPERANDS = _aten("""
 """) | frozenset({*_PRODUCTS, "fxrewrite_rules::tiled_mlp"})
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
 """Operators that read nothing where this argument is a number."""
-_COLLECTIVES = frozenset(COLLECTIVES.values())
+_KINDS: dict[Any, Any] = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
+_MANY = 1024
+"""Ranks of an all-reduce, whose call does not say how many take part: of many, each sends about twice what it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +118,16 @@ def sends_of(node: fx.Node) -> Sends | None:
 
 
 def bytes_sent(node: fx.Node) -> int:
-    """Bytes that the node sends to other ranks: those of what a collective gives, or what an operator sends inside."""
+    """Bytes that a rank sends to others in the node, a collective or an operator that sends inside."""
     sends = sends_of(node)
     if sends is not None:
         return sends.forward * bytes_of(node) // bytes_of(node, size_hint)
-    return bytes_of(node) if node.target in _COLLECTIVES and node.target is not COLLECTIVES["wait"] else 0
+    kind = _KINDS.get(node.target)
+    if kind is None:
+        return 0
+    given, held = bind(node), bytes_of(node.all_input_nodes[0])
+    num_ranks = given.get("group_size") or len(given.get("input_split_sizes", ())) or _MANY
+    return round(collective_bytes(kind, held, num_ranks))
 
 
 def is_received(node: fx.Node) -> bool:
@@ -187,7 +194,8 @@ def hides_later_keys(node: fx.Node) -> bool:
     """Whether rows of attention read no key behind them, the first rows the fewest: by `is_causal`, or the mask."""
     given = bind(node)
     mask = given.get("attn_mask", node)  # where it is no operand, the node says what it means
-    return given.get("is_causal", False) or (mask is not None and "causal" in kind_of(mask).split(" and "))
+    kind = None if mask is None else kind_of(mask)
+    return given.get("is_causal", False) or (kind is not None and kind.hides_later_keys)
 
 
 def backward_reads(node: fx.Node) -> list[fx.Node]:

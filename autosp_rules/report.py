@@ -7,9 +7,9 @@ from pydantic import BaseModel
 from torch import fx
 
 from autosp_rules.checkpoint import is_recomputed
-from autosp_rules.costs import sends_of
+from autosp_rules.costs import bytes_of, sends_of
 from fxrewrite import Refusal, Report
-from fxrewrite.spmd import COLLECTIVES, Axis, size_hint
+from fxrewrite.spmd import COLLECTIVES, Axis, collective_bytes, size_hint
 
 __all__ = ["AutoSPReport", "Collective"]
 
@@ -136,7 +136,7 @@ def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
     for node in gm.graph.nodes:
         if node.target in kinds:
             kind = kinds[node.target]
-            sent = _bytes_sent(kind, node, axis)
+            sent = round(collective_bytes(kind, bytes_of(node.all_input_nodes[0], size_hint), axis.size))
             found.setdefault((kind, "forward"), []).append(sent)
             if node in grads:
                 found.setdefault((_ADJOINT[kind], "backward"), []).append(sent)
@@ -155,18 +155,6 @@ def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
             found.items(), key=lambda item: (_DIRECTIONS.index(item[0][1]), item[0][0])
         )
     ]
-
-
-def _bytes_sent(kind: str, node: fx.Node, axis: Axis) -> int:
-    value = node.all_input_nodes[0].meta["val"]
-    held = size_hint(value.numel()) * value.element_size()
-    share = {
-        "all_to_all": (axis.size - 1) / axis.size,
-        "all_gather": axis.size - 1,
-        "reduce_scatter": (axis.size - 1) / axis.size,
-        "all_reduce": 2 * (axis.size - 1) / axis.size,
-    }
-    return round(held * share[kind])
 
 
 def _requiring_grad(gm: fx.GraphModule) -> set[fx.Node]:

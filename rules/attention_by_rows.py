@@ -42,7 +42,7 @@ from rules.attention_kernels import (
 from rules.attention_operator import attention_rule
 from rules.mask_bounds import mask_bounds
 from rules.mask_expressions import MaskExpression, Range, parse_mask
-from rules.mask_kinds import kind_of, name_mask
+from rules.mask_kinds import NOTHING_HIDDEN, kind_of, name_mask
 from rules.mask_reading import is_dense, read_mask
 
 __all__ = ["ATTENTION_BY_ROWS", "BY_ROWS", "attention_by_rows", "attention_by_rows_backward", "why_not_by_rows"]
@@ -301,7 +301,7 @@ attend_by_rows = attention_rule("masks.attend_by_rows", _is_by_rows, optional=Tr
 @attend_by_rows.replacement
 def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float | None) -> fx.Proxy:
     """attention_by_rows"""
-    leaves, text, kind = list[fx.Proxy](), "full(1, torch.bool)", "nothing hidden"
+    leaves, text, kind = list[fx.Proxy](), "full(1, torch.bool)", NOTHING_HIDDEN
     if mask is not None:
         read = read_mask(mask.node)
         assert not isinstance(read, str), "the rule matches masks that can be read"

@@ -1,17 +1,19 @@
-"""What a mask that is read means, in words: causal, a window, chunks, a prefix, documents, padding, a bias.
+"""What a mask that is read means: causal, a window, chunks, a prefix, documents, padding, a bias.
 
     bitwise_and(bitwise_and(le(x0, x1), gt(x0, x2)), x3)   ->   causal and window 4096 and key padding
 
 The expression is taken apart at its ands. A part that depends on sizes alone is compared with what it would be if it
 were causal, and so on, in every entry (`rules.mask_proofs`), at lengths up to 262,144 where the length is a symbol; a
 part that is always true is left out. Of a part that depends on data its form says what it is: a value by rows that
-equals one by columns tells documents apart, a value by columns alone is key padding. For reports and costs: nothing is
-computed by these words.
+equals one by columns tells documents apart, a value by columns alone is key padding. Costs read a `MaskKind`, reports
+its text; attention computes the mask by neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -25,13 +27,62 @@ from rules.mask_expressions import Call, Leaf, MaskExpression, Term, parse_mask
 from rules.mask_proofs import is_true_everywhere
 from rules.mask_reading import ReadMask, is_dense, read_mask
 
-__all__ = ["NameMasks", "kind_of", "mask_kind", "name_mask"]
+__all__ = ["CAUSAL", "NOTHING_HIDDEN", "Condition", "MaskKind", "NameMasks", "kind_of", "mask_kind", "name_mask"]
 
 _META = "mask_kind"
 _LENGTHS = (7, 331, 1 << 18)
 """Where the length is a symbol; the last is beyond every window."""
 _LOW = -1e4
 """What is added to a score and is no higher hides it."""
+
+
+class Condition(Enum):
+    """What a part of a mask compares; its text has a place for the number of a `MaskPart`, if it has one."""
+
+    CAUSAL = "causal"
+    WINDOW = "window {}"
+    WINDOW_TO_BOTH_SIDES = "window {} to both sides"
+    CHUNKS = "chunks of {}"
+    PREFIX = "causal behind a prefix of {}"
+    POSITIONS = "a condition on positions"
+    BIAS_OF_POSITIONS = "a bias of positions"
+    KEY_PADDING = "key padding"
+    QUERY_PADDING = "query padding"
+    DOCUMENTS = "documents"
+    GIVEN_POSITIONS = "order of given positions"
+    BIAS = "a bias"
+    DATA = "a condition on data"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPart:
+    """One of the conditions that a mask has all of."""
+
+    condition: Condition
+    number: int = 0
+    """The keys of a window, a chunk or a prefix; of other conditions 0."""
+
+    def __str__(self) -> str:
+        return self.condition.value.format(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskKind:
+    """What a mask means: a key is kept where all parts keep it."""
+
+    parts: tuple[MaskPart, ...] = ()
+
+    @property
+    def hides_later_keys(self) -> bool:
+        """Whether no row keeps a key after it."""
+        return any(part.condition is Condition.CAUSAL for part in self.parts)
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.parts)) or "nothing hidden"
+
+
+CAUSAL = MaskKind((MaskPart(Condition.CAUSAL),))
+NOTHING_HIDDEN = MaskKind()
 
 
 class NameMasks:
@@ -52,23 +103,24 @@ class NameMasks:
         return "what every dense mask of attention means, for the report"
 
 
-def kind_of(node: fx.Node) -> str:
-    """What was written down of a mask, of what it is a part of, or of attention that reads it; else nothing."""
+def kind_of(node: fx.Node) -> MaskKind | None:
+    """What was written down of a mask, of what it is a part of, or of attention that reads it; None for all others."""
     while _META not in node.meta and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return node.meta.get(_META, "")
+    return node.meta.get(_META)
 
 
-def name_mask(edit: Edit, node: fx.Node, kind: str) -> None:
-    """Write down what a mask means."""
-    edit.set_meta(node, _META, kind)
+def name_mask(edit: Edit, node: fx.Node, kind: MaskKind | None) -> None:
+    """Write down what a mask means, where it is known."""
+    if kind is not None:
+        edit.set_meta(node, _META, kind)
 
 
-def mask_kind(mask: fx.Node, read: ReadMask) -> str:
-    """What a mask means: its parts, joined by "and"."""
+def mask_kind(mask: fx.Node, read: ReadMask) -> MaskKind:
+    """What a mask means."""
     looks = list(_looks(mask, read))
     parts = [_part(term, read, looks) for term in _conjuncts(parse_mask(read.text).term)]
-    return " and ".join(dict.fromkeys(part for part in parts if part)) or "nothing hidden"
+    return MaskKind(tuple(dict.fromkeys(part for part in parts if part is not None)))
 
 
 class _Look:
@@ -136,41 +188,42 @@ def _conjuncts(term: Term) -> list[Term]:
             return [term]
 
 
-def _part(term: Term, read: ReadMask, looks: Sequence[_Look]) -> str:
+def _part(term: Term, read: ReadMask, looks: Sequence[_Look]) -> MaskPart | None:
+    """What a part means; None where it keeps all keys."""
     try:
         ends = [looks[-1].row(term, row) for row in (0, -1)]
         if ends[0].dtype != torch.bool:
-            return "a bias of positions"
-        for kind, row, kept in _KINDS:
+            return MaskPart(Condition.BIAS_OF_POSITIONS)
+        for condition, row, kept in _CONDITIONS:
             number = int(ends[row].sum())
             if number and all(look.is_everywhere(term, parse_mask(kept.format(n=number)).term) for look in looks):
-                return kind.format(number)
+                return None if condition is None else MaskPart(condition, number if "{}" in condition.value else 0)
     except OpenValueError:
-        return _by_form(term, read)
-    return "a condition on positions"
+        return MaskPart(_by_form(term, read))
+    return MaskPart(Condition.POSITIONS)
 
 
-_KINDS = (
-    ("", 0, "ge(x0, 0)"),
-    ("causal", 0, "le(x0, x1)"),
-    ("window {}", -1, "gt(x0, sub(x1, {n}))"),
-    ("window {} to both sides", 0, "bitwise_and(lt(sub(x0, x1), {n}), lt(sub(x1, x0), {n}))"),
-    ("chunks of {}", 0, "eq(floor_divide(x0, {n}), floor_divide(x1, {n}))"),
-    ("causal behind a prefix of {}", 0, "bitwise_or(le(x0, x1), lt(x0, {n}))"),
+_CONDITIONS = (
+    (None, 0, "ge(x0, 0)"),
+    (Condition.CAUSAL, 0, "le(x0, x1)"),
+    (Condition.WINDOW, -1, "gt(x0, sub(x1, {n}))"),
+    (Condition.WINDOW_TO_BOTH_SIDES, 0, "bitwise_and(lt(sub(x0, x1), {n}), lt(sub(x1, x0), {n}))"),
+    (Condition.CHUNKS, 0, "eq(floor_divide(x0, {n}), floor_divide(x1, {n}))"),
+    (Condition.PREFIX, 0, "bitwise_or(le(x0, x1), lt(x0, {n}))"),
 )
 """What a part may mean, the row whose kept columns are its number `n`, and what it keeps, of columns x0 and rows x1."""
 
 
-def _by_form(term: Term, read: ReadMask) -> str:
+def _by_form(term: Term, read: ReadMask) -> Condition:
     """What a part means that depends on data."""
     sides = [{dim for dim in (-2, -1) for number in _leaves(t) if read.has(number, dim)} for t in (term, *_args(term))]
     whole, *operands = sides
     if len(whole) < 2:
-        return "query padding" if whole == {-2} else "key padding"
+        return Condition.QUERY_PADDING if whole == {-2} else Condition.KEY_PADDING
     name = term.name if isinstance(term, Call) else ""
     if name in ("eq", "le", "lt", "ge", "gt") and all(len(operand) == 1 for operand in operands):
-        return "documents" if name == "eq" else "order of given positions"
-    return "a bias" if name in ("mul", "sub", "div", "neg") else "a condition on data"
+        return Condition.DOCUMENTS if name == "eq" else Condition.GIVEN_POSITIONS
+    return Condition.BIAS if name in ("mul", "sub", "div", "neg") else Condition.DATA
 
 
 def _args(term: Term) -> tuple[Term, ...]:

@@ -17,10 +17,10 @@ from autosp_rules.attention.strategy import (
     redistribution_of,
 )
 from autosp_rules.config import AttentionOption
-from autosp_rules.costs import FLOPS_PER_BYTE_SENT, planned_for
+from autosp_rules.costs import FLOPS_PER_BYTE_SENT, bytes_of, planned_for
 from fxrewrite import Edit, Report, refuse
 from fxrewrite.graph import planned_size, source_line
-from fxrewrite.spmd import Axis, Replicated, Shard, SpmdContext, layout_of, size_hint
+from fxrewrite.spmd import Axis, Shard, SpmdContext, layout_of, redistribution_bytes, size_hint
 from rules.attention_operator import attentions
 
 __all__ = ["ChooseAttention", "DescribeAttention"]
@@ -133,17 +133,7 @@ def _how(node: fx.Node, layout: Shard) -> str:
 def _bytes_sent(node: fx.Node, axis: Axis) -> int:
     """Bytes that a rank sends to bring q, k and v to a call, and its result back."""
     q, k, v = (redistribution_of(operand) for operand in node.args[:3])
-    sent = sum(_whole_bytes(moved) / _held(moved, axis) for moved in {q, k, v} if moved is not None)
+    moves = [(moved, *moved.args[1:3]) for moved in {q, k, v} if moved is not None]
     if q is not None:  # the result goes back the way that q came
-        sent += _whole_bytes(node) / axis.size
-    return round(sent * (axis.size - 1) / axis.size)
-
-
-def _held(moved: fx.Node, axis: Axis) -> int:
-    """Into how many parts what is sent is cut: a chunk to each rank, or the own chunk to all."""
-    return 1 if isinstance(moved.args[2], Replicated) else axis.size
-
-
-def _whole_bytes(node: fx.Node) -> int:
-    value = node.meta["val"]
-    return size_hint(value.numel()) * value.element_size()
+        moves.append((node, *reversed(q.args[1:3])))
+    return round(sum(redistribution_bytes(bytes_of(x, size_hint), src, dst, axis.size) for x, src, dst in moves))

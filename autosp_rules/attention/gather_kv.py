@@ -19,9 +19,9 @@ from torch import fx
 
 from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, Cost, divides, needs, serve
 from fxrewrite import Match
-from fxrewrite.spmd import Axis, Replicated, SpmdContext, redistribute, size_proxy
+from fxrewrite.spmd import Axis, Replicated, Shard, SpmdContext, redistribute, redistribution_bytes, size_proxy
 from rules.attention_operator import attend_with, attention_rule
-from rules.mask_kinds import name_mask
+from rules.mask_kinds import CAUSAL, name_mask
 
 __all__ = ["GATHER_KV", "causal_to_mask", "gather_keys"]
 
@@ -52,7 +52,7 @@ def _causal_mask(match: Match) -> fx.Proxy:
         for x in (match["q"].meta["val"], match["k"].meta["val"])
     )
     kept = aten.ge(aten.unsqueeze(rows, -1), columns)
-    name_mask(match.edit, kept.node, "causal")
+    name_mask(match.edit, kept.node, CAUSAL)
     return kept
 
 
@@ -69,7 +69,7 @@ def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
 
 def _cost(call: AttentionCall, axis: Axis) -> Cost:
     """The last rank has the rows that read the most keys."""
-    sent = call.kv_bytes() * (axis.size - 1) / axis.size
+    sent = redistribution_bytes(call.kv_bytes(), Shard(-2), Replicated(), axis.size)
     busiest = (2 - 1 / axis.size) if call.hides_later_keys else 1
     return Cost(sent, sent, busiest * call.flops / axis.size)
 

@@ -36,7 +36,7 @@ from autosp_rules.attention.strategy import (
     needs,
     serve,
 )
-from autosp_rules.costs import Sends, set_sends
+from autosp_rules.costs import Sends, bytes_of, set_sends
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
@@ -47,6 +47,7 @@ from fxrewrite.spmd import (
     Shard,
     Size,
     SpmdContext,
+    collective_bytes,
     declare_virtual,
     entry_nodes,
     global_shape,
@@ -61,7 +62,7 @@ from fxrewrite.spmd import (
 from rules.attention_by_rows import attention_by_rows
 from rules.attention_operator import attention_rule
 from rules.mask_expressions import parse_mask
-from rules.mask_kinds import kind_of, name_mask
+from rules.mask_kinds import CAUSAL, NOTHING_HIDDEN, MaskKind, kind_of, name_mask
 from rules.mask_reading import read_mask
 
 __all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ring"]
@@ -116,7 +117,7 @@ def _to_ring(name: str) -> Rule:
     return made
 
 
-def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy], str, str]:
+def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy], str, MaskKind | None]:
     """What may be attended to: the leaves, the expression of them, and what it means."""
     if is_causal:
         q, k = (match[name].meta["val"] for name in "qk")
@@ -124,12 +125,15 @@ def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy
             match.call(aten.arange.default, size_proxy(match, x.shape[2]), device=x.device, pin_memory=False)
             for x in (k, q)
         )
-        return [columns, aten.unsqueeze(rows, -1)], "le(x0, x1)", "causal"
+        return [columns, aten.unsqueeze(rows, -1)], "le(x0, x1)", CAUSAL
     if mask is None:
-        return [], "", "nothing hidden"
+        return [], "", NOTHING_HIDDEN
     read = read_mask(mask.node)
     assert not isinstance(read, str), "a ring is chosen for masks that can be read"
-    return read.leaves(match), read.text, kind_of(mask.node)
+    text = read.text
+    if mask.dtype != torch.bool:  # beside sinks so low a number hides, which -inf says of a part of the keys too
+        text = f"where(gt({text}, {torch.finfo(mask.dtype).min / 2}), {text}, -inf)"
+    return read.leaves(match), text, kind_of(mask.node)
 
 
 ring_of_ranks = _to_ring("ring_of_ranks")
@@ -214,21 +218,21 @@ def _moved(match: Match, values: list[Any], how: tuple[Any, ...], *, back: bool)
     """The values as the ring has them, or back."""
     moved = match.call(EXCHANGE, values, *how, back)
     _, _, per_group, zigzag, _ = how
-    sent = sum(_bytes(x) for x in values) * ((per_group - 1) / per_group + zigzag)
-    _say(match, moved, Sends("exchange", round(sent), round(sent)))
+    held = sum(_bytes(x) for x in values)
+    sent = round(collective_bytes("all_to_all", held, per_group) + zigzag * held)
+    _say(match, moved, Sends("exchange", sent, sent))
     return [match.call(operator.getitem, moved, i) for i in range(len(values))]
 
 
 def _sends_of_ring(k: Any, v: Any, num_groups: int) -> Sends:
     """k and v go to the others forward; in the backward too, and their gradients home, in float32 at least."""
     chunk, size = _bytes(k) + _bytes(v), k.node.meta["val"].element_size()
-    forward = (num_groups - 1) * chunk
+    forward = round(collective_bytes("all_gather", chunk, num_groups))
     return Sends("ring", forward, forward + num_groups * chunk * max(4, size) // size)
 
 
 def _bytes(x: fx.Proxy) -> int:
-    value = x.node.meta["val"]
-    return size_hint(value.numel()) * value.element_size()
+    return bytes_of(x.node, size_hint)
 
 
 def _say(match: Match, sent: fx.Proxy, sends: Sends) -> None:
@@ -292,12 +296,11 @@ def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Cost:
     """Keys of a group go round; q, k, v and the result go to where the ring has them, and dk and dv back in float32."""
     num_groups, heads = axis.size // per_group, math.lcm(size_hint(call.kv_heads), per_group)
     share, halves = _rows(call, axis) / size_hint(call.q.shape[2]), _halves(call, axis, per_group)
-    by_row, chunk = call.qo_bytes + call.sinks_bytes, call.kv_bytes(heads)
-    qo, chunk = by_row * share, chunk * share  # a group has more rows, and as many times fewer heads
-    to_heads = (qo + chunk) * (per_group - 1) / per_group
+    qo, chunk = call.qo_bytes * share, call.kv_bytes(heads) * share  # of a group's more rows, and fewer heads
+    to_heads = collective_bytes("all_to_all", qo + chunk, per_group)
     to_halves = qo + chunk if halves == "traded" else 0
     wide = max(4, call.q.element_size()) / call.q.element_size()
-    forward = to_heads + to_halves + (num_groups - 1) * chunk
+    forward = to_heads + to_halves + collective_bytes("all_gather", chunk, num_groups)
     busiest = 2 - 1 / num_groups if halves == "odd" and call.hides_later_keys else 1
     return Cost(forward, forward + num_groups * wide * chunk, busiest * call.flops / axis.size)
 

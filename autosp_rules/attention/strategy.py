@@ -76,14 +76,9 @@ class AttentionCall:
 
     @property
     def qo_bytes(self) -> float:
-        """q and the result, whole."""
-        return self.q.element_size() * (size_hint(self.q.numel()) + self.result_numel)
-
-    @property
-    def sinks_bytes(self) -> float:
-        """The sinks, whole: one number for each row of q, if there are any."""
-        rows = size_hint(self.q.numel()) // size_hint(self.q.shape[-1])
-        return 0 if self.sinks is None else self.q.element_size() * rows
+        """q, the result, and sinks if there are any, whole."""
+        sinks = 0 if self.sinks is None else size_hint(self.sinks.meta["val"].numel())
+        return self.q.element_size() * (size_hint(self.q.numel()) + self.result_numel + sinks)
 
 
 @dataclass(frozen=True, slots=True)

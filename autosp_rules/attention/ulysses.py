@@ -22,7 +22,7 @@ from torch import fx
 
 from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, Cost, divides, needs, serve
 from fxrewrite import Match
-from fxrewrite.spmd import Axis, SpmdContext, is_same_size, size_hint
+from fxrewrite.spmd import Axis, Shard, SpmdContext, is_same_size, redistribution_bytes, size_hint
 from rules.attention_operator import attend_with, attention_rule
 
 __all__ = ["ULYSSES", "repeat_kv_heads"]
@@ -59,8 +59,8 @@ def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
 
 
 def _cost(call: AttentionCall, axis: Axis) -> Cost:
-    sent = call.qo_bytes + call.kv_bytes(math.lcm(size_hint(call.kv_heads), axis.size))
-    sent *= (axis.size - 1) / axis.size**2
+    whole = call.qo_bytes + call.kv_bytes(math.lcm(size_hint(call.kv_heads), axis.size))
+    sent = redistribution_bytes(whole, Shard(-2), Shard(-3), axis.size)
     return Cost(sent, sent, call.flops / axis.size)
 
 

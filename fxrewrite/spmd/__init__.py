@@ -24,6 +24,7 @@ from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_s
 from fxrewrite.spmd.localize import LocalizeShapes
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.place import HELD, Place, inputs, module_input, module_output, outputs, param
+from fxrewrite.spmd.price import collective_bytes, redistribution_bytes
 from fxrewrite.spmd.products import attention_operations, declare_product
 from fxrewrite.spmd.propagate import PropagateLayouts
 from fxrewrite.spmd.redistribute import redistribute, without_padding
@@ -69,6 +70,7 @@ __all__ = [
     "attention_operations",
     "axis_of",
     "axis_rank",
+    "collective_bytes",
     "compare",
     "contexts",
     "declare_product",
@@ -102,6 +104,7 @@ __all__ = [
     "product",
     "rank_node",
     "redistribute",
+    "redistribution_bytes",
     "require_divisible",
     "scale_gradients",
     "size_hint",

@@ -27,6 +27,7 @@ from fxrewrite.ops import key
 from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, spread, values_of
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout
 from fxrewrite.spmd.notation import IndexMap, IndexPart
+from fxrewrite.spmd.price import redistribution_bytes
 from fxrewrite.spmd.products import is_product
 from fxrewrite.spmd.rule import tensor_of
 
@@ -239,19 +240,17 @@ class _Relocation:
         return sum(self._travel(value, lies, want) for want in wants.values())
 
     def _travel(self, value: fx.Node, src: Layout, dst: Layout) -> int:
-        """What bringing `value` from `src` to `dst` costs, in units that an all-to-all has as many of as it has bytes.
+        """The bytes that a rank sends to bring `value` from `src` to `dst`, times P^2 / (P - 1).
 
-        Of two ways that send as much the one that leaves no rank with the whole value is cheaper, by one unit.
+        So they are a whole number, as capacities of a minimum cut should be: that of all bytes for an all-to-all. Of
+        two ways that send as much the one that leaves no rank with the whole value is cheaper, by one unit.
         """
-        if src == R or is_same_layout(src, dst):
+        if src == R or is_same_layout(src, dst) or self.num_ranks == 1:
             return 0
         numel = tensor_of(value).numel()
         num_bytes = 0 if is_read_from_data(numel) else size_hint(numel) * tensor_of(value).element_size()
-        if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim:
-            return num_bytes
-        if isinstance(src, Partial) and dst == R:
-            return 2 * num_bytes * self.num_ranks
-        return num_bytes * self.num_ranks + (dst == R)
+        sent = redistribution_bytes(num_bytes, src, dst, self.num_ranks)
+        return round(sent * self.num_ranks**2 / (self.num_ranks - 1)) + (isinstance(src, Shard) and dst == R)
 
     def _values(self, region: Decisions) -> list[fx.Node]:
         """All that a node of the region reads or makes."""

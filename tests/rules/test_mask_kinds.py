@@ -44,10 +44,13 @@ KINDS: dict[str, tuple[Mask, str]] = {
 
 
 def kind(mask: Mask, mode: str = "symbolic") -> str:
+    """The text of what the mask means, which says whether it hides later keys."""
     gm = traced(attend_with(mask), [*operands(), *data()], mode)
     RuleSet("name", NameMasks()).once().apply(gm)
     (found,) = {kind_of(node) for node in gm.graph.nodes if "mask_kind" in node.meta}
-    return found
+    assert found is not None
+    assert found.hides_later_keys == ("causal" in str(found).split(" and "))
+    return str(found)
 
 
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])

@@ -1,0 +1,41 @@
+"""What it costs to move values between ranks, in bytes that one rank sends.
+
+    S(a) -> S(b)   all-to-all        of its chunk, all but the part that it keeps
+    S    -> R      all-gather        its chunk, to each of the others
+    P    -> S      reduce-scatter    of its summand, all but the part that it keeps
+    P    -> R      all-reduce        both, one after the other
+    R    -> any    nothing: a rank takes its part of what it has
+
+All ranks take part in a ring, as NCCL's do for large values, which is the least that can be sent.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
+
+__all__ = ["Collective", "collective_bytes", "redistribution_bytes"]
+
+Collective: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+
+
+def collective_bytes(kind: Collective, held: float, num_ranks: int) -> float:
+    """Bytes that one rank sends in a collective over `num_ranks`, where it holds `held` bytes before."""
+    match kind:
+        case "all_to_all" | "reduce_scatter":
+            return held * (num_ranks - 1) / num_ranks
+        case "all_gather":
+            return held * (num_ranks - 1)
+        case "all_reduce":
+            return 2 * held * (num_ranks - 1) / num_ranks
+
+
+def redistribution_bytes(num_bytes: float, src: Layout, dst: Layout, num_ranks: int) -> float:
+    """Bytes that one rank sends to bring a value of `num_bytes`, the whole of it, from one layout to another."""
+    if isinstance(src, Replicated) or is_same_layout(src, dst):
+        return 0
+    if isinstance(src, Partial):
+        return collective_bytes("all_reduce" if isinstance(dst, Replicated) else "reduce_scatter", num_bytes, num_ranks)
+    is_all_to_all = isinstance(dst, Shard) and src.dim != dst.dim
+    return collective_bytes("all_to_all" if is_all_to_all else "all_gather", num_bytes / num_ranks, num_ranks)
