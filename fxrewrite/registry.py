@@ -21,7 +21,7 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.rule import Rule
 
@@ -165,9 +165,8 @@ def find_object(path: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [known for known in vars(module) if known[0] != "_"], n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise RegistryError(f"{where} has no object {name!r}{hint}")
+            near = did_you_mean(part, [known for known in vars(module) if known[0] != "_"])
+            raise RegistryError(f"{where} has no object {name!r}{near}")
         found = getattr(found, part)
     return found
 

@@ -35,7 +35,7 @@ from fxrewrite.pattern.where import Constraint
 if TYPE_CHECKING:
     from fxrewrite.verify import Runner, Sampler, Verdict
 
-__all__ = ["Rule", "rule"]
+__all__ = ["Rule", "misread_context", "rule"]
 
 Numerics = Literal["exact", "reassociates", "approximate"]
 Rng = Literal["preserves", "removes", "duplicates", "changes"]
@@ -166,6 +166,9 @@ class Rule:
             grad: whether gradients are compared.
             run: runs a graph, for example on simulated ranks; by default on one device.
             options: further ones of `fxrewrite.verify.verify_rewrite`.
+
+        Raises:
+            RuleDefinitionError: the rule is wrong as written, on any graph: there is nothing that could be true of it.
         """
         from fxrewrite.verify import verify_rewrite
 
@@ -210,12 +213,15 @@ class Rule:
                 self._rewrite(edit, match, effects)
         except RefusedError as error:
             raise self._located(error, match) from error
+        except RuleDefinitionError as error:
+            raise RuleDefinitionError(f"{self.id}: {error}, at {_node_text(match.root)}") from error
         except FxRewriteError:
             raise
         except Exception as error:
-            place = f"%{match.root.name} ({source_line(match.root)})".replace(" ()", "")
+            said = misread_context(error, match.context) or str(error)
             raise FxRewriteError(
-                f"{self.id}: the replacement raised {type(error).__name__} at {place}: {error}; the graph is as before"
+                f"{self.id}: the replacement raised {type(error).__name__} at {_node_text(match.root)}: {said}; "
+                "the graph is as before"
             ) from error
 
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
@@ -259,9 +265,12 @@ class Rule:
         several = len(match.outputs) > 1
         results = list(found) if several and isinstance(found, (list, tuple)) else [found]
         if len(results) != len(match.outputs) or not all(isinstance(result, fx.Node) for result in results):
+            several_in_one = isinstance(found, fx.Node) and isinstance(ops.value(found), (list, tuple))
+            hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""
             raise RuleDefinitionError(
-                f"{self.id}: the replacement returned {found!r}; expected "
+                f"the replacement returned {found!r}; expected "
                 + (f"a tuple of {len(match.outputs)} values of the graph" if several else "one value of the graph")
+                + hint
             )
         return results
 
@@ -304,7 +313,10 @@ def rule(
         raise RuleDefinitionError('a rule needs an id: write @rule("family.verb_object")')
 
     def wrap(function: Callable[..., Any]) -> Rule:
-        pattern = trace(function, where)
+        try:
+            pattern = trace(function, where)
+        except RuleDefinitionError as error:
+            raise RuleDefinitionError(f"rule {id}: {error}") from error
         doc, provider = _first_line(function), _place(function)
         return Rule(
             id,
@@ -323,6 +335,20 @@ def rule(
     return wrap
 
 
+def misread_context(error: Exception, context: object) -> str:
+    """What is wrong if the error is that of reading an attribute that the plan's context does not have; else ""."""
+    if not isinstance(error, AttributeError) or error.obj is not context:
+        return ""
+    if context is None:
+        return f"{error}; no context was given, as in apply(gm, context=...)"
+    return f"it reads context.{error.name}, which the {type(context).__name__} in apply(gm, context=...) does not have"
+
+
+def _node_text(node: fx.Node) -> str:
+    source = source_line(node)
+    return f"%{node.name}" + (f" ({source})" if source else "")
+
+
 def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
     """Refuse a replacement with another shape, dtype or device."""
     if isinstance(was, (list, tuple)) and isinstance(is_now, (list, tuple)):
@@ -337,7 +363,9 @@ def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
         if isinstance(was, (torch.Tensor, list, tuple)) or isinstance(is_now, (torch.Tensor, list, tuple)):
             reason = f"the replacement gives {_kind(is_now)}, the original {_kind(was)}"
-            refuse(reason, hint="repair the replacement", node=old, kind=Reason.VALUE)
+            one_of_many = isinstance(was, torch.Tensor) and isinstance(is_now, (list, tuple))
+            hint = "return one of the values, result[0]" if one_of_many else "repair the replacement"
+            refuse(reason, hint=hint, node=old, kind=Reason.VALUE)
         return
     same_shape = was.ndim == is_now.ndim and all(
         a is b or is_same_size(a, b) for a, b in zip(was.shape, is_now.shape, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from argparse import Namespace
@@ -178,10 +177,9 @@ def _plan(found: RuleSet | Rule | Plan, *, fixpoint: bool = False, expected: Map
     elif fixpoint:
         raise UsageError("--fixpoint is for a rule set; a plan says itself how often its sets run")
     else:
-        plan = copy.copy(found)  # expectations of this run are not those of the user's object
-        plan.expectations = dict(plan.expectations)
+        plan = found
     for rule, at_least in (expected or {}).items():
-        plan.expect(rule, at_least=at_least)
+        plan = plan.expect(rule, at_least=at_least)
     return plan
 
 

@@ -5,7 +5,6 @@ from fxrewrite.ops.binding import (
     BindingError,
     Layout,
     bind,
-    bind_call,
     is_settled,
     layout_of,
     overload_of,
@@ -33,6 +32,7 @@ from fxrewrite.ops.effects import (
     updates_statistics,
 )
 from fxrewrite.ops.keys import call_key, key, possible_keys
+from fxrewrite.ops.names import named_operator, no_operator
 from fxrewrite.ops.value import MISSING, fake_value, is_parameter, is_scalar, value, value_key
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "BindingError",
     "Layout",
     "bind",
-    "bind_call",
     "bodies_of_communicating",
     "call_key",
     "communicates",
@@ -69,6 +68,8 @@ __all__ = [
     "memory_origins",
     "mutated",
     "mutates",
+    "named_operator",
+    "no_operator",
     "overload_of",
     "possible_keys",
     "sets_mode",

@@ -81,6 +81,7 @@ def verify_rewrite(
 
     Raises:
         FxRewriteError: there is no such dtype, or `samples` is not positive.
+        RuleDefinitionError: the rule is wrong as written, on any graph.
     """
     floats = tuple(_dtype(name) for name in dtypes)
     if not floats or samples < 1:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, RefusedError
+from fxrewrite.errors import FxRewriteError, RefusedError, RuleDefinitionError
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.match.explain import explain
 from fxrewrite.match.program import Program
@@ -109,6 +109,8 @@ class Trials:
                 return Trial("refused", "the rule refuses", sample, before=before)
         except RefusedError as error:
             return Trial("refused", str(error), sample, before=before)
+        except RuleDefinitionError:
+            raise  # not false: wrong as written
         except (FxRewriteError, *TORCH_ERRORS) as error:
             return _compared(sample, before, after, [Difference("invalid", f"the rewrite raises {_said(error)}")])
         try:
