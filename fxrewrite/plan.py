@@ -124,9 +124,19 @@ class RuleSet:
         return Plan((_Stage(self, None, Strategy(order, overlap)),))
 
     def fixpoint(self, limit: int = 8, *, order: Order = "top_down", overlap: Overlap = "first") -> Plan:
-        """The plan that runs the set until nothing changes; more than `limit` rounds with changes are an error."""
+        """The plan that runs the set until nothing changes; more than `limit` rounds with changes are an error.
+
+        Raises:
+            RuleDefinitionError: a rule says that it does not terminate, or `limit` is not a number above 0.
+        """
         if not isinstance(limit, int) or limit < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"fixpoint(limit={limit!r}): a number of rounds, at least one")
+        endless = [rule.id for rule in self.rules() if not rule.terminates]
+        if endless:
+            raise RuleDefinitionError(
+                f"set {self.name} has no fixpoint: {', '.join(endless)} fires on its own results (terminates=False); "
+                "run it in a set of its own, .once()"
+            )
         return Plan((_Stage(self, limit, Strategy(order, overlap)),))
 
     def __rshift__(self, other: RuleSet | Rule | Plan) -> Plan:
@@ -495,7 +505,7 @@ class Plan:
         parts = [self.text(), f"fxrewrite {_version()}", f"torch {TORCH_VERSION}"]
         try:
             for rule in self.rules():
-                promises = (rule.numerics, rule.rng, rule.shapes, rule.domain)
+                promises = (rule.numerics, rule.rng, rule.shapes, rule.domain, rule.terminates, rule.gradients)
                 options = (rule.id, *promises, rule.optional, rule.after, rule.before)
                 parts += [
                     repr(options),

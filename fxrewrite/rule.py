@@ -40,7 +40,7 @@ __all__ = ["Rule", "misread_context", "rule"]
 Numerics = Literal["exact", "reassociates", "approximate"]
 Rng = Literal["preserves", "removes", "duplicates", "changes"]
 Shapes = Literal["preserves", "changes"]
-Domain = Literal["all", "finite"]
+Domain = Literal["all", "finite", "moderate"]
 Replacement = Callable[..., Any]
 
 
@@ -55,7 +55,13 @@ class Rule:
         numerics: "exact", "reassociates" (equal in real arithmetic) or "approximate".
         rng: what it does to random draws: "preserves", "removes", "duplicates", "changes".
         shapes: "preserves", checked on fake values for every rewrite, or "changes".
-        domain: the values for which it holds: "all", or "finite" ones (NaN and infinities may come out otherwise).
+        domain: the values for which it holds: "all"; "finite" ones (NaN and infinities may come out otherwise); or
+            finite ones of "moderate" size (where large ones overflow or cancel on one side, as exp(x) does above 88).
+        terminates: whether it stops firing on its own results. A rule whose result holds its own pattern, such as one
+            that splits a product, says False: it runs `.once()`, never to a fixpoint.
+        gradients: whether it keeps gradients. A rule that does not, since its operator has no derivative, is refused
+            where a value of the graph says that it requires gradients.
+        imports: modules that define the operators it names; a counterexample imports them.
         optional: whether an atomic set goes on when this rule refuses; the refusal is in the report.
         after, before: ids of rules in the same set that run earlier, or later.
         doc: first line of the docstring of the replacement, or else of the pattern function.
@@ -72,9 +78,12 @@ class Rule:
         rng: Rng = "preserves",
         shapes: Shapes = "preserves",
         domain: Domain = "all",
+        terminates: bool = True,
+        gradients: bool = True,
         optional: bool = False,
         after: Iterable[str] = (),
         before: Iterable[str] = (),
+        imports: Iterable[str] = (),
         doc: str = "",
         provider: str = "",
     ) -> None:
@@ -89,9 +98,12 @@ class Rule:
         self.rng = rng
         self.shapes = shapes
         self.domain: Domain = domain
+        self.terminates = terminates
+        self.gradients = gradients
         self.optional = optional
         self.after = (after,) if isinstance(after, str) else tuple(after)
         self.before = (before,) if isinstance(before, str) else tuple(before)
+        self.imports = (imports,) if isinstance(imports, str) else tuple(imports)
         self.doc = doc
         self.provider = provider
         self._replacement: Replacement | None = None
@@ -163,7 +175,7 @@ class Rule:
             samples: how many graphs.
             seed: the same seed gives the same graphs in every process.
             dtypes: of floating-point inputs.
-            grad: whether gradients are compared.
+            grad: whether gradients are compared; never those of a rule that says that it does not keep them.
             run: runs a graph, for example on simulated ranks; by default on one device.
             options: further ones of `fxrewrite.verify.verify_rewrite`.
 
@@ -183,10 +195,11 @@ class Rule:
             samples=samples,
             seed=seed,
             dtypes=dtypes,
-            grad=grad,
+            grad=grad and self.gradients,
             sampler=self._sampler,
             run=run,
-            **{"non_finite": self.domain == "all", **options},
+            imports=self.imports or (getattr(self.body, "__module__", ""),),
+            **{"domain": self.domain, "terminates": self.terminates, **options},
         )
 
     def _apply(self, gm: fx.GraphModule, program: Program[Rule]) -> int:
@@ -227,6 +240,8 @@ class Rule:
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
         if match.refused is not None:
             raise match.refused
+        if not self.gradients:
+            _check_gradients(match)
         if effects.writers:
             check_region(match, effects)
         replacer = Replacer(edit, insertion_point(match), match.root, self.id)
@@ -296,9 +311,12 @@ def rule(
     rng: Rng = "preserves",
     shapes: Shapes = "preserves",
     domain: Domain = "all",
+    terminates: bool = True,
+    gradients: bool = True,
     optional: bool = False,
     after: Iterable[str] = (),
     before: Iterable[str] = (),
+    imports: Iterable[str] = (),
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Decorator: the pattern function becomes a `Rule`; its `.replacement` takes the other half.
 
@@ -325,14 +343,26 @@ def rule(
             rng=rng,
             shapes=shapes,
             domain=domain,
+            terminates=terminates,
+            gradients=gradients,
             optional=optional,
             after=after,
             before=before,
+            imports=imports,
             doc=doc,
             provider=provider,
         )
 
     return wrap
+
+
+def _check_gradients(match: Match) -> None:
+    """Refuse a match whose result requires gradients, where the graph says so."""
+    for node in match.outputs:
+        value = ops.value(node)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            hint = "compile under torch.no_grad(), or give the operator a derivative"
+            refuse("gradients are needed here, and the rule keeps none (gradients=False)", hint=hint, node=node)
 
 
 def misread_context(error: Exception, context: object) -> str:

@@ -32,7 +32,7 @@ from fxrewrite.ops.effects import (
     updates_statistics,
 )
 from fxrewrite.ops.keys import call_key, key, possible_keys
-from fxrewrite.ops.names import named_operator, no_operator
+from fxrewrite.ops.names import is_of_a_library, named_operator, no_operator
 from fxrewrite.ops.value import MISSING, fake_value, is_parameter, is_scalar, value, value_key
 
 __all__ = [
@@ -52,6 +52,7 @@ __all__ = [
     "is_barrier",
     "is_commutative",
     "is_maybe_view",
+    "is_of_a_library",
     "is_parameter",
     "is_pure",
     "is_random",

@@ -6,8 +6,10 @@ import torch
 
 from fxrewrite.errors import did_you_mean
 
-__all__ = ["named_operator", "no_operator"]
+__all__ = ["is_of_a_library", "named_operator", "no_operator"]
 
+_NAMESPACES_OF_TORCH = {"aten", "prim", "prims", "quantized", "inductor", "c10d", "_c10d_functional"}
+"""Of operators that exist once torch is imported."""
 Operator = torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
 
 
@@ -16,6 +18,12 @@ def named_operator(name: str) -> Operator | None:
     namespace, separator, operator = name.rpartition("::")
     found = getattr(getattr(torch.ops, namespace if separator else "aten"), operator, None)
     return found if isinstance(found, Operator) else None
+
+
+def is_of_a_library(target: object) -> bool:
+    """Whether a target is an operator that torch itself does not define, so that calling it needs an import."""
+    is_operator = isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return is_operator and str(target).partition(".")[0] not in _NAMESPACES_OF_TORCH
 
 
 def no_operator(name: str) -> str:
