@@ -24,6 +24,7 @@ from fxrewrite.spmd.localize import LocalizeShapes, global_shape
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.padding import EntryNodes
 from fxrewrite.spmd.propagate import PropagateLayouts, layout_of, redistribute, without_padding
+from fxrewrite.spmd.registered import joined_layouts, registered_layouts
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
 from fxrewrite.spmd.table import layout_table, with_table
@@ -73,6 +74,7 @@ __all__ = [
     "is_read_from_data",
     "is_same_layout",
     "is_same_size",
+    "joined_layouts",
     "layout_of",
     "layout_table",
     "local_shape",
@@ -82,6 +84,7 @@ __all__ = [
     "parse_call",
     "product",
     "redistribute",
+    "registered_layouts",
     "require_divisible",
     "scale_gradients",
     "size_hint",
