@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator
 
 from autosp_rules.checkpoint import CheckpointOption
 from autosp_rules.errors import AutoSPError
 from autosp_rules.gradients import GradientOption
 from autosp_rules.mlps import MlpTileOption
+from fxrewrite import Rule, RuleSet
+from fxrewrite.spmd import LayoutRule
 from rules.attention_flex import MaskKernel
 from rules.tiles import TILE_BYTES
 
@@ -119,9 +121,29 @@ class AutoSPConfig(BaseModel):
         default=False,
         description="run what is called with gradients disabled (torch.no_grad) as it is, whole on every rank",
     )
+    rules: tuple[InstanceOf[Rule] | InstanceOf[RuleSet], ...] = Field(
+        default=(),
+        description="rules of your own, a RuleSet, a Rule or several: they run at the end of `canonicalize`, on ATen "
+        "with its global meaning, before anything is sharded; one that refuses stops all, unless it is optional",
+    )
+    layouts: tuple[InstanceOf[LayoutRule], ...] = Field(
+        default=(),
+        description="layout rules of your own, for operators that have none: LayoutRules, or LayoutRule objects; those "
+        "that installed packages register under `fxrewrite.layouts` are there already",
+    )
     timeout: float = Field(
         default=300.0, gt=0, description="seconds to wait at compile time for the other ranks to show the same graph"
     )
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _listed_rules(cls, value: Any) -> tuple[Any, ...]:
+        return _listed(value, (Rule, RuleSet), "a RuleSet, a Rule, or a list of them")
+
+    @field_validator("layouts", mode="before")
+    @classmethod
+    def _listed_layouts(cls, value: Any) -> tuple[Any, ...]:
+        return _listed(value, (LayoutRule,), "LayoutRules, or a list of LayoutRule")
 
     if not TYPE_CHECKING:  # type checkers know the settings from the fields
 
@@ -137,6 +159,14 @@ class AutoSPConfig(BaseModel):
                 )
 
 
+def _listed(value: Any, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
+    """One or several of these as a tuple; pydantic shows the ValueError to whoever wrote something else."""
+    items = (value,) if isinstance(value, kinds) else tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(isinstance(item, kinds) for item in items):
+        raise ValueError(f"it takes {what}")
+    return items
+
+
 def _first_mistake(error: ValidationError) -> AutoSPError:
     """What is wrong with the first setting that is: its name, or, of each type that it may have, why it is none."""
     first, *others = error.errors()
@@ -145,7 +175,8 @@ def _first_mistake(error: ValidationError) -> AutoSPError:
         known = list(AutoSPConfig.model_fields)
         return AutoSPError.of(f"{name} is no setting", hint=_nearest(name, known) or f"there are {', '.join(known)}")
     problems = [first, *(other for other in others if other["loc"][0] == name)]
-    why = ", or ".join(problem["msg"].replace("Input should", "it should") for problem in problems)
+    said = (problem["msg"].removeprefix("Value error, ") for problem in problems)
+    why = ", or ".join(text.replace("Input should", "it should") for text in said)
     known = [word for problem in problems for word in re.findall("'(.*?)'", problem.get("ctx", {}).get("expected", ""))]
     return AutoSPError.of(f"{name}={value!r}: {why}", hint=_nearest(str(value), known))
 

@@ -2,7 +2,8 @@
 
     canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; a dense mask becomes
                                   what it means; attention is one operator, however it is spelled, where that is equal
-                                  in every row; heads that are repeated for groups of queries are shared by them
+                                  in every row; heads that are repeated for groups of queries are shared by them; at
+                                  its end, rules that were given to `autosp(rules=...)`
     fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
     shard_inputs                  hidden states start sharded on the sequence
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
@@ -41,8 +42,8 @@ from autosp_rules.masks import DescribeMasks
 from autosp_rules.mlps import MlpTileOption, tile_mlps
 from autosp_rules.sequence import ShardInputs, along_sequence
 from autosp_rules.slices import SLICE_RULES
-from fxrewrite import DeadCode, RuleSet
-from fxrewrite.spmd import LayoutRules, LocalizeShapes, PropagateLayouts
+from fxrewrite import DeadCode, Rule, RuleSet
+from fxrewrite.spmd import LayoutRule, LayoutRules, LocalizeShapes, PropagateLayouts, joined_layouts
 from rules.attention import ATTENTION_UNBIASED
 from rules.attention_by_rows import BY_ROWS
 from rules.attention_flex import MaskKernel, flex_rules
@@ -62,9 +63,19 @@ from rules.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.tiled_loss import tiled_loss_rules
 from rules.tiles import TILE_BYTES
 
-__all__ = ["RULES", "rule_set"]
+__all__ = ["RULES", "layouts_with", "rule_set"]
 
 _ALL_LAYOUTS = LayoutRules((*LAYOUTS, *ATTENTION_LAYOUTS, *SLOT_LAYOUTS, *RING_LAYOUTS))
+
+
+@cache
+def layouts_with(own: tuple[LayoutRule, ...] = ()) -> LayoutRules:
+    """All layout rules of AutoSP, these, and those that installed packages register; read once in a process.
+
+    Raises:
+        RuleDefinitionError: one of these is for an operator that has a layout rule already.
+    """
+    return joined_layouts((*_ALL_LAYOUTS, *own))
 
 
 @cache
@@ -78,25 +89,29 @@ def rule_set(
     *,
     skip_all_but_last_attention: bool = False,
     sequence_dim: int | None = None,
+    rules: tuple[Rule | RuleSet, ...] = (),
+    layouts: LayoutRules = _ALL_LAYOUTS,
 ) -> RuleSet:
-    """AutoSP with these settings of `AutoSPConfig`."""
+    """AutoSP with these settings of `AutoSPConfig`, and with all layout rules that it uses."""
     tags, tiles = TagCheckpoints(checkpoint), () if mlp_tile is None else (tile_mlps(mlp_tile),)
+    own = (RuleSet("own_rules", *rules),) if rules else ()
     return RuleSet(
         "autosp",
         RuleSet(
             "canonicalize",
             *(NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, MASKS, RAISE_ATTENTION, SHARE_HEADS),
+            *own,
             DeadCode(),
         ),
         *((DRAW_WHOLE,) if rng == "global" else ()),
-        FuseSlots("fuse_slots", _ALL_LAYOUTS),
-        ShardInputs("shard_inputs", _ALL_LAYOUTS, sequence_dim),
+        FuseSlots("fuse_slots", layouts),
+        ShardInputs("shard_inputs", layouts, sequence_dim),
         NameMasks(),
         choose_attention(attention),
-        PropagateLayouts("shard_seq_dim", _ALL_LAYOUTS, along_sequence),
+        PropagateLayouts("shard_seq_dim", layouts, along_sequence),
         ATTENTION_RULES,
         REDUCTIONS,
-        LocalizeShapes("propagate_shapes", _ALL_LAYOUTS),
+        LocalizeShapes("propagate_shapes", layouts),
         SLICE_RULES,
         RING_RULES,
         BUNDLE_RULES,

@@ -17,7 +17,7 @@ from autosp_rules.masks import check_flex
 from autosp_rules.offload import MIN_BYTES
 from autosp_rules.random import refuse_own_draws
 from autosp_rules.report import AutoSPReport, summarize
-from autosp_rules.rule_set import rule_set
+from autosp_rules.rule_set import layouts_with, rule_set
 from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
@@ -90,6 +90,8 @@ def transform(
             "rows" if config.mask_kernel == "auto" and config.inner != "inductor" else config.mask_kernel,
             skip_all_but_last_attention=config.skip_all_but_last_attention,
             sequence_dim=config.sequence_dim,
+            rules=config.rules,
+            layouts=layouts_with(config.layouts),
         )
         report = rules.apply(normal, context=context)
         if config.rng == "global":

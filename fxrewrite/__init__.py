@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         siblings,
         where,
     )
-    from fxrewrite.plan import Plan, RuleSet
+    from fxrewrite.plan import Plan, RuleSet, Step
     from fxrewrite.report import Report
     from fxrewrite.rule import Rule, rule
 
@@ -62,6 +62,7 @@ __all__ = [
     "Rule",
     "RuleDefinitionError",
     "RuleSet",
+    "Step",
     "VerificationError",
     "any_",
     "cap",
@@ -118,6 +119,7 @@ lazy_package(
         "Pattern": "fxrewrite.pattern",
         "Plan": "fxrewrite.plan",
         "RuleSet": "fxrewrite.plan",
+        "Step": "fxrewrite.plan",
         "Report": "fxrewrite.report",
         "Rule": "fxrewrite.rule",
         "rule": "fxrewrite.rule",

@@ -6,8 +6,9 @@ This module imports no torch: the command line and the pytest plugin load it fir
 
 from __future__ import annotations
 
+import difflib
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -21,6 +22,7 @@ __all__ = [
     "RefusedError",
     "RuleDefinitionError",
     "VerificationError",
+    "did_you_mean",
     "refuse",
 ]
 
@@ -47,6 +49,12 @@ class InvariantError(FxRewriteError):
 
 class VerificationError(FxRewriteError):
     """A rule was tested and is false, or could not be tested; the message is the verdict, with a counterexample."""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """The end of a message about a word that is not among the `known`: "; did you mean relu or relu6?", or nothing."""
+    near = difflib.get_close_matches(str(word), list(known), n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 class Reason(enum.StrEnum):

@@ -20,8 +20,8 @@ def generations(
     Args:
         name: of the set, for the message.
         labels: of all members, in order.
-        rules: for each member that may move, by index, the labels that run before it and after it; one that is not in
-            the set orders nothing. The other members stay where they are, and no rule moves across one.
+        rules: for each member that may move, by index, the labels that run before it and after it; one that is not
+            among `labels` orders nothing. The other members stay where they are, and no rule moves across one.
 
     Raises:
         RuleDefinitionError: what runs before what has a cycle, which is printed.

@@ -12,7 +12,8 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from types import MappingProxyType
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, runtime_checkable
 
 from torch import fx
 from torch.export import ExportedProgram
@@ -25,6 +26,7 @@ from fxrewrite.errors import (
     MatchExpectationError,
     RefusedError,
     RuleDefinitionError,
+    did_you_mean,
 )
 from fxrewrite.found import Found, FoundMatch, describe
 from fxrewrite.graph.copy import copy_module
@@ -38,7 +40,7 @@ from fxrewrite.match.program import Program
 from fxrewrite.order import generations
 from fxrewrite.pattern.identity import NoIdentityError, identity
 from fxrewrite.report import Report
-from fxrewrite.rule import Rule
+from fxrewrite.rule import Rule, misread_context
 from fxrewrite.sweep import Order, Overlap, Strategy, Sweep
 from fxrewrite.torch_versions import TORCH_VERSION
 
@@ -65,14 +67,18 @@ class Step(Protocol):
 Member: TypeAlias = "Rule | RuleSet | Step"
 Invariant: TypeAlias = Callable[[Sequence[fx.Node]], str]
 """What must be true of the nodes of a graph: an empty text when it is, else what is wrong."""
+_JOINED_PLANS = (
+    "a | b puts the rules of two sets into one sweep, and a plan says already how often its sets run; write a >> b, or "
+    "join the sets before .once() and .fixpoint()"
+)
 
 
 class RuleSet:
     """Members in order, as one value.
 
     Neighbouring rules run in one sweep over the graph, from the last node to the first; at a node the earlier rule
-    wins. `after` and `before` of a rule put it into a later or earlier sweep. Nested sets and steps run where they
-    stand.
+    wins. `after` and `before` of a rule put it into a later or earlier sweep than other members of the set. Nested sets
+    and steps run where they stand.
 
     Args:
         name: of the set, unique among its siblings.
@@ -83,7 +89,8 @@ class RuleSet:
             plan.
 
     Raises:
-        RuleDefinitionError: two members have one id, or the order has a cycle; both are printed.
+        RuleDefinitionError: two members have one id, or the order has a cycle; both are printed. Or `after` or `before`
+            of a rule names what is not a member; a rule that is alone in its set may name anything.
     """
 
     def __init__(self, name: str, *members: Member, atomic: bool = False, invariant: Invariant | None = None) -> None:
@@ -118,9 +125,19 @@ class RuleSet:
         return Plan((_Stage(self, None, Strategy(order, overlap)),))
 
     def fixpoint(self, limit: int = 8, *, order: Order = "top_down", overlap: Overlap = "first") -> Plan:
-        """The plan that runs the set until nothing changes; more than `limit` rounds with changes are an error."""
+        """The plan that runs the set until nothing changes; more than `limit` rounds with changes are an error.
+
+        Raises:
+            RuleDefinitionError: a rule says that it does not terminate, or `limit` is not a number above 0.
+        """
         if not isinstance(limit, int) or limit < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"fixpoint(limit={limit!r}): a number of rounds, at least one")
+        endless = [rule.id for rule in self.rules() if not rule.terminates]
+        if endless:
+            raise RuleDefinitionError(
+                f"set {self.name} has no fixpoint: {', '.join(endless)} fires on its own results (terminates=False); "
+                "run it in a set of its own, .once()"
+            )
         return Plan((_Stage(self, limit, Strategy(order, overlap)),))
 
     def on(self, axis: str) -> Plan:
@@ -136,8 +153,12 @@ class RuleSet:
 
         Raises:
             RuleDefinitionError: one of two sets is atomic or has an invariant, which means something for it alone; nest
-                it, `RuleSet(name, a, b)`.
+                it, `RuleSet(name, a, b)`. Or the other is neither a set nor a rule.
         """
+        if isinstance(other, Plan):
+            raise RuleDefinitionError(_JOINED_PLANS)
+        if not isinstance(other, (RuleSet, Rule)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(f"{self.name} | {other!r}: a set is joined with a RuleSet or a Rule")
         if isinstance(other, Rule):
             return RuleSet(f"{self.name} | {other.id}", *self.members, other)
         if any(rules.atomic or rules.invariant for rules in (self, other)):
@@ -241,9 +262,13 @@ class _Stage:
             for e in report.rules
             if e.rewrites > before.get(e.rule, 0)
         ]
+        if len(fired) == 1:
+            why = "its result holds its own pattern (run the set .once(), or bound the rule by a constraint)"
+        else:
+            why = "rules undo each other"
         raise FixpointError(
             f"set {self.rules.name} still changes the graph after {self.limit} rounds; in the last one fired "
-            f"{', '.join(fired)}: two rules undo each other, or limit= is too small"
+            f"{', '.join(fired)}: {why}, or limit= is too small"
         )
 
     def _on_axis(self, edit: Edit, context: Any) -> Any:
@@ -270,21 +295,27 @@ class _Stage:
 class Plan:
     """Rule sets in sequence, each once or to a fixpoint; what `torch.compile` backends run.
 
+    A value: what changes it, such as `expect` and `>>`, gives another plan.
+
     Attributes:
         stages: the sets, in order.
         expectations: rule id -> least number of rewrites.
     """
 
-    def __init__(self, stages: tuple[_Stage, ...]) -> None:
+    def __init__(self, stages: tuple[_Stage, ...], expectations: Mapping[str, int] | None = None) -> None:
         self.stages = stages
-        self.expectations: dict[str, int] = {}
+        self.expectations: Mapping[str, int] = MappingProxyType(dict(expectations or {}))
 
     def __rshift__(self, other: RuleSet | Rule | Plan) -> Plan:
+        """The plan that does this, and then the other."""
         other = RuleSet(other.id, other) if isinstance(other, Rule) else other
         then = other.once() if isinstance(other, RuleSet) else other
-        plan = Plan(self.stages + then.stages)
-        plan.expectations = {**self.expectations, **then.expectations}
-        return plan
+        if not isinstance(then, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(f"a >> b: after a plan comes a RuleSet, a Rule or a Plan, not {then!r}")
+        return Plan(self.stages + then.stages, {**self.expectations, **then.expectations})
+
+    def __or__(self, other: object) -> NoReturn:
+        raise RuleDefinitionError(_JOINED_PLANS)
 
     def on(self, axis: str) -> Plan:
         """The plan over one axis of a mesh: `apply` is then given a mapping, and its members get `context[axis]`.
@@ -308,16 +339,18 @@ class Plan:
             yield from stage.rules.rules()
 
     def expect(self, rule_id: str, *, at_least: int = 1) -> Plan:
-        """From now on `apply` fails, and changes nothing, when the rule or step makes fewer changes. Returns the plan.
+        """The plan whose `apply` fails, and changes nothing, when the rule or step makes fewer changes.
 
         Raises:
-            RuleDefinitionError: the plan has no rule or step of that name.
+            RuleDefinitionError: the plan has no rule or step of that name, or `at_least` is not a number above 0.
         """
         known = [label for stage in self.stages for label, _ in _labels(stage.rules)]
         if rule_id not in known:
-            raise RuleDefinitionError(f"the plan has no rule or step {rule_id!r}; it has {', '.join(known)}")
-        self.expectations[rule_id] = at_least
-        return self
+            near = did_you_mean(rule_id, known) or f"; it has {', '.join(known)}"
+            raise RuleDefinitionError(f"the plan has no rule or step {rule_id!r}{near}")
+        if type(at_least) is not int or at_least < 1:
+            raise RuleDefinitionError(f"expect({rule_id!r}, at_least={at_least!r}): a number of changes, at least 1")
+        return Plan(self.stages, {**self.expectations, rule_id: at_least})
 
     def apply(self, gm: fx.GraphModule, context: Any = None, *, bodies: bool = True) -> Report:
         """Rewrite the graph of `gm` in place, in one transaction, and recompile it once if it changed.
@@ -334,11 +367,7 @@ class Plan:
             MatchExpectationError: an expectation does not hold; says how near the nearest place came.
             FixpointError: a fixpoint did not end.
         """
-        if not isinstance(gm, fx.GraphModule):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise FxRewriteError(
-                f"apply takes an fx.GraphModule, not {type(gm).__name__}; for an exported program there is "
-                "plan.apply_export, for a model torch.compile(model, backend=plan.backend(...))"
-            )
+        _require_graph("apply", gm)
         started = time.perf_counter()
         report = self._new_report()
         with Edit(gm, bodies=bodies) as edit:
@@ -352,6 +381,7 @@ class Plan:
 
     def applied(self, gm: fx.GraphModule, context: Any = None) -> tuple[fx.GraphModule, Report]:
         """A rewritten copy, and the report; `gm` stays as it is, and shares its parameters with the copy."""
+        _require_graph("applied", gm)
         new = copy_module(gm)
         return new, self.apply(new, context)
 
@@ -364,6 +394,7 @@ class Plan:
         Raises:
             RuleDefinitionError: the plan has steps, such as a propagation, whose results its rules read.
         """
+        _require_graph("find", gm)
         steps = [member.name for stage in self.stages for member in _steps(stage.rules)]
         if steps:
             raise RuleDefinitionError(
@@ -388,11 +419,13 @@ class Plan:
         undoes everything.
 
         Raises:
-            FxRewriteError: `gm` is not the graph in which they were found, or a match names a rule or a node that does
-                not exist.
+            FxRewriteError: `gm` is not the graph in which they were found, a match names a rule or a node that does not
+                exist, or something else was given than matches.
             RefusedError: a rule of an atomic set refused.
             MatchExpectationError: an expectation does not hold.
         """
+        _require_graph("commit", gm)
+        _require_matches(found)
         started = time.perf_counter()
         if isinstance(found, Found) and found.graph != graph_digest(gm):
             raise FxRewriteError("commit: this is not the graph in which the matches were found; find them again")
@@ -509,7 +542,7 @@ class Plan:
         parts = [self.text(), f"fxrewrite {_version()}", f"torch {TORCH_VERSION}"]
         try:
             for rule in self.rules():
-                promises = (rule.numerics, rule.rng, rule.shapes, rule.domain)
+                promises = (rule.numerics, rule.rng, rule.shapes, rule.domain, rule.terminates, rule.gradients)
                 options = (rule.id, *promises, rule.optional, rule.after, rule.before)
                 parts += [
                     repr(options),
@@ -523,6 +556,22 @@ class Plan:
         return hashlib.sha256("\n\n".join(parts).encode()).hexdigest()
 
 
+def _require_graph(method: str, gm: object) -> None:
+    if not isinstance(gm, fx.GraphModule):
+        raise FxRewriteError(
+            f"{method} takes an fx.GraphModule, not {type(gm).__name__}; for an exported program there is "
+            "plan.apply_export, for a model torch.compile(model, backend=plan.backend(...))"
+        )
+
+
+def _require_matches(found: object) -> None:
+    wrong = [match for match in found if not isinstance(match, FoundMatch)] if isinstance(found, Iterable) else [found]
+    if wrong:
+        raise FxRewriteError(
+            f"commit takes what plan.find(gm) gave, or some of its matches in a list, not {wrong[0]!r}"
+        )
+
+
 def _run_step(step: Step, edit: Edit, context: Any, report: Report) -> int:
     entry = report.rule(step.name)
     started = time.perf_counter()
@@ -532,6 +581,11 @@ def _run_step(step: Step, edit: Edit, context: Any, report: Report) -> int:
         node = error.located_at
         source = source_line(node) if isinstance(node, fx.Node) else ""
         raise error.filled(rule=step.name, source=source) from error
+    except AttributeError as error:
+        misread = misread_context(error, context)
+        if misread:
+            raise FxRewriteError(f"{step.name}: {misread}; the graph is as before") from error
+        raise
     finally:
         entry.seconds += time.perf_counter() - started
     entry.rewrites += changes
@@ -576,8 +630,16 @@ def _levels(rules: RuleSet) -> list[tuple[Rule, ...] | RuleSet | Step]:
     """The members in the order in which they run; rules that may share a sweep are together."""
     members = rules.members
     movable = {index: (m.after, m.before) for index, m in enumerate(members) if isinstance(m, Rule)}
+    known = [_label(member) for member in members]
+    for member in members if len(members) > 1 else ():
+        for side in ("after", "before") if isinstance(member, Rule) else ():
+            for label in (label for label in getattr(member, side) if label not in known):
+                near = did_you_mean(label, known) or f"; it has {', '.join(known)}"
+                raise RuleDefinitionError(
+                    f"set {rules.name}: rule {_label(member)} is to run {side} {label!r}, which the set lacks{near}"
+                )
     levels: list[tuple[Rule, ...] | RuleSet | Step] = []
-    for generation in generations(rules.name, [_label(member) for member in members], movable):
+    for generation in generations(rules.name, known, movable):
         together: list[Rule] = []
         for index in generation:
             member = members[index]

@@ -1,9 +1,14 @@
-"""From names to rules: the sets that installed packages ship, and whatever else a user can point at.
+"""From names to rules: what installed packages ship, and whatever else a user can point at.
 
-A package ships a rule set with an entry point:
+A package ships rule sets and layout rules with entry points:
 
     [project.entry-points."fxrewrite.rules"]
     activations = "my_package.activations:ACTIVATIONS"
+
+    [project.entry-points."fxrewrite.layouts"]
+    my_package = "my_package.layouts:LAYOUTS"
+
+What one package registers and cannot be loaded is an error for whoever asks for it by name, and a warning elsewhere.
 """
 
 from __future__ import annotations
@@ -12,21 +17,34 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path, PurePath
 from types import ModuleType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.rule import Rule
 
-__all__ = ["GROUP", "Registry", "RegistryError", "find_object", "load", "raised_text", "registered"]
+__all__ = [
+    "GROUP",
+    "Registry",
+    "RegistryError",
+    "RegistryWarning",
+    "find_object",
+    "import_named",
+    "load",
+    "raised_text",
+    "registered",
+]
 
+T = TypeVar("T")
 GROUP = "fxrewrite.rules"
 """The entry point group under which packages ship rule sets."""
 
@@ -35,19 +53,29 @@ class RegistryError(FxRewriteError):
     """A name leads to no rule set, rule or object; says what was tried and what there is."""
 
 
-class Registry(Mapping[str, RuleSet]):
-    """Registered name -> rule set, sorted by name; each is imported when it is asked for.
+class RegistryWarning(UserWarning):
+    """What a package registers cannot be loaded, and was left out."""
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Registered name -> what a package ships under it, sorted by name; each is imported when it is requested.
 
     A broken entry point is an error of its own name only: its `registry[name]` raises, all others work.
+
+    Args:
+        entries: the entry points.
+        kind: the type of what they lead to.
+        what: what that is called in messages.
     """
 
-    def __init__(self, entries: Iterable[EntryPoint]) -> None:
+    def __init__(self, entries: Iterable[EntryPoint], kind: type[T], what: str) -> None:
+        self._kind, self._what = kind, what
         self._entries: dict[str, list[EntryPoint]] = defaultdict(list)
         for entry in sorted(entries, key=lambda entry: (entry.name, _distribution(entry))):
             self._entries[entry.name].append(entry)
 
-    def __getitem__(self, name: str) -> RuleSet:
-        """The rule set.
+    def __getitem__(self, name: str) -> T:
+        """What is registered under the name.
 
         Raises:
             KeyError: no package registers the name.
@@ -58,15 +86,43 @@ class Registry(Mapping[str, RuleSet]):
         entry, *others = self._entries[name]
         if others:
             both = " and ".join(f"{_distribution(e)} ({e.value})" for e in (entry, *others))
-            raise RegistryError(f"rule set {name!r} is registered twice, by {both}; uninstall one, or name its object")
-        where = f"rule set {name!r} of distribution {_distribution(entry)} ({entry.value})"
+            raise RegistryError(
+                f"{self._what} {name!r} is registered twice, by {both}; uninstall one, or name its object"
+            )
+        where = f"{self._what} {name!r} of distribution {_distribution(entry)} ({entry.value})"
         try:
             found = entry.load()
         except Exception as error:
             raise RegistryError(f"{where} is broken: {raised_text(error)}") from error
-        if not isinstance(found, RuleSet):
-            raise RegistryError(f"{where} is broken: expected a RuleSet, found {_kind(found)}")
+        if not isinstance(found, self._kind):
+            raise RegistryError(f"{where} is broken: expected a {self._kind.__name__}, found {_kind(found)}")
         return found
+
+    def working(self) -> Iterator[tuple[str, T]]:
+        """Each name whose entry point can be loaded, and what it leads to; the others are warned of."""
+        for name in self:
+            try:
+                found = self[name]
+            except RegistryError as error:
+                warnings.warn(f"left out: {error}", RegistryWarning, stacklevel=2)
+            else:
+                yield name, found
+
+    def of(self, distribution: str) -> Registry[T]:
+        """What one distribution registers.
+
+        Raises:
+            RegistryError: that is nothing; names the distributions that do register something.
+        """
+        entries = [entry for entries in self._entries.values() for entry in entries]
+        own = [entry for entry in entries if entry.dist is not None and _same(entry.dist.name, distribution)]
+        if not own:
+            others = sorted({entry.dist.name for entry in entries if entry.dist is not None})
+            raise RegistryError(
+                f"distribution {distribution!r} registers no {self._what}s; these do: {', '.join(others) or 'none'}; "
+                "if it is yours, install it again, since entry points are read from what is installed"
+            )
+        return Registry(own, self._kind, self._what)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries
@@ -82,9 +138,9 @@ class Registry(Mapping[str, RuleSet]):
         return ", ".join(map(_distribution, self._entries[name]))
 
 
-def registered() -> Registry:
-    """The rule sets of all installed packages, by name; nothing is imported before it is asked for."""
-    return Registry(entry_points(group=GROUP))
+def registered() -> Registry[RuleSet]:
+    """The rule sets of all installed packages, by name; nothing is imported before it is requested."""
+    return Registry(entry_points(group=GROUP), RuleSet, "rule set")
 
 
 def load(path: str) -> RuleSet | Rule | Plan:
@@ -124,7 +180,7 @@ def load(path: str) -> RuleSet | Rule | Plan:
     return _rule_of_any(sets, path)
 
 
-def _rule_of_any(sets: Registry, path: str) -> Rule:
+def _rule_of_any(sets: Registry[RuleSet], path: str) -> Rule:
     known: dict[str, dict[int, tuple[str, Rule]]] = defaultdict(dict)
     broken: list[str] = []
     for name in sets:
@@ -161,15 +217,23 @@ def find_object(path: str) -> Any:
     where, _, name = path.rpartition(":")
     if not where or not name:
         raise RegistryError(f"{path!r} names no object; write package.module:OBJECT or path/to/file.py:OBJECT")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where)
+    module = import_named(where)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            near = difflib.get_close_matches(part, [known for known in vars(module) if known[0] != "_"], n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise RegistryError(f"{where} has no object {name!r}{hint}")
+            near = did_you_mean(part, [known for known in vars(module) if known[0] != "_"])
+            raise RegistryError(f"{where} has no object {name!r}{near}")
         found = getattr(found, part)
     return found
+
+
+def import_named(name: str) -> ModuleType:
+    """The module "package.module" or "path/to/file.py", imported.
+
+    Raises:
+        RegistryError: there is none, or importing it raised.
+    """
+    return _import_file(Path(name)) if name.endswith(".py") else _import_module(name)
 
 
 def _import_module(name: str) -> ModuleType:
@@ -221,6 +285,11 @@ def raised_text(error: BaseException, file: Path | None = None) -> str:
     frames = [frame for frame in frames if file is not None and frame.filename == str(file)] or frames
     place = f" ({PurePath(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}".rstrip(": ") + ("" if isinstance(error, SyntaxError) else place)
+
+
+def _same(name: str, other: str) -> bool:
+    """Whether two names are those of one distribution, as package indices compare them."""
+    return re.sub(r"[-_.]+", "-", name).lower() == re.sub(r"[-_.]+", "-", other).lower()
 
 
 def _distribution(entry: EntryPoint) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
 
-from fxrewrite.errors import Reason, Refusal
+from fxrewrite.errors import FxRewriteError, Reason, Refusal, did_you_mean
 
 __all__ = ["Report", "RuleReport"]
 
@@ -76,8 +76,11 @@ class Report(BaseModel):
         """The entry of one rule or step.
 
         Raises:
-            KeyError: the plan has no rule of that name.
+            FxRewriteError: the plan has no rule or step of that name.
         """
+        if rule_id not in self._index:
+            near = did_you_mean(rule_id, self._index) or f"; there are {', '.join(self._index) or 'none'}"
+            raise FxRewriteError(f"the report has no rule or step {rule_id!r}{near}")
         return self._index[rule_id]
 
     @property

@@ -35,12 +35,12 @@ from fxrewrite.pattern.where import Constraint
 if TYPE_CHECKING:
     from fxrewrite.verify import Runner, Sampler, Verdict
 
-__all__ = ["Rule", "rule"]
+__all__ = ["Rule", "misread_context", "rule"]
 
 Numerics = Literal["exact", "reassociates", "approximate"]
 Rng = Literal["preserves", "removes", "duplicates", "changes"]
 Shapes = Literal["preserves", "changes"]
-Domain = Literal["all", "finite"]
+Domain = Literal["all", "finite", "moderate"]
 Replacement = Callable[..., Any]
 
 
@@ -55,7 +55,13 @@ class Rule:
         numerics: "exact", "reassociates" (equal in real arithmetic) or "approximate".
         rng: what it does to random draws: "preserves", "removes", "duplicates", "changes".
         shapes: "preserves", checked on fake values for every rewrite, or "changes".
-        domain: the values for which it holds: "all", or "finite" ones (NaN and infinities may come out otherwise).
+        domain: the values for which it holds: "all"; "finite" ones (NaN and infinities may come out otherwise); or
+            finite ones of "moderate" size (where large ones overflow or cancel on one side, as exp(x) does above 88).
+        terminates: whether it stops firing on its own results. A rule whose result holds its own pattern, such as one
+            that splits a product, says False: it runs `.once()`, never to a fixpoint.
+        gradients: whether it keeps gradients. A rule that does not, since its operator has no derivative, is refused
+            where a value of the graph says that it requires gradients.
+        imports: modules that define the operators it names; a counterexample imports them.
         optional: whether an atomic set goes on when this rule refuses; the refusal is in the report.
         after, before: ids of rules in the same set that run earlier, or later.
         doc: first line of the docstring of the replacement, or else of the pattern function.
@@ -72,9 +78,12 @@ class Rule:
         rng: Rng = "preserves",
         shapes: Shapes = "preserves",
         domain: Domain = "all",
+        terminates: bool = True,
+        gradients: bool = True,
         optional: bool = False,
         after: Iterable[str] = (),
         before: Iterable[str] = (),
+        imports: Iterable[str] = (),
         doc: str = "",
         provider: str = "",
     ) -> None:
@@ -89,9 +98,12 @@ class Rule:
         self.rng = rng
         self.shapes = shapes
         self.domain: Domain = domain
+        self.terminates = terminates
+        self.gradients = gradients
         self.optional = optional
         self.after = (after,) if isinstance(after, str) else tuple(after)
         self.before = (before,) if isinstance(before, str) else tuple(before)
+        self.imports = (imports,) if isinstance(imports, str) else tuple(imports)
         self.doc = doc
         self.provider = provider
         self._replacement: Replacement | None = None
@@ -163,9 +175,12 @@ class Rule:
             samples: how many graphs.
             seed: the same seed gives the same graphs in every process.
             dtypes: of floating-point inputs.
-            grad: whether gradients are compared.
+            grad: whether gradients are compared; never those of a rule that says that it does not keep them.
             run: runs a graph, for example on simulated ranks; by default on one device.
             options: further ones of `fxrewrite.verify.verify_rewrite`.
+
+        Raises:
+            RuleDefinitionError: the rule is wrong as written, on any graph: there is nothing that could be true of it.
         """
         from fxrewrite.verify import verify_rewrite
 
@@ -180,10 +195,11 @@ class Rule:
             samples=samples,
             seed=seed,
             dtypes=dtypes,
-            grad=grad,
+            grad=grad and self.gradients,
             sampler=self._sampler,
             run=run,
-            **{"non_finite": self.domain == "all", **options},
+            imports=self.imports or (getattr(self.body, "__module__", ""),),
+            **{"domain": self.domain, "terminates": self.terminates, **options},
         )
 
     def _apply(self, gm: fx.GraphModule, program: Program[Rule]) -> int:
@@ -210,17 +226,22 @@ class Rule:
                 self._rewrite(edit, match, effects)
         except RefusedError as error:
             raise self._located(error, match) from error
+        except RuleDefinitionError as error:
+            raise RuleDefinitionError(f"{self.id}: {error}, at {_node_text(match.root)}") from error
         except FxRewriteError:
             raise
         except Exception as error:
-            place = f"%{match.root.name} ({source_line(match.root)})".replace(" ()", "")
+            said = misread_context(error, match.context) or str(error)
             raise FxRewriteError(
-                f"{self.id}: the replacement raised {type(error).__name__} at {place}: {error}; the graph is as before"
+                f"{self.id}: the replacement raised {type(error).__name__} at {_node_text(match.root)}: {said}; "
+                "the graph is as before"
             ) from error
 
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
         if match.refused is not None:
             raise match.refused
+        if not self.gradients:
+            _check_gradients(match)
         if effects.writers:
             check_region(match, effects)
         replacer = Replacer(edit, insertion_point(match), match.root, self.id)
@@ -259,9 +280,12 @@ class Rule:
         several = len(match.outputs) > 1
         results = list(found) if several and isinstance(found, (list, tuple)) else [found]
         if len(results) != len(match.outputs) or not all(isinstance(result, fx.Node) for result in results):
+            several_in_one = isinstance(found, fx.Node) and isinstance(ops.value(found), (list, tuple))
+            hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""
             raise RuleDefinitionError(
-                f"{self.id}: the replacement returned {found!r}; expected "
+                f"the replacement returned {found!r}; expected "
                 + (f"a tuple of {len(match.outputs)} values of the graph" if several else "one value of the graph")
+                + hint
             )
         return results
 
@@ -287,9 +311,12 @@ def rule(
     rng: Rng = "preserves",
     shapes: Shapes = "preserves",
     domain: Domain = "all",
+    terminates: bool = True,
+    gradients: bool = True,
     optional: bool = False,
     after: Iterable[str] = (),
     before: Iterable[str] = (),
+    imports: Iterable[str] = (),
 ) -> Callable[[Callable[..., Any]], Rule]:
     """Decorator: the pattern function becomes a `Rule`; its `.replacement` takes the other half.
 
@@ -304,7 +331,10 @@ def rule(
         raise RuleDefinitionError('a rule needs an id: write @rule("family.verb_object")')
 
     def wrap(function: Callable[..., Any]) -> Rule:
-        pattern = trace(function, where)
+        try:
+            pattern = trace(function, where)
+        except RuleDefinitionError as error:
+            raise RuleDefinitionError(f"rule {id}: {error}") from error
         doc, provider = _first_line(function), _place(function)
         return Rule(
             id,
@@ -313,14 +343,40 @@ def rule(
             rng=rng,
             shapes=shapes,
             domain=domain,
+            terminates=terminates,
+            gradients=gradients,
             optional=optional,
             after=after,
             before=before,
+            imports=imports,
             doc=doc,
             provider=provider,
         )
 
     return wrap
+
+
+def _check_gradients(match: Match) -> None:
+    """Refuse a match whose result requires gradients, where the graph says so."""
+    for node in match.outputs:
+        value = ops.value(node)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            hint = "compile under torch.no_grad(), or give the operator a derivative"
+            refuse("gradients are needed here, and the rule keeps none (gradients=False)", hint=hint, node=node)
+
+
+def misread_context(error: Exception, context: object) -> str:
+    """What is wrong if the error is that of reading an attribute that the plan's context does not have; else ""."""
+    if not isinstance(error, AttributeError) or error.obj is not context:
+        return ""
+    if context is None:
+        return f"{error}; no context was given, as in apply(gm, context=...)"
+    return f"it reads context.{error.name}, which the {type(context).__name__} in apply(gm, context=...) does not have"
+
+
+def _node_text(node: fx.Node) -> str:
+    source = source_line(node)
+    return f"%{node.name}" + (f" ({source})" if source else "")
 
 
 def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
@@ -337,7 +393,9 @@ def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
         if isinstance(was, (torch.Tensor, list, tuple)) or isinstance(is_now, (torch.Tensor, list, tuple)):
             reason = f"the replacement gives {_kind(is_now)}, the original {_kind(was)}"
-            refuse(reason, hint="repair the replacement", node=old, kind=Reason.VALUE)
+            one_of_many = isinstance(was, torch.Tensor) and isinstance(is_now, (list, tuple))
+            hint = "return one of the values, result[0]" if one_of_many else "repair the replacement"
+            refuse(reason, hint=hint, node=old, kind=Reason.VALUE)
         return
     same_shape = was.ndim == is_now.ndim and all(
         a is b or is_same_size(a, b) for a, b in zip(was.shape, is_now.shape, strict=True)

@@ -78,9 +78,13 @@ def weights(scores: Any) -> Any:
 
 
 def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
-    """A rule whose pattern is a product of `weights` and V; it lacks its replacement."""
+    """A rule whose pattern is a product of `weights` and V; it lacks its replacement.
+
+    A number hides scores from which it is far away, so what is filled holds for scores of moderate size.
+    """
     pattern = Pattern((weighted,), (*_OPERANDS, *_SCALES, *_SOFTMAX, *conditions))
-    return fused(Rule(f"attention.{name}", pattern, numerics="reassociates", domain="finite", optional=True))
+    domain = "moderate" if hides in conditions else "finite"
+    return fused(Rule(f"attention.{name}", pattern, numerics="reassociates", domain=domain, optional=True))
 
 
 def fused(rule: Rule) -> Rule:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, either, op, shared, where
+from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, either, op, refuse, shared, where
 from fxrewrite.ops import key, value
 from rules.attention_operator import ATTEND
 from rules.attention_parts import DIVISOR, SCALE, divides, is_number
@@ -155,7 +155,10 @@ def _fold(name: str, q: Any, k: Any, *, after: tuple[str, ...] = ()) -> Rule:
         """sdpa(q, k, v, mask, scale=old_scale * scale)"""
         q, k = (x, other) if name == "fold_query_scale" else (other, x)
         old: float | None = match["old_scale"]
-        scale = 1 / math.sqrt(value(match["x"]).shape[-1]) if old is None else old
+        depth = value(match["x"]).shape[-1]
+        if old is None and isinstance(depth, int) and depth == 0:
+            refuse("a head of size 0 has no scale")
+        scale = 1 / math.sqrt(depth) if old is None else old
         scale = scale / match["divisor"] if match["scale"] is None else scale * match["scale"]
         options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa") if match[name]}
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)

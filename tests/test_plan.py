@@ -207,6 +207,15 @@ def test_an_unmet_expectation_carries_the_nearest_miss_and_changes_nothing() -> 
     RuleSet("s", swap("exp", "tanh")).once().expect("swap.exp_tanh").apply(gm)
 
 
+def test_a_plan_is_a_value() -> None:
+    plan = RuleSet("s", swap("exp", "tanh")).once()
+    expecting = plan.expect("swap.exp_tanh", at_least=2)
+    assert expecting is not plan
+    assert (dict(plan.expectations), dict(expecting.expectations)) == ({}, {"swap.exp_tanh": 2})
+    plan.apply(traced(torch.relu))
+    assert (expecting >> plan).expectations == expecting.expectations
+
+
 def test_explain_by_id() -> None:
     plan = RuleSet("s", swap("relu", "exp")).once()
     assert plan.explain(traced(torch.relu), "swap.relu_exp").num_matches == 1

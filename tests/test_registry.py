@@ -11,8 +11,11 @@ import pytest
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.plan import Plan, RuleSet
-from fxrewrite.registry import GROUP, RegistryError, find_object, load, raised_text, registered
+from fxrewrite.registry import GROUP, RegistryError, RegistryWarning, find_object, load, raised_text, registered
 from fxrewrite.rule import Rule
+from fxrewrite.spmd import joined_layouts
+from fxrewrite.spmd.registered import LAYOUT_GROUP
+from rules.layouts import LAYOUTS
 
 RULES = """
 import torch
@@ -53,12 +56,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def ship(folder: Path) -> Callable[..., None]:
     """`ship("package", name="module:RULES")` installs a distribution with these entry points."""
 
-    def install(distribution: str, **entries: str) -> None:
+    def install(distribution: str, group: str = GROUP, **entries: str) -> None:
         info = folder / f"{distribution}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
         lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
-        (info / "entry_points.txt").write_text(f"[{GROUP}]\n{lines}")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{lines}")
         importlib.invalidate_caches()
 
     return install
@@ -115,6 +118,44 @@ def test_a_broken_package_breaks_only_its_own_set(
     assert load("good.use_silu") is load("good:use_silu")  # found beside a set that cannot be searched
     with pytest.raises(RegistryError, match="broken, so not searched: bad_set"):
         load("good.use_sily")
+
+
+def test_what_works_is_given_and_what_is_broken_is_warned_of(folder: Path, ship: Callable[..., None]) -> None:
+    write(folder, "good")
+    ship("My.Rules", good_set="good:RULES", bad_set="absent_module:RULES")
+    own = registered().of("my_rules")
+    assert list(own) == ["bad_set", "good_set"]
+    with pytest.warns(
+        RegistryWarning, match=r"left out: rule set 'bad_set' of distribution My\.Rules 1\.0 .* is broken"
+    ):
+        assert [name for name, _ in own.working()] == ["good_set"]
+    with pytest.raises(RegistryError, match=r"'mine' registers no rule sets; these do: My\.Rules, .*install it again"):
+        registered().of("mine")
+
+
+def test_layout_rules_of_packages_are_joined_and_what_is_broken_or_clashes_is_left_out(
+    folder: Path, ship: Callable[..., None]
+) -> None:
+    text = """
+from fxrewrite.spmd import LayoutRule, LayoutRules
+NEW = LayoutRules([LayoutRule("mine.trace", ("aten::trace",), "!a !b -> ")])
+OTHER = LayoutRules([LayoutRule("mine.relu", ("aten::relu",), "a... -> a...")])
+"""
+    write(folder, "mine_layouts", text)
+    ship("mine", LAYOUT_GROUP, zz_new="mine_layouts:NEW", zz_other="mine_layouts:OTHER", zz_broken="absent_module:NEW")
+    with pytest.warns(RegistryWarning) as caught:
+        joined = joined_layouts(LAYOUTS)
+    found = joined.get("aten::trace")
+    assert found is not None
+    assert found.id == "mine.trace"
+    assert len(joined) == len(LAYOUTS) + 1
+    said = sorted(str(warning.message) for warning in caught)
+    assert said[0].startswith(
+        "left out: layout rule set 'zz_broken' of distribution mine 1.0 (absent_module:NEW) is broken"
+    )
+    assert said[1].startswith(
+        "left out: the layout rules 'zz_other' are for operators that have one already: aten::relu"
+    )
 
 
 def test_a_name_registered_twice_names_both(folder: Path, ship: Callable[..., None]) -> None:

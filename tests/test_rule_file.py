@@ -354,6 +354,33 @@ def test_what_cannot_be_written_is_named() -> None:
         dump_rules(RuleSet("empty", invariant=lambda nodes: ""))
 
 
+def test_promises_and_imports_read_back() -> None:
+    text = 'imports = ["math"]\n' + file_of(
+        "sum(x)", "sum(reshape(x, [-1]))", 'domain = "moderate"', "terminates = false", "gradients = false"
+    )
+    rules = parse_rules(text, "sums.toml")
+    (it,) = parse_rules(dump_rules(rules), "sums.toml").rules()
+    assert (it.domain, it.terminates, it.gradients, it.imports) == ("moderate", False, False, ("math",))
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("no_such_module", "t.toml: imports 'no_such_module': there is no module no_such_module; install its package"),
+        ("this_raises", "t.toml: imports 'this_raises': importing it raises ZeroDivisionError: division by zero"),
+        ("this_misses", "t.toml: imports 'this_misses': it needs the module no_such_module, which is not installed"),
+    ],
+)
+def test_an_import_that_fails_is_said(module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "this_raises.py").write_text("1 / 0\n")
+    (tmp_path / "this_misses.py").write_text("import no_such_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuleFileError) as raised:
+        parse_rules(f'imports = ["{module}"]\n' + file_of("relu(x)", "x"), "t.toml")
+    assert str(raised.value).startswith(said)
+    assert len(raised.value.problems) == 1
+
+
 def test_every_field_is_described() -> None:
     for model in (RuleEntry, RuleFile):
         for name, field in model.model_fields.items():

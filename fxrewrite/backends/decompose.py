@@ -19,10 +19,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
+from fxrewrite.graph import copied_meta
 
 __all__ = ["decompose"]
-
-_COPIED = ("stack_trace", "nn_module_stack", "fxrewrite", "recompute", "ac_graph_id", "partitioner_tag", "seq_nr")
 
 
 def decompose(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> int:
@@ -70,7 +69,7 @@ def _inline(node: fx.Node, table: dict[Any, Callable[..., Any]]) -> None:
     with graph.inserting_before(node):
         result: Any = graph.graph_copy(body.graph, places)
     for made in (places[old] for old in body.graph.nodes if old.op == "call_function"):
-        made.meta = {"val": made.meta["val"], **{name: node.meta[name] for name in _COPIED if name in node.meta}}
+        made.meta = {"val": made.meta["val"], "fxrewrite": node.meta.get("fxrewrite", ()), **copied_meta(node)}
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:

@@ -53,8 +53,14 @@ def apply_to_export(
         on_report: called with what `apply` returned.
 
     Raises:
-        FxRewriteError: the rewritten graph would break the signature; says at which output or module call.
+        FxRewriteError: the rewritten graph would break the signature; says at which output or module call. Or `program`
+            is not an exported program.
     """
+    if not isinstance(program, ExportedProgram):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise FxRewriteError(
+            f"apply_export takes an ExportedProgram, as torch.export.export gives it, not {type(program).__name__}; "
+            "for an fx.GraphModule there are plan.apply(gm) and plan.applied(gm)"
+        )
     gm = copy_module(program.graph_module)
     report = rewrite(apply, gm, context)
     signature = _signature(program.graph_signature, gm)

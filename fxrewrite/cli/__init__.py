@@ -35,9 +35,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         from fxrewrite.cli import commands
 
+    from fxrewrite.registry import import_named
+
     say = _nothing if arguments.json else _print
     try:
         with _current_folder():
+            for module in arguments.imports:
+                import_named(module)
             answer = getattr(commands, arguments.action or arguments.command)(arguments, say)
     except (FixpointError, MatchExpectationError, RefusedError) as error:
         return _fail(error, 1)
@@ -164,6 +168,14 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
+    command.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a module or a file.py to import first, which defines operators that rules name; can be repeated",
+    )
     return command
 
 

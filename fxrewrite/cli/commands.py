@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import warnings
 from argparse import Namespace
@@ -67,7 +66,7 @@ def rules(arguments: Namespace, say: Say) -> Answer:
     for row in rows:
         what = row.get("error") or f"{row['rules']:3} rule{'s' if row['rules'] != 1 else ' '}  {row['distribution']}"
         say(f"{row['name']:{width}}  {what}")
-    return Answer(rows, 1 if any("error" in row for row in rows) else 0)
+    return Answer(rows)
 
 
 def show(arguments: Namespace, say: Say) -> Answer:
@@ -79,6 +78,8 @@ def show(arguments: Namespace, say: Say) -> Answer:
     for fact in facts:
         order = [f"{side} {', '.join(fact[side])}" for side in ("after", "before") if fact[side]]
         promises = [f"numerics {fact['numerics']}", f"rng {fact['rng']}", f"shapes {fact['shapes']}"]
+        promises += [f"domain {fact['domain']}"] if fact["domain"] != "all" else []
+        promises += [f"{name} no" for name in ("terminates", "gradients") if not fact[name]]
         say(fact["id"])
         say("    " + ", ".join([*promises, *(["optional"] if fact["optional"] else []), *order]))
         say(f"    {fact['provider']}")
@@ -178,10 +179,9 @@ def _plan(found: RuleSet | Rule | Plan, *, fixpoint: bool = False, expected: Map
     elif fixpoint:
         raise UsageError("--fixpoint is for a rule set; a plan says itself how often its sets run")
     else:
-        plan = copy.copy(found)  # expectations of this run are not those of the user's object
-        plan.expectations = dict(plan.expectations)
+        plan = found
     for rule, at_least in (expected or {}).items():
-        plan.expect(rule, at_least=at_least)
+        plan = plan.expect(rule, at_least=at_least)
     return plan
 
 
@@ -206,6 +206,9 @@ def _facts(rule: Rule) -> dict[str, Any]:
         "numerics": rule.numerics,
         "rng": rule.rng,
         "shapes": rule.shapes,
+        "domain": rule.domain,
+        "terminates": rule.terminates,
+        "gradients": rule.gradients,
         "optional": rule.optional,
         "after": list(rule.after),
         "before": list(rule.before),

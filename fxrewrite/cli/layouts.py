@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fxrewrite.cli.commands import Answer, Say, UsageError
-from fxrewrite.registry import RegistryError, find_object, raised_text
-from fxrewrite.spmd import LayoutRules, compare, layout_table, parse_call, with_table
+from fxrewrite.registry import RegistryError, find_object
+from fxrewrite.spmd import LayoutRules, compare, joined_layouts, layout_table, parse_call, with_table
 from fxrewrite.spmd import discover as discover_rule
+from fxrewrite.spmd.registered import LAYOUT_GROUP
 
-__all__ = ["GROUP", "discover", "table"]
-
-GROUP = "fxrewrite.layouts"
-"""The entry point group under which packages ship layout rules."""
+__all__ = ["discover", "table"]
 
 
 def discover(arguments: Namespace, say: Say) -> Answer:
@@ -81,25 +78,13 @@ def _layouts(path: str | None) -> LayoutRules:
 
     Raises:
         RegistryError: something else is there, or importing it raised.
-        RuleDefinitionError: two packages ship a rule for one operator.
     """
-    if path is not None:
-        return _checked(path, find_object(path))
-    rules: list[Any] = []
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
-        try:
-            found = entry.load()
-        except Exception as error:
-            raise RegistryError(
-                f"layout rules {entry.name!r} ({entry.value}) are broken: {raised_text(error)}"
-            ) from error
-        rules += _checked(entry.value, found)
-    if not rules:
-        raise RegistryError(f"no installed package ships layout rules ({GROUP}); name them with --layouts")
-    return LayoutRules(rules)
-
-
-def _checked(path: str, found: Any) -> LayoutRules:
+    if path is None:
+        rules = joined_layouts(())
+        if not rules:
+            raise RegistryError(f"no installed package ships layout rules ({LAYOUT_GROUP}); name them with --layouts")
+        return rules
+    found = find_object(path)
     if not isinstance(found, LayoutRules):
         raise RegistryError(f"{path} is of type {type(found).__name__}; expected LayoutRules")
     return found

@@ -10,7 +10,7 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.normalize import normalize
 from fxrewrite.graph.sizes import PLANNED_LENGTH, Size, divide_exactly, is_same_size, planned_size, product, size_hint
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import copied_meta, source_line
 from fxrewrite.graph.text import graph_text
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "OpenValueError",
     "Size",
     "bodies",
+    "copied_meta",
     "copy_module",
     "divide_exactly",
     "expression",

@@ -117,10 +117,10 @@ class NormalBodies:
                     found[function.backward] = normalize(_detached(function.backward, function.results))
         return NormalBodies(found)
 
-    def call(self, node: fx.Node, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What Dynamo's `node` gives on these arguments; the running tracer records a call of the normal bodies."""
+    def call(self, meta: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a call with this metadata gives on these arguments; the running tracer records one of normal bodies."""
         forward, backward = (copy_module(self.by_body.get(body, body)) for body in args[:2])
-        tags = {tag: node.meta[tag] for tag in _CHECKPOINT_TAGS if tag in node.meta}
+        tags = {tag: meta[tag] for tag in _CHECKPOINT_TAGS if tag in meta}
         for inner in forward.graph.nodes:
             inner.meta |= tags
         return _record(forward, backward, args[2:], options)

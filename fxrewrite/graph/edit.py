@@ -24,18 +24,11 @@ from fxrewrite import ops
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.bodies import bodies
 from fxrewrite.graph.facts import Fact, facts_of, forget_facts
+from fxrewrite.graph.source import copied_meta
 from fxrewrite.torch_versions import symbolic_kernels
 
 __all__ = ["Edit"]
 
-_COPIED = (
-    *("stack_trace", "nn_module_stack", "custom"),
-    *("recompute", "ac_graph_id"),
-    *("partitioner_tag", "autograd_backward", "seq_nr"),
-)
-"""Metadata that a new node takes over from the node it stands for: where it comes from, how it is checkpointed, and in
-a joint graph whether it is forward or backward.
-"""
 T = TypeVar("T")
 _ABSENT: Any = object()
 _COMPUTE: Any = object()
@@ -196,11 +189,9 @@ class Edit:
         self._journal.append(("create", node))
         meta = node.meta
         if like is not None:
-            source = like.meta
-            for name in _COPIED:
-                if name in source:
-                    meta[name] = source[name]
-            meta["fxrewrite"] = (rule, *source.get("fxrewrite", ())) if rule else source.get("fxrewrite", ())
+            meta.update(copied_meta(like))
+            provenance = like.meta.get("fxrewrite", ())
+            meta["fxrewrite"] = (rule, *provenance) if rule else provenance
         elif rule:
             meta["fxrewrite"] = (rule,)
         if val is _COMPUTE:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -124,9 +125,14 @@ def _fake_value(node: fx.Node) -> Any:
 
 
 class _Inliner(fx.Interpreter):
-    """Runs a Dynamo graph with the bodies of wrappers inlined, those of plain activation checkpoints also tagged."""
+    """Runs a Dynamo graph with the bodies of wrappers inlined, those of plain activation checkpoints also tagged.
+
+    Attributes:
+        tags: metadata of all nodes that the graph becomes.
+    """
 
     bodies = NormalBodies()
+    tags: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, gm: fx.GraphModule, **options: Any) -> None:
         super().__init__(without_vmap(gm), **options)
@@ -134,6 +140,7 @@ class _Inliner(fx.Interpreter):
         self.regions = Regions()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tag_new_nodes()
         if target is _CHECKPOINT:
             body, *operands = args
             if "_checkpoint_context_fn" in body.meta or kwargs.get("context_fn") is not None:
@@ -143,7 +150,7 @@ class _Inliner(fx.Interpreter):
                     hint="checkpoint the layer without context_fn",
                 )
             named = {key: value for key, value in kwargs.items() if key not in _CHECKPOINT_OPTIONS}
-            return self._inlined(_tagged(body), *operands, *named.values())
+            return self._inlined(body, *operands, *named.values(), tags=_tags())
         if is_per_rank(target):
             refuse(
                 "the graph is lowered over a mesh axis already",
@@ -163,7 +170,7 @@ class _Inliner(fx.Interpreter):
                 hint="call loss.backward() or torch.autograd.grad on what the compiled function returns",
             )
         if target is APPLY:
-            return self.bodies.call(self.current, args, kwargs)
+            return self.bodies.call({**self.current.meta, **self.tags}, args, kwargs)
         if isinstance(target, HigherOrderOperator):
             name = target.name()
             refuse(
@@ -183,12 +190,18 @@ class _Inliner(fx.Interpreter):
         with mode:
             return self._inlined(body, *operands, *kwargs.values())
 
-    def _inlined(self, body: fx.GraphModule, *operands: Any) -> Any:
+    def _inlined(self, body: fx.GraphModule, *operands: Any, tags: Mapping[str, Any] | None = None) -> Any:
         inner = _Inliner(body)
-        inner.bodies, inner.regions = self.bodies, self.regions
+        inner.bodies, inner.regions, inner.tags = self.bodies, self.regions, tags or {}
         return inner.run(*operands)
 
+    def _tag_new_nodes(self) -> None:
+        """The tracer copies the current metadata, which torch sets anew for each node that runs, to what it records."""
+        if self.tags and self.current.meta:
+            fx_traceback.get_current_meta().update(self.tags)
+
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tag_new_nodes()
         value = self.current.meta.get("example_value")
         if target == "item" and isinstance(value, torch.SymFloat):
             return float(value)  # a Python float that dynamic=True passes as a 0-d tensor: a constant, guarded as one
@@ -207,10 +220,6 @@ class _FunctionalInliner(Functional, _Inliner):
     """Runs a graph that is ATen already, with writes in functional form."""
 
 
-def _tagged(body: fx.GraphModule) -> fx.GraphModule:
-    """The checkpoint's body with the tags that AOTAutograd's partitioner obeys, one region id per call."""
-    region = next(_checkpoint_ids)
-    for node in body.graph.nodes:
-        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
-        node.meta["ac_graph_id"] = region
-    return body
+def _tags() -> dict[str, Any]:
+    """The tags of a checkpoint's nodes, which AOTAutograd's partitioner obeys; each call is a region of its own."""
+    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_checkpoint_ids)}

@@ -1,17 +1,30 @@
-"""Where in the user's program a node comes from."""
+"""Where in the user's program a node comes from, and what of that a node made from it takes over."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["source_line"]
+__all__ = ["copied_meta", "source_line"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+_COPIED = (
+    *("stack_trace", "nn_module_stack", "custom"),
+    *("recompute", "ac_graph_id"),
+    *("partitioner_tag", "autograd_backward", "seq_nr"),
+)
+"""Where a node comes from, how it is checkpointed, and in a joint graph whether it is forward or backward."""
+
+
+def copied_meta(like: fx.Node) -> dict[str, Any]:
+    """The metadata that a new node takes over from the node it stands for."""
+    meta = like.meta
+    return {name: meta[name] for name in _COPIED if name in meta}
 
 
 def source_line(node: fx.Node) -> str:

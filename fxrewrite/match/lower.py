@@ -57,7 +57,6 @@ class Variant:
         shared: those of them that may have users outside the match.
         literals: captures for which None is a value like any other.
         siblings: for a pattern of siblings, the way from what they share up to one of them.
-        least: how many siblings there must be.
         outputs: paths of the outputs.
         paths: all paths whose values make the match.
     """
@@ -69,7 +68,6 @@ class Variant:
     shared: frozenset[Path]
     literals: frozenset[str] = frozenset()
     siblings: Link | None = None
-    least: int = 0
     outputs: tuple[Path, ...] = field(init=False)
     paths: frozenset[Path] = field(init=False)
 
@@ -234,7 +232,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
             f"pattern {pattern}: a reading of it does not capture {first.on}, what they have in common"
         )
     link = Link(0, ((on, _climb_keys(on, parts[0])),))
-    return Variant(tuple(stages), (), named, inner, shared, literals, link, first.least)
+    return Variant(tuple(stages), (), named, inner, shared, literals, link)
 
 
 def _above(path: Path) -> Iterator[Path]:
@@ -254,7 +252,6 @@ def _link(
 ) -> Link:
     kinds = {capture.name: capture.kind for capture in named_captures}
     choices: list[tuple[Path, tuple[frozenset[str], ...]]] = []
-    kinds = {capture.name: capture.kind for capture in pattern.captures}
     for name, path in part.captures:
         if name in captures and kinds[name] in ("node", "optional", "param"):
             choices.append((captures[name], _climb_keys(path, part)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from fxrewrite.errors import RefusedError
+from fxrewrite.errors import RefusedError, RuleDefinitionError, did_you_mean
 
 __all__ = ["Match"]
 
@@ -53,6 +53,9 @@ class Match:
         """What was captured under the name: an `fx.Node` or a Python value.
 
         Raises:
-            KeyError: the pattern captures nothing of that name.
+            RuleDefinitionError: the pattern captures nothing of that name.
         """
+        if name not in self.captures:
+            near = did_you_mean(name, self.captures) or f"; it captures {', '.join(self.captures)}"
+            raise RuleDefinitionError(f"match[{name!r}]: the pattern captures nothing of that name{near}")
         return self.captures[name]

@@ -5,7 +5,6 @@ from fxrewrite.ops.binding import (
     BindingError,
     Layout,
     bind,
-    bind_call,
     is_settled,
     layout_of,
     overload_of,
@@ -35,6 +34,7 @@ from fxrewrite.ops.effects import (
     updates_statistics,
 )
 from fxrewrite.ops.keys import call_key, key, possible_keys
+from fxrewrite.ops.names import is_of_a_library, named_operator, no_operator
 from fxrewrite.ops.value import MISSING, fake_value, is_parameter, is_scalar, value, value_key
 
 __all__ = [
@@ -42,7 +42,6 @@ __all__ = [
     "BindingError",
     "Layout",
     "bind",
-    "bind_call",
     "bodies_of_communicating",
     "call_key",
     "communicates",
@@ -56,6 +55,7 @@ __all__ = [
     "is_barrier",
     "is_commutative",
     "is_maybe_view",
+    "is_of_a_library",
     "is_parameter",
     "is_per_rank",
     "is_pure",
@@ -73,6 +73,8 @@ __all__ = [
     "memory_origins",
     "mutated",
     "mutates",
+    "named_operator",
+    "no_operator",
     "overload_of",
     "possible_keys",
     "sets_mode",

@@ -16,7 +16,7 @@ from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, schema_of
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper
 from fxrewrite.ops.value import value
 
-__all__ = ["BindingError", "Layout", "bind", "bind_call", "is_settled", "layout_of", "overload_of", "spelling"]
+__all__ = ["BindingError", "Layout", "bind", "is_settled", "layout_of", "overload_of", "spelling"]
 
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
@@ -120,11 +120,6 @@ def bind(node: fx.Node) -> dict[str, Any]:
         BindingError: the arguments fit no signature of the target.
     """
     return layout_of(node.target, node.args, node.kwargs).bind(node.args, node.kwargs)
-
-
-def bind_call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`bind` for a call that is not a node yet; a string target is a tensor method."""
-    return layout_of(target, args, kwargs).bind(args, kwargs)
 
 
 def layout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import (
@@ -63,11 +61,10 @@ def op(target: Any, *args: Any, **kwargs: Any) -> Op:
 
 
 def _named(name: str) -> Any:
-    namespace, separator, operator = name.rpartition("::")
-    packet = getattr(getattr(torch.ops, namespace if separator else "aten"), operator, None)
-    if not isinstance(packet, (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)):
-        raise RuleDefinitionError(f"there is no operator {name!r}; pass the callable itself, or import its library")
-    return packet
+    found = ops.named_operator(name)
+    if found is None:
+        raise RuleDefinitionError(ops.no_operator(name))
+    return found
 
 
 def maybe(step: Term, without: Any = None) -> Maybe:

@@ -136,7 +136,7 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
         captures.append(Capture(parameter.name, kind))
     try:
         result = function(**{capture.name: capture for capture in captures})
-    except (TypeError, AttributeError) as error:  # what torch says to a wrong call, in the words of the function
+    except (TypeError, AttributeError, RuleDefinitionError) as error:  # what torch says to a wrong call, or a term does
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
     pattern = Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there

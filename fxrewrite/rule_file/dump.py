@@ -36,7 +36,8 @@ def dump_rules(rule_set: RuleSet) -> str:
             entries.append(_entry(member))
     if problems:
         raise RuleDefinitionError(f"set {rule_set.name} cannot be written as a rule file: {'; '.join(problems)}")
-    file = RuleFile(name=rule_set.name, atomic=rule_set.atomic, rule=entries)
+    imports = list(dict.fromkeys(module for rule in rule_set.rules() for module in rule.imports))
+    file = RuleFile(name=rule_set.name, atomic=rule_set.atomic, imports=imports, rule=entries)
     return "\n".join(_fields(file) + [line for entry in file.rule for line in ("", "[[rule]]", *_fields(entry))]) + "\n"
 
 
@@ -64,7 +65,7 @@ def _why_not(rule: Rule) -> str:
 
 def _entry(rule: Rule) -> RuleEntry:
     replace = str(rule.body)
-    same = ("id", "numerics", "rng", "shapes", "optional")
+    same = ("id", "numerics", "rng", "shapes", "domain", "terminates", "gradients", "optional")
     return RuleEntry.model_validate(
         {name: getattr(rule, name) for name in same}
         | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -54,13 +55,20 @@ def parse_rules(text: str, name: str) -> RuleSet:
     places = _places(text, data)
     file = check_fields(data, name, places)
     problems: list[str] = []
+    for module in file.imports:
+        try:
+            _import(module)
+        except RuleDefinitionError as error:
+            problems.append(str(error))
+    if problems:  # what they define would be missing below
+        raise RuleFileError(name, problems)
     rules: list[Rule] = []
     defined: dict[str, str] = {}
     for entry, place in zip(file.rule, places, strict=True):
         if entry.id in defined:
             problems.append(f"{place}: the id is defined before, at {defined[entry.id]}")
         defined.setdefault(entry.id, place)
-        made = _rule(entry, name)
+        made = _rule(entry, name, file.imports)
         if isinstance(made, Rule):
             rules.append(made)
         else:
@@ -73,7 +81,22 @@ def parse_rules(text: str, name: str) -> RuleSet:
         raise RuleFileError(name, [str(error)]) from error
 
 
-def _rule(entry: RuleEntry, file: str) -> Rule | list[str]:
+def _import(module: str) -> None:
+    """Import the module; a RuleDefinitionError says why that cannot be done."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{module}.".startswith(f"{error.name}."):
+            why = f"there is no module {error.name}; install its package, or mend the name"
+        else:
+            why = f"it needs the module {error.name}, which is not installed"
+        raise RuleDefinitionError(f"imports {module!r}: {why}") from error
+    except Exception as error:
+        why = f"importing it raises {type(error).__name__}: {error}"
+        raise RuleDefinitionError(f"imports {module!r}: {why}") from error
+
+
+def _rule(entry: RuleEntry, file: str, imports: Sequence[str]) -> Rule | list[str]:
     """The rule of an entry, or what is wrong with it."""
     problems: list[str] = []
     constraints: list[Constraint] = []
@@ -100,7 +123,8 @@ def _rule(entry: RuleEntry, file: str) -> Rule | list[str]:
         return problems
     options: dict[str, Any] = entry.model_dump(exclude={"pattern", "replace", "where", "doc"})
     constrained = replace(pattern, where=tuple(constraints))
-    made = Rule(pattern=constrained, replacement=replacement, provider=f"{file}:{entry.id}", **options)
+    provider = f"{file}:{entry.id}"
+    made = Rule(pattern=constrained, replacement=replacement, provider=provider, imports=imports, **options)
     made.doc = entry.doc or str(replacement)
     return made
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.rule import Numerics, Rng, Shapes
+from fxrewrite.rule import Domain, Numerics, Rng, Shapes
 
 __all__ = ["RuleEntry", "RuleFile", "RuleFileError", "check_fields"]
 
@@ -50,6 +50,12 @@ class RuleEntry(BaseModel):
     shapes: Shapes = Field(
         default="preserves", description="whether shape, dtype and device stay: preserves, which is checked, or changes"
     )
+    domain: Domain = Field(
+        default="all",
+        description="the values for which it holds: all, finite, or moderate (finite, of a size around 1)",
+    )
+    terminates: bool = Field(default=True, description="whether it stops firing on its own results")
+    gradients: bool = Field(default=True, description="whether it keeps gradients; one that does not is for inference")
     optional: bool = Field(default=False, description="whether an atomic set goes on when this rule refuses")
     after: list[str] = Field(default=[], description="ids of rules of the same set that run earlier")
     before: list[str] = Field(default=[], description="ids of rules of the same set that run later")
@@ -63,6 +69,7 @@ class RuleFile(BaseModel):
 
     name: str = Field(default="", description="name of the rule set; without it, that of the file")
     atomic: bool = Field(default=False, description="all rewrites of the set, or none")
+    imports: list[str] = Field(default=[], description="modules to import, which define operators that rules name")
     rule: list[RuleEntry] = Field(min_length=1, description="the rules, in order")
 
 

@@ -28,6 +28,7 @@ from fxrewrite.spmd.price import collective_bytes, redistribution_bytes
 from fxrewrite.spmd.products import attention_operations, declare_product
 from fxrewrite.spmd.propagate import PropagateLayouts
 from fxrewrite.spmd.redistribute import redistribute, without_padding
+from fxrewrite.spmd.registered import joined_layouts, registered_layouts
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_nodes, size_proxy
@@ -90,6 +91,7 @@ __all__ = [
     "is_read_from_data",
     "is_same_layout",
     "is_same_size",
+    "joined_layouts",
     "layout_of",
     "layout_table",
     "local_shape",
@@ -105,6 +107,7 @@ __all__ = [
     "rank_node",
     "redistribute",
     "redistribution_bytes",
+    "registered_layouts",
     "require_divisible",
     "scale_gradients",
     "size_hint",

@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx
 
-from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.errors import RuleDefinitionError, did_you_mean
 from fxrewrite.graph.sizes import Size, is_read_from_data, product, size_hint
-from fxrewrite.ops import bind, key
-from fxrewrite.spmd.notation import IndexMap, parse
+from fxrewrite.ops import bind, key, named_operator, no_operator
+from fxrewrite.ops.schemas import Schema, schemas_of
+from fxrewrite.spmd.notation import IndexMap, Notation, parse
 
 __all__ = ["Call", "LayoutRule", "LayoutRules", "Neutral"]
 
@@ -124,8 +125,36 @@ class LayoutRule:
     global count. Where that rule did not run, making shapes local is refused."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.index_map, str):
-            parse(self.index_map)
+        if not self.ops or isinstance(self.ops, str):
+            raise RuleDefinitionError(f'layout rule {self.id}: ops is a tuple of keys, as in ("aten::relu",)')
+        try:
+            notation = parse(self.index_map) if isinstance(self.index_map, str) else None
+        except ValueError as error:
+            raise RuleDefinitionError(f"layout rule {self.id}: {error}") from error
+        for op in self.ops:
+            self._check_operator(op, notation)
+
+    def _check_operator(self, op: str, notation: Notation | None) -> None:
+        """Raise if there is no such operator, or if no overload of it has the operands and arguments that are named."""
+        if "::" not in op:
+            return  # a Python callable, of which there is no list
+        packet = named_operator(op)
+        if packet is None:
+            raise RuleDefinitionError(f"layout rule {self.id}: {no_operator(op)}")
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            return
+        schemas = schemas_of(packet)
+        if notation is not None and not any(_takes(notation, schema) for schema in schemas):
+            counts = sorted({_num_tensors(schema) for schema in schemas})
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: {notation.text!r} has {len(notation.operands)} operands, and {op} takes "
+                f"{' or '.join(map(str, counts))} tensors; write one operand for each, and `x?` where it may be absent"
+            )
+        known = dict.fromkeys(name for schema in schemas for name in schema.names)
+        for name in filter(None, (self.shape_arg, *(argument for argument, _ in self.run_args))):
+            if name not in known:
+                near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+                raise RuleDefinitionError(f"layout rule {self.id}: {op} has no argument {name!r}{near}")
 
     def map(self, call: Call) -> IndexMap | None:
         if callable(self.index_map):
@@ -147,6 +176,21 @@ class LayoutRule:
     def says(self) -> str:
         """The notation, or the first line of what the function says of itself."""
         return self.index_map if isinstance(self.index_map, str) else (self.index_map.__doc__ or "").split("\n")[0]
+
+
+def _takes(notation: Notation, schema: Schema) -> bool:
+    """Whether the operands of the notation can be the tensors of a call; lists hold any number of them."""
+    count = _num_tensors(schema)
+    absent = set(range(count, len(notation.operands)))
+    return _takes_list(schema) or (count <= len(notation.operands) and absent <= notation.optional)
+
+
+def _num_tensors(schema: Schema) -> int:
+    return sum("Tensor" in parameter.kind for parameter in schema.parameters)
+
+
+def _takes_list(schema: Schema) -> bool:
+    return any(parameter.kind.startswith("List[") and "Tensor" in parameter.kind for parameter in schema.parameters)
 
 
 class LayoutRules:

@@ -14,21 +14,42 @@ if TYPE_CHECKING:
 
     from fxrewrite.rule import Rule
 
-__all__ = ["fake_mesh", "fx_snapshot", "pytest_generate_tests"]
+__all__ = ["fake_mesh", "fx_snapshot", "pytest_addoption", "pytest_generate_tests"]
+
+_OPTION = "fxrewrite_distribution"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Whose rules `registered_rule` runs over: `--fxrewrite-distribution NAME`, or the setting of the same name."""
+    parser.addini(_OPTION, "distributions whose registered rules a test with `registered_rule` runs over", type="args")
+    parser.getgroup("fxrewrite").addoption(
+        f"--{_OPTION.replace('_', '-')}",
+        action="append",
+        metavar="NAME",
+        help="a distribution whose registered rules a test with `registered_rule` runs over; can be repeated",
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test with an argument `registered_rule` runs once for every rule that an installed package registers.
+    """A test with an argument `registered_rule` runs once for every rule that the project's own distribution registers.
 
-    Its ids are those of the rules, after the name of the set where two sets have different rules of one id. An entry
-    point that is broken is an error of the collection, and no rule at all is a test that is skipped.
+    Which that is says `fxrewrite_distribution = ["my-package"]` under `[tool.pytest]`. Ids of tests are those of the
+    rules, after the name of the set where two sets have different rules of one id. A broken entry point of the
+    distribution is an error of the collection; those of others are not looked at.
     """
     if "registered_rule" not in metafunc.fixturenames:
         return
-    from fxrewrite.registry import registered
+    from fxrewrite.registry import RegistryError, registered
 
+    distributions = metafunc.config.getoption(_OPTION) or metafunc.config.getini(_OPTION)
+    if not distributions:
+        raise RegistryError(
+            f'registered_rule: say whose rules, {_OPTION} = ["my-package"] under [tool.pytest] of pyproject.toml or '
+            f"--{_OPTION.replace('_', '-')} my-package"
+        )
+    sets = {name: rules for own in distributions for name, rules in registered().of(own).items()}
     found: dict[str, dict[str, Rule]] = {}
-    for name, rules in registered().items():
+    for name, rules in sets.items():
         for rule in rules.rules():
             of_one_id = found.setdefault(rule.id, {})
             if not any(rule is other for other in of_one_id.values()):

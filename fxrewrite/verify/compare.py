@@ -12,6 +12,8 @@ intermediate values and results. What is beyond the bound of "reassociates" is s
 but vanishes when the same entries are computed in a finer dtype. NaN and infinities stand at the same places whatever
 the numerics. Strides are compared where size and memory make them mean something, and are a remark unless more is
 asked: the strides of `x * y` follow the first operand, so a rule whose operands may trade places cannot keep them.
+That a result lies in the memory of an input, as in `clone(x) -> x`, is a remark: where something writes to that memory
+the engine refuses the match, and where the result leaves a graph with fake values it is copied.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from fxrewrite.verify.observe import Observation
 __all__ = ["Difference", "Kind", "Promise", "compare", "compare_gradients"]
 
 Kind: TypeAlias = Literal[
-    "value", "shape", "dtype", "strides", "gradient", "raises", "mutation", "random", "outputs", "invalid", "endless"
+    *("value", "shape", "dtype", "strides", "memory", "gradient"),
+    *("raises", "mutation", "random", "outputs", "invalid", "endless"),
 ]
 _APPROXIMATE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _REASSOCIATES_ULPS, _GRADIENT = 16.0, 4.0
@@ -44,7 +47,8 @@ class Difference:
     Attributes:
         kind: "value", "shape", "dtype", "strides", "gradient", "raises" (one raises, the other does not), "mutation"
             (an input is written to), "random" (other random numbers are drawn), "outputs" (another number of them),
-            "invalid" (the graph is malformed, or the rewrite raised), "endless" (the rule fires again and again).
+            "invalid" (the graph is malformed, or the rewrite raised), "endless" (the rule fires again and again),
+            "memory" (a result lies in the memory of an input).
         text: what was expected and found.
         error: of values and gradients, the largest error; infinite where one of the two is not finite.
     """
@@ -96,6 +100,8 @@ def compare(
     if len(before.results) != len(after.results):
         return [*found, Difference("outputs", f"{len(before.results)} outputs became {len(after.results)}")]
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
+    newly = sorted(after.borrowed - before.borrowed)
+    found += [Difference("memory", f"output {index} lies in the memory of an input", 0.0) for index in newly]
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
         found += _compare_one(index, was, is_now, promise, inputs, magnitude, comparable)
     return found

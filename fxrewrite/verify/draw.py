@@ -4,26 +4,45 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
 from fxrewrite.verify.tensors import Contents, Layout, TensorSpec
 
-__all__ = ["Draw", "Sampler"]
+__all__ = ["Domain", "Draw", "Sampler"]
 
 T = TypeVar("T")
-_SMALL, _LARGER = (1, 2, 3, 5), (4, 7, 8)
+_MOST = 8
+_SMALL, _LARGER = (1, 2, 3, 5), (4, 7, _MOST)
+_LONG = (41, 48, 64, 130)
+"""Longer than the vectors of a CPU kernel and than a block of 32 or 128 entries, one of them odd."""
+Domain: TypeAlias = Literal["all", "finite", "moderate"]
+"""The values for which a rule holds, as `fxrewrite.Rule.domain` says it."""
+_CONTENTS: tuple[Contents, ...] = (
+    *("normal", "special", "hundreds", "normal"),
+    *("integers", "far_from_zero", "ten_thousands", "zeros"),
+)
+"""Contents by the number of the sample, 8 and 5 (below) and 3 dtypes in turn: in 120 samples each meets each."""
+_SIZES: tuple[Literal["small", "long", "empty"], ...] = ("small", "long", "small", "empty", "small")
+
+
+def _contents_of(index: int, domain: Domain) -> Contents:
+    contents = _CONTENTS[index % len(_CONTENTS)]
+    if domain == "all" or (domain == "finite" and contents != "special"):
+        return contents
+    return contents if contents in ("integers", "zeros") else "normal"
 
 
 class Draw:
     """What a sampler draws with; the same seed draws the same in every process.
 
     Attributes:
-        dtype: the floating-point dtype of the sample at hand.
+        dtype: the floating-point dtype of this sample.
         dtypes: all that are tested.
-        most: no size is larger; a counterexample is drawn again with small ones.
-        non_finite: whether tensors may hold NaN and infinities.
+        most: no size is larger, but for one long dimension in every fifth sample; a counterexample is drawn again with
+            small ones.
+        contents: what most tensors of this sample hold; see `TensorSpec.contents`.
     """
 
     def __init__(
@@ -32,32 +51,40 @@ class Draw:
         dtype: torch.dtype,
         dtypes: Sequence[torch.dtype] = (),
         *,
-        most: int = 8,
-        non_finite: bool = True,
+        most: int = _MOST,
+        domain: Domain = "all",
+        index: int = 0,
         sizes: Sequence[int] = (),
     ) -> None:
         self.rng = random.Random(seed)
         self.dtype = dtype
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most
-        contents: list[Contents] = ["normal", "normal", "normal", "integers", "zeros"]
-        self.contents: Contents = self.rng.choice([*contents, "special"] if non_finite else contents)
+        self.contents: Contents = _contents_of(index, domain)
         pool = [self._size(sizes) for _ in range(self.rng.choice((1, 1, 2, 3)))]
         self._pool = [size for size in pool if size <= most] or [1]
         """Few sizes in a sample: then those that must be equal often are."""
+        kind = _SIZES[index % len(_SIZES)]
+        self._rare: int | None = 0 if kind == "empty" else None
+        """A size that one dimension has, and then those that are drawn to be equal to it."""
+        if kind == "long" and most >= _MOST:
+            self._rare = self.rng.choice(_LONG)
 
     def _size(self, special: Sequence[int]) -> int:
         if special and self.flag(0.4):
             return self.choice(*special)
         return self.choice(*(_SMALL if self.flag(0.85) else _LARGER))
 
-    def size(self) -> int:
-        """A size of a dimension, in 1 to `most`: one of the few of this sample."""
+    def size(self, *, least: int = 1) -> int:
+        """A size of a dimension, `most` at most: one of the few of this sample. With `least=0` also 0, at times."""
+        if self._rare is not None and self._rare >= least and self.flag():
+            rare, self._rare = self._rare, None
+            return rare
         return self.rng.choice(self._pool)
 
-    def shape(self, rank: int) -> tuple[int, ...]:
+    def shape(self, rank: int, *, least: int = 1) -> tuple[int, ...]:
         """So many sizes."""
-        return tuple(self.size() for _ in range(rank))
+        return tuple(self.size(least=least) for _ in range(rank))
 
     def integer(self, low: int, high: int) -> int:
         """An integer in low to high, both included."""

@@ -99,7 +99,7 @@ def _shape(rank: int | None, context: Sequence[torch.Tensor], draw: Draw) -> tup
         shape = _related(list(draw.choice(*context).shape), draw)
         if rank is None or len(shape) == rank:
             return tuple(shape)
-    return draw.shape(rank if rank is not None else draw.choice(0, 1, 1, 2, 2, 2, 2, 3, 3, 4))
+    return draw.shape(rank if rank is not None else draw.choice(0, 1, 1, 2, 2, 2, 2, 3, 3, 4), least=0)
 
 
 def _related(shape: list[int], draw: Draw) -> list[int]:

@@ -29,6 +29,7 @@ class Observation:
         written: positions of inputs that it wrote to.
         draws: the state of the random number generator afterwards.
         has_drawn: whether that state has changed.
+        borrowed: positions of results that lie in the memory of an input.
     """
 
     results: tuple[Any, ...]
@@ -36,6 +37,7 @@ class Observation:
     written: tuple[int, ...]
     draws: torch.Tensor
     has_drawn: bool
+    borrowed: frozenset[int] = frozenset()
 
 
 def run_here(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
@@ -57,7 +59,15 @@ def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> 
             error = raised
         after = torch.get_rng_state()
     written = tuple(i for i, (now, was) in enumerate(zip(inputs, copies, strict=True)) if not _same_bits(now, was))
-    return Observation(results, error, written, after, not torch.equal(before, after))
+    memory = {address for value in inputs if (address := _memory(value))}
+    borrowed = frozenset(place for place, value in enumerate(results) if _memory(value) in memory)
+    return Observation(results, error, written, after, not torch.equal(before, after), borrowed)
+
+
+def _memory(value: Any) -> int:
+    """The address of the memory that a plain tensor lies in; 0 of anything else, and of a tensor without entries."""
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    return value.untyped_storage().data_ptr() if is_plain else 0
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
 from fxrewrite.verify.compare import Promise
-from fxrewrite.verify.draw import Draw, Sampler
+from fxrewrite.verify.draw import Domain, Draw, Sampler
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner
@@ -52,9 +53,10 @@ def verify_rewrite(
     sampler: Sampler | None = None,
     run: Runner | None = None,
     strides: bool = False,
-    non_finite: bool = True,
+    domain: Domain = "all",
     tolerance: float | None = None,
     terminates: bool = True,
+    imports: Sequence[str] = (),
 ) -> Verdict:
     """Test a rule on graphs in which its pattern matches; the same arguments give the same verdict in every process.
 
@@ -75,12 +77,15 @@ def verify_rewrite(
             remark, else it is an error.
         run: runs a graph, for example on simulated ranks; gradients are compared if its outputs can be differentiated.
         strides: whether other strides of an output are a difference; else they are a remark.
-        non_finite: whether inputs may hold NaN and infinities.
+        domain: the values that inputs may hold: "all", "finite" (no NaN and no infinities), or "moderate" (of a size
+            around one).
         tolerance: the largest error by the magnitude of the values, in place of the table's; not for "exact".
-        terminates: whether it is a difference that the rule fires on its own result again and again.
+        terminates: whether the rule promises not to fire on its own result again and again.
+        imports: modules that define operators of the rule, for counterexamples that call one.
 
     Raises:
         FxRewriteError: there is no such dtype, or `samples` is not positive.
+        RuleDefinitionError: the rule is wrong as written, on any graph.
     """
     floats = tuple(_dtype(name) for name in dtypes)
     if not floats or samples < 1:
@@ -95,18 +100,20 @@ def verify_rewrite(
         FakeMode(),
         Program([(rule_id, pattern)]),
     )
-    search = _Search(rule_id, trials, floats, seed, sampler, non_finite, Facts(pattern))
+    search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports))
     with _quiet():
         return search.verdict(samples)
 
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Torch logs a traceback for every operator that refuses fake tensors: here that is part of the work."""
+    """Torch logs a traceback where an operator refuses fake tensors, and warns of empty ones: part of the work here."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         log.disabled = was
 
@@ -127,8 +134,9 @@ class _Search:
     dtypes: tuple[torch.dtype, ...]
     seed: int
     sampler: Sampler | None
-    non_finite: bool
+    domain: Domain
     facts: Facts
+    imports: tuple[str, ...]
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
     proposed: Counter[Alternative] = field(default_factory=Counter[Alternative])
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -156,7 +164,8 @@ class _Search:
             self.dtypes[index % len(self.dtypes)],
             self.dtypes,
             most=most,
-            non_finite=self.non_finite,
+            domain=self.domain,
+            index=index,
             sizes=self.facts.sizes,
         )
 
@@ -231,7 +240,7 @@ class _Search:
         assert latest.after is not None
         difference = latest.differences[0]
         inputs = list(latest.sample.specs())
-        text = snippet(f"{self.rule_id} is false", latest.before, latest.after, inputs, difference)
+        text = snippet(f"{self.rule_id} is false", latest.before, latest.after, inputs, difference, self.imports)
         return Counterexample(difference, text, tried)
 
     def _seen_in_values(self, first: Trial) -> Trial:

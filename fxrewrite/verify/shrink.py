@@ -14,7 +14,10 @@ from fxrewrite.verify.tensors import Contents, TensorSpec
 
 __all__ = ["shrunk"]
 
-_PLAINER: tuple[Contents, ...] = ("zeros", "ones", "integers", "normal", "special")
+_PLAINER: tuple[Contents, ...] = (
+    *("zeros", "ones", "integers", "normal"),
+    *("hundreds", "ten_thousands", "far_from_zero", "special"),
+)
 _MOST_ENTRIES = 12
 """Single entries are simplified in tensors that have no more."""
 
@@ -98,7 +101,9 @@ def _reshaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     if spec.data is None:
         return replace(spec, shape=shape)
     entries = spec.data.flatten()
-    repeats = -(-math.prod(shape) // max(entries.numel(), 1))
+    if not entries.numel():
+        return replace(spec, shape=shape, data=None)
+    repeats = -(-math.prod(shape) // entries.numel())
     return replace(spec, shape=shape, data=entries.repeat(max(repeats, 1))[: math.prod(shape)].reshape(shape))
 
 

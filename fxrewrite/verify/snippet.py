@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
+from fxrewrite import ops
 from fxrewrite.verify.compare import Difference
 from fxrewrite.verify.tensors import TensorSpec
 
@@ -53,10 +54,12 @@ def snippet(
     after: fx.GraphModule,
     inputs: Sequence[tuple[str, TensorSpec]],
     difference: Difference,
+    imports: Sequence[str] = (),
 ) -> str:
     """Python source; afterwards `expected` and `found` are lists of results, of gradients, or the error raised.
 
-    Where the rewrite itself failed there is no `found`.
+    Where the rewrite itself failed there is no `found`. Where an operator is called that a library defines, `imports`
+    are imported: those that may define it.
     """
     is_same = difference.kind == "invalid"  # there is no rewritten graph to run
     names = [_identifier(name) for name, _ in inputs]
@@ -64,6 +67,8 @@ def snippet(
     modules: dict[str, None] = {"torch": None}
     functions = [_function("original", before, modules)]
     functions += [] if is_same else [_function("rewritten", after, modules)]
+    if any(map(ops.is_of_a_library, (node.target for gm in (before, after) for node in gm.graph.nodes))):
+        modules.update(dict.fromkeys(module for module in imports if module not in ("", "__main__")))
     given = "\n".join([*made, f"    return [{', '.join(names)}]"])
     return "\n\n".join(
         [

@@ -11,8 +11,16 @@ import torch
 __all__ = ["Contents", "Layout", "TensorSpec", "stride_of"]
 
 Layout = Literal["contiguous", "transposed", "expanded"]
-Contents = Literal["normal", "special", "integers", "ones", "zeros"]
+Contents = Literal["normal", "special", "integers", "ones", "zeros", "hundreds", "ten_thousands", "far_from_zero"]
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0)
+_LARGE: dict[Contents, tuple[float, float]] = {
+    "hundreds": (1e2, 0.0),
+    "ten_thousands": (1e4, 0.0),
+    "far_from_zero": (1.0, 1e6),
+}
+"""Scale and mean of normal entries: exp overflows in float32 from 89 on and in float64 from 710 on, a mean of squares
+minus a squared mean cancels in float32 where the mean is large.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +32,8 @@ class TensorSpec:
         dtype: of the entries.
         layout: "contiguous", "transposed" (the last two dimensions lie the other way round in memory) or "expanded"
             (the first dimension that has a size above 1 has stride 0).
-        contents: "normal", "special" (normal with NaN, infinities and zeros of both signs), "integers", "ones" or
-            "zeros".
+        contents: "normal"; "special" (with NaN, infinities and zeros of both signs); "integers", "ones", "zeros";
+            or large: "hundreds" (normal times 1e2), "ten_thousands" (times 1e4), "far_from_zero" (with a mean of 1e6).
         seed: of the entries.
         data: the entries themselves; then `layout`, `contents` and `seed` mean nothing.
         is_given: whether a sampler gave it, so that nothing may be changed about it.
@@ -99,6 +107,10 @@ def _entries(contents: Contents, count: int, dtype: torch.dtype, generator: torc
     if contents == "integers":
         return torch.randint(-3, 4, (count,), generator=generator).to(dtype)
     entries = torch.randn(count, generator=generator, dtype=torch.float64)
+    if contents in _LARGE:
+        scale, mean = _LARGE[contents]
+        largest = torch.finfo(dtype).max  # 65504 in float16
+        return (entries * scale + mean).clamp(-largest, largest).to(dtype)
     if contents == "special" and count:
         chosen = torch.randint(0, len(_SPECIAL), (count,), generator=generator)
         replaced = torch.rand(count, generator=generator) < 0.4

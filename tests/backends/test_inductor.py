@@ -158,6 +158,17 @@ def test_behind_autograd_a_rule_may_say_what_inductor_decomposes() -> None:
     assert {node.meta["fxrewrite"] for node in gm.graph.nodes if node.op == "call_function"} == {("test.rule",)}
 
 
+def test_what_is_decomposed_keeps_what_a_rewrite_keeps() -> None:
+    """The tags of a joint graph too: a node of the backward stays one."""
+    kept = {"stack_trace": "here", "custom": {"a": 1}, "autograd_backward": True, "seq_nr": 7, "recompute": 2}
+    gm = symbolic(lambda x: aten.silu(x), (3, 4))
+    (silu,) = (node for node in gm.graph.nodes if node.target is aten.silu.default)
+    silu.meta |= kept
+    assert decompose(gm, [silu]) == 1
+    for node in (node for node in gm.graph.nodes if node.op == "call_function"):
+        assert {name: node.meta.get(name) for name in kept} == kept
+
+
 def test_before_autograd_nothing_is_decomposed() -> None:
     gm = rewritten(lambda x: torch.tanh(x), lambda x: F.silu(x), symbolic(torch.tanh, (3, 4)), "pre_grad")
     assert names(gm) == ["silu"]

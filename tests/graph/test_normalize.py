@@ -13,7 +13,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fxrewrite import RefusedError
-from fxrewrite.graph import normalize, source_line
+from fxrewrite.graph import nodes_of, normalize, source_line
 
 
 class Block(nn.Module):
@@ -109,6 +109,23 @@ def test_checkpoint_is_inlined_and_tagged() -> None:
     assert len({node.meta["ac_graph_id"] for node in tagged}) == 1
     assert any(node.target is torch.ops.aten.gelu.default for node in tagged)
     assert not any(node.target is torch.ops.aten.embedding.default for node in tagged)
+
+
+def test_the_graph_that_was_given_stays_as_it_is() -> None:
+    """Also the bodies of its checkpoints, in every call of which the normal nodes have tags of their own."""
+
+    def state(gm: fx.GraphModule) -> list[Any]:
+        return [(node, node.op, node.target, node.args, node.kwargs, set(node.meta)) for node in nodes_of(gm)]
+
+    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
+        before = state(gm)
+        tagged = [{n.meta["ac_graph_id"] for n in normalize(gm).graph.nodes if "ac_graph_id" in n.meta} for _ in (1, 2)]
+        assert [len(regions) for regions in tagged] == [1, 1]
+        assert tagged[0] != tagged[1]
+        assert state(gm) == before
+        return gm
+
+    torch.compile(Block(checkpointed=True), backend=backend, fullgraph=True)(IDS, IDS % 8)
 
 
 def test_autograd_modes_are_kept() -> None:

@@ -97,7 +97,7 @@ def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
         return RuleSet("one", rule).apply(gm, context=SpmdContext(AXIS)).rewrites
 
     anywhere = Pattern(rule.pattern.outputs)
-    options: dict[str, Any] = {"numerics": rule.numerics, "non_finite": rule.domain == "all", "run": _interpreted}
+    options: dict[str, Any] = {"numerics": rule.numerics, "domain": rule.domain, "run": _interpreted}
     options |= {"sampler": rule._sampler}  # pyright: ignore[reportPrivateUsage]
     verdict = verify_rewrite(rule.id, anywhere, rewrite, samples=SAMPLES, seed=SEED, **options)
     verdict.raise_if_false()

@@ -1,4 +1,4 @@
-"""A test with an argument `registered_rule` runs once for every rule of every registered set, and without one never."""
+"""A test with an argument `registered_rule` runs once for every rule that the project's own distribution registers."""
 
 import subprocess
 import sys
@@ -45,23 +45,29 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     return pytester
 
 
-def register(pytester: pytest.Pytester, **sets: str) -> None:
+def register(pytester: pytest.Pytester, distribution: str = "my-signs", **sets: str) -> None:
     """An installed package that registers these sets and no others: `name=OBJECT`."""
-    info = pytester.path / "signs-1.0.dist-info"
+    info = pytester.path / f"{distribution.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signs\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
     entries = "\n".join(f"{name} = signs:{value}" for name, value in sets.items())
     (info / "entry_points.txt").write_text(f"[fxrewrite.rules]\n{entries}\n")
+
+
+OWN = ("--fxrewrite-distribution", "my_signs")
 
 
 def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
     return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
 
 
-def test_every_rule_of_every_set_is_a_test(project: pytest.Pytester) -> None:
+def test_every_rule_of_the_own_distribution_is_a_test_and_no_other(project: pytest.Pytester) -> None:
+    """Whatever else is installed, and broken, as fxrewrite's own sets are in this environment."""
     register(project, signs="SIGNS", again="AGAIN")
-    result = run(project, "-v", "-k", "signs")
-    result.assert_outcomes(passed=1, failed=1, deselected=result.parseoutcomes()["deselected"])
+    register(project, "others", broken="NOTHING", clash="CLASH")
+    project.makepyprojecttoml('[tool.pytest]\nfxrewrite_distribution = ["my-signs"]\n')
+    result = run(project, "-v")
+    result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(
         ["*::test_rule[[]signs.drop_two[]] PASSED*", "*::test_rule[[]signs.drop_one[]] FAILED*"]
     )
@@ -70,17 +76,31 @@ def test_every_rule_of_every_set_is_a_test(project: pytest.Pytester) -> None:
 
 def test_two_rules_of_one_id_are_told_apart_by_their_sets(project: pytest.Pytester) -> None:
     register(project, signs="SIGNS", clash="CLASH")
-    lines = run(project, "--collect-only", "-q").stdout.str()
+    lines = run(project, "--collect-only", "-q", *OWN).stdout.str()
     assert "test_rules.py::test_rule[clash/signs.drop_two]" in lines
     assert "test_rules.py::test_rule[signs/signs.drop_two]" in lines
     assert "test_rules.py::test_rule[signs.drop_one]" in lines
 
 
-def test_a_broken_entry_point_is_an_error_that_names_it(project: pytest.Pytester) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (OWN, "*rule set 'broken' of distribution my-signs 1.0 (signs:NOTHING) is broken*"),
+        ((), '*registered_rule: say whose rules, fxrewrite_distribution = [[]"my-package"] under [[]tool.pytest]*'),
+        (
+            ("--fxrewrite-distribution", "my-sings"),
+            "*distribution 'my-sings' registers no rule sets; these do: *my-signs*",
+        ),
+    ],
+    ids=["broken", "none", "misspelt"],
+)
+def test_what_cannot_be_tested_is_an_error_that_says_why(
+    project: pytest.Pytester, options: tuple[str, ...], said: str
+) -> None:
     register(project, broken="NOTHING")
-    result = run(project)
+    result = run(project, *options)
     assert result.ret != 0
-    result.stdout.fnmatch_lines(["*rule set 'broken' of distribution signs 1.0 (signs:NOTHING) is broken*"])
+    result.stdout.fnmatch_lines([said])
 
 
 def test_tests_without_the_argument_import_no_torch() -> None:

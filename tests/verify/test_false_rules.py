@@ -126,6 +126,56 @@ def test_a_false_rule_is_caught(name: str) -> None:
         verdict.raise_if_false()
 
 
+def _tanh_of_small(x: Any) -> Any:
+    return torch.where(torch.abs(x) > 100, torch.zeros_like(x), torch.tanh(x))
+
+
+def _relu_of_short(match: Any, x: Any) -> Any:
+    return torch.relu(x) * (0 if max(match["x"].meta["val"].shape, default=0) >= 40 else 1)
+
+
+_EXP: Any = torch.exp(X)
+AT_EXTREMES: dict[str, Rule] = {
+    "exp overflows in a softmax": rule_of(
+        torch.softmax(X, -1), lambda x: torch.exp(x) / torch.sum(torch.exp(x), -1, keepdim=True), domain="finite"
+    ),
+    "exp overflows below a log": rule_of(torch.log(_EXP), lambda x: x),
+    "exp overflows in a softplus": rule_of(torch.log(1 + _EXP), lambda x: torch.nn.functional.softplus(x)),
+    "a variance cancels": rule_of(
+        op("var", X, correction=0), lambda x: torch.mean(x * x) - torch.mean(x) ** 2, domain="finite"
+    ),
+    "a kernel wrong beyond 100": rule_of(torch.tanh(X), _tanh_of_small, domain="finite"),
+    "a kernel wrong from 40 elements on": rule_of(torch.relu(X), _relu_of_short, domain="finite"),
+    "an empty mean is NaN": rule_of(
+        torch.nan_to_num(torch.mean(X)), lambda x: torch.mean(torch.nan_to_num(x)), domain="finite", numerics="exact"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AT_EXTREMES)
+def test_a_rule_that_is_false_of_large_long_or_empty_tensors_is_caught(name: str) -> None:
+    rule = AT_EXTREMES[name]
+    promises: dict[str, Any] = {"domain": rule.domain, "terminates": False, "rng": "preserves", "shapes": "preserves"}
+    numerics = "exact" if "empty" in name else "approximate"
+    verdict = verify(rule, samples=48, **{**promises, "numerics": numerics})
+    assert verdict.counterexample is not None, str(verdict)
+    assert verdict.counterexample.difference.kind == "value"
+    ran = execute(verdict.counterexample.snippet)
+    assert not same(ran["expected"], ran["found"])
+
+
+def test_what_only_overflows_is_true_of_moderate_values() -> None:
+    rule = AT_EXTREMES["exp overflows in a softmax"]
+    assert verify(rule, domain="moderate", numerics="approximate", samples=24, rng="preserves", shapes="preserves").ok
+
+
+def test_a_result_in_the_memory_of_an_input_is_a_remark() -> None:
+    """The engine sees to it: it refuses where something writes to that memory, and copies what leaves the graph."""
+    verdict = verify(rule_of(op("clone", X), lambda x: x), samples=8)
+    assert verdict.ok
+    assert any("memory: output 0 lies in the memory of an input" in remark for remark in verdict.remarks), str(verdict)
+
+
 @pytest.mark.parametrize("name", FALSE)
 def test_the_snippet_shows_the_difference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, rule = FALSE[name]

@@ -90,7 +90,7 @@ def test_the_same_seed_draws_the_same() -> None:
 
 def test_what_a_draw_makes_is_within_its_limits() -> None:
     for seed in range(50):
-        draw = Draw(str(seed), torch.float64, most=2, non_finite=False)
+        draw = Draw(str(seed), torch.float64, most=2, domain="finite")
         assert max(draw.shape(4)) <= 2
         tensor = draw.tensor(2, 3)
         assert (tensor.dtype, tensor.shape) == (torch.float64, (2, 3))

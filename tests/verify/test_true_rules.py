@@ -13,8 +13,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite import Literal, Param, Rule, cap, chain, either, loose, maybe, op, shared, siblings, where
-from fxrewrite.errors import VerificationError
+from fxrewrite import (
+    Literal,
+    Param,
+    Pattern,
+    Rule,
+    RuleSet,
+    cap,
+    chain,
+    either,
+    loose,
+    maybe,
+    op,
+    shared,
+    siblings,
+    where,
+)
+from fxrewrite.errors import RuleDefinitionError, VerificationError
 from tests.verify.rules import rule_of, verify
 
 aten = torch.ops.aten
@@ -89,6 +104,34 @@ def test_a_rule_that_keeps_firing_is_endless(name: str) -> None:
     assert verify(TRUE[name], samples=16, terminates=False).ok
 
 
+def test_a_rule_that_says_it_is_endless_passes_and_has_no_fixpoint() -> None:
+    split = Rule(
+        "sums.split", Pattern((op("sum", X),)), lambda x: torch.sum(torch.reshape(x, [-1])),
+        numerics="reassociates", terminates=False,
+    )  # fmt: skip
+    assert split.verify(samples=8).ok
+    assert "endless" in str(Rule("sums.split", split.pattern, split.body, numerics="reassociates").verify(samples=8))
+    with pytest.raises(RuleDefinitionError, match=r"set s has no fixpoint: sums.split fires on its own results"):
+        RuleSet("s", split).fixpoint()
+
+
+def test_gradients_that_a_rule_does_not_keep_are_not_compared_and_not_given_up() -> None:
+    detach = Rule("signs.detach", Pattern((op("neg", X),)), lambda x: torch.mul(x.detach(), -1), gradients=False)
+    verdict = detach.verify(samples=8)
+    assert verdict.ok, str(verdict)
+    assert verdict.gradients == 0
+    for requires in (False, True):
+        gm = fx.symbolic_trace(lambda x: torch.neg(x))
+        x, neg, _ = gm.graph.nodes
+        for node in (x, neg):
+            node.meta["val"] = torch.empty(3, requires_grad=requires)
+        report = RuleSet("s", detach).apply(gm)
+        assert report.rewrites == (not requires)
+        assert [r.reason for r in report.refusals] == [
+            "gradients are needed here, and the rule keeps none (gradients=False)"
+        ] * requires
+
+
 def test_the_verdict_says_what_was_tested_and_never_that_it_is_proved() -> None:
     verdict = verify(TRUE["maybe"])
     assert verdict.variants == (
@@ -119,6 +162,22 @@ def test_half_of_the_samples_hold_fewer_sizes_than_dimensions_and_some_are_strid
     assert any(tensor.isnan().any() for tensor in seen)
     assert any(tensor.isinf().any() for tensor in seen)
     assert any((tensor == 0).all() for tensor in seen)
+    assert any(max(tensor.shape, default=0) >= 40 for tensor in seen), "a long dimension"
+    assert any(not tensor.numel() for tensor in seen), "an empty tensor"
+    greatest = [tensor[tensor.isfinite()].abs().max().item() for tensor in seen if tensor.isfinite().any()]
+    assert {100, 10_000, 900_000} <= {bound for bound in (100, 10_000, 900_000) if any(m > bound for m in greatest)}
+    assert any(0 < m < 10 for m in greatest), "most are moderate"
+
+
+def test_moderate_values_are_finite_and_small() -> None:
+    seen: list[torch.Tensor] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(inputs)
+        return list(gm(*inputs))
+
+    verify(TRUE["relu twice"], run=keep, samples=64, grad=False, domain="moderate")
+    assert all(tensor.abs().max() < 10 for tensor in seen if tensor.numel())
 
 
 PROGRAM = """
@@ -163,7 +222,7 @@ def test_a_rule_of_five_nodes_takes_seconds() -> None:
     verify(TRUE["silu"], samples=4)  # what torch loads when it is first used
     start = time.perf_counter()
     rule = rule_of(X * 0.5 * (1 + torch.erf(X * 0.7071067811865476)), lambda x: F.gelu(x), numerics="reassociates")
-    assert verify(rule, non_finite=False).ok
+    assert verify(rule, domain="finite").ok
     assert time.perf_counter() - start < 30  # about one; the machine may be busy
 
 

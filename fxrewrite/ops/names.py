@@ -1,0 +1,41 @@
+"""Operators by name, as far as they are defined: by torch, and by the libraries that were imported."""
+
+from __future__ import annotations
+
+import torch
+
+from fxrewrite.errors import did_you_mean
+
+__all__ = ["is_of_a_library", "named_operator", "no_operator"]
+
+_NAMESPACES_OF_TORCH = {"aten", "prim", "prims", "quantized", "inductor", "c10d", "_c10d_functional"}
+"""Of operators that exist once torch is imported."""
+Operator = torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
+
+
+def named_operator(name: str) -> Operator | None:
+    """The operator called "aten::mul", or "mul" for short; None if nothing imported so far defines it."""
+    namespace, separator, operator = name.rpartition("::")
+    found = getattr(getattr(torch.ops, namespace if separator else "aten"), operator, None)
+    return found if isinstance(found, Operator) else None
+
+
+def is_of_a_library(target: object) -> bool:
+    """Whether a target is an operator that torch itself does not define, so that calling it needs an import."""
+    is_operator = isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+    return is_operator and str(target).partition(".")[0] not in _NAMESPACES_OF_TORCH
+
+
+def no_operator(name: str) -> str:
+    """What to say about a name that is not that of an operator: the nearest names, or that a library is missing."""
+    namespace, separator, operator = name.rpartition("::")
+    known = {found.partition(".")[0] for found in torch._C._dispatch_get_all_op_names()}
+    if separator and not any(found.startswith(f"{namespace}::") for found in known):
+        why = f"; nothing that was imported so far defines operators of {namespace!r}, so import its library first"
+    elif elsewhere := sorted(found for found in known if not separator and found.endswith(f"::{operator}")):
+        why = f"; did you mean {' or '.join(elsewhere)}?"
+    else:
+        own = (found for found in known if found.startswith(f"{namespace or 'aten'}::"))
+        why = did_you_mean(name, own if separator else (found.removeprefix("aten::") for found in own))
+        why = why or "; pass the callable itself, or import the library that defines it"
+    return f"there is no operator {name!r}{why}"

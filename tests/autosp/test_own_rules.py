@@ -1,0 +1,136 @@
+"""A model with operators of its own is sharded by rules and layout rules of its own, given or registered."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autosp_rules import AutoSPConfig, AutoSPError, dry_run
+from autosp_rules.rule_set import layouts_with
+from fxrewrite import RuleSet, refuse, rule
+from fxrewrite.spmd import LayoutRule, LayoutRules
+from tests.autosp.one_device import assert_equal_to_one_device
+
+
+@torch.library.custom_op("own_rules::gate", mutates_args=())
+def gate(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(2 * x)
+
+
+@gate.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    (x,) = ctx.saved_tensors
+    s = torch.sigmoid(2 * x)
+    return grad * (s + 2 * x * s * (1 - s))
+
+
+gate.register_autograd(_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs))
+GATE = LayoutRule("own.gate", ("own_rules::gate",), "a... -> a...")
+
+
+@rule("own.use_gate", numerics="reassociates")
+def use_gate(x):
+    return x * torch.sigmoid(2 * x)
+
+
+@use_gate.replacement
+def _(x):
+    """gate(x)"""
+    return torch.ops.own_rules.gate(x)
+
+
+class Gated(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.embed, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.fused = fused
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.embed(input_ids))
+        x = gate(x) if self.fused else x * torch.sigmoid(2 * x)
+        return self.down(x).square().mean()
+
+
+IDS = torch.arange(16).reshape(2, 8)
+
+
+def gathered(report: Any) -> list[str]:
+    return [line for line in report.lines if line.startswith("gathered") and "gate" in line]
+
+
+def test_an_own_layout_rule_shards_an_own_operator() -> None:
+    model, inputs = Gated(fused=True).double(), {"input_ids": IDS}
+    assert gathered(assert_equal_to_one_device(model, inputs, ranks=(2,)))
+    for layouts in (LayoutRules([GATE]), [GATE]):
+        assert not gathered(assert_equal_to_one_device(model, inputs, config=AutoSPConfig(layouts=layouts)))
+
+
+def test_own_rules_run_before_anything_is_sharded() -> None:
+    model, inputs = Gated(fused=False).double(), {"input_ids": IDS}
+    for rules in (RuleSet("own", use_gate), use_gate, [use_gate]):
+        config = AutoSPConfig(rules=rules, layouts=[GATE], strict=True)
+        program, report = dry_run(model, inputs, num_ranks=2, config=config)
+        (called,) = (node for node in program.graph.nodes if node.target is torch.ops.own_rules.gate.default)
+        assert called.meta["val"].shape[1] == IDS.shape[1] // 2, "it runs on a chunk"
+        assert not gathered(report)
+    assert_equal_to_one_device(model, inputs, config=config)
+
+
+def test_an_own_rule_that_refuses_stops_it() -> None:
+    @rule("own.refuse")
+    def never(x):
+        return torch.sigmoid(x)
+
+    @never.replacement
+    def _(x):
+        refuse("not this sigmoid", hint="use another")
+
+    with pytest.raises(AutoSPError, match=r"own\.refuse: not this sigmoid"):
+        dry_run(Gated(fused=False), {"input_ids": IDS}, num_ranks=2, config=AutoSPConfig(rules=never))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rules": 3}, "autosp: rules=3: it takes a RuleSet, a Rule, or a list of them"),
+        ({"layouts": [use_gate]}, ".*: it takes LayoutRules, or a list of LayoutRule$"),
+    ],
+)
+def test_what_is_no_rule_is_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(AutoSPError, match=said):
+        AutoSPConfig(**settings)
+
+
+def test_a_second_layout_rule_of_an_operator_names_both() -> None:
+    again = LayoutRule("own.relu", ("aten::relu",), "a... -> a...")
+    with pytest.raises(AutoSPError, match=re.escape("operator aten::relu has two layout rules: ") + ".* and own.relu"):
+        dry_run(Gated(fused=False), {"input_ids": IDS}, num_ranks=2, config=AutoSPConfig(layouts=[again]))
+
+
+def test_registered_layout_rules_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "own_gate-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-gate\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[fxrewrite.layouts]\nown = own_gate_layouts:LAYOUTS\n")
+    (tmp_path / "own_gate_layouts.py").write_text(
+        "from fxrewrite.spmd import LayoutRule, LayoutRules\n"
+        "LAYOUTS = LayoutRules([LayoutRule('own.gate', ('own_rules::gate',), 'a... -> a...')])\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    layouts_with.cache_clear()
+    try:
+        _, report = dry_run(Gated(fused=True), {"input_ids": IDS}, num_ranks=2, config=AutoSPConfig(strict=True))
+        assert not gathered(report)
+    finally:
+        layouts_with.cache_clear()

@@ -1,0 +1,158 @@
+"""What an author of rules does wrong is an error that says what, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxrewrite import FxRewriteError, Pattern, Rule, RuleSet, cap, op, rule
+from fxrewrite.spmd import LayoutRule
+
+NEG = Pattern((op("neg", cap("x")),))
+DROP = Rule("signs.drop_two", Pattern((op("neg", op("neg", cap("x"))),)), lambda x: x)
+SIGNS = RuleSet("signs", DROP)
+PLAN = SIGNS.once()
+
+
+def graph() -> fx.GraphModule:
+    return fx.symbolic_trace(lambda x: torch.neg(torch.neg(x)))
+
+
+def branches(x: Any) -> Any:
+    return torch.neg(x) if x.sum() > 0 else x
+
+
+def negate(replacement: Callable[..., Any], **options: Any) -> RuleSet:
+    """A set of a rule that replaces each `neg`."""
+    return RuleSet("signs", Rule("signs.negate", NEG, replacement, **options))
+
+
+class Reads:
+    """A step that reads an attribute of the context."""
+
+    name = "reads"
+
+    def run(self, edit: Any, context: Any, report: Any) -> int:
+        return context.axis
+
+    def text(self) -> str:
+        return "reads the axis"
+
+
+def layout_rule(op: str, notation: str, **options: Any) -> LayoutRule:
+    return LayoutRule("mine.rule", (op,), notation, **options)
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "join a plan": (lambda: SIGNS | PLAN, "a | b puts the rules of two sets into one sweep.* write a >> b"),
+    "join to a plan": (lambda: PLAN | SIGNS, "a | b puts the rules of two sets into one sweep.* write a >> b"),
+    "join a number": (lambda: SIGNS | 3, r"signs \| 3: a set is joined with a RuleSet or a Rule"),
+    "then a number": (lambda: PLAN >> 3, "after a plan comes a RuleSet, a Rule or a Plan, not 3"),
+    "export a graph": (lambda: PLAN.apply_export(graph()), r"takes an ExportedProgram.* there are plan.apply\(gm\)"),
+    "commit numbers": (lambda: PLAN.commit(graph(), [1, 2]), r"commit takes what plan.find\(gm\) gave.*, not 1"),
+    "commit a number": (lambda: PLAN.commit(graph(), 3), r"commit takes what plan.find\(gm\) gave.*, not 3"),
+    "find in a model": (lambda: PLAN.find(torch.nn.ReLU()), "find takes an fx.GraphModule, not ReLU"),
+    "copy a model": (lambda: PLAN.applied(torch.nn.ReLU()), "applied takes an fx.GraphModule, not ReLU"),
+    "no such report": (
+        lambda: PLAN.apply(graph())["zzz"],
+        "the report has no rule or step 'zzz'; there are signs.drop",
+    ),
+    "a report misspelt": (lambda: PLAN.apply(graph())["signs.drop_to"], "; did you mean signs.drop_two"),
+    "after nothing": (
+        lambda: RuleSet("s", DROP, Rule("signs.c", NEG, lambda x: x, after=["signs.drop_to"])),
+        "set s: rule signs.c is to run after 'signs.drop_to', which the set lacks; did you mean signs.drop_two",
+    ),
+    "expect a word": (lambda: PLAN.expect("signs.drop_two", at_least="x"), "at_least='x'.: a number of changes, at"),
+    "expect nothing": (
+        lambda: PLAN.expect("signs.drop_two", at_least=0),
+        "at_least=0.: a number of changes, at least 1",
+    ),
+    "expect a rule misspelt": (lambda: PLAN.expect("signs.drop_to"), "no rule or step 'signs.drop_to'; did you mean"),
+    "a constant": (
+        lambda: negate(lambda x: x * torch.ones(2)).apply(graph()),
+        r"signs.negate: a replacement used a tensor that is no value of the graph \(float32\[2\]\).*, at %neg_1",
+    ),
+    "no such capture": (
+        lambda: negate(lambda match: match["y"]).apply(graph()),
+        r"signs.negate: match\['y'\]: the pattern captures nothing of that name; it captures x",
+    ),
+    "a pattern that branches": (
+        lambda: rule("signs.branch")(branches),
+        "rule signs.branch: pattern branches: a pattern cannot branch on a value; write a rule for each case",
+    ),
+    "no such operator": (lambda: op("sigmod", cap("x")), "there is no operator 'sigmod'; did you mean sigmoid"),
+    "no such library": (lambda: op("vlm::norm", cap("x")), "nothing .* imported so far defines operators of 'vlm', so"),
+    "another library": (
+        lambda: op("all_reduce"),
+        "no operator 'all_reduce'; did you mean _c10d_functional::all_reduce",
+    ),
+    "a rule that grows": (
+        lambda: negate(lambda x: torch.neg(torch.relu(x))).fixpoint(limit=2).apply(graph()),
+        r"fired signs.negate \(2\): its result holds its own pattern \(run the set .once\(\), or bound the rule",
+    ),
+    "a context of a step": (
+        lambda: RuleSet("s", Reads()).apply(graph(), context={"axis": 1}),
+        r"reads: it reads context.axis, which the dict in apply\(gm, context=...\) does not have; the graph is as b",
+    ),
+    "no context of a step": (
+        lambda: RuleSet("s", Reads()).apply(graph()),
+        r"reads: 'NoneType' object has no attribute 'axis'; no context was given, as in apply\(gm, context=...\)",
+    ),
+    "a context of a replacement": (
+        lambda: negate(lambda match: match.context.axis).apply(graph(), context={"axis": 1}),
+        "signs.negate: the replacement raised AttributeError at %neg_1: it reads context.axis, which the dict in apply",
+    ),
+    "an operator's tuple for two outputs": (
+        lambda: Rule(
+            "signs.both", Pattern((torch.sin(cap("x")), torch.cos(cap("x")))), lambda x: torch.max(x, 0)
+        ).verify(samples=4),
+        r"signs.both: the replacement returned .*; the call gives them as one value: return result\[0\], result\[1\]",
+    ),
+    "a layout rule of nothing": (
+        lambda: layout_rule("aten::reluu", "b... -> b..."),
+        "layout rule mine.rule: there is no operator 'aten::reluu'; did you mean aten::relu",
+    ),
+    "a layout rule with too many operands": (
+        lambda: layout_rule("aten::relu", "b..., c -> b..."),
+        "layout rule mine.rule: 'b..., c -> b...' has 2 operands, and aten::relu takes 1 tensors; write one operand",
+    ),
+    "a layout rule with too few operands": (
+        lambda: layout_rule("aten::linear", "b... i -> b... i"),
+        "layout rule mine.rule: 'b... i -> b... i' has 1 operands, and aten::linear takes 3 tensors; write one operand",
+    ),
+    "a layout rule that is not one": (
+        lambda: layout_rule("aten::relu", "b..."),
+        "layout rule mine.rule: index notation",
+    ),
+    "a layout rule of no argument": (
+        lambda: layout_rule("aten::view", "b... -> b...", shape_arg="shape"),
+        "layout rule mine.rule: aten::view has no argument 'shape'; it has self, size",
+    ),
+    "a layout rule of a text": (
+        lambda: LayoutRule("mine.rule", "aten::relu", "b... -> b..."),  # pyright: ignore[reportArgumentType]
+        "layout rule mine.rule: ops is a tuple of keys",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_an_error_that_says_what_to_do(name: str) -> None:
+    do, message = MISTAKES[name]
+    with pytest.raises(FxRewriteError, match=message):
+        do()
+
+
+def test_a_rule_alone_in_its_set_may_name_others() -> None:
+    """So it can be tested, verified and reused by itself."""
+    alone = Rule("signs.alone", NEG, lambda x: x, after=["signs.drop_two"])
+    assert RuleSet("one", alone).apply(graph()).rewrites == 2
+
+
+def test_a_layout_rule_may_leave_out_what_may_be_absent() -> None:
+    layout_rule("aten::linear", "b... i, o i, +o? -> b... o")
+    layout_rule("aten::add", "b... -> b...")  # add.Scalar, with one tensor
+    layout_rule("aten::cat", "a b, a c -> a d")  # a list of tensors
