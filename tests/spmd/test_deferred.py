@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd import Axis, DeferredGather, Shard, deferred_gather
 from fxrewrite.testing import fake_mesh
 
@@ -89,6 +90,16 @@ def test_gradients_reach_the_chunk(one_rank: Axis) -> None:
     expected = WHOLE.clone().requires_grad_()
     (expected.logsumexp(-1).square().mean() + expected[:, -1].sum()).backward()
     torch.testing.assert_close(chunk.grad, expected.grad * 0.5)
+
+
+def test_a_second_derivative_is_refused(one_rank: Axis) -> None:
+    chunk = WHOLE.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(deferred(one_rank, chunk).square().sum(), chunk, create_graph=True)
+    torch.testing.assert_close(grad, 2 * WHOLE)
+    with pytest.raises(
+        FxRewriteError, match=r"second derivative reaches an output of shape \(2, 15, 3\) that is shard"
+    ):
+        grad.square().sum().backward()
 
 
 def test_it_can_be_written_to(one_rank: Axis) -> None:
