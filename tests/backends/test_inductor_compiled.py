@@ -27,7 +27,7 @@ from fxrewrite.rule import rule
 from fxrewrite.testing import fake_mesh
 from tests.backends.cache_worker import cached, function
 from tests.backends.plans import SILU, plan, scale
-from tests.versions import TORCH
+from tests.versions import NO_OVERLAP, TORCH
 
 pytestmark = pytest.mark.slow  # the first compilation takes ten seconds, the others a fraction of one
 
@@ -229,7 +229,7 @@ def test_plans_are_values_here_too() -> None:
 
 @pytest.mark.parametrize(
     ("options", "order"),
-    [({}, ["all_reduce", "wait_tensor", "mm", "mm"]), (OVERLAP, ["all_reduce", "mm", "wait_tensor", "mm"])],
+    [(NO_OVERLAP, ["all_reduce", "wait_tensor", "mm", "mm"]), (OVERLAP, ["all_reduce", "mm", "wait_tensor", "mm"])],
 )
 def test_overlap_waits_for_a_collective_behind_what_does_not_need_it(options: Any, order: list[str]) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
