@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import sympy
 import torch
@@ -107,6 +107,9 @@ class _PassesInOrder(PickledByUuid, _Pass):
         for custom_pass in self.passes:
             is_aware = _Aware is not None and isinstance(custom_pass, _Aware)
             custom_pass(graph, **is_inference) if is_aware else custom_pass(graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # inductor copies its configuration; what is in it need not have a uuid
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The passes' own in order; None, which keeps what is compiled out of the caches, where one has none."""
