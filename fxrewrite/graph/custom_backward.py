@@ -148,7 +148,7 @@ def _record(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple[A
 def _drop_unread_results(
     node: fx.Node, function: CustomFunction, forward: fx.GraphModule, backward: fx.GraphModule
 ) -> None:
-    """Remove from the copied bodies the last results that nobody reads, and their gradients if they are not read either.
+    """Remove from the copied bodies the last results that nobody reads, where no gradient of theirs is read either.
 
     torch 2.12 makes it unnecessary. In 2.11 all that a forward computes is a result, so that what it wrote in place is
     one twice, and the gradient of one of the two is lost.
