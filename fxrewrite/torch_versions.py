@@ -19,6 +19,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
+    "CLAMP_PASSES_AT_BOUNDS",
     "TORCH_VERSION",
     "PickledByUuid",
     "attention_that_checks_lengths",
@@ -32,6 +33,9 @@ __all__ = [
 TORCH_VERSION: str = torch.__version__
 """For keys of caches."""
 _NUMBERS = tuple(int(number) for number in TORCH_VERSION.split(".")[:2])
+
+CLAMP_PASSES_AT_BOUNDS: bool = _NUMBERS < (2, 14)
+"""Whether `clamp` passes the gradient where its input equals a bound; with torch 2.14 as the oldest it never does."""
 
 
 def hint_of_size(size: torch.SymInt, fallback: int) -> int:
