@@ -81,7 +81,10 @@ class AutoSPBackend:
         except NoSequenceError:
             if not (border.graph_break or self.reports):
                 raise
-            return self._left_whole(gm, compile_inner, example_inputs, axis, border)
+            self._report_whole(axis, border)
+            whole = WholeProgram(gm, self.config, axis, border, self._refuse_no_sequence)
+            whole.run = compile_inner(gm, list(example_inputs))
+            return whole
         _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border)
@@ -95,31 +98,19 @@ class AutoSPBackend:
         sharded.run = offloaded(run) if self.config.offload else run
         return sharded
 
-    def _left_whole(
-        self,
-        gm: fx.GraphModule,
-        compile_inner: Callable[..., Any],
-        example_inputs: Sequence[Any],
-        axis: Axis,
-        border: Border,
-    ) -> Callable[..., Any]:
-        """A part of a model without a sequence: it runs whole on every rank, if another part is sharded."""
-        report = AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break)
-        self.reports.append(report)
+    def _report_whole(self, axis: Axis, border: Border) -> None:
+        self.reports.append(AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break))
         part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
         level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
         log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
 
-        def check() -> None:
-            if not any(report.tokens_per_rank for report in self.reports):
-                raise NoSequenceError.of(
-                    f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
-                    hint=NO_SEQUENCE_HINT,
-                )
-
-        whole = WholeProgram(gm, self.config, axis, border, check)
-        whole.run = compile_inner(gm, list(example_inputs))
-        return whole
+    def _refuse_no_sequence(self) -> None:
+        """Raise NoSequenceError where no graph so far has a sequence."""
+        if not any(report.tokens_per_rank for report in self.reports):
+            raise NoSequenceError.of(
+                f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
+                hint=NO_SEQUENCE_HINT,
+            )
 
     def check_ranks(self) -> None:
         """Read what came of comparing the ranks in the last calls, which later calls would read.

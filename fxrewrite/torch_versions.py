@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import sympy
 import torch
@@ -19,6 +19,7 @@ from torch.fx.experimental import symbolic_shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
+    "CLAMP_PASSES_AT_BOUNDS",
     "TORCH_VERSION",
     "PickledByUuid",
     "attention_that_checks_lengths",
@@ -32,6 +33,9 @@ __all__ = [
 TORCH_VERSION: str = torch.__version__
 """For keys of caches."""
 _NUMBERS = tuple(int(number) for number in TORCH_VERSION.split(".")[:2])
+
+CLAMP_PASSES_AT_BOUNDS: bool = _NUMBERS < (2, 14)
+"""Whether `clamp` passes the gradient where its input equals a bound; with torch 2.14 as the oldest it never does."""
 
 
 def hint_of_size(size: torch.SymInt, fallback: int) -> int:
@@ -107,6 +111,9 @@ class _PassesInOrder(PickledByUuid, _Pass):
         for custom_pass in self.passes:
             is_aware = _Aware is not None and isinstance(custom_pass, _Aware)
             custom_pass(graph, **is_inference) if is_aware else custom_pass(graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # inductor copies its configuration; what is in it need not have a uuid
 
     def uuid(self) -> tuple[Any, ...] | None:
         """The passes' own in order; None, which keeps what is compiled out of the caches, where one has none."""

@@ -32,6 +32,7 @@ import torch
 from torch import fx
 
 from fxrewrite.ops import bind, fake_value, key, layout_of, value
+from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 
 __all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step"]
 
@@ -65,7 +66,8 @@ def _of_quotient(grad: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: Any)
 
 def _of_clamp(grad: torch.Tensor, out: torch.Tensor, x: torch.Tensor, low: Any, high: Any) -> tuple[torch.Tensor]:
     low, high = -math.inf if low is None else low, math.inf if high is None else high
-    return (torch.where((x >= low) & (x <= high), grad, 0),)
+    inside = (x >= low) & (x <= high) if CLAMP_PASSES_AT_BOUNDS else (x > low) & (x < high)
+    return (torch.where(inside, grad, 0),)
 
 
 def _of_part(grad: torch.Tensor, out: torch.Tensor, x: torch.Tensor, *at: int) -> tuple[torch.Tensor]:

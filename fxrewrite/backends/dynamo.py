@@ -35,12 +35,14 @@ __all__ = [
 
 R = TypeVar("R")
 Graph = Literal["torch", "aten"]
+_PACKAGES = {"iree_boo": "iree-turbine", "iree_turbine": "iree-turbine", "openvino": "openvino"}
+"""Backends of docs/backends.md that torch finds by name once a package is installed -> its name on PyPI."""
 
 
 def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
     """The compiler function of a torch.compile backend name, or the callable itself.
 
-    Raises FxRewriteError with the names that exist.
+    Raises FxRewriteError with the names that exist, or with the package that brings the backend.
     """
     if callable(inner):
         return inner
@@ -48,7 +50,8 @@ def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
         return lookup_backend(inner)
     except InvalidBackend as error:
         names = ", ".join(torch._dynamo.list_backends(exclude_tags=()))
-        raise FxRewriteError(f"inner backend {inner!r} does not exist; torch knows {names}") from error
+        brings = f"; pip install {_PACKAGES[inner]}, which brings it" if inner in _PACKAGES else ""
+        raise FxRewriteError(f"inner backend {inner!r} does not exist; torch knows {names}{brings}") from error
 
 
 def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphModule:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,8 @@ def load_graph(path: str, level: Level | None = None) -> Subject:
 def _exported(path: str) -> torch.export.ExportedProgram:
     if not Path(path).is_file():
         raise GraphError(f"there is no file {path}")
+    if not zipfile.is_zipfile(path):  # of which torch 2.15 also writes a log
+        raise GraphError(f"{path} is no exported program: it is not an archive")
     try:
         return torch.export.load(path)
     except Exception as error:

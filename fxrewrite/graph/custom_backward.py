@@ -12,6 +12,7 @@ torch/_functorch/autograd_function.py (`AutogradFunctionApply`).
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,10 +112,12 @@ class NormalBodies:
         for node in nodes_of(gm):
             function = custom_function(node)
             if function is not None and function.forward not in found:
-                _refuse_unknown_convention(node)
-                found[function.forward] = normalize(_detached(function.forward))
+                _refuse_unknown_convention(node, function)
+                forward, backward = _detached(function.forward), _detached(function.backward, function.results)
+                _drop_unread_results(node, function, forward, backward)
+                found[function.forward] = normalize(forward)
                 with without_autocast():  # backward runs under whatever mode it is called under, as Dynamo's body does
-                    found[function.backward] = normalize(_detached(function.backward, function.results))
+                    found[function.backward] = normalize(backward)
         return NormalBodies(found)
 
     def call(self, meta: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -123,7 +126,9 @@ class NormalBodies:
         tags = {tag: meta[tag] for tag in _CHECKPOINT_TAGS if tag in meta}
         for inner in forward.graph.nodes:
             inner.meta |= tags
-        return _record(forward, backward, args[2:], options)
+        results = _record(forward, backward, args[2:], options)
+        dropped = len(_given(args[0])[0]) - len(_given(forward)[0])
+        return (*results, *[None] * dropped)
 
 
 def _record(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple[Any, ...], options: Any) -> Any:
@@ -140,7 +145,27 @@ def _record(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple[A
     return track_tensor_tree(results, call, constant=None, tracer=tracer)
 
 
-def _refuse_unknown_convention(node: fx.Node) -> None:
+def _drop_unread_results(
+    node: fx.Node, function: CustomFunction, forward: fx.GraphModule, backward: fx.GraphModule
+) -> None:
+    """Remove from the copied bodies the last results that nobody reads, where no gradient of theirs is read either.
+
+    torch 2.12 makes it unnecessary. In 2.11 all that a forward computes is a result, so that what it wrote in place is
+    one twice, and the gradient of one of the two is lost.
+    """
+    gradients = backward.graph.find_nodes(op="placeholder")[: len(function.results)]
+    results, saved = _given(forward)
+    reads = {user.args[1] if user.target is operator.getitem else -1 for user in node.users if user.users}
+    count = len(results)
+    while count and not ({count - 1, -1} & reads or count - 1 in function.non_differentiable or gradients[-1].users):
+        backward.graph.erase_node(gradients.pop())
+        count -= 1
+    forward.graph.output_node().args = ((tuple(results[:count]), saved),)
+    forward.recompile()
+    backward.recompile()
+
+
+def _refuse_unknown_convention(node: fx.Node, function: CustomFunction) -> None:
     unknown = sorted(node.kwargs.keys() - _OPTIONS)
     if unknown:
         refuse(
@@ -148,12 +173,24 @@ def _refuse_unknown_convention(node: fx.Node) -> None:
             node=node,
             hint="use torch 2.13, or rewrite the model without it",
         )
-    if node.kwargs.get("dirty_idx"):
+    if node.kwargs.get("dirty_idx") or any(map(_is_written_input, function.results)):
         refuse(
             "a custom autograd function writes to its input",
             node=node,
             hint="return a new tensor from its forward, without ctx.mark_dirty",
         )
+
+
+def _is_written_input(result: Any) -> bool:
+    """Whether a result is an input that the body writes to; with torch 2.13 as the oldest, `dirty_idx` says so."""
+    if not isinstance(result, fx.Node) or result.target != "view_as":
+        return False
+    source = result.args[0]
+    return (
+        isinstance(source, fx.Node)
+        and source.op == "placeholder"
+        and any(source in ops.mutated(user) for user in source.users)
+    )
 
 
 def _detached(body: fx.GraphModule, results: Sequence[Any] = ()) -> fx.GraphModule:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.layout import Axis, Shard, num_entries
 
@@ -179,15 +179,34 @@ class _Deferred(torch.autograd.Function):
         return DeferredGather(_Memory(chunk.detach(), shape, layout, axis, before))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 6
         chunk_shape, shape, layout, axis, grad_scale = ctx.of
         if isinstance(grad, DeferredGather):
             grad = grad.gathered()
-        found = _reduce_scatter(grad, shape, layout, axis).reshape(chunk_shape)
+        found = cast("torch.Tensor", _ReduceScatter.apply(grad, shape, layout, axis)).reshape(chunk_shape)
         return found if grad_scale == 1.0 else found * grad_scale, None, None, None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """The sum over ranks, of which this rank has its chunk; differentiating it again is refused."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: torch.Tensor, shape: tuple[int, ...], layout: Shard, axis: Axis
+    ) -> torch.Tensor:
+        ctx.of = (shape, axis)
+        return _reduce_scatter(grad, shape, layout, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        shape, axis = ctx.of
+        raise FxRewriteError(
+            f"a second derivative reaches an output of shape {tuple(shape)} that is sharded over {axis}: a compiled "
+            "program has first derivatives alone; compute what needs second ones, such as a gradient penalty, on the "
+            "model without torch.compile"
+        )
 
 
 def _runs(shape: Sequence[int], layout: Shard, entries: int) -> list[int]:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from fxrewrite.backends import capture, rewriting_backend
+from fxrewrite.backends import capture, find_backend, rewriting_backend
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph import graph_text
 from fxrewrite.plan import RuleSet
@@ -168,6 +168,15 @@ def test_unknown_graphs_and_backends_are_refused_at_once() -> None:
         rewriting_backend(plan().apply, "eager", graph="fx")  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match=r"inner backend 'inductr' does not exist; torch knows .*inductor"):
         rewriting_backend(plan().apply, "inductr")
+
+
+def test_a_backend_of_a_package_that_is_missing_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lookup(name: str) -> Any:
+        raise InvalidBackend(name)
+
+    monkeypatch.setattr("fxrewrite.backends.dynamo.lookup_backend", lookup)
+    with pytest.raises(FxRewriteError, match=r"'openvino' does not exist; .*; pip install openvino, which brings it"):
+        find_backend("openvino")
 
 
 @torch.compiler.nested_compile_region

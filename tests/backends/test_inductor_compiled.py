@@ -27,7 +27,7 @@ from fxrewrite.rule import rule
 from fxrewrite.testing import fake_mesh
 from tests.backends.cache_worker import cached, function
 from tests.backends.plans import SILU, plan, scale
-from tests.versions import TORCH
+from tests.versions import NO_OVERLAP, TORCH
 
 pytestmark = pytest.mark.slow  # the first compilation takes ten seconds, the others a fraction of one
 
@@ -152,7 +152,10 @@ def test_results_and_gradients_are_those_of_the_model(slot: Any, model: Any, dyn
                 expected.sum().backward()
                 torch.testing.assert_close(x.grad, y.grad)
         is_simplified = TORCH >= (2, 15) and slot not in ("pre_grad", "joint")  # inductor itself drops `+ 0` before
-        assert sum(report.rewrites for report in ours.reports) >= (1 if train or is_simplified else 2)
+        least = 1 if train or is_simplified else 2
+        if is_simplified and train and slot == "joint_post" and model is gated:
+            least = 0  # `+ 0` was all: the backward pass reads the sigmoid as well
+        assert sum(report.rewrites for report in ours.reports) >= least
 
 
 @pytest.mark.skipif(TORCH >= (2, 15), reason="inductor of torch 2.15 returns the input for x + 0, also without us")
@@ -229,7 +232,7 @@ def test_plans_are_values_here_too() -> None:
 
 @pytest.mark.parametrize(
     ("options", "order"),
-    [({}, ["all_reduce", "wait_tensor", "mm", "mm"]), (OVERLAP, ["all_reduce", "mm", "wait_tensor", "mm"])],
+    [(NO_OVERLAP, ["all_reduce", "wait_tensor", "mm", "mm"]), (OVERLAP, ["all_reduce", "mm", "wait_tensor", "mm"])],
 )
 def test_overlap_waits_for_a_collective_behind_what_does_not_need_it(options: Any, order: list[str]) -> None:
     def function(x: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ from tests.versions import NO_DERIVATIVE
 
 pytestmark = [  # what torch 2.15 says of its own operators, once in a process
     pytest.mark.filterwarnings("ignore:at..frobenius_norm is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.searchsorted... input value tensor is non-contiguous:UserWarning"),
     pytest.mark.filterwarnings("ignore:index_reduce.. is in beta:UserWarning"),
 ]
 aten = torch.ops.aten

@@ -148,6 +148,7 @@ def test_any_tile_and_no_rows_at_all(rows: int) -> None:
     assert not any(grad.any() for grad in torch.autograd.grad(made.sum(), given[1:]))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
 def test_the_operator_keeps_what_it_promises_torch() -> None:
     x, g, w, d, b = operands()
     torch.library.opcheck(

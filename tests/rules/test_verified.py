@@ -105,6 +105,7 @@ def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
     assert verdict.gradients, str(verdict)
 
 
+@pytest.mark.filterwarnings("ignore:Tensor.mT is deprecated on 0-D tensors:UserWarning")  # drawn, and then given up
 def test_keys_are_untransposed_wherever_they_are_used() -> None:
     """Without the condition that attention reads the result: it says where the rule pays, not where it is true."""
     (rule,) = (r for r in registered()["attention"].rules() if r.id == "attention.untranspose_key")

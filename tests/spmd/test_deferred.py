@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd import Axis, DeferredGather, Shard, deferred_gather
-from fxrewrite.testing import fake_mesh
 
 WHOLE = torch.randn(2, 15, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -20,8 +21,9 @@ WHOLE = torch.randn(2, 15, 3, dtype=torch.float64, generator=torch.Generator().m
 @pytest.fixture
 def one_rank() -> Any:
     """An axis of one rank: what is gathered is what the rank holds, with its padding cut off."""
-    with fake_mesh((1,), ("sp",)) as mesh:
-        yield Axis("sp", 1, mesh.get_group("sp").group_name)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Axis("sp", 1, dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
+    dist.destroy_process_group()
 
 
 def deferred(axis: Axis, value: Tensor = WHOLE, **options: Any) -> DeferredGather:
@@ -89,6 +91,16 @@ def test_gradients_reach_the_chunk(one_rank: Axis) -> None:
     expected = WHOLE.clone().requires_grad_()
     (expected.logsumexp(-1).square().mean() + expected[:, -1].sum()).backward()
     torch.testing.assert_close(chunk.grad, expected.grad * 0.5)
+
+
+def test_a_second_derivative_is_refused(one_rank: Axis) -> None:
+    chunk = WHOLE.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(deferred(one_rank, chunk).square().sum(), chunk, create_graph=True)
+    torch.testing.assert_close(grad, 2 * WHOLE)
+    with pytest.raises(
+        FxRewriteError, match=r"second derivative reaches an output of shape \(2, 15, 3\) that is shard"
+    ):
+        grad.square().sum().backward()
 
 
 def test_it_can_be_written_to(one_rank: Axis) -> None:
