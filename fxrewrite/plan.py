@@ -329,9 +329,7 @@ class Plan:
         placed = next((stage for stage in self.stages if stage.axis), None)
         if placed is not None:
             raise RuleDefinitionError(f"set {placed.rules.name} is on axis {placed.axis!r} already, not on {axis!r}")
-        plan = Plan(tuple(dataclasses.replace(stage, axis=axis) for stage in self.stages))
-        plan.expectations = dict(self.expectations)
-        return plan
+        return Plan(tuple(dataclasses.replace(stage, axis=axis) for stage in self.stages), self.expectations)
 
     def rules(self) -> Iterator[Rule]:
         """All rules, in order; a rule of a set that runs twice comes twice."""
