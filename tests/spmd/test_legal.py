@@ -159,6 +159,18 @@ def test_axes_of_a_plan() -> None:
         plan(ROWS).on("tp").on("dp")
 
 
+def test_a_context_serves_any_number_of_graphs() -> None:
+    context = SpmdContext(AXIS)
+    texts = set[str]()
+    for _ in range(2):
+        gm, _ = program()
+        plan(ROWS).apply(gm, context=context)
+        with pytest.raises(RefusedError):
+            plan(ROWS, LOCALIZE).apply(program()[0], context=context)
+        texts.add(graph_text(gm))
+    assert len(texts) == 1
+
+
 def test_an_axis_is_lowered_once() -> None:
     gm, given = program()
     with fake_mesh((2,), ("tp",)) as mesh:
