@@ -21,6 +21,7 @@ from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
 __all__ = [
     "declare_per_rank",
     "declare_pure",
+    "declare_virtual",
     "exchangeable",
     "is_barrier",
     "is_commutative",
@@ -29,6 +30,7 @@ __all__ = [
     "is_pure",
     "is_random",
     "is_view",
+    "is_virtual",
     "may_be_random",
     "may_draw",
     "may_have_effects",
@@ -134,6 +136,7 @@ _MODE_SWITCHES = frozenset(
 
 
 _PER_RANK: set[Any] = set()
+_VIRTUAL: set[Any] = set()
 
 
 def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,6 +158,20 @@ def declare_per_rank(target: Callable[..., Any]) -> Callable[..., Any]:
 def is_per_rank(target: object) -> bool:
     """Whether the callable gives each rank another value."""
     return target in _PER_RANK
+
+
+def declare_virtual(target: Callable[..., Any]) -> Callable[..., Any]:
+    """State that a callable stands for something else, without effects: rules replace it before a graph is complete.
+
+    What it computes on one device does not say what it stands for, so a rule over it cannot be verified there.
+    """
+    _VIRTUAL.add(target)
+    return declare_pure(target)
+
+
+def is_virtual(target: object) -> bool:
+    """Whether the callable, or the operator with this key, stands for something else."""
+    return target in _VIRTUAL or target in {f"{f.__module__}.{f.__qualname__}" for f in _VIRTUAL}
 
 
 def exchangeable(operator_key: str) -> tuple[str, str] | None:

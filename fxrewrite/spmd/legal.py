@@ -19,14 +19,13 @@ from torch import fx
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
-from fxrewrite.ops import key
+from fxrewrite.ops import is_virtual, key
 from fxrewrite.spmd.decision import Decision, operands_of
 from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.infer import inferred
 from fxrewrite.spmd.layout import Layout, Partial, is_same_layout
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.rule import LayoutRules
-from fxrewrite.spmd.virtual import is_virtual
 
 __all__ = ["DECIDED", "check_lowered", "check_placements"]
 

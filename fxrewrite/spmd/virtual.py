@@ -7,15 +7,15 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from fxrewrite.ops import declare_pure
+from fxrewrite import ops
 from fxrewrite.spmd.layout import Layout
 
-__all__ = ["declare_virtual", "is_virtual", "placement_of_virtual"]
+__all__ = ["declare_virtual", "placement_of_virtual"]
 
 Placement: TypeAlias = "Layout | tuple[Layout, ...]"
 PlacementRule: TypeAlias = "Callable[[Sequence[Any], Sequence[Layout]], Placement]"
 Function: TypeAlias = Callable[..., Any]
-_VIRTUAL: dict[Function, PlacementRule | None] = {}
+_PLACEMENTS: dict[Function, PlacementRule] = {}
 
 
 def declare_virtual(
@@ -31,18 +31,14 @@ def declare_virtual(
     """
 
     def declare(function: Function) -> Function:
-        _VIRTUAL[function] = placement
-        return declare_pure(function)
+        if placement is not None:
+            _PLACEMENTS[function] = placement
+        return ops.declare_virtual(function)
 
     return declare
 
 
-def is_virtual(target: object) -> bool:
-    """Whether no lowered graph may call the operator."""
-    return target in _VIRTUAL
-
-
 def placement_of_virtual(node: fx.Node, placements: Sequence[Layout]) -> Placement | None:
     """How ranks hold what a virtual operator gives; None where its layout rule says it, and for other operators."""
-    placement = _VIRTUAL.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    placement = _PLACEMENTS.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return None if placement is None else placement(node.args, placements)

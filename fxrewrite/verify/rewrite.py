@@ -14,6 +14,7 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
+from fxrewrite.ops import is_virtual
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.verify.build import FakeMode
@@ -90,6 +91,14 @@ def verify_rewrite(
     floats = tuple(_dtype(name) for name in dtypes)
     if not floats or samples < 1:
         raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
+    virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and is_virtual(t.key)]
+    if virtual and run is None:
+        name = virtual[0].rpartition(".")[2]
+        return Verdict(
+            rule_id,
+            error=f"on one device {name} is not what it stands for, so nothing can be said of a rule over it there; "
+            "pass run= to run the graphs on simulated ranks (fxrewrite.testing.run_on_ranks)",
+        )
     trials = Trials(
         pattern,
         rewrite,

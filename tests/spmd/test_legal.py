@@ -187,6 +187,12 @@ def test_an_axis_is_lowered_once() -> None:
     check_gradients(gm, run)
 
 
+def test_a_rule_over_redistributions_is_not_verified_on_one_device() -> None:
+    verdict = forget_sum.verify(samples=4)
+    assert not verdict.ok
+    assert "on one device redistribute is not what it stands for" in str(verdict)
+
+
 @pytest.mark.parametrize("through", [Partial(), Shard(1), Shard(1, inner=2), Shard(0, outer=2)], ids=str)
 @pytest.mark.parametrize("then", [Replicated(), Shard(0), Shard(1)], ids=str)
 def test_whatever_is_asked_for_is_the_identity(through: Layout, then: Layout) -> None:
