@@ -39,7 +39,7 @@ class AutoSPConfig(BaseModel):
     strict: bool = Field(
         default=False,
         description="refuse an operator without a layout rule instead of running it on the gathered value, and a model "
-        "of whose matrix products every rank would compute more than 5 % whole",
+        "of whose matrix products every rank would compute more than 10 % whole",
     )
     attention: AttentionOption = Field(
         default="auto",

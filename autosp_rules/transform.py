@@ -31,7 +31,7 @@ NO_SEQUENCE_HINT = (
     "a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks"
 )
 
-MOST_WHOLE = 0.05
+MOST_WHOLE = 0.1
 """Largest share of the operations of matrix products that every rank may compute whole under `strict=True`: a head for
 one token of a long sequence is below it, a layer that is gathered is not."""
 

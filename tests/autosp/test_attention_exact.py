@@ -125,7 +125,7 @@ def test_one_side_that_is_not_sharded(side: str) -> None:
             return sdpa(learned, k, v)
         return F.pad(sdpa(q, learned, learned), (0, VALUE_DIM - HEAD_DIM))
 
-    check(Layer(attend))
+    check(Layer(attend), strict=False)  # where heads do not divide, learned queries are every rank's
 
 
 def test_a_symbolic_length() -> None:
