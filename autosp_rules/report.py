@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from pydantic import BaseModel
 from torch import fx
@@ -130,7 +132,7 @@ _SLICES = {"autosp.shard_label_ids", "autosp.shard_position_ids", "collectives.s
 
 
 def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
-    kinds = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
+    kinds: dict[Any, Any] = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
     found: dict[tuple[str, str], list[int]] = {}
     grads = _requiring_grad(gm)
     for node in gm.graph.nodes:

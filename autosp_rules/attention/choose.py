@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import fx
 
@@ -133,7 +134,7 @@ def _how(node: fx.Node, layout: Shard) -> str:
 def _bytes_sent(node: fx.Node, axis: Axis) -> int:
     """Bytes that a rank sends to bring q, k and v to a call, and its result back."""
     q, k, v = (redistribution_of(operand) for operand in node.args[:3])
-    moves = [(moved, *moved.args[1:3]) for moved in {q, k, v} if moved is not None]
+    moves: list[tuple[fx.Node, Any, Any]] = [(moved, *moved.args[1:3]) for moved in {q, k, v} if moved is not None]
     if q is not None:  # the result goes back the way that q came
         moves.append((node, *reversed(q.args[1:3])))
     return round(sum(redistribution_bytes(bytes_of(x, size_hint), src, dst, axis.size) for x, src, dst in moves))

@@ -15,12 +15,12 @@ from typing import Literal, TypeAlias
 
 from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
 
-__all__ = ["Collective", "collective_bytes", "redistribution_bytes"]
+__all__ = ["CollectiveKind", "collective_bytes", "redistribution_bytes"]
 
-Collective: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+CollectiveKind: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
 
-def collective_bytes(kind: Collective, held: float, num_ranks: int) -> float:
+def collective_bytes(kind: CollectiveKind, held: float, num_ranks: int) -> float:
     """Bytes that one rank sends in a collective over `num_ranks`, where it holds `held` bytes before."""
     match kind:
         case "all_to_all" | "reduce_scatter":
