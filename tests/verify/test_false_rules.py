@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Rule, any_, cap, either, loose, maybe, op, where
+from fxrewrite import Literal, Pattern, Rule, any_, cap, either, loose, maybe, op, where
 from fxrewrite.errors import VerificationError
 from fxrewrite.ops import declare_pure
 from fxrewrite.verify import verify_rewrite
@@ -171,8 +171,8 @@ def test_what_only_overflows_is_true_of_moderate_values() -> None:
 
 def test_a_result_in_the_memory_of_an_input_is_a_remark() -> None:
     """The engine sees to it: it refuses where something writes to that memory, and copies what leaves the graph."""
-    verdict = verify(rule_of(op("clone", X), lambda x: x), samples=8)
-    assert verdict.ok
+    verdict = Rule("test.clone", Pattern((op("clone", X),)), lambda x: x).verify(samples=8)
+    assert verdict.ok, str(verdict)
     assert any("memory: output 0 lies in the memory of an input" in remark for remark in verdict.remarks), str(verdict)
 
 
