@@ -1,8 +1,8 @@
 """One rank of short trainings under what people wrap models in: `python gloo_wrappers.py <cases> <folder for results>`.
 
-Two replicas of a sequence over two ranks each. A case trains three steps of SGD, whose parameters show a factor in the
-gradient, and compares them with the same training on one device. The model has more than 1 MiB of parameters, DDP's
-first bucket, at which Dynamo would split its graph.
+A sequence over two ranks; on four ranks two replicas of it. A case trains three steps of SGD, whose parameters show a
+factor in the gradient, and compares them with the same training on one device. The model has more than 1 MiB of
+parameters, DDP's first bucket, at which Dynamo would split its graph.
 """
 
 from __future__ import annotations
@@ -165,6 +165,8 @@ class Case:
     layers: int = 1
     graphs: int | None = None
     """How many are compiled, where the case is about that."""
+    ranks: int = 2
+    """4 where the case is about replicas."""
 
 
 def _over_dp(run: Run) -> Any:
@@ -177,22 +179,22 @@ def _fsdp_by_layer_over_dp(run: Run) -> Any:
 
 
 CASES: dict[str, Case] = {
-    "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5, graphs=1),
+    "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5, graphs=1, ranks=4),
     "DDP compiled": Case(_ddp_compiled, graphs=1),
     "DDP, static graph": Case(lambda run: _ddp(run, static_graph=True), graphs=1),
     "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
-    "DDP over dp alone, accumulation, clipping": Case(_over_dp, accumulate=2, clip=0.5, graphs=1),
-    "DDP over dp alone, gradients='mean'": Case(_over_dp, options={"gradients": "mean"}),
+    "DDP over dp alone, accumulation, clipping": Case(_over_dp, accumulate=2, clip=0.5, graphs=1, ranks=4),
+    "DDP over dp alone, gradients='mean'": Case(_over_dp, options={"gradients": "mean"}, ranks=4),
     "FSDP, accumulation, clipping": Case(_fsdp, accumulate=2, clip=0.5, graphs=1),
-    "FSDP over dp alone": Case(lambda run: _fsdp(run, run.mesh["dp"]), graphs=1),
-    "HSDP": Case(lambda run: _fsdp(run, run.mesh), graphs=1),
-    "FSDP, divided by 1": Case(_divided_by_one, graphs=1),
+    "FSDP over dp alone": Case(lambda run: _fsdp(run, run.mesh["dp"]), graphs=1, ranks=4),
+    "HSDP": Case(lambda run: _fsdp(run, run.mesh), graphs=1, ranks=4),
+    "FSDP, divided by 1": Case(_divided_by_one, graphs=1, ranks=4),
     "FSDP by layer": Case(_fsdp_by_layer, layers=2),
-    "FSDP by layer, over dp alone": Case(_fsdp_by_layer_over_dp, layers=2),
+    "FSDP by layer, over dp alone": Case(_fsdp_by_layer_over_dp, layers=2, ranks=4),
     "FSDP by layer, breaks='refuse'": Case(_fsdp_by_layer, options={"breaks": "refuse"}),
     "FSDP and layers compiled": Case(_torchtitan, layers=2, graphs=1),
     "FSDP 1": Case(lambda run: _fsdp1(run, None), graphs=1),
-    "FSDP 1 over dp alone": Case(lambda run: _fsdp1(run, run.mesh.get_group("dp")), graphs=1),
+    "FSDP 1 over dp alone": Case(lambda run: _fsdp1(run, run.mesh.get_group("dp")), graphs=1, ranks=4),
     "layers compiled": Case(_blocks, averaged=False, layers=2, graphs=1),
     "the model without its head compiled": Case(_inner, averaged=False, graphs=1),
     "a break": Case(_breaks, averaged=False, layers=2),
@@ -222,19 +224,18 @@ def build(layers: int) -> nn.Module:
 
 def batches(case: Case) -> list[list[dict[str, Tensor]]]:
     """For each step and micro-batch those of all replicas."""
-    generator = torch.Generator().manual_seed(1)
-    made = [torch.randint(1, 61, (2, case.length), generator=generator) for _ in range(STEPS * case.accumulate * 2)]
-    pairs = [{"input_ids": ids, "labels": ids.clone()} for ids in made]
-    return [pairs[i : i + 2] for i in range(0, len(pairs), 2)]
+    generator, replicas = torch.Generator().manual_seed(1), case.ranks // 2
+    ids = torch.randint(1, 61, (STEPS * case.accumulate, replicas, 2, case.length), generator=generator)
+    return [[{"input_ids": one, "labels": one.clone()} for one in micro] for micro in ids]
 
 
 def train(case: Case, step: Callable[..., Any], parameters: list[nn.Parameter], feed: Any, finish: Any) -> None:
     """`feed` gives the batches of a micro-step that this process computes; `finish` averages gradients, if need be."""
     optimizer = torch.optim.SGD(parameters, lr=RATE)
     micro = batches(case)
-    for at, pair in enumerate(micro):
+    for at, replicas in enumerate(micro):
         is_last = at % case.accumulate == case.accumulate - 1
-        mine = feed(pair)
+        mine = feed(replicas)
         with nullcontext() if is_last or not hasattr(step, "no_sync") else step.no_sync():
             for inputs in mine:
                 case.loss(step, inputs).backward()
@@ -262,10 +263,10 @@ def gathered(model: nn.Module) -> AbstractContextManager[None]:
 
 def compare(case: Case) -> float:
     """The largest difference of a parameter to one device's, over how far the parameter moved."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    mesh = init_device_mesh("cpu", (case.ranks // 2, 2), mesh_dim_names=("dp", "sp"))
     alone = build(case.layers)
     start = [whole(p) for p in alone.parameters()]
-    train(case, alone, list(alone.parameters()), lambda pair: pair, lambda: None)
+    train(case, alone, list(alone.parameters()), lambda replicas: replicas, lambda: None)
     model = build(case.layers)
     backend = autosp("aot_eager", mesh=mesh, **(case.options or {}))
     step = case.wrap(Run(model, mesh, backend))
@@ -278,7 +279,7 @@ def compare(case: Case) -> float:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
 
-    train(case, step, parameters, lambda pair: [pair[mesh.get_local_rank("dp")]], average)
+    train(case, step, parameters, lambda replicas: [replicas[mesh.get_local_rank("dp")]], average)
     assert any(report.tokens_per_rank for report in backend.reports), str(backend)
     assert case.graphs in (None, len(backend.reports)), str(backend)
     with gathered(model):
