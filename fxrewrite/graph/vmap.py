@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._functorch import predispatch
 from torch._ops import HigherOrderOperator
@@ -22,6 +23,8 @@ from fxrewrite.ops import sets_mode
 
 __all__ = ["without_vmap"]
 
+_CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
+"""Metadata by which AOTAutograd's partitioner knows what belongs to a checkpoint, and to which one."""
 _OPEN, _CLOSE = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
 
 
@@ -81,4 +84,7 @@ class _Region:
         with disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
             alike = [v.detach().requires_grad_(v.requires_grad) if isinstance(v, torch.Tensor) else v for v in inputs]
             whole = make_fx(fx.Interpreter(self._body).run, tracing_mode="symbolic")(*alike)
+        of_call = fx_traceback.get_current_meta()
+        for node in whole.graph.nodes:
+            node.meta.update({name: of_call[name] for name in _CHECKPOINT_TAGS if name in of_call})
         return fx.Interpreter(whole).run(*inputs)

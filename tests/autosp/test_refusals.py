@@ -215,7 +215,7 @@ def test_statistics_of_all_tokens_are_gathered_for(norm: Any) -> None:
     report = assert_equal_to_one_device(Normed(), {"ids": IDS[:, :13]}, ranks=(2, 3))
     gathered = [line for line in report.lines if line.startswith("gathered")]
     assert len(gathered) == 1
-    assert "it writes statistics of all tokens" in gathered[0]
+    assert "it writes statistics of all entries" in gathered[0]
     assert not [line for line in report.lines if line.startswith("whole")]
 
 
