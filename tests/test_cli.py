@@ -251,6 +251,9 @@ def test_show_says_what_rules_promise_and_where_they_stand(run: Any) -> None:
         "rng": "removes",
         "shapes": "changes",
         "optional": True,
+        "domain": "all",
+        "gradients": True,
+        "terminates": True,
     }
 
 

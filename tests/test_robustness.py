@@ -159,15 +159,25 @@ ORDERS: tuple[Order, ...] = ("top_down", "bottom_up")
 OVERLAPS: tuple[Overlap, ...] = ("first", "first", "largest", "best_cover")
 
 
+def ordered(members: list[Any]) -> list[Any]:
+    """The members, whose order speaks of one another only."""
+    known = {member.id for member in members if isinstance(member, Rule)}
+    for member in members:
+        if isinstance(member, Rule):
+            member.after = tuple(other for other in member.after if other in known)
+    return members
+
+
 def random_plan(rng: Random, members: list[Any], atomic: bool | None = None) -> Plan:
     cut = rng.randint(0, len(members))
     atomic = rng.random() < 0.3 if atomic is None else atomic
+    first, then = members[:cut], members[cut:]
     if rng.random() < 0.3:
-        rules = RuleSet("outer", *members[:cut], RuleSet("inner", *members[cut:], atomic=atomic))
+        rules = RuleSet("outer", *ordered(first), RuleSet("inner", *ordered(then), atomic=atomic))
     elif rng.random() < 0.3:
-        return RuleSet("first", *members[:cut]).once() >> RuleSet("then", *members[cut:], atomic=atomic)
+        return RuleSet("first", *ordered(first)).once() >> RuleSet("then", *ordered(then), atomic=atomic)
     else:
-        rules = RuleSet("all", *members, atomic=atomic)
+        rules = RuleSet("all", *ordered(members), atomic=atomic)
     order, overlap = rng.choice(ORDERS), rng.choice(OVERLAPS)
     if rng.random() < 0.3:
         return rules.fixpoint(limit=4, order=order, overlap=overlap)
