@@ -185,6 +185,7 @@ class Rule:
         from fxrewrite.verify import verify_rewrite
 
         program: Program[Rule] = Program([(self, self.pattern)])  # once: of many readings it takes longer than a trial
+        promised: dict[str, Any] = {"domain": self.domain, "terminates": self.terminates}
         return verify_rewrite(
             self.id,
             self.pattern,
@@ -199,7 +200,7 @@ class Rule:
             sampler=self._sampler,
             run=run,
             imports=self.imports or (getattr(self.body, "__module__", ""),),
-            **{"domain": self.domain, "terminates": self.terminates, **options},
+            **promised | options,
         )
 
     def _apply(self, gm: fx.GraphModule, program: Program[Rule]) -> int:

@@ -134,7 +134,7 @@ def _how(node: fx.Node, layout: Shard) -> str:
 def _bytes_sent(node: fx.Node, axis: Axis) -> int:
     """Bytes that a rank sends to bring q, k and v to a call, and its result back."""
     q, k, v = (redistribution_of(operand) for operand in node.args[:3])
-    moves: list[tuple[fx.Node, Any, Any]] = [(moved, *moved.args[1:3]) for moved in {q, k, v} if moved is not None]
+    moves: list[tuple[fx.Node, Any, Any]] = [(n, n.args[1], n.args[2]) for n in {q, k, v} if n is not None]
     if q is not None:  # the result goes back the way that q came
-        moves.append((node, *reversed(q.args[1:3])))
+        moves.append((node, q.args[2], q.args[1]))
     return round(sum(redistribution_bytes(bytes_of(x, size_hint), src, dst, axis.size) for x, src, dst in moves))

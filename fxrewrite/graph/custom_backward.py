@@ -155,7 +155,8 @@ def _drop_unread_results(
     """
     gradients = backward.graph.find_nodes(op="placeholder")[: len(function.results)]
     results, saved = _given(forward)
-    reads = {user.args[1] if user.target is operator.getitem else -1 for user in node.users if user.users}
+    users: list[Any] = [user for user in node.users if user.users]
+    reads = {user.args[1] if user.target is operator.getitem else -1 for user in users}
     count = len(results)
     while count and not ({count - 1, -1} & reads or count - 1 in function.non_differentiable or gradients[-1].users):
         backward.graph.erase_node(gradients.pop())

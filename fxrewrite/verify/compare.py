@@ -30,8 +30,18 @@ from fxrewrite.verify.observe import Observation
 __all__ = ["Difference", "Kind", "Promise", "compare", "compare_gradients"]
 
 Kind: TypeAlias = Literal[
-    *("value", "shape", "dtype", "strides", "memory", "gradient"),
-    *("raises", "mutation", "random", "outputs", "invalid", "endless"),
+    "value",
+    "shape",
+    "dtype",
+    "strides",
+    "memory",
+    "gradient",
+    "raises",
+    "mutation",
+    "random",
+    "outputs",
+    "invalid",
+    "endless",
 ]
 _APPROXIMATE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _REASSOCIATES_ULPS, _GRADIENT = 16.0, 4.0
