@@ -151,6 +151,14 @@ def test_a_context_that_is_none(context: Any, says: str) -> None:
     assert says in refused(plan(ROWS), context)
 
 
+def test_a_symbolic_dimension_of_an_input_is_not_sharded() -> None:
+    x = X.clone()
+    torch._dynamo.mark_dynamic(x, 0)
+    gm = normalized(captured(Net().double(), {"x": x})[0])
+    with pytest.raises(FxRewriteError, match=r"inputs\('x'\): x: dimension 0 is symbolic"):
+        plan({inputs("x"): Shard(0)}).apply(gm, context=SpmdContext(AXIS))
+
+
 def test_axes_of_a_plan() -> None:
     gm, _ = program()
     with pytest.raises(FxRewriteError, match=r"runs on axis 'tp'.* not axes dp"):
