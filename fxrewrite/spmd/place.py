@@ -121,8 +121,8 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, layout: Layout, rule: str)
             raise FxRewriteError(f"{site}: an input cannot be held as {layout}; Shard(dim) and Replicated() can be")
         if isinstance(layout, Shard) and not isinstance(node.meta["val"].shape[layout.dim], int):
             raise FxRewriteError(
-                f"{site}: {name}: dimension {layout.dim} is symbolic, and sizes in the graph are read off it as a whole; "
-                "compile with dynamic=False, or mark_static this dimension"
+                f"{site}: {name}: dimension {layout.dim} is symbolic, and sizes in the graph are read off it as a "
+                "whole; compile with dynamic=False, or mark_static this dimension"
             )
         edit.set_fact(node, HELD, layout)
     return sum(1 for _ in _matching(site, known))
