@@ -27,12 +27,12 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.autocast import ENTER, EXIT, without_autocast
 from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.source import CHECKPOINT_TAGS
 
 __all__ = ["APPLY", "CustomFunction", "NormalBodies", "custom_function"]
 
 APPLY = torch.ops.higher_order.autograd_function_apply
 _OPTIONS = {"non_differentiable_idx", "saved_for_backward_idx", "dirty_idx"}
-_CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
 Normalize = Callable[[fx.GraphModule], fx.GraphModule]
 
 
@@ -123,7 +123,7 @@ class NormalBodies:
     def call(self, meta: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """What a call with this metadata gives on these arguments; the running tracer records one of normal bodies."""
         forward, backward = (copy_module(self.by_body.get(body, body)) for body in args[:2])
-        tags = {tag: meta[tag] for tag in _CHECKPOINT_TAGS if tag in meta}
+        tags = {tag: meta[tag] for tag in CHECKPOINT_TAGS if tag in meta}
         for inner in forward.graph.nodes:
             inner.meta |= tags
         results = _record(forward, backward, args[2:], options)

@@ -199,20 +199,11 @@ class Edit:
                 meta[self._value_key] = self._run(node)
         else:
             meta[self._value_key] = val
-        self._know(node, like)
-        return node
-
-    def _know(self, node: fx.Node, like: fx.Node | None) -> None:
-        """Facts of a new node: those that it carries on from `like`, and those that steps derive."""
-        facts = facts_of(self.graph)
-        if like is not None:
-            for fact, known in facts.items():
-                if fact.kind == "carried" and like in known:
-                    known[node] = known[like]
         for fact, derive in self._derived.items():
             found = derive(node)
             if found is not None:
-                facts.setdefault(fact, {})[node] = found
+                facts_of(self.graph).setdefault(fact, {})[node] = found
+        return node
 
     def attach(self, module: torch.nn.Module, name: str) -> fx.Node:
         """A `get_attr` node that reads the module; it is in front of all calls, and the module an attribute of `gm`.

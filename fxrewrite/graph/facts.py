@@ -4,15 +4,14 @@
     PLACEMENT.of(node)                           read by whoever has the node; None where nothing is known
     edit.set_fact(node, PLACEMENT, Shard(1))     written through the transaction, which takes it back if it is undone
 
-A fact is of one of three kinds. What is *dropped* says nothing of nodes that rules make. What is *carried* goes from a
-node to the one that a rule makes in its place (`like=`). What is *derived* is computed for every node that is made,
-while a step has said how (`edit.derive`), as its fake value is. A transaction starts without facts; those that it found
-stay readable after it, until the next one on the same graph.
+A fact says nothing of nodes that rules make, unless a step has said how it is derived for each of them (`edit.derive`),
+as their fake value is. A transaction starts without facts; those that it found stay readable after it, until the next
+one on the same graph.
 """
 
 from __future__ import annotations
 
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import fx
 
@@ -28,23 +27,20 @@ class Fact(Generic[T]):
 
     Args:
         name: a noun, for messages and for canonical text.
-        kind: what nodes that rules make know of it, see the module.
         shown: whether canonical text has a column for it.
     """
 
-    __slots__ = ("kind", "name", "shown")
+    __slots__ = ("name", "shown")
 
-    def __init__(
-        self, name: str, kind: Literal["dropped", "carried", "derived"] = "dropped", *, shown: bool = False
-    ) -> None:
-        self.name, self.kind, self.shown = name, kind, shown
+    def __init__(self, name: str, *, shown: bool = False) -> None:
+        self.name, self.shown = name, shown
 
     def of(self, node: fx.Node) -> T | None:
         """What is known of the node, None where nothing is."""
         return facts_of(node.graph).get(self, {}).get(node)
 
     def __repr__(self) -> str:
-        return f"Fact({self.name!r}, {self.kind!r})"
+        return f"Fact({self.name!r})"
 
 
 def facts_of(graph: fx.Graph) -> dict[Fact[Any], dict[fx.Node, Any]]:

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["copied_meta", "source_line"]
+__all__ = ["CHECKPOINT_TAGS", "copied_meta", "source_line"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
+CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
+"""Metadata by which AOTAutograd's partitioner knows what belongs to a checkpoint, and to which one."""
 _COPIED = (
     *("stack_trace", "nn_module_stack", "custom"),
-    *("recompute", "ac_graph_id"),
+    *CHECKPOINT_TAGS,
     *("partitioner_tag", "autograd_backward", "seq_nr"),
 )
 """Where a node comes from, how it is checkpointed, and in a joint graph whether it is forward or backward."""

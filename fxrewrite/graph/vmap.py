@@ -19,12 +19,11 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from fxrewrite.errors import refuse
+from fxrewrite.graph.source import CHECKPOINT_TAGS
 from fxrewrite.ops import sets_mode
 
 __all__ = ["without_vmap"]
 
-_CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
-"""Metadata by which AOTAutograd's partitioner knows what belongs to a checkpoint, and to which one."""
 _OPEN, _CLOSE = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
 
 
@@ -86,5 +85,5 @@ class _Region:
             whole = make_fx(fx.Interpreter(self._body).run, tracing_mode="symbolic")(*alike)
         of_call = fx_traceback.get_current_meta()
         for node in whole.graph.nodes:
-            node.meta.update({name: of_call[name] for name in _CHECKPOINT_TAGS if name in of_call})
+            node.meta.update({name: of_call[name] for name in CHECKPOINT_TAGS if name in of_call})
         return fx.Interpreter(whole).run(*inputs)

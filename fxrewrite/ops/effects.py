@@ -137,6 +137,7 @@ _MODE_SWITCHES = frozenset(
 
 _PER_RANK: set[Any] = set()
 _VIRTUAL: set[Any] = set()
+"""Callables, and their keys."""
 
 
 def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,13 +166,13 @@ def declare_virtual(target: Callable[..., Any]) -> Callable[..., Any]:
 
     What it computes on one device does not say what it stands for, so a rule over it cannot be verified there.
     """
-    _VIRTUAL.add(target)
+    _VIRTUAL.update((target, f"{target.__module__}.{target.__qualname__}"))
     return declare_pure(target)
 
 
 def is_virtual(target: object) -> bool:
     """Whether the callable, or the operator with this key, stands for something else."""
-    return target in _VIRTUAL or target in {f"{f.__module__}.{f.__qualname__}" for f in _VIRTUAL}
+    return target in _VIRTUAL
 
 
 def exchangeable(operator_key: str) -> tuple[str, str] | None:

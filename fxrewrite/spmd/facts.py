@@ -12,7 +12,7 @@ from fxrewrite.spmd.layout import Layout, Replicated
 
 __all__ = ["GLOBAL_SHAPE", "PLACEMENT", "global_shape", "layout_of"]
 
-PLACEMENT = Fact["Layout | tuple[Layout, ...]"]("placement", "derived", shown=True)
+PLACEMENT = Fact["Layout | tuple[Layout, ...]"]("placement", shown=True)
 """How ranks hold what a node computes; of a node with several results, a tuple."""
 GLOBAL_SHAPE = Fact["tuple[Size, ...]"]("global shape")
 """The shape of a sharded value on all ranks together, once its `val` is the local one."""

@@ -39,6 +39,8 @@ def check_placements(edit: Edit, rules: LayoutRules) -> None:
     Raises:
         RefusedError: a node is not; names the rule that made it.
     """
+    if DECIDED.of(edit.graph.output_node()) is None:
+        refuse("no placement is known", hint="the plan needs a PropagateLayouts step before its shapes become local")
     for node in edit.nodes():
         if node.op not in ("call_function", "output"):
             continue
@@ -60,25 +62,20 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
         return
     placed = PLACEMENT.of(node)
     if node.target is redistribute:
-        _check_same(node, have[0], node.args[1], "starts from")
+        _check_source(node, have[0], node.args[1])
     elif decided is None or not (_are_same(have, decided.wants) and _are_same(_tuple(placed), decided.gives)):
         found = inferred(node, rules)
-        if found is None and _reads_parts(node, have):
+        if found is None and have and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
             hint = f"add a LayoutRule for {key(node)}, or redistribute its operands to Replicated()"
             refuse(f"nothing says how ranks hold what {key(node)} gives", node=node, hint=hint)
         if found is not None and not _are_same(_tuple(placed), _tuple(found)):
             refuse(f"it is said to be {placed}, and its operands make it {found}", node=node)
 
 
-def _check_same(node: fx.Node, layout: Any, stated: Any, what: str) -> None:
+def _check_source(node: fx.Node, layout: Any, stated: Any) -> None:
     if isinstance(layout, tuple) or layout is None or not is_same_layout(layout, stated):
         operand = node.all_input_nodes[0]
-        refuse(f"it {what} {stated}, and its operand %{operand.name} is {layout}", node=node)
-
-
-def _reads_parts(node: fx.Node, have: list[Any]) -> bool:
-    """Whether an operand is, or may be, no whole value."""
-    return isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)) and bool(have)
+        refuse(f"it starts from {stated}, and its operand %{operand.name} is {layout}", node=node)
 
 
 def _tuple(placed: Layout | tuple[Layout, ...] | None) -> tuple[Layout | None, ...]:

@@ -12,25 +12,25 @@ from fxrewrite.graph import Fact
 from tests.autosp.one_device import assert_equal_to_one_device
 
 aten = torch.ops.aten
-CARRIED, DROPPED, DERIVED = Fact[int]("c", "carried"), Fact[int]("d"), Fact[int]("e", "derived")
+SET, DERIVED = Fact[int]("set"), Fact[int]("derived")
 
 
 def traced() -> fx.GraphModule:
     return make_fx(lambda x: x.sin().cos(), tracing_mode="fake")(torch.ones(2))
 
 
-def test_a_new_node_knows_by_the_kind_of_the_fact() -> None:
+def test_a_new_node_knows_what_is_derived() -> None:
     gm = traced()
     _, sin, *_ = gm.graph.nodes
     with Edit(gm) as edit:
-        for fact in (CARRIED, DROPPED, DERIVED):
+        for fact in (SET, DERIVED):
             edit.set_fact(sin, fact, 1)
         edit.derive(DERIVED, lambda node: len(node.args))
         made = edit.call(aten.add.Tensor, (sin, 1), after=sin, like=sin)
-        assert (CARRIED.of(made), DROPPED.of(made), DERIVED.of(made)) == (1, None, 2)
-    assert CARRIED.of(made) == 1, "what was found stays readable"
+        assert (SET.of(made), DERIVED.of(made)) == (None, 2)
+    assert DERIVED.of(made) == 2, "what was found stays readable"
     with Edit(gm) as edit:
-        assert CARRIED.of(made) is None, "the next transaction starts without facts"
+        assert DERIVED.of(made) is None, "the next transaction starts without facts"
         edit.derive(DERIVED, lambda node: 1)
         edit.forget()
         assert DERIVED.of(edit.call(aten.neg.default, (made,), after=made)) is None
@@ -40,15 +40,15 @@ def test_undoing_takes_facts_back() -> None:
     gm = traced()
     _, sin, cos, _ = gm.graph.nodes
     with Edit(gm) as edit:
-        edit.set_fact(sin, DROPPED, 1)
+        edit.set_fact(sin, SET, 1)
         made = sin
         with contextlib.suppress(InvariantError), edit.savepoint():
-            edit.set_fact(sin, DROPPED, 2)
-            edit.set_fact(cos, DROPPED, 3)
+            edit.set_fact(sin, SET, 2)
+            edit.set_fact(cos, SET, 3)
             made = edit.call(aten.neg.default, (cos,), after=cos)
-            edit.set_fact(made, DROPPED, 4)
+            edit.set_fact(made, SET, 4)
             raise InvariantError("it comes from nowhere")
-        assert [DROPPED.of(node) for node in (sin, cos, made)] == [1, None, None]
+        assert [SET.of(node) for node in (sin, cos, made)] == [1, None, None]
 
 
 class FeedForward(nn.Module):

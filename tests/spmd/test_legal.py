@@ -118,6 +118,10 @@ def refused(rules: RuleSet, context: Any = None) -> str:
             "aten::square reads %linear_1 P(sum), and is not linear in pending sums",
         ),
         (plan(ROWS, sum_chunks, LOCALIZE, COLLECTIVE_RULES), "lies.sum_chunks: aten::cumsum reads"),
+        (
+            RuleSet("plan", LOCALIZE, COLLECTIVE_RULES),
+            "localize: no placement is known; the plan needs a PropagateLayouts",
+        ),
         (plan(ROWS, LOCALIZE), "redistribute from P(sum) to R is left in a graph whose shapes are local"),
         (plan(ROWS, COLLECTIVE_RULES, LOCALIZE), "redistribute"),
         (
