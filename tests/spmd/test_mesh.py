@@ -62,45 +62,29 @@ CONV1D = {
 }
 
 
+_SMALL: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "use_cache": False,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
 def _moe() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        num_experts=4,
-        num_experts_per_tok=2,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=8,
-        use_cache=False,
-        max_position_embeddings=64,
-    )
-    return transformers.Qwen3MoeForCausalLM(config).double()
+    experts = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**_SMALL, **experts)).double()
 
 
 def _hybrid() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.Zamba2Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        layers_block_type=["mamba", "hybrid"],
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_mamba_heads=4,
-        mamba_d_state=8,
-        mamba_ngroups=1,
-        chunk_size=4,
-        num_mem_blocks=1,
-        use_mem_rope=True,
-        use_cache=False,
-        max_position_embeddings=64,
-    )
-    return transformers.Zamba2ForCausalLM(config).double()
+    mamba = {"n_mamba_heads": 4, "mamba_d_state": 8, "mamba_ngroups": 1, "chunk_size": 4}
+    layers = {"layers_block_type": ["mamba", "hybrid"], "num_mem_blocks": 1, "use_mem_rope": True}
+    return transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**_SMALL, **mamba, **layers)).double()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[Any, Layout]]] = {
