@@ -11,11 +11,11 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autosp_rules.checkpoint import checkpoint_text
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.inputs import why_not_called
-from autosp_rules.offload import offloaded
+from autosp_rules.memory.checkpoint import checkpoint_text
+from autosp_rules.memory.offload import offloaded
 from autosp_rules.program import ShardedProgram, WholeProgram
 from autosp_rules.rank_checks import say_not_compiled
 from autosp_rules.report import AutoSPReport

@@ -16,8 +16,8 @@ from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
-    from autosp_rules.job import Job
-    from autosp_rules.train import StepRow
+    from autosp_rules.demo.job import Job
+    from autosp_rules.demo.train import StepRow
 
 __all__ = ["main"]
 
@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit status."""
     arguments = _parser().parse_args(argv)
     # Only now: torch takes seconds to import, and --help and a mistyped option need none of it.
-    from autosp_rules.job import JobError
-    from autosp_rules.launch import RankError
+    from autosp_rules.demo.job import JobError
+    from autosp_rules.demo.launch import RankError
     from fxrewrite import FxRewriteError
 
     try:
@@ -110,8 +110,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _job(arguments: argparse.Namespace, **more: Any) -> Job:
     from autosp_rules.config import AutoSPConfig
+    from autosp_rules.demo.job import Job, JobError, parse_override
     from autosp_rules.errors import AutoSPError
-    from autosp_rules.job import Job, JobError, parse_override
 
     inner = {"inner": arguments.inner} if "inner" in arguments else {}
     try:
@@ -133,7 +133,7 @@ def _job(arguments: argparse.Namespace, **more: Any) -> Job:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from autosp_rules.job import Job, text_files
+    from autosp_rules.demo.job import Job, text_files
 
     return _run(
         Job("llama", text_files(None), _DEMO, seq_len=512, batch=2, ranks=arguments.ranks, steps=arguments.steps)
@@ -141,7 +141,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from autosp_rules.job import text_files
+    from autosp_rules.demo.job import text_files
 
     return _run(_job(arguments, files=text_files(arguments.text), steps=arguments.steps))
 
@@ -150,7 +150,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     import torch
 
     from autosp_rules.backend import dry_run
-    from autosp_rules.job import build_config, build_model, check_sizes, is_masked, make_batch, text_files
+    from autosp_rules.demo.job import build_config, build_model, check_sizes, is_masked, make_batch, text_files
     from fxrewrite.graph import graph_text
 
     job = _job(arguments, files=text_files(None))
@@ -168,8 +168,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _run(job: Job) -> int:
-    from autosp_rules.job import build_config, check_memory, check_sizes
-    from autosp_rules.launch import launch
+    from autosp_rules.demo.job import build_config, check_memory, check_sizes
+    from autosp_rules.demo.launch import launch
 
     config = build_config(job.model, job.overrides)
     check_sizes(job, config)
@@ -186,7 +186,7 @@ def _train_rank(job: Job) -> tuple[list[StepRow], str]:
     import torch.distributed as dist
 
     from autosp_rules.backend import AutoSPBackend
-    from autosp_rules.train import compare
+    from autosp_rules.demo.train import compare
 
     backend = AutoSPBackend(job.config)
     rows: list[StepRow] = []
@@ -201,7 +201,7 @@ def _train_rank(job: Job) -> tuple[list[StepRow], str]:
 
 
 def _describe(job: Job, config: Any) -> str:
-    from autosp_rules.job import num_parameters, zero_dropout
+    from autosp_rules.demo.job import num_parameters, zero_dropout
 
     folder = os.path.commonpath([path.parent for path in job.files])
     settings = ", ".join(f"{name}={value!r}" for name, value in job.config.model_dump(exclude_defaults=True).items())
@@ -234,7 +234,7 @@ def _line(row: StepRow) -> str:
 
 
 def _verdict(rows: Sequence[StepRow]) -> str:
-    from autosp_rules.train import DRIFT_BOUND, GRADIENT_BOUND, LOSS_BOUND, worst
+    from autosp_rules.demo.train import DRIFT_BOUND, GRADIENT_BOUND, LOSS_BOUND, worst
 
     loss, drift = worst(row.loss_difference for row in rows), worst(row.drift for row in rows)
     gradient = worst(row.gradient_difference for row in rows)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator
 
-from autosp_rules.checkpoint import CheckpointOption
 from autosp_rules.errors import AutoSPError
 from autosp_rules.gradients import GradientOption
-from autosp_rules.mlps import MlpTileOption
+from autosp_rules.memory.checkpoint import CheckpointOption
+from autosp_rules.memory.mlps import MlpTileOption
 from fxrewrite import Rule, RuleSet
 from fxrewrite.spmd import LayoutRule
-from rules.attention_flex import MaskKernel
-from rules.tiles import TILE_BYTES
+from rules.attention.flex import MaskKernel
+from rules.tiling.tiles import TILE_BYTES
 
 __all__ = ["AttentionOption", "AutoSPConfig"]
 

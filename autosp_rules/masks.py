@@ -9,12 +9,12 @@ from torch import fx
 from fxrewrite import Edit, Report, refuse
 from fxrewrite.graph import product, size_hint, source_line
 from fxrewrite.ops import bind, fake_value
-from rules.attention_by_rows import ATTENTION_BY_ROWS, why_not_by_rows
-from rules.attention_flex import MaskKernel, why_not_flex
-from rules.attention_operator import ATTEND
-from rules.flex_operator import FLEX_ATTENTION
-from rules.mask_kinds import kind_of
-from rules.mask_reading import is_dense
+from rules.attention.by_rows import ATTENTION_BY_ROWS, why_not_by_rows
+from rules.attention.flex import MaskKernel, why_not_flex
+from rules.attention.flex_operator import FLEX_ATTENTION
+from rules.attention.operator import ATTEND
+from rules.masks.kinds import kind_of
+from rules.masks.reading import is_dense
 
 __all__ = ["DescribeMasks", "check_flex"]
 

@@ -8,8 +8,8 @@ import torch
 from pydantic import BaseModel
 from torch import fx
 
-from autosp_rules.checkpoint import is_recomputed
-from autosp_rules.costs import bytes_of, sends_of
+from autosp_rules.memory.checkpoint import is_recomputed
+from autosp_rules.memory.costs import bytes_of, sends_of
 from fxrewrite import Refusal, Report
 from fxrewrite.spmd import COLLECTIVES, Axis, collective_bytes, size_hint
 

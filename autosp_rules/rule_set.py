@@ -37,31 +37,37 @@ from autosp_rules.attention import (
     AttentionOption,
     choose_attention,
 )
-from autosp_rules.checkpoint import CheckpointOption, TagCheckpoints
 from autosp_rules.masks import DescribeMasks
-from autosp_rules.mlps import MlpTileOption, tile_mlps
+from autosp_rules.memory.checkpoint import CheckpointOption, TagCheckpoints
+from autosp_rules.memory.mlps import MlpTileOption, tile_mlps
 from autosp_rules.sequence import ShardInputs, along_sequence
 from autosp_rules.slices import SLICE_RULES
 from fxrewrite import DeadCode, Rule, RuleSet
-from fxrewrite.spmd import LayoutRule, LayoutRules, LocalizeShapes, PropagateLayouts, joined_layouts
-from rules.attention import ATTENTION_UNBIASED
-from rules.attention_by_rows import BY_ROWS
-from rules.attention_flex import MaskKernel, flex_rules
-from rules.attention_groups import REPEAT_HEADS, SHARE_HEADS
-from rules.attention_operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
-from rules.bundles import BUNDLE_RULES
-from rules.collectives import COLLECTIVE_RULES
-from rules.experts import FuseSlots
+from fxrewrite.spmd import (
+    BUNDLE_RULES,
+    COLLECTIVE_RULES,
+    REDUCTIONS,
+    LayoutRule,
+    LayoutRules,
+    LocalizeShapes,
+    PropagateLayouts,
+    joined_layouts,
+)
+from rules.attention.by_rows import BY_ROWS
+from rules.attention.composite import ATTENTION_UNBIASED
+from rules.attention.flex import MaskKernel, flex_rules
+from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS
+from rules.attention.operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
+from rules.canonical.losses import LOSSES
+from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.experts.fuse import FuseSlots
+from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.layouts import LAYOUTS
-from rules.losses import LOSSES
-from rules.mask_kinds import NameMasks
-from rules.masks import MASKS
-from rules.normal_forms import NORMAL_FORMS
+from rules.masks.dense import MASKS
+from rules.masks.kinds import NameMasks
 from rules.random import DRAW_WHOLE, DrawByRank
-from rules.reductions import REDUCTIONS
-from rules.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
-from rules.tiled_loss import tiled_loss_rules
-from rules.tiles import TILE_BYTES
+from rules.tiling.loss import tiled_loss_rules
+from rules.tiling.tiles import TILE_BYTES
 
 __all__ = ["RULES", "layouts_with", "rule_set"]
 

@@ -1,7 +1,7 @@
 """Slices by what they slice: the names that AutoSP's users know.
 
 Matches `redistribute(x, R -> S)` on integers, which are labels where a loss reads them as targets, else positions.
-The slice itself is that of `rules.collectives`; here it gets its name in the report.
+The slice itself is that of `fxrewrite.spmd.lower`; here it gets its name in the report.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from torch import fx
 
 from fxrewrite import Constraint, Match, Pattern, Rule, RuleSet, where
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd import Replicated, Shard
-from rules.collectives import moves, redistribution, take_chunk
+from fxrewrite.spmd import Replicated, Shard, moves, redistribution, take_chunk
 
 __all__ = ["SLICE_RULES"]
 

@@ -9,12 +9,12 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from autosp_rules.checkpoint import is_recomputed
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
-from autosp_rules.logits import drop_logits, why_not_tiled
 from autosp_rules.masks import check_flex
-from autosp_rules.offload import MIN_BYTES
+from autosp_rules.memory.checkpoint import is_recomputed
+from autosp_rules.memory.logits import drop_logits, why_not_tiled
+from autosp_rules.memory.offload import MIN_BYTES
 from autosp_rules.random import refuse_own_draws
 from autosp_rules.report import AutoSPReport, summarize
 from autosp_rules.rule_set import layouts_with, rule_set

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from fxrewrite.lazy import lazy_package
 
 if TYPE_CHECKING:
+    from fxrewrite.capture import normalize
     from fxrewrite.dead_code import DeadCode
     from fxrewrite.errors import (
         FixpointError,
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
         VerificationError,
         refuse,
     )
-    from fxrewrite.graph import Edit, graph_diff, graph_digest, graph_text, normalize
+    from fxrewrite.graph import Edit, graph_diff, graph_digest, graph_text
     from fxrewrite.match import Match
     from fxrewrite.pattern import (
         Constraint,
@@ -100,7 +101,7 @@ lazy_package(
         "graph_diff": "fxrewrite.graph",
         "graph_digest": "fxrewrite.graph",
         "graph_text": "fxrewrite.graph",
-        "normalize": "fxrewrite.graph",
+        "normalize": "fxrewrite.capture",
         "Match": "fxrewrite.match",
         "Constraint": "fxrewrite.pattern",
         "Literal": "fxrewrite.pattern",

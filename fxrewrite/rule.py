@@ -65,7 +65,7 @@ class Rule:
         optional: whether an atomic set goes on when this rule refuses; the refusal is in the report.
         after, before: ids of rules in the same set that run earlier, or later.
         doc: first line of the docstring of the replacement, or else of the pattern function.
-        provider: where it is defined, "rules/attention.py:12".
+        provider: where it is defined, "rules/attention/composite.py:12".
     """
 
     def __init__(
@@ -422,7 +422,7 @@ def _check_strides(edit: Edit, old: fx.Node, was: Any, is_now: Any) -> None:
         refuse(
             f"the replacement has strides {tuple(is_now.stride())}, the original {tuple(was.stride())}, and "
             f"%{reader.name} ({ops.key(reader)}) depends on them",
-            hint="make the replacement contiguous, or turn views into reshapes first (rules.normal_forms)",
+            hint="make the replacement contiguous, or turn views into reshapes first (rules.canonical.normal_forms)",
             node=old,
             kind=Reason.VALUE,
         )

@@ -9,21 +9,21 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    *("lazy", "errors", "torch_versions", "ops", "graph", "pattern", "match", "verify", "backends", "report", "rule"),
-    *("dead_code", "order", "sweep", "found", "plan"),
+    *("lazy", "errors", "torch_versions", "ops", "graph", "capture", "pattern", "match", "verify", "backends"),
+    *("report", "rule", "dead_code", "order", "sweep", "found", "plan"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
 
 # Files that may touch private torch, and why. Whatever else needs such a thing asks one of these files for it.
 PRIVATE_TORCH = {
     "fxrewrite/backends/": "outside compilers: Dynamo, inductor and export have no public hooks for passes",
-    "fxrewrite/graph/autocast.py": "autocast's kernels, which know what is cast, and its switches in a graph",
-    "fxrewrite/graph/functionalize.py": "schemas of operators, and how a graph switches autograd off",
+    "fxrewrite/capture/autocast.py": "autocast's kernels, which know what is cast, and its switches in a graph",
+    "fxrewrite/capture/functionalize.py": "schemas of operators, and how a graph switches autograd off",
     "fxrewrite/graph/edit.py": "fake tensors, to propagate new nodes only",
-    "fxrewrite/graph/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",
+    "fxrewrite/capture/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",
     "fxrewrite/graph/sizes.py": "symbolic sizes: sympy expressions to graph nodes",
     "fxrewrite/ops/": "where operators live, to give every spelling one key",
-    "fxrewrite/graph/vmap.py": "functorch's switches in a graph, and its batching rules",
+    "fxrewrite/capture/vmap.py": "functorch's switches in a graph, and its batching rules",
     "fxrewrite/spmd/deferred.py": "a tensor subclass without memory of its own",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/trial.py": "fake tensors, to trace one operator",
@@ -31,7 +31,7 @@ PRIVATE_TORCH = {
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
-    "rules/flex_operator.py": "flex attention as an operator: the public function takes no bodies and no tiles",
+    "rules/attention/flex_operator.py": "flex attention as an operator: the public one takes no bodies and no tiles",
 }
 STABLE = (
     "torch._dynamo.mark_dynamic",  # documented for users of torch.compile

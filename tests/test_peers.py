@@ -18,7 +18,7 @@ from fxrewrite.pattern import Literal, Maybe, maybe, where
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule, rule
-from rules.normal_forms import NORMAL_FORMS
+from rules.canonical.normal_forms import NORMAL_FORMS
 
 X = torch.linspace(-2, 2, 16, dtype=torch.float64).reshape(4, 4)
 

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fxrewrite import FxRewriteError, Literal, Pattern, RuleDefinitionError, RuleSet, rule
 from fxrewrite.pattern import trace
-from rules.activations import ACTIVATIONS
-from rules.attention import ATTENTION
-from rules.normal_forms import NORMAL_FORMS
-from rules.norms import NORMS
+from rules.attention.composite import ATTENTION
+from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.fusions.activations import ACTIVATIONS
+from rules.fusions.norms import NORMS
 
 X = torch.linspace(-2, 2, 16).reshape(4, 4)
 

@@ -20,8 +20,8 @@ from torch import fx
 from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, Cost, divides, needs, serve
 from fxrewrite import Match
 from fxrewrite.spmd import Axis, Replicated, Shard, SpmdContext, redistribute, redistribution_bytes, size_proxy
-from rules.attention_operator import attend_with, attention_rule
-from rules.mask_kinds import CAUSAL, name_mask
+from rules.attention.operator import attend_with, attention_rule
+from rules.masks.kinds import CAUSAL, name_mask
 
 __all__ = ["GATHER_KV", "causal_to_mask", "gather_keys"]
 

@@ -6,10 +6,10 @@
 `ring` serves any number of heads, with k and v as they are before they are repeated, holds one chunk of k and v where
 gather_kv holds them whole, and balances causal work. `ring_ulysses` takes P = R x U ranks as R groups of U: all-to-all
 over the heads in a group, a ring over the groups, so that P may exceed the number of heads; U is the largest divisor of
-P below P that divides the heads. A mask is taken as an expression of rows and columns (`rules.mask_reading`), is_causal
-as the comparison of their positions. Where P does not divide the length, the mask also hides the padding of the last
-chunks; where groups have an odd number of rows, halves cannot be traded, and the last group does most of causal work.
-Sinks stay with the rows of q; each row's takes its share once, after all keys came.
+P below P that divides the heads. A mask is taken as an expression of rows and columns (`rules.masks.reading`),
+is_causal as the comparison of their positions. Where P does not divide the length, the mask also hides the padding of
+the last chunks; where groups have an odd number of rows, halves cannot be traded, and the last group does most of
+causal work. Sinks stay with the rows of q; each row's takes its share once, after all keys came.
 Refuses, in these words: "q has rank 3"; "queries and keys have lengths 16 and 24"; "dropout draws in the scores";
 without sinks "the mask is added to the scores"; "5 heads are no multiple of 2 kv heads"; why a mask cannot be read; "3
 ranks cannot be split into two or more groups of two or more that share 4 heads". Then another strategy serves.
@@ -36,7 +36,7 @@ from autosp_rules.attention.strategy import (
     needs,
     serve,
 )
-from autosp_rules.costs import Sends, bytes_of, set_sends
+from autosp_rules.memory.costs import Sends, bytes_of, set_sends
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
@@ -59,11 +59,11 @@ from fxrewrite.spmd import (
     size_hint,
     size_proxy,
 )
-from rules.attention_by_rows import attention_by_rows
-from rules.attention_operator import attention_rule
-from rules.mask_expressions import parse_mask
-from rules.mask_kinds import CAUSAL, NOTHING_HIDDEN, MaskKind, kind_of, name_mask
-from rules.mask_reading import read_mask
+from rules.attention.by_rows import attention_by_rows
+from rules.attention.operator import attention_rule
+from rules.masks.expressions import parse_mask
+from rules.masks.kinds import CAUSAL, NOTHING_HIDDEN, MaskKind, kind_of, name_mask
+from rules.masks.reading import read_mask
 
 __all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ring"]
 

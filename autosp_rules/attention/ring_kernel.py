@@ -23,8 +23,8 @@ import torch
 from autosp_rules.attention.exchange import PLACE, Ring, send
 from fxrewrite.ops import communicates
 from fxrewrite.spmd import COLLECTIVES
-from rules.attention_by_rows import attention_by_rows, attention_by_rows_backward
-from rules.attention_kernels import lse_dtype, merge_blocks, sinks_backward, with_sinks
+from rules.attention.by_rows import attention_by_rows, attention_by_rows_backward
+from rules.attention.kernels import lse_dtype, merge_blocks, sinks_backward, with_sinks
 
 __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
 
@@ -73,7 +73,7 @@ def _attend(
     Args:
         q, k, v: of a rank in the ring; see the shapes of this module.
         leaves: of the mask, for all rows, columns and heads; they broadcast to [B, H, S, S].
-        mask: an expression of them, as `rules.mask_expressions` reads it; "" hides nothing. It is bool, or there are
+        mask: an expression of them, as `rules.masks.expressions` reads it; "" hides nothing. It is bool, or there are
             sinks: a row whose keys are all hidden by one finite number attends to all alike, which parts cannot tell.
         scale: of the scores.
         sinks: a score more for each row of q, [B, H / U, S / R, 1], of a key whose value is 0; it is in the logsumexp.

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosp_rules.costs import ATTENTION
+from autosp_rules.memory.costs import ATTENTION
 from fxrewrite import DeadCode, Edit, Report, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import is_same_size
-from rules.attention_kernels import lse_dtype
+from rules.attention.kernels import lse_dtype
 
 __all__ = ["SKIP_ALL_BUT_LAST"]
 

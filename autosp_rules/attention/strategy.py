@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosp_rules.costs import attention_flops, hides_later_keys
+from autosp_rules.memory.costs import attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
 from fxrewrite.ops import bind
 from fxrewrite.spmd import Axis, Size, redistribute, require_divisible, size_hint

@@ -18,9 +18,8 @@ from torch import fx
 from autosp_rules.attention.strategy import redistribution_of
 from fxrewrite import Edit, Report
 from fxrewrite.ops import mutates
-from fxrewrite.spmd import Replicated, Shard, SpmdContext, redistribute
-from rules.attention_operator import attentions
-from rules.bundles import bundle
+from fxrewrite.spmd import Replicated, Shard, SpmdContext, bundle, redistribute
+from rules.attention.operator import attentions
 
 __all__ = ["MoveTogether"]
 

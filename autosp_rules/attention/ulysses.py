@@ -4,7 +4,7 @@
 
 Propagation finds that attention needs the sequence whole and its heads do not need each other, and so moves q, k, v
 and the result between sequence and heads: k and v before they are repeated for grouped queries
-(`rules.attention_groups`), 0.625 of the bytes with 32 / 8 heads. KV heads that do not divide over the axis are repeated
+(`rules.attention.groups`), 0.625 of the bytes with 32 / 8 heads. KV heads that do not divide over the axis are repeated
 to lcm(KV, P) heads, the fewest that give each rank those that its queries read.
 What the three operands need goes in one collective (`together`), two a layer.
 Shapes: k [B, KV, S, D] -> [B, lcm(KV, P), S, D].
@@ -23,7 +23,7 @@ from torch import fx
 from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, Cost, divides, needs, serve
 from fxrewrite import Match
 from fxrewrite.spmd import Axis, Shard, SpmdContext, is_same_size, redistribution_bytes, size_hint
-from rules.attention_operator import attend_with, attention_rule
+from rules.attention.operator import attend_with, attention_rule
 
 __all__ = ["ULYSSES", "repeat_kv_heads"]
 

@@ -14,14 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from fxrewrite import RuleSet, normalize
 from fxrewrite.graph import input_name
-from fxrewrite.spmd import LocalizeShapes, Place, PropagateLayouts, Shard, contexts, param
+from fxrewrite.spmd import COLLECTIVE_RULES, REDUCTIONS, LocalizeShapes, Place, PropagateLayouts, Shard, contexts, param
 from fxrewrite.testing import fake_mesh, run_on_ranks
-from rules.biases import BIASES
-from rules.collectives import COLLECTIVE_RULES
+from rules.canonical.losses import LOSSES
+from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.fusions.biases import BIASES
 from rules.layouts import LAYOUTS
-from rules.losses import LOSSES
-from rules.normal_forms import NORMAL_FORMS
-from rules.reductions import REDUCTIONS
 
 RANKS = 4
 ROWS, COLUMNS = param("*.{q,k,v,gate,up}_proj.weight"), param("*.{o,down}_proj.weight")

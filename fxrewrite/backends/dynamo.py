@@ -16,9 +16,9 @@ from torch._dynamo.exc import InvalidBackend
 from torch._dynamo.source import EphemeralSource
 
 from fxrewrite.backends.outputs import Apply, rewrite
+from fxrewrite.capture.normalize import normalize
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.copy import copy_module
-from fxrewrite.graph.normalize import normalize
 
 __all__ = [
     "RewritingBackend",
@@ -197,7 +197,7 @@ def rewriting_backend(
         inner: a backend's name, or its function `(gm, example_inputs, **options)`; gets `mode=` and `options=` of
             `torch.compile` where they are given.
         graph: "torch" is Dynamo's graph as it is, in the functions that the model calls; "aten" its normal form, see
-            `fxrewrite.graph.normalize`. Autograd comes after both.
+            `fxrewrite.capture.normalize`. Autograd comes after both.
         context: handed to `apply`.
         on_report: called with what `apply` returned, before the inner backend starts.
 

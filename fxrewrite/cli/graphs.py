@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxrewrite.backends import capture
+from fxrewrite.capture import normalize
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.graph import normalize
 from fxrewrite.registry import find_object, raised_text
 
 __all__ = ["GraphError", "Level", "Subject", "load_graph"]

@@ -8,7 +8,6 @@ from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.graph.normalize import normalize
 from fxrewrite.graph.sizes import PLANNED_LENGTH, Size, divide_exactly, is_same_size, planned_size, product, size_hint
 from fxrewrite.graph.source import copied_meta, source_line
 from fxrewrite.graph.text import graph_text
@@ -32,7 +31,6 @@ __all__ = [
     "input_name",
     "is_same_size",
     "nodes_of",
-    "normalize",
     "planned_size",
     "product",
     "size_hint",

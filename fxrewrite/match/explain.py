@@ -44,7 +44,7 @@ class Miss:
         instead = self.failure.instead
         if self.reason is Reason.OPERATOR and instead is not None:
             if ops.is_view(instead) or ops.key(instead) in _CASTS:
-                return f"allow %{instead.name} with maybe() or chain(), or run rules.normal_forms first"
+                return f"allow %{instead.name} with maybe() or chain(), or run rules.canonical.normal_forms first"
             return ""
         if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
             return "the graph was traced without values; torch.compile, torch.export and make_fx leave them on it"

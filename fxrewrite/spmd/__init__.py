@@ -21,7 +21,10 @@ from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parame
 from fxrewrite.spmd.gradients import scale_gradients, sum_gradients
 from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, fix_rank, global_ranks
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
-from fxrewrite.spmd.localize import LocalizeShapes
+from fxrewrite.spmd.lower.bundles import BUNDLE_RULES, bundle
+from fxrewrite.spmd.lower.collectives import COLLECTIVE_RULES, moves, redistribution, take_chunk
+from fxrewrite.spmd.lower.localize import LocalizeShapes
+from fxrewrite.spmd.lower.means import REDUCTIONS
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.place import HELD, Place, inputs, module_input, module_output, outputs, param
 from fxrewrite.spmd.price import collective_bytes, redistribution_bytes
@@ -37,10 +40,13 @@ from fxrewrite.spmd.trial import LayoutTrial, free_dims, try_layout, try_layouts
 from fxrewrite.spmd.virtual import declare_virtual
 
 __all__ = [
+    "BUNDLE_RULES",
     "COLLECTIVES",
+    "COLLECTIVE_RULES",
     "GLOBAL_SHAPE",
     "HELD",
     "PLACEMENT",
+    "REDUCTIONS",
     "Axis",
     "BackgroundComparison",
     "Call",
@@ -71,6 +77,7 @@ __all__ = [
     "attention_operations",
     "axis_of",
     "axis_rank",
+    "bundle",
     "collective_bytes",
     "compare",
     "contexts",
@@ -97,6 +104,7 @@ __all__ = [
     "local_shape",
     "module_input",
     "module_output",
+    "moves",
     "num_entries",
     "outputs",
     "param",
@@ -106,6 +114,7 @@ __all__ = [
     "product",
     "rank_node",
     "redistribute",
+    "redistribution",
     "redistribution_bytes",
     "registered_layouts",
     "require_divisible",
@@ -114,6 +123,7 @@ __all__ = [
     "size_nodes",
     "size_proxy",
     "sum_gradients",
+    "take_chunk",
     "try_layout",
     "try_layouts",
     "view_map",

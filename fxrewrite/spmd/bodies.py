@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from fxrewrite.capture.custom_backward import CustomFunction, custom_function
 from fxrewrite.errors import RefusedError
-from fxrewrite.graph.custom_backward import CustomFunction, custom_function
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear, is_linear_in
 from fxrewrite.graph.source import source_line

@@ -101,5 +101,5 @@ def check_lowered(edit: Edit) -> None:
             refuse(
                 f"{key(node)}{moved} is left in a graph whose shapes are local",
                 node=node,
-                hint="the plan needs a rule that lowers it, such as those of rules.collectives, after shapes are local",
+                hint="the plan needs a rule that lowers it, such as COLLECTIVE_RULES, after shapes are local",
             )

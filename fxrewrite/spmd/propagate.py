@@ -20,9 +20,9 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from fxrewrite.capture.custom_backward import custom_function
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
-from fxrewrite.graph.custom_backward import custom_function
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_read_from_data, require_divisible, size_hint
 from fxrewrite.graph.source import source_line

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxrewrite.graph.custom_backward import CustomFunction
+from fxrewrite.capture.custom_backward import CustomFunction
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear
 from fxrewrite.spmd.facts import PLACEMENT, layout_of

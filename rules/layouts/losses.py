@@ -1,4 +1,4 @@
-"""Losses: a sum over tokens is a partial sum; a mean must first become a sum over a global count (`rules.losses`)."""
+"""Losses: a sum over tokens is a partial sum; a mean is a sum by a global count first, by `rules.canonical.losses`."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.terms import aligned, broadcast_shape, index_map, indices, names_of

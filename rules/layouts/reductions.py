@@ -1,7 +1,7 @@
 """Reductions, and operators that run along a dimension.
 
-A sum over a sharded dimension is a partial sum. A mean is a sum over a global count (`rules.reductions` writes it so).
-Softmax, maxima, sorts and scans need their dimension whole.
+A sum over a sharded dimension is a partial sum. A mean is a sum over a global count (`fxrewrite.spmd.lower` writes it
+so). Softmax, maxima, sorts and scans need their dimension whole.
 """
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms

@@ -13,7 +13,7 @@ from torch import fx
 
 from autosp_rules import AutoSPConfig, AutoSPReport
 from autosp_rules.config import AttentionOption
-from autosp_rules.costs import ATTENTION
+from autosp_rules.memory.costs import ATTENTION
 from autosp_rules.transform import transform
 from fxrewrite.ops import key
 from fxrewrite.spmd import axis_of

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autosp_rules.cli import main
-from autosp_rules.train import StepRow
+from autosp_rules.demo.train import StepRow
 
 LLAMA = [
     *("--model", "llama", "--seq-len", "32", "--batch", "2"),
@@ -53,7 +53,7 @@ def test_runs_that_differ_end_with_status_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, wrong = StepRow(1, 5.0, 5.0, 0.0, 1e-6, "a.weight"), StepRow(2, 5.0, 5.1, 0.02, 0.3, "b.weight")
-    monkeypatch.setattr("autosp_rules.launch.launch", lambda *_, **__: ([right, wrong], "the report"))
+    monkeypatch.setattr("autosp_rules.demo.launch.launch", lambda *_, **__: ([right, wrong], "the report"))
     assert main(["train", *LLAMA]) == 1
     out = capsys.readouterr().out
     assert "NOT EQUAL over 2 steps" in out

@@ -15,15 +15,15 @@ from autosp_rules.transform import transform
 from fxrewrite import RuleSet
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh
-from rules.attention_by_rows import ATTENTION_BY_ROWS, BY_ROWS
-from rules.attention_flex import MaskKernel, flex_rules
-from rules.flex_operator import FLEX_ATTENTION
+from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
+from rules.attention.flex import MaskKernel, flex_rules
+from rules.attention.flex_operator import FLEX_ATTENTION
 from tests.autosp.attention_layer import IDS, Layer, OneDevice
 from tests.autosp.models import batch, build
 from tests.autosp.one_device import assert_equal_to_one_device, captured
 from tests.autosp.partition import Partition
 from tests.autosp.test_masks import MASKS_OF, Mask, attend_with_sinks, kinds
-from tests.rules.test_attention_flex import ON_CUDA, on_cuda
+from tests.rules.attention.test_flex import ON_CUDA, on_cuda
 
 HOLDS = "mask_kernel: flex attention is a kernel in inner='inductor' on CUDA; here it may hold all scores"
 RUNS: dict[str, tuple[int, AttentionOption, int, bool]] = {

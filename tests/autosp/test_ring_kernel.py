@@ -13,7 +13,7 @@ from autosp_rules.attention.ring_kernel import ring_attention
 from fxrewrite.ops import bodies_of_communicating
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh
-from rules import attention_by_rows as by_rows
+from rules.attention import by_rows
 
 HEADS, ROWS, DEPTH, RANKS = 2, 64, 4, 2
 

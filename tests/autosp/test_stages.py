@@ -13,7 +13,8 @@ from torch import fx
 from autosp_rules import RULES
 from autosp_rules.rule_set import rule_set
 from fxrewrite.backends import capture
-from fxrewrite.graph import graph_text, normalize
+from fxrewrite.capture import normalize
+from fxrewrite.graph import graph_text
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext
 from fxrewrite.testing import recorded
 

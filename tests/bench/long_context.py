@@ -41,7 +41,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from autosp_rules.launch import RankError, launch
+from autosp_rules.demo.launch import RankError, launch
 from fxrewrite.testing import fake_mesh
 from tests.bench.turns import Turns, run_in_turns
 from tests.bench.ways import WAYS, Step, is_installed, llama

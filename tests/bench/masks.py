@@ -21,11 +21,11 @@ import transformers
 from torch import fx
 
 from fxrewrite import DeadCode, RuleSet
-from fxrewrite.graph import normalize
-from rules.attention_by_rows import BY_ROWS
-from rules.attention_operator import RAISE_ATTENTION
-from rules.masks import MASKS
-from rules.normal_forms import NORMAL_FORMS
+from fxrewrite.capture import normalize
+from rules.attention.by_rows import BY_ROWS
+from rules.attention.operator import RAISE_ATTENTION
+from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.masks.dense import MASKS
 
 KINDS = ("causal and padding", "window of 1,024", "documents of 2,048")
 WAYS = {"dense": (NORMAL_FORMS,), "by rows": (NORMAL_FORMS, MASKS, RAISE_ATTENTION, BY_ROWS)}

@@ -78,7 +78,7 @@ def _partition(
     gm: fx.GraphModule, inputs: list[Any], options: dict[str, Any], ranks: int
 ) -> tuple[Partition, AutoSPReport]:
     # "auto" is shown as on a device that has no memory to spare
-    with fake_mesh((ranks,), ("sp",)) as mesh, patch("autosp_rules.checkpoint._memory_of", lambda device: 0):
+    with fake_mesh((ranks,), ("sp",)) as mesh, patch("autosp_rules.memory.checkpoint._memory_of", lambda device: 0):
         program, report = transform(gm, AutoSPConfig(loss_tile=2**22, **options), axis_of(mesh, "sp"))
         return Partition(program, inputs), report
 

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit
-from fxrewrite.graph import PLANNED_LENGTH, divide_exactly, is_same_size, normalize, planned_size, product
+from fxrewrite.capture import normalize
+from fxrewrite.graph import PLANNED_LENGTH, divide_exactly, is_same_size, planned_size, product
 from fxrewrite.graph.sizes import SizeNodes, require_divisible, size_hint
 
 

@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from fxrewrite import RefusedError, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
+    COLLECTIVE_RULES,
+    REDUCTIONS,
     Call,
     Layout,
     LayoutRule,
@@ -35,10 +37,8 @@ from fxrewrite.spmd import (
 )
 from fxrewrite.spmd.trial import index_map_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
-from rules.collectives import COLLECTIVE_RULES
+from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.layouts import LAYOUTS
-from rules.normal_forms import NORMAL_FORMS
-from rules.reductions import REDUCTIONS
 from tests.rules.layouts import attention, convolutions, pointwise, products, reductions, shapes
 from tests.rules.layouts.case import Case, Cases, f, i
 from tests.versions import NO_DERIVATIVE

@@ -11,12 +11,12 @@ import transformers
 from torch import fx, nn
 
 from fxrewrite import Report, normalize
-from rules.activations import ACTIVATIONS
-from rules.linears import LINEARS
-from rules.normal_forms import NORMAL_FORMS
-from rules.norms import NORMS
-from rules.rotary import ROTARY
-from rules.swiglu import SWIGLU
+from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.fusions.activations import ACTIVATIONS
+from rules.fusions.linears import LINEARS
+from rules.fusions.norms import NORMS
+from rules.fusions.rotary import ROTARY
+from rules.fusions.swiglu import SWIGLU
 
 VOCAB, LENGTH = 61, 8
 PLAN = NORMAL_FORMS.fixpoint() >> ACTIVATIONS >> NORMS >> ROTARY >> LINEARS >> SWIGLU

@@ -19,8 +19,8 @@ from fxrewrite import Edit, Pattern, Rule, RuleSet
 from fxrewrite.registry import registered
 from fxrewrite.spmd import Axis, SpmdContext
 from fxrewrite.verify import verify_rewrite
-from rules.attention_groups import repeat_heads
-from rules.attention_operator import attentions
+from rules.attention.groups import repeat_heads
+from rules.attention.operator import attentions
 
 ON_RANKS = "it lowers to what ranks tell each other"
 WITH_LAYOUT = "it reads a layout that propagation found"

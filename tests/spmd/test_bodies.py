@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from autosp_rules import AutoSPConfig, AutoSPError
 from autosp_rules.transform import transform
-from fxrewrite.graph.custom_backward import custom_function
+from fxrewrite.capture.custom_backward import custom_function
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.one_device import captured

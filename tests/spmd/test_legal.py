@@ -13,6 +13,7 @@ from fxrewrite import FxRewriteError, Match, Pattern, RefusedError, Rule, RuleDe
 from fxrewrite.backends import normalized
 from fxrewrite.graph import graph_text, input_name
 from fxrewrite.spmd import (
+    COLLECTIVE_RULES,
     Axis,
     Layout,
     LocalizeShapes,
@@ -27,12 +28,13 @@ from fxrewrite.spmd import (
     inputs,
     module_input,
     module_output,
+    moves,
     outputs,
     param,
     redistribute,
+    redistribution,
 )
 from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
-from rules.collectives import COLLECTIVE_RULES, moves, redistribution
 from rules.layouts import LAYOUTS
 from tests.autosp.one_device import captured
 

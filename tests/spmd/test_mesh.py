@@ -17,15 +17,24 @@ from fxrewrite import Plan, RuleSet
 from fxrewrite.backends import normalized
 from fxrewrite.graph import input_name
 from fxrewrite.ops import key
-from fxrewrite.spmd import Layout, LocalizeShapes, Place, PropagateLayouts, Shard, contexts, inputs, param
+from fxrewrite.spmd import (
+    COLLECTIVE_RULES,
+    REDUCTIONS,
+    Layout,
+    LocalizeShapes,
+    Place,
+    PropagateLayouts,
+    Shard,
+    contexts,
+    inputs,
+    param,
+)
 from fxrewrite.testing import fake_mesh, run_on_ranks
-from rules.attention import ATTENTION_UNBIASED
-from rules.biases import BIASES
-from rules.collectives import COLLECTIVE_RULES
+from rules.attention.composite import ATTENTION_UNBIASED
+from rules.canonical.losses import LOSSES
+from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.fusions.biases import BIASES
 from rules.layouts import LAYOUTS
-from rules.losses import LOSSES
-from rules.normal_forms import NORMAL_FORMS
-from rules.reductions import REDUCTIONS
 from tests.autosp.models import build
 from tests.autosp.one_device import captured
 

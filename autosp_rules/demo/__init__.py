@@ -1,0 +1,1 @@
+"""The training job of `autosp demo` and `autosp train`: its configuration, its steps, its processes."""

@@ -1,0 +1,1 @@
+"""What a layer keeps for backward and what it computes again: costs, tags, tiles, offload, logits."""

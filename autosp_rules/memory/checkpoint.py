@@ -1,0 +1,334 @@
+"""Activation checkpointing as tags: what a layer keeps for its backward pass, by what it costs to compute again.
+
+A layer is what runs under one entry of a list of modules. Its nodes get the tags that AOTAutograd carries into the
+joint graph and its partitioner obeys: `recompute` on what is computed again, `MUST_SAVE` on what is not, one
+`ac_graph_id` a layer. So it works in every backend on AOTAutograd; one without, such as "eager", reads no tags.
+
+    "none"       no tags, and no line in the report: the partitioner decides
+    "attention"  kept: the layer's input, attention's result and its log-sum-exp
+    "full"       kept: the layer's input; attention runs twice
+    n bytes      what costs most to compute again, per byte, as long as it fits into n bytes of all layers together
+    "auto"       nothing is computed again where all fits into a quarter of the device's memory; else "attention", and
+                 so many of the most expensive values that what is computed again takes at most 8 % of a step
+
+What is computed again may have been sent: an all-to-all in front of attention is then sent again, as the report says.
+What draws random numbers or has effects never runs twice. A layer that checkpoints by itself, or in part, keeps its
+own choice, and all others are decided. A program for any length is decided for a long one.
+Numerics: exact. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174); Korthikanti et
+al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+import torch
+from pydantic import Field
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from autosp_rules.memory.costs import (
+    ATTENTION,
+    bytes_of,
+    bytes_sent,
+    computed_again,
+    cost_of,
+    flops_of,
+    is_received,
+    kept_bytes,
+    planned_for,
+    read_in_backward,
+)
+from fxrewrite import Edit, Report
+from fxrewrite.ops import is_pure, is_random, key
+from fxrewrite.spmd import COLLECTIVES
+
+__all__ = ["CheckpointOption", "TagCheckpoints", "checkpoint_text", "is_recomputed"]
+
+CheckpointOption: TypeAlias = Literal["auto", "none", "attention", "full"] | Annotated[int, Field(ge=0, strict=True)]
+
+_OVERHEAD = 0.08
+"""Of a step's operations, how many "auto" may add."""
+_MEMORY_SHARE = 0.25
+"""Of the device's memory, how much activations may take before "auto" recomputes any."""
+_STEP = 3.0
+"""A step's operations in forward passes: the backward pass is two of them."""
+_ITEM = "operator.getitem"
+_ENTRY = re.compile(r"^.*?(?:\.|\[')\d+(?=\.|'\]|$)")
+"""The path of a module up to the first entry of a list, as in `L['self'].model.layers.0`."""
+
+
+def is_recomputed(node: fx.Node) -> bool:
+    """Whether the node's tag says that the backward pass computes it again."""
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def checkpoint_text(program: fx.GraphModule) -> str:
+    """What ranks must tag alike, as what one of them sends again all of them do; empty if nothing is tagged."""
+    again = " ".join(node.name for node in program.graph.nodes if is_recomputed(node))
+    return f"recomputed {hashlib.sha256(again.encode()).hexdigest()[:16]}\n" if again else ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A value that a layer could keep: what that saves, given those chosen before it, and takes."""
+
+    node: fx.Node
+    cost: float
+    num_bytes: int
+
+    @property
+    def worth(self) -> float:
+        return self.cost / max(self.num_bytes, 1)
+
+
+@dataclass(slots=True, eq=False)
+class _Layer:
+    """The nodes of a layer that may run twice, in order, and those of them that are kept."""
+
+    nodes: list[fx.Node]
+    kept: set[fx.Node] = field(default_factory=set[fx.Node])
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """What is read outside the layer."""
+        inside = set(self.nodes)
+        return [node for node in self.nodes if any(user not in inside for user in node.users)]
+
+    @property
+    def input_bytes(self) -> int:
+        """The size of the hidden states, which one layer hands to the next."""
+        return max((bytes_of(node) for node in self.results), default=0)
+
+    def again(self, kept: set[fx.Node]) -> set[fx.Node]:
+        """What the backward pass computes again when it finds no more than `kept`."""
+        inside = set(self.nodes)
+        return computed_again(self.nodes, lambda node: node in kept or node not in inside)
+
+    def cost(self, kept: set[fx.Node]) -> float:
+        return sum(map(cost_of, self.again(kept)))
+
+    def kept_bytes(self) -> int:
+        return sum(kept_bytes(node) for node in self.kept if key(node) != _ITEM)
+
+    def signature(self) -> object:
+        """Equal for layers that compute the same on values of the same sizes and keep the same."""
+        at = {node: index for index, node in enumerate(self.nodes)}
+        return tuple(
+            (key(n), bytes_of(n), n in self.kept, tuple(at.get(read, -1) for read in n.all_input_nodes))
+            for n in self.nodes
+        )
+
+    def read_bytes(self) -> int:
+        """Bytes that the backward pass reads of the layer: what is kept when nothing is computed again."""
+        inside = set(self.nodes)
+        read = read_in_backward(self.nodes)
+        return sum(kept_bytes(node) for node in (read & inside) | set(self.results))
+
+
+class TagCheckpoints:
+    """The step that tags every layer as `option` says, and reports what that keeps, computes and sends again."""
+
+    name = "checkpoint"
+
+    def __init__(self, option: CheckpointOption = "auto") -> None:
+        self.option: CheckpointOption = option
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        if self.option == "none":
+            return 0
+        nodes = edit.nodes()
+        layers, num_own = _layers(nodes)
+        if not layers:
+            report.lines.append(f"checkpoint={self.option!r}: {_why_no_layer(nodes)}")
+            return 0
+        line, tagged = self._chosen(nodes, layers)
+        own = f"; {num_own} x a layer that checkpoints by itself, and its own choice stands" if num_own else ""
+        report.lines.append(f"checkpoint={self.option!r}{planned_for(nodes)}: {line}{own}")
+        return _tag(edit, nodes, tagged)
+
+    def text(self) -> str:
+        return f"layers keep and recompute by tags: {self.option}"
+
+    def _chosen(self, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> tuple[str, Sequence[_Layer]]:
+        """The line of the report, and the layers of which something is computed again, with what they keep."""
+        if self.option == "auto" and _fits(nodes, layers):
+            return "nothing is recomputed: what the layers keep takes less than a quarter of the device's memory", []
+        for layer in layers:
+            layer.kept = set(layer.results)
+            if self.option in ("auto", "attention"):
+                layer.kept |= {node for node in layer.nodes if _is_attention(node)}
+        step = _STEP * sum(map(flops_of, nodes))
+        if self.option == "auto":
+            _keep_until_cheap(layers, _OVERHEAD * step)
+        elif isinstance(self.option, int):
+            _keep_what_fits(layers, self.option)
+        return _described(self.option, layers, step), layers
+
+
+def _why_no_layer(nodes: Sequence[fx.Node]) -> str:
+    if any(map(is_recomputed, nodes)):
+        return "the model checkpoints by itself, and its own choice stands"
+    return "no layer found, nothing is tagged: a layer is an entry of a list of modules"
+
+
+def _layers(nodes: Sequence[fx.Node]) -> tuple[list[_Layer], int]:
+    """Runs of nodes under one entry of a list of modules, and how many others have tags of their own.
+
+    A node that no module owns belongs to who reads it.
+    """
+    owners: dict[fx.Node, str] = {}
+    for node in reversed(nodes):
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            entry = _ENTRY.match(str(list(stack.values())[-1][0]))
+            owners[node] = entry[0] if entry else ""
+        else:
+            readers = {owners.get(user, "") for user in node.users}
+            owners[node] = readers.pop() if len(readers) == 1 else ""
+    own = {owners[node] for node in nodes if is_recomputed(node)} - {""}
+    found: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        if owners[node] and owners[node] not in own and _may_run_twice(node):
+            found.setdefault(owners[node], []).append(node)
+    return [_Layer(group) for group in found.values() if any(map(cost_of, group))], len(own)
+
+
+def _may_run_twice(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (tuple, list)) else (value,)
+    return (
+        node.op == "call_function"
+        and bool(tensors)
+        and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+        and "recompute" not in node.meta
+        and (is_pure(node) or node.target in COLLECTIVES.values())
+        and not is_random(node)
+    )
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return key(node.all_input_nodes[0] if key(node) == _ITEM else node) in ATTENTION
+
+
+def _fits(nodes: Sequence[fx.Node], layers: Iterable[_Layer]) -> bool:
+    device = next(node.meta["val"].device for layer in layers for node in layer.results)
+    return sum(layer.read_bytes() for layer in layers) <= _MEMORY_SHARE * _memory_of(device)
+
+
+def _memory_of(device: torch.device) -> int:
+    """Bytes of memory of the device, or of this machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _choices(layer: _Layer) -> list[_Choice]:
+    """What the layer could keep besides, each time what saves most for a byte."""
+    kept, found = set(layer.kept), list[_Choice]()
+    cost = layer.cost(kept)
+    while cost > 0:
+        options = [n for n in layer.nodes if n in layer.again(kept) and (flops_of(n) or is_received(n))]
+        made = [_Choice(node, cost - layer.cost(kept | _parts(node)), kept_bytes(node)) for node in options]
+        best = max(made, key=lambda choice: choice.worth, default=None)
+        if best is None or best.cost <= 0:
+            break
+        found.append(best)
+        kept |= _parts(best.node)
+        cost -= best.cost
+    return found
+
+
+def _all_choices(layers: Sequence[_Layer]) -> list[tuple[_Layer, _Choice]]:
+    """The choices of all layers, what is worth most first; layers that are alike are looked at once."""
+    known: dict[object, list[tuple[int, _Choice]]] = {}
+    found: list[tuple[_Layer, _Choice]] = []
+    for layer in layers:
+        alike = layer.signature()
+        if alike not in known:
+            at = {node: index for index, node in enumerate(layer.nodes)}
+            known[alike] = [(at[choice.node], choice) for choice in _choices(layer)]
+        found += [(layer, replace(choice, node=layer.nodes[index])) for index, choice in known[alike]]
+    return sorted(found, key=lambda pair: -pair[1].worth)
+
+
+def _keep_until_cheap(layers: Sequence[_Layer], allowed: float) -> None:
+    """Afterwards what is computed again costs no more than `allowed`, if keeping values can bring it there."""
+    left = sum(layer.cost(layer.kept) for layer in layers) - allowed
+    for layer, choice in _all_choices(layers):
+        if left <= 0:
+            break
+        layer.kept |= _parts(choice.node)
+        left -= choice.cost
+
+
+def _keep_what_fits(layers: Sequence[_Layer], budget: int) -> None:
+    """Afterwards the layers keep values of at most `budget` bytes besides their inputs, which are kept in any case."""
+    left = budget - sum(layer.kept_bytes() for layer in layers)
+    for layer, choice in _all_choices(layers):
+        if choice.num_bytes <= left:
+            layer.kept |= _parts(choice.node)
+            left -= choice.num_bytes
+
+
+def _parts(node: fx.Node) -> set[fx.Node]:
+    """A value, or the values that a node returns together."""
+    return {node, *(user for user in node.users if key(user) == _ITEM)}
+
+
+def _described(option: CheckpointOption, layers: Sequence[_Layer], step: float) -> str:
+    kept = sum(layer.kept_bytes() for layer in layers)
+    everything = sum(layer.read_bytes() for layer in layers)
+    hidden = sum(layer.input_bytes for layer in layers)
+    again = [node for layer in layers for node in layer.again(layer.kept)]
+    sent = [sent for sent in map(bytes_sent, again) if sent]
+    what = Counter(key(node).partition("::")[2] for node in again if flops_of(node))
+    lines = [
+        f"{len(layers)} layers keep {kept // len(layers):,} bytes each, {kept / hidden:.2f} hidden sizes per token "
+        f"where all is {everything / hidden:.2f}",
+        f"recomputed are {', '.join(f'{count} x {name}' for name, count in what.items()) or 'cheap values'}: "
+        f"{sum(map(flops_of, again)) / max(step, 1.0):.1%} of the step's operations",
+        f"sent again are {len(sent)} values of {sum(sent):,} bytes" if sent else "nothing is sent again",
+    ]
+    if isinstance(option, int) and kept > option:
+        lines.append(f"the inputs of the layers alone take {kept:,} bytes, more than the budget")
+    return "; ".join(lines)
+
+
+def _tag(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> int:
+    tagged = 0
+    numbers = _numbered(edit, nodes, layers)
+    for layer in layers:
+        again = layer.again(layer.kept)
+        for node in layer.nodes:
+            if node in layer.kept:
+                policy = CheckpointPolicy.MUST_SAVE
+            elif node in again or not (cost_of(node) or is_received(node)):
+                policy = CheckpointPolicy.PREFER_RECOMPUTE
+            else:
+                continue  # nobody reads it in the backward pass: neither kept nor computed again
+            edit.set_meta(node, "recompute", policy)
+            edit.set_meta(node, "ac_graph_id", numbers[layer])
+            tagged += 1
+    return tagged
+
+
+def _numbered(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> dict[object, int]:
+    """Numbers of the layers, in the order in which they run; the model's own regions get theirs among them.
+
+    The partitioner keeps what a region reads of one with a lower number.
+    """
+    regions: dict[fx.Node, object] = {node: layer for layer in layers for node in layer.nodes}
+    regions |= {node: node.meta["ac_graph_id"] for node in nodes if "ac_graph_id" in node.meta}
+    numbers = {region: number for number, region in enumerate(dict.fromkeys(regions[n] for n in nodes if n in regions))}
+    for part in edit.parts() if layers else ():
+        for node in part.nodes():
+            if "ac_graph_id" in node.meta:
+                part.set_meta(node, "ac_graph_id", numbers[node.meta["ac_graph_id"]])
+    return numbers

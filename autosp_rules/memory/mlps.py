@@ -1,0 +1,139 @@
+"""Which MLPs are computed a tile of rows at a time, by `rules.tiling.mlp`.
+
+    None       none
+    n bytes    those whose inner linears compute more than n bytes; what layers keep is chosen after that
+    "auto"     those of which it costs nothing and is worth it, in tiles of 128 MiB: the backward pass computes the
+               inside again in any case (`checkpoint`), and reads more of it than of all else in the layer
+
+What is held inside is what the backward pass reads of it.
+Numerics: reassociates, as the rule. Source: Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996 (TiledMLP).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
+from torch import fx
+
+from autosp_rules.memory.checkpoint import is_recomputed
+from autosp_rules.memory.costs import (
+    base_of,
+    bytes_of,
+    computed_again,
+    flops_of,
+    kept_bytes,
+    planned_for,
+    read_in_backward,
+)
+from fxrewrite import Edit, Report, RuleSet, where
+from fxrewrite.graph import Fact, planned_size, source_line
+from fxrewrite.ops import bind, key
+from rules.tiling.mlp import Mlp, mlp_of, tiled_mlp_rules
+from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile
+
+__all__ = ["MlpTileOption", "tile_mlps"]
+
+MlpTileOption: TypeAlias = Literal["auto"] | Annotated[int, Field(gt=0, strict=True)] | None
+
+_CHOSEN = Fact[bool]("in tiles")
+
+
+@where.predicate("root", text="is_chosen")
+def _is_chosen(root: fx.Node) -> bool | str:
+    return _CHOSEN.of(root) or "it costs more than it saves"
+
+
+def tile_mlps(option: Literal["auto"] | int) -> RuleSet:
+    """The MLPs that `AutoSPConfig.mlp_tile` means, in tiles; "auto" reads the tags of `TagCheckpoints`."""
+    choice = ChooseMlps(option)
+    return RuleSet("tile_mlps", choice, tiled_mlp_rules(choice.tile_bytes, _is_chosen))
+
+
+class ChooseMlps:
+    """The step that marks the last linears of MLPs to compute in tiles, and reports what these hold then."""
+
+    name = "choose_mlps"
+
+    def __init__(self, option: Literal["auto"] | int) -> None:
+        self.option = option
+        self.tile_bytes = TILE_BYTES if isinstance(option, str) else option
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        nodes = edit.nodes()
+        found = {node: mlp_of(node) for node in nodes if flops_of(node)}
+        large = {node: mlp for node, mlp in found.items() if isinstance(mlp, Mlp) and self._is_large(mlp)}
+        held, lines = _Held(nodes), Counter[str]()
+        for node, mlp in large.items():
+            why_whole = held.why_whole(node, mlp) if self.option == "auto" else ""
+            edit.set_fact(node, _CHOSEN, not why_whole)
+            lines[why_whole or self._saving(mlp, held.inside(mlp))] += 1
+        option = f"mlp_tile={self.option!r}{planned_for(large)}"
+        report.lines += [f"{option}: {count} x {line}" for line, count in lines.items()]
+        if not large and self.option != "auto":
+            report.lines.append(f"mlp_tile={self.option}: no MLP is computed in tiles{_why_none(found)}")
+        return 0
+
+    def text(self) -> str:
+        return f"which MLPs are computed in tiles: {self.option}"
+
+    def _is_large(self, mlp: Mlp) -> bool:
+        return is_more_than_a_tile(mlp.num_rows, mlp.rows_of_tile(self.tile_bytes))
+
+    def _saving(self, mlp: Mlp, inside: int) -> str:
+        num_rows = planned_size(mlp.num_rows)
+        rows = min(num_rows, mlp.rows_of_tile(self.tile_bytes))
+        return (
+            f"an MLP in tiles of {rows:,} rows: {inside * rows // num_rows:,} bytes are held inside, "
+            f"not {inside:,} of all {num_rows:,} rows"
+        )
+
+
+class _Held:
+    """What backward passes read, in bytes: of the inside of an MLP, and of all else in its layer."""
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self._again = computed_again(nodes, _is_kept)
+        self._read = read_in_backward(nodes)
+        self._of_layers = Counter[Any]()
+        for node in self._read:
+            self._of_layers[node.meta.get("ac_graph_id")] += kept_bytes(node)
+
+    def inside(self, mlp: Mlp) -> int:
+        return sum(kept_bytes(node) for node in mlp.inside if node in self._read)
+
+    def why_whole(self, last: fx.Node, mlp: Mlp) -> str:
+        """Why tiles would cost operations, or save nothing; empty where they pay."""
+        inner = [node for node in mlp.inside if flops_of(node)]
+        if not self._again.issuperset(inner):
+            return "an MLP whole: the backward pass does not compute its inside again, and tiles would"
+        if last in self._again:
+            return "an MLP whole: the backward pass computes its result again too, and tiles the inside once more"
+        inside = self.inside(mlp)
+        rest = self._of_layers[inner[0].meta.get("ac_graph_id")] - inside
+        if inside <= rest:
+            return f"an MLP whole: {inside:,} bytes are held inside, and {rest:,} bytes of the rest of its layer"
+        return ""
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """Whether the backward pass finds the value: untagged, or what a later layer that is computed again reads."""
+    made = base_of(node)
+    layer = made.meta.get("ac_graph_id", 0)
+    later = (is_recomputed(user) and user.meta.get("ac_graph_id", 0) > layer for user in made.users)
+    return not is_recomputed(made) or any(later)
+
+
+def _why_none(found: Mapping[fx.Node, Mlp | str]) -> str:
+    """Why the linear that reads most, which stands at the end of an MLP, is not the end of one with tiles."""
+    linears = {node: bind(node) for node in found if key(node) in ("aten::linear", "aten::addmm")}
+    read = {node: bytes_of(given["input" if "input" in given else "mat1"]) for node, given in linears.items()}
+    last = max(read, key=lambda node: read[node], default=None)
+    if last is None:
+        return ": there is no linear"
+    why = found[last]
+    return f": the largest, at %{last.name} {source_line(last)}: " + (
+        why if isinstance(why, str) else "it fits into a tile"
+    )

@@ -1,0 +1,214 @@
+"""A custom `torch.autograd.Function` in the normal graph: one node with two bodies in ATen, so its own backward stays.
+
+Dynamo calls `autograd_function_apply(fwd_body, bwd_body, *operands)`, where
+
+    fwd_body(*operands)                  -> (results, saved values)
+    bwd_body(*gradients, *saved values)  -> one gradient for each operand, None for what has none
+
+and autograd calls the second body where it would otherwise differentiate the first. Source: PyTorch,
+torch/_functorch/autograd_function.py (`AutogradFunctionApply`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, track_tensor_tree
+from torch.utils import _pytree as pytree
+
+from fxrewrite import ops
+from fxrewrite.capture.autocast import ENTER, EXIT, without_autocast
+from fxrewrite.errors import refuse
+from fxrewrite.graph.bodies import nodes_of
+from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.source import CHECKPOINT_TAGS
+
+__all__ = ["APPLY", "CustomFunction", "NormalBodies", "custom_function"]
+
+APPLY = torch.ops.higher_order.autograd_function_apply
+_OPTIONS = {"non_differentiable_idx", "saved_for_backward_idx", "dirty_idx"}
+Normalize = Callable[[fx.GraphModule], fx.GraphModule]
+
+
+@dataclass(frozen=True, slots=True)
+class CustomFunction:
+    """One call of a custom function: its bodies and what goes into and comes out of them."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    operands: tuple[Any, ...]
+    """What it is called with: nodes, and plain values."""
+    non_differentiable: frozenset[int]
+    """Positions of the results that have no gradient."""
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The forward body's inputs, one for each operand."""
+        return self.forward.graph.find_nodes(op="placeholder")
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the forward body gives to the graph: its nodes, and plain values."""
+        return tuple(_given(self.forward)[0])
+
+    @property
+    def saved(self) -> tuple[Any, ...]:
+        """What the forward body gives to the backward body: its nodes, and plain values."""
+        return tuple(_given(self.forward)[1])
+
+    @property
+    def incoming(self) -> list[fx.Node]:
+        """The backward body's inputs that are gradients, one for each result."""
+        return self.backward.graph.find_nodes(op="placeholder")[: len(self.results)]
+
+    @property
+    def restored(self) -> list[fx.Node]:
+        """The backward body's inputs that were saved, one for each saved value."""
+        return self.backward.graph.find_nodes(op="placeholder")[len(self.results) :]
+
+    @property
+    def outgoing(self) -> tuple[Any, ...]:
+        """The gradients that the backward body gives, one for each operand; None where it has none."""
+        return tuple(_given(self.backward))
+
+
+def custom_function(node: fx.Node) -> CustomFunction | None:
+    """The custom function that `node` calls, None where it calls something else."""
+    if node.target is not APPLY:
+        return None
+    forward, backward, *operands = node.args
+    indices: Any = node.kwargs.get("non_differentiable_idx", ())
+    return CustomFunction(_body(node, forward), _body(node, backward), tuple(operands), frozenset(indices))
+
+
+def _given(body: fx.GraphModule) -> Any:
+    return body.graph.output_node().args[0]
+
+
+def _body(node: fx.Node, argument: Any) -> fx.GraphModule:
+    owner = node.graph.owning_module
+    assert owner is not None, f"the graph of %{node.name} belongs to no module"
+    body = owner.get_submodule(str(argument.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class NormalBodies:
+    """The bodies of custom functions in ATen, by the bodies that Dynamo traced; others are ATen already."""
+
+    by_body: Mapping[fx.GraphModule, fx.GraphModule] = field(default_factory=dict[fx.GraphModule, fx.GraphModule])
+
+    @staticmethod
+    def of(gm: fx.GraphModule, normalize: Normalize) -> NormalBodies:
+        """Those of all custom functions that Dynamo's graph, and the bodies in it, call."""
+        found: dict[fx.GraphModule, fx.GraphModule] = {}
+        for node in nodes_of(gm):
+            function = custom_function(node)
+            if function is not None and function.forward not in found:
+                _refuse_unknown_convention(node, function)
+                forward, backward = _detached(function.forward), _detached(function.backward, function.results)
+                _drop_unread_results(node, function, forward, backward)
+                found[function.forward] = normalize(forward)
+                with without_autocast():  # backward runs under whatever mode it is called under, as Dynamo's body does
+                    found[function.backward] = normalize(backward)
+        return NormalBodies(found)
+
+    def call(self, meta: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """What a call with this metadata gives on these arguments; the running tracer records one of normal bodies."""
+        forward, backward = (copy_module(self.by_body.get(body, body)) for body in args[:2])
+        tags = {tag: meta[tag] for tag in CHECKPOINT_TAGS if tag in meta}
+        for inner in forward.graph.nodes:
+            inner.meta |= tags
+        results = _record(forward, backward, args[2:], options)
+        dropped = len(_given(args[0])[0]) - len(_given(forward)[0])
+        return (*results, *[None] * dropped)
+
+
+def _record(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple[Any, ...], options: Any) -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None, "only a tracer can record a call"
+    with disable_proxy_modes_tracing():
+        results = APPLY(forward, backward, *operands, **options)
+    tracer: Any = mode.tracer
+    for prefix, body in (("fwd_body", forward), ("bwd_body", backward)):
+        number = next(n for n in itertools.count() if not hasattr(tracer.root, f"{prefix}_{n}"))
+        tracer.root.register_module(f"{prefix}_{number}", body)
+    proxies = pytree.tree_map(tracer.unwrap_proxy, operands)
+    call = tracer.create_proxy("call_function", APPLY, (forward, backward, *proxies), options)
+    return track_tensor_tree(results, call, constant=None, tracer=tracer)
+
+
+def _drop_unread_results(
+    node: fx.Node, function: CustomFunction, forward: fx.GraphModule, backward: fx.GraphModule
+) -> None:
+    """Remove from the copied bodies the last results that nobody reads, where no gradient of theirs is read either.
+
+    torch 2.12 makes it unnecessary. In 2.11 all that a forward computes is a result, so that what it wrote in place is
+    one twice, and the gradient of one of the two is lost.
+    """
+    gradients = backward.graph.find_nodes(op="placeholder")[: len(function.results)]
+    results, saved = _given(forward)
+    users: list[Any] = [user for user in node.users if user.users]
+    reads = {user.args[1] if user.target is operator.getitem else -1 for user in users}
+    count = len(results)
+    while count and not ({count - 1, -1} & reads or count - 1 in function.non_differentiable or gradients[-1].users):
+        backward.graph.erase_node(gradients.pop())
+        count -= 1
+    forward.graph.output_node().args = ((tuple(results[:count]), saved),)
+    forward.recompile()
+    backward.recompile()
+
+
+def _refuse_unknown_convention(node: fx.Node, function: CustomFunction) -> None:
+    unknown = sorted(node.kwargs.keys() - _OPTIONS)
+    if unknown:
+        refuse(
+            f"a custom autograd function is called in a way that is not known ({', '.join(unknown)})",
+            node=node,
+            hint="use torch 2.13, or rewrite the model without it",
+        )
+    if node.kwargs.get("dirty_idx") or any(map(_is_written_input, function.results)):
+        refuse(
+            "a custom autograd function writes to its input",
+            node=node,
+            hint="return a new tensor from its forward, without ctx.mark_dirty",
+        )
+
+
+def _is_written_input(result: Any) -> bool:
+    """Whether a result is an input that the body writes to; with torch 2.13 as the oldest, `dirty_idx` says so."""
+    if not isinstance(result, fx.Node) or result.target != "view_as":
+        return False
+    source = result.args[0]
+    return (
+        isinstance(source, fx.Node)
+        and source.op == "placeholder"
+        and any(source in ops.mutated(user) for user in source.users)
+    )
+
+
+def _detached(body: fx.GraphModule, results: Sequence[Any] = ()) -> fx.GraphModule:
+    """A copy in which nothing requires gradients: autograd runs both bodies with gradients disabled.
+
+    Its first inputs are gradients of `results`; Dynamo leaves no value on those that the body does not read.
+    """
+    body = copy_module(body)
+    inputs = body.graph.find_nodes(op="placeholder")
+    for gradient, result in zip(inputs, results, strict=False):
+        value = ops.value(result) if isinstance(result, fx.Node) else None
+        gradient.meta["example_value"] = value if isinstance(value, torch.Tensor) else None
+    for node in inputs:
+        value = ops.value(node)
+        node.meta["example_value"] = value.detach() if isinstance(value, torch.Tensor) else value
+    for node in body.graph.nodes:
+        if ops.sets_mode(node) and node.target not in (ENTER, EXIT):
+            body.graph.erase_node(node)
+    body.recompile()
+    return body

@@ -1,0 +1,225 @@
+"""Dynamo's graph (torch IR, any spelling) to one spelling: pre-dispatch ATen, with autograd still above it.
+
+Kept: the calling convention (placeholders, their names and metadata, and the outputs), symbolic shapes, source lines
+(`stack_trace`, `nn_module_stack`, `from_node`) and gradient checkpointing, whose bodies are inlined and whose nodes
+carry the tags that AOTAutograd itself would give them. Gone: bodies of other wrappers, vmap, the casts that autocast
+leaves unsaid, writes to intermediate values. The only file that runs torch's tracer over a whole graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._ops import HigherOrderOperator
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxrewrite.capture.autocast import ENTER, EXIT, Casting, Regions, casts, drop_regions, shield
+from fxrewrite.capture.custom_backward import APPLY, NormalBodies
+from fxrewrite.capture.functionalize import Functional, functional_writes
+from fxrewrite.capture.vmap import without_vmap
+from fxrewrite.errors import FxRewriteError, refuse
+from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.sizes import hoist_sizes
+from fxrewrite.graph.source import source_line
+from fxrewrite.ops import is_parameter, is_per_rank
+
+__all__ = ["normalize"]
+
+_CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
+_CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+_NORMAL = "fxrewrite_normal"
+"""In the metadata of a module that is normal, and stays so whatever rules write: they write ATen."""
+_checkpoint_ids = itertools.count(1)
+
+_INVOKE = torch.ops.higher_order.invoke_subgraph
+_WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
+    torch.ops.higher_order.wrap: nullcontext,
+    torch.ops.higher_order.wrap_with_set_grad_enabled: torch.set_grad_enabled,
+    torch.ops.higher_order.wrap_with_autocast: torch.autocast,
+    _INVOKE: nullcontext,
+}
+"""Higher-order ops that run their body under a mode: what makes the mode of the arguments before the body."""
+_TRANSFORMS = {"_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level"}
+"""Functions with which Dynamo writes the start of a transform of torch.func; that of vmap is traced by itself."""
+_NO_HIGHER_ORDER_OP = {
+    "flex_attention": "its score and mask functions index the whole sequence; use attn_implementation='sdpa'",
+}
+
+
+def normalize(gm: fx.GraphModule) -> fx.GraphModule:
+    """`gm`'s computation as pre-dispatch ATen over the same inputs and outputs; `gm` is not changed.
+
+    Placeholders must carry fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; sizes that they
+    hold as symbols stay symbols of the same ShapeEnv. A graph that is compiled under torch.autocast is normalized under
+    it, too. A graph that this function made, rewritten or not, is normal already and is copied: tracing a lowered
+    graph again would compute this rank's number in advance.
+
+    Raises:
+        RefusedError: the graph has a higher-order op that is neither a plain activation checkpoint nor a custom
+            autograd function, or it is lowered over a mesh axis and was traced by others since.
+    """
+    if gm.meta.get(_NORMAL):
+        return copy_module(gm)
+    normal = _normalized(gm)
+    normal.meta[_NORMAL] = True
+    return normal
+
+
+def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inliner = _Inliner(gm)
+    inliner.bodies = NormalBodies.of(gm, functools.partial(_normalized, is_body=True))
+    normal = _traced(inliner, placeholders)
+    if casts(normal):
+        normal = _traced(_CastingInliner(normal), placeholders)
+        drop_regions(normal.graph)
+        if not is_body:  # what calls the body is shielded
+            shield(normal.graph)
+    if writes := functional_writes(normal.graph):
+        normal = _traced(_FunctionalInliner(normal, writes), placeholders)
+    normal.meta = dict(gm.meta)
+    hoist_sizes(normal.graph)
+    normal.graph.eliminate_dead_code()
+    normal.recompile()
+    return normal
+
+
+def _traced(program: _Inliner, placeholders: Sequence[fx.Node]) -> fx.GraphModule:
+    """What the program does with the placeholders' fake values, as a graph with placeholders that look like them."""
+    inputs = [_fake_value(node) for node in placeholders]
+    try:
+        with fx_traceback.preserve_node_meta():
+            traced = make_fx(program.run, tracing_mode="symbolic", pre_dispatch=True)(*inputs)
+    except FxRewriteError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise FxRewriteError(
+            f"%{program.current.name} ({source_line(program.current)}) cannot be traced to ATen: "
+            f"{type(error).__name__}: {reason}; compile the model without it"
+        ) from error
+    finally:
+        program.regions.close()
+    for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        # the tracer's own fake value: under torch.compile it lives in another mode than Dynamo's example value
+        node.meta = {**original.meta, "val": node.meta.get("val"), "is_parameter": is_parameter(original)}
+        node._rename(original.name)
+        node.target = node.name
+    return traced
+
+
+def _fake_value(node: fx.Node) -> Any:
+    key = "example_value" if "example_value" in node.meta else "val"
+    if key not in node.meta:
+        refuse("the input has no fake value", node=node, hint="pass a graph as Dynamo or torch.export made it")
+    return node.meta[key]
+
+
+class _Inliner(fx.Interpreter):
+    """Runs a Dynamo graph with the bodies of wrappers inlined, those of plain activation checkpoints also tagged.
+
+    Attributes:
+        tags: metadata of all nodes that the graph becomes.
+    """
+
+    bodies = NormalBodies()
+    tags: Mapping[str, Any] = MappingProxyType({})
+
+    def __init__(self, gm: fx.GraphModule, **options: Any) -> None:
+        super().__init__(without_vmap(gm), **options)
+        self.current = gm.graph.output_node()
+        self.regions = Regions()
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tag_new_nodes()
+        if target is _CHECKPOINT:
+            body, *operands = args
+            if "_checkpoint_context_fn" in body.meta or kwargs.get("context_fn") is not None:
+                refuse(
+                    "a selective checkpoint chooses by a Python function what to save",
+                    node=self.current,
+                    hint="checkpoint the layer without context_fn",
+                )
+            named = {key: value for key, value in kwargs.items() if key not in _CHECKPOINT_OPTIONS}
+            return self._inlined(body, *operands, *named.values(), tags=_tags())
+        if is_per_rank(target):
+            refuse(
+                "the graph is lowered over a mesh axis already",
+                node=self.current,
+                hint="state all axes in one plan, a.on('dp') >> b.on('sp'), or lower the graph that was normalized",
+            )
+        if target in _WRAPPERS:
+            return self._unwrapped(target, *args, **kwargs)
+        if target is ENTER:
+            return self.regions.enter(*args)
+        if target is EXIT:
+            return self.regions.exit()
+        if getattr(target, "__name__", "") in _TRANSFORMS:
+            refuse(
+                "a transform of torch.func (grad, vjp, jvp, hessian ...) inside of the compiled function",
+                node=self.current,
+                hint="call loss.backward() or torch.autograd.grad on what the compiled function returns",
+            )
+        if target is APPLY:
+            return self.bodies.call({**self.current.meta, **self.tags}, args, kwargs)
+        if isinstance(target, HigherOrderOperator):
+            name = target.name()
+            refuse(
+                f"the higher-order op {name} is not supported",
+                node=self.current,
+                hint=_NO_HIGHER_ORDER_OP.get(name, "rewrite the model without it"),
+            )
+        return super().call_function(target, args, kwargs)
+
+    def _unwrapped(self, wrapper: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+        """What the body of a wrapper gives, under the mode that the wrapper sets."""
+        at = next(at for at, value in enumerate(args) if isinstance(value, fx.GraphModule))
+        options, body, operands = args[:at], args[at], args[at + 1 :]
+        if wrapper is _INVOKE:
+            operands = operands[1:]  # the first one names the body
+        mode = _WRAPPERS[wrapper](*options)
+        with mode:
+            return self._inlined(body, *operands, *kwargs.values())
+
+    def _inlined(self, body: fx.GraphModule, *operands: Any, tags: Mapping[str, Any] | None = None) -> Any:
+        inner = _Inliner(body)
+        inner.bodies, inner.regions, inner.tags = self.bodies, self.regions, tags or {}
+        return inner.run(*operands)
+
+    def _tag_new_nodes(self) -> None:
+        """The tracer copies the current metadata, which torch sets anew for each node that runs, to what it records."""
+        if self.tags and self.current.meta:
+            fx_traceback.get_current_meta().update(self.tags)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._tag_new_nodes()
+        value = self.current.meta.get("example_value")
+        if target == "item" and isinstance(value, torch.SymFloat):
+            return float(value)  # a Python float that dynamic=True passes as a 0-d tensor: a constant, guarded as one
+        return super().call_method(target, args, kwargs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.current = n
+        return super().run_node(n)
+
+
+class _CastingInliner(Casting, _Inliner):
+    """Runs a graph that is ATen already, with the casts of autocast."""
+
+
+class _FunctionalInliner(Functional, _Inliner):
+    """Runs a graph that is ATen already, with writes in functional form."""
+
+
+def _tags() -> dict[str, Any]:
+    """The tags of a checkpoint's nodes, which AOTAutograd's partitioner obeys; each call is a region of its own."""
+    return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_checkpoint_ids)}

@@ -1,0 +1,276 @@
+"""What a `redistribute` is on the wire: a slice, or one functional collective between two reorderings.
+
+    R -> S      the rank's chunk                       no communication
+    S -> R      all-gather                             backward: reduce-scatter
+    S -> S'     all-to-all                             backward: all-to-all
+    P -> R      all-reduce                             backward: all-reduce
+    P -> S      reduce-scatter                         backward: all-gather
+    R -> P      the value on one rank, else zeros      no communication
+
+Where P ranks do not divide S entries, the last entry is repeated before they are cut, and what is whole again is cut
+back to S, whose adjoint gives padding no gradient. Sums over a padded dimension clear it first:
+
+    without_padding(x, layout, axis, fill)             masked_fill, with a mask of a rank's entries made once
+
+Matches `redistribute(x, src, dst, axis)` as `fxrewrite.spmd.PropagateLayouts` writes it, on local shapes.
+Other runs of one dimension are cut from the whole value: an all-gather and a slice.
+Numerics: exact but for the order of the sums. Collectives run on dimension 0, so chunks come to the front and go back;
+an inductor backend fuses these permutes into their neighbours.
+Source: PyTorch, torch/distributed/_functional_collectives.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.graph.sizes import Size, is_same_size
+from fxrewrite.match.match import Match
+from fxrewrite.pattern import where
+from fxrewrite.pattern.combinators import Literal, cap, op
+from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.pattern.where.base import Constraint
+from fxrewrite.plan import RuleSet
+from fxrewrite.rule import Rule
+from fxrewrite.spmd.facts import global_shape
+from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, local_shape, num_entries
+from fxrewrite.spmd.redistribute import redistribute, without_padding
+from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_proxy
+
+__all__ = ["COLLECTIVE_RULES", "Lowering", "moves", "redistribution", "take_chunk"]
+
+aten = torch.ops.aten
+
+
+class Lowering:
+    """One `redistribute` of the value `x` being lowered.
+
+    A tensor is written as labelled pieces: a dimension that is sharded before or after is cut into its runs, the ranks
+    and the chunk that one rank holds; the others stay one piece.
+    """
+
+    def __init__(self, match: Match, axis: Axis, x: fx.Node) -> None:
+        self.match, self.axis = match, axis
+        self.num_ranks = axis.size
+        self.shape: Sequence[Size] = global_shape(x)
+
+    def size(self, value: Size) -> Any:
+        return size_proxy(self.match, value)
+
+    def pieces(self, src: Layout, dst: Layout) -> list[tuple[str, Size]]:
+        """What a rank holds under `src`, cut where `dst` will cut it."""
+        cut: list[tuple[str, Size]] = []
+        for dim, size in enumerate(self.shape):
+            name = f"d{dim}"
+            for role, layout in (("src", src), ("dst", dst)):
+                if isinstance(layout, Shard) and layout.dim == dim:
+                    if not is_same_size(layout.outer, 1):
+                        cut.append((f"{name}.runs", layout.outer))
+                    if role == "dst":
+                        cut.append(("to", self.num_ranks))
+                    cut.append((role, self.chunk(layout)))
+                    if not is_same_size(layout.inner, 1):
+                        cut.append((f"{name}.inner", layout.inner))
+                    break
+            else:
+                cut.append((name, size))
+        return cut
+
+    def chunk(self, layout: Shard) -> Size:
+        """How many entries a rank holds of each run."""
+        return local_shape([num_entries(self.shape, layout)], Shard(0, uneven=layout.uneven), self.num_ranks)[0]
+
+    def reshape(self, x: fx.Proxy, sizes: Sequence[Size]) -> fx.Proxy:
+        return aten.reshape(x, [self.size(size) for size in sizes])
+
+    def exchange(self, kind: str, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+        """Ranks to the front, the collective, ranks back to where `src` was cut; then the shape that `dst` gives."""
+        return self.received(self.collective(kind, aten.contiguous(self.sent(x, src, dst))), src, dst)
+
+    def sent(self, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+        """What goes to each rank, in front of the collective: [ranks, *parts], or [1, *parts], the same for all."""
+        if isinstance(dst, Shard) and dst.uneven:
+            x = self.padded(x, src, dst)
+        pieces = self.pieces(src, dst)
+        names = [name for name, _ in pieces]
+        x = self.reshape(x, [size for _, size in pieces])
+        if "to" not in names:
+            return aten.unsqueeze(x, 0)
+        return aten.permute(x, [names.index("to"), *(i for i, name in enumerate(names) if name != "to")])
+
+    def parts(self, src: Layout, dst: Layout) -> list[tuple[str, Size]]:
+        """The pieces of what goes from one rank to another."""
+        return [piece for piece in self.pieces(src, dst) if piece[0] != "to"]
+
+    def received(self, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+        """The value as `dst` has it, of what came from each rank: [ranks, *parts]."""
+        names = [name for name, _ in self.parts(src, dst)]
+        if "src" in names:
+            at = names.index("src")
+            x = aten.permute(x, [*range(1, at + 1), 0, *range(at + 1, len(names) + 1)])
+        if isinstance(src, Shard) and src.uneven:
+            x = self.cut_back(x, src, dst)
+        return self.reshape(x, local_shape(self.shape, dst, self.num_ranks))
+
+    def padded(self, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
+        """`x`, whose entries `dst` will cut into chunks, with the last one repeated until the ranks divide them."""
+        shape = local_shape(self.shape, src, self.num_ranks)
+        entries = num_entries(self.shape, dst)
+        runs = self.reshape(x, [*shape[: dst.dim], dst.outer, entries, dst.inner, *shape[dst.dim + 1 :]])
+        rows = self._entry_nodes().of_all_chunks(entries, x.node.meta["val"].device)
+        return aten.index_select(runs, dst.dim + 1, self.match.proxy(rows))
+
+    def cut_back(self, x: fx.Proxy, src: Shard, dst: Layout) -> fx.Proxy:
+        """`x`, in which the ranks' chunks have come together, without padding."""
+        parts = self.parts(src, dst)
+        at = [name for name, _ in parts].index("src")
+        sizes = [size for _, size in parts]
+        sizes[at] = sizes[at] * self.num_ranks
+        entries = self.size(num_entries(self.shape, src))
+        return aten.contiguous(aten.narrow(self.reshape(x, sizes), at, 0, entries))
+
+    def held(self, x: fx.Proxy, dst: Shard) -> fx.Proxy:
+        """The rank's chunk of `x`, which is whole, with the last entry repeated for what is padding."""
+        entries = num_entries(self.shape, dst)
+        rows = self.match.proxy(self._entry_nodes().held(entries, x.node.meta["val"].device))
+        if len(self.pieces(dst, Replicated())) == len(self.shape):
+            return aten.index_select(x, dst.dim, rows)
+        runs = [*self.shape[: dst.dim], dst.outer, entries, dst.inner, *self.shape[dst.dim + 1 :]]
+        chunk = aten.index_select(self.reshape(x, runs), dst.dim + 1, rows)
+        return self.reshape(chunk, local_shape(self.shape, dst, self.num_ranks))
+
+    def cleared(self, x: fx.Proxy, layout: Shard, fill: float) -> fx.Proxy:
+        """The rank's chunk `x`, with `fill` for what is padding."""
+        nodes = self._entry_nodes()
+        is_padding = nodes.is_padding(num_entries(self.shape, layout), x.node.meta["val"].device)
+        mask = self.match.proxy(is_padding)
+        behind = [1] * (len(self.shape) - layout.dim - 1)
+        if not (is_same_size(layout.outer, 1) and is_same_size(layout.inner, 1)):
+            runs = [self.size(size) for size in (layout.outer, self.chunk(layout), layout.inner)]
+            mask = aten.expand(self.reshape(mask, [1, self.chunk(layout), 1]), runs)
+        size = local_shape(self.shape, layout, self.num_ranks)[layout.dim]
+        return aten.masked_fill(x, self.reshape(mask, [size, *behind]), fill)
+
+    def _entry_nodes(self) -> EntryNodes:
+        return entry_nodes(self.match.edit, self.axis)
+
+    def settled(self, x: fx.Proxy, replaced: fx.Node) -> fx.Proxy:
+        """The result, with the value that it replaces: `P * (S // P)` is S again, which the ShapeEnv does not see."""
+        self.match.edit.set_meta(x.node, "val", replaced.meta["val"])
+        return x
+
+    def collective(self, kind: str, x: fx.Proxy) -> fx.Proxy:
+        one_each = [1] * self.num_ranks
+        arguments = {
+            "all_to_all": (one_each, one_each),
+            "all_gather": (self.num_ranks,),
+            "reduce_scatter": ("sum", self.num_ranks),
+            "all_reduce": ("sum",),
+        }
+        sent = COLLECTIVES[kind](x, *arguments[kind], self.axis.group)
+        self.match.edit.set_meta(sent.node, "axis", self.axis.name)
+        return COLLECTIVES["wait"](sent)
+
+
+def _lowering(match: Match) -> Lowering:
+    return Lowering(match, match["axis"], match["x"])
+
+
+def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
+    """The rank's chunk of a value that every rank holds."""
+    low = _lowering(match)
+    if dst.uneven:
+        return low.settled(low.held(x, dst), match.root)
+    pieces = low.pieces(Replicated(), dst)
+    at = [name for name, _ in pieces].index("dst") - 1
+    sizes = [size for name, size in pieces if name != "to"]
+    sizes[at] = num_entries(low.shape, dst)
+    chunk = low.size(pieces[at + 1][1])
+    start = match.proxy(rank_node(match.edit, low.axis)) * chunk
+    if len(sizes) == len(low.shape):
+        return aten.narrow(x, at, start, chunk)
+    cut = aten.narrow(low.reshape(x, sizes), at, start, chunk)
+    return low.settled(low.reshape(cut, local_shape(low.shape, dst, low.num_ranks)), match.root)
+
+
+redistribution = op(redistribute, cap("x"), cap("src", Literal), cap("dst", Literal), cap("axis", Literal))
+
+
+def moves(src: type[Layout], dst: type[Layout]) -> Constraint:
+    """Whether the redistribution is from a `src` to a `dst`."""
+    return where.predicate("src", "dst", text=f"moves[{src.__name__}, {dst.__name__}]")(
+        lambda before, after: isinstance(before, src) and isinstance(after, dst)
+    )
+
+
+slice_chunk = Rule("collectives.slice", Pattern((redistribution,), (moves(Replicated, Shard),)))
+all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Shard, Replicated),)))
+all_to_all = Rule("collectives.all_to_all", Pattern((redistribution,), (moves(Shard, Shard),)))
+all_reduce = Rule("collectives.all_reduce", Pattern((redistribution,), (moves(Partial, Replicated),)))
+own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(Replicated, Partial),)))
+reduce_scatter = Rule("collectives.reduce_scatter", Pattern((redistribution,), (moves(Partial, Shard),)))
+
+
+@slice_chunk.replacement
+def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
+    """the rank's chunk"""
+    return take_chunk(match, x, dst)
+
+
+@all_gather.replacement
+def _(match: Match, x: fx.Proxy, src: Shard, dst: Layout) -> fx.Proxy:
+    """all-gather"""
+    low = _lowering(match)
+    return low.settled(low.exchange("all_gather", x, src, dst), match.root)
+
+
+@all_to_all.replacement
+def _(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
+    """all-to-all"""
+    low = _lowering(match)
+    if src.dim == dst.dim:  # other runs of one dimension: by way of the whole value
+        return take_chunk(match, low.exchange("all_gather", x, src, Replicated()), dst)
+    return low.settled(low.exchange("all_to_all", x, src, dst), match.root)
+
+
+@all_reduce.replacement
+def _(match: Match, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+    """all-reduce"""
+    return _lowering(match).collective("all_reduce", x)
+
+
+@reduce_scatter.replacement
+def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
+    """reduce-scatter"""
+    low = _lowering(match)
+    return low.settled(low.exchange("reduce_scatter", x, src, dst), match.root)
+
+
+@own_summand.replacement
+def _(match: Match, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+    """the value on the axis's first rank, zeros on the others"""
+    low = _lowering(match)
+    rank = aten.scalar_tensor(match.proxy(rank_node(match.edit, low.axis)), device=x.node.meta["val"].device)
+    return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))
+
+
+clear_padding = Rule(
+    "collectives.clear_padding",
+    Pattern((op(without_padding, cap("x"), cap("layout", Literal), cap("axis", Literal), cap("fill", Literal)),)),
+)
+
+
+@clear_padding.replacement
+def _(match: Match, x: fx.Proxy, layout: Shard, fill: float) -> fx.Proxy:
+    """masked_fill(x, entries that are padding, fill)"""
+    low = Lowering(match, match["axis"], match.root)
+    return low.settled(low.cleared(x, layout, fill), match.root)
+
+
+COLLECTIVE_RULES = RuleSet(
+    "collectives", slice_chunk, all_gather, all_to_all, all_reduce, reduce_scatter, own_summand, clear_padding
+)

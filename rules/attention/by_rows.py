@@ -1,0 +1,315 @@
+"""Attention with a mask that is computed a block of rows at a time, forward and backward, and never held whole.
+
+    attention(q, k, v, (c <= r) & padding)
+            ->  attention_by_rows(q, k, v, [c, r, padding], "bitwise_and(le(x0, x1), x2)")
+
+Matches sinks, and a mask that is an expression of values by rows and values by columns (`rules.masks.reading`): causal,
+windows, chunks, documents, prefixes, padding, ALiBi, what comes of them by and, or, not and arithmetic, bool or added.
+A dense mask takes L * S bytes and more, and a copy of it in q's dtype is kept for the backward. Here the values of rows
+and columns are kept, L + S of them. Columns that a whole block of rows hides are left out, in tiles, by the bounds of
+the mask there (`rules.masks.bounds`): neither their scores nor the mask itself is computed. So causal masks cost half
+of the work, a window what it is wide, documents the sum of their squares. The device is waited for once, and for a mask
+that is added twice more, however many blocks there are.
+Refuses, in these words:
+    "%mask, an input or a parameter, has rows and columns"; "%mask, aten::embedding, has rows and columns"
+    "%slope needs a gradient"; "dropout draws in the scores"; "q has rank 3"
+    "the mask is torch.float32, q torch.float64"
+Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D], mask [B or 1, H or 1, L, S].
+Numerics: reassociates; sums over keys begin anew at each block of rows, and leave out what is 0.
+Source: FlashAttention (arXiv 2205.14135); PyTorch, torch/nn/attention/flex_attention.py (a mask is a function).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import DeadCode, Match, RuleSet, where
+from fxrewrite.ops import bind, fake_value
+from fxrewrite.spmd import is_same_size
+from rules.attention.kernels import (
+    attend_block,
+    attend_block_backward,
+    has_kernel,
+    lse_dtype,
+    sinks_backward,
+    with_sinks,
+)
+from rules.attention.operator import attention_rule
+from rules.masks.bounds import mask_bounds
+from rules.masks.expressions import MaskExpression, Range, parse_mask
+from rules.masks.kinds import NOTHING_HIDDEN, kind_of, name_mask
+from rules.masks.reading import is_dense, read_mask
+
+__all__ = ["ATTENTION_BY_ROWS", "BY_ROWS", "attention_by_rows", "attention_by_rows_backward", "why_not_by_rows"]
+
+_MOST_ROWS = 256
+"""More rows in a block read k and v less often, but compute more of what a causal mask hides."""
+_COLUMNS = 128
+"""Columns that a block of rows reads or leaves out together."""
+_MOST_ENTRIES = 1 << 24
+"""Entries of the mask, or of the scores where they are held, in a block; and of what is known of all its tiles."""
+
+
+def attention_by_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    mask: str,
+    scale: float,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, and the logsumexp of its scores [B, H, L], which has no gradient; see the shapes of this module.
+
+    Args:
+        q, k, v: queries, keys, values.
+        leaves: values by rows [..., L, 1], by columns [..., 1, S], or by neither.
+        mask: an expression of them, as `rules.masks.expressions` reads it; "" hides nothing.
+        scale: of the scores.
+        sinks: a score more for each row [B, H, L, 1], of a key whose value is 0; it is in the logsumexp.
+    """
+    return ATTENTION_BY_ROWS(q, k, v, leaves, mask, scale, sinks)
+
+
+@torch.library.custom_op(
+    "fxrewrite_rules::attention_by_rows",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, Tensor? sinks) -> (Tensor, Tensor)",
+)
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    mask: str,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = _results(q, v)
+    for rows, runs, part in _blocks(q, k, v, leaves, mask):
+        attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale)
+        _rows(out, rows).copy_(attended)
+        lse.narrow(2, rows[0], sums.shape[2]).copy_(sums)
+    if sinks is not None:
+        less, lse = with_sinks(out, lse, sinks)
+        out.copy_(less)
+    return out, lse
+
+
+@torch.library.custom_op(
+    "fxrewrite_rules::attention_by_rows_backward",
+    mutates_args=(),
+    schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] leaves, str mask, float scale,"
+    " ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+)
+def attention_by_rows_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    mask: str,
+    scale: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v, in `dtype` or in theirs.
+
+    `out` and `lse` may be over more keys than these, whose part it is then, to be summed in `lse_dtype`.
+    """
+    dq = torch.zeros_like(q, dtype=dtype)
+    dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+    for rows, runs, part in _blocks(q, k, v, leaves, mask):
+        dout_r, q_r, out_r = (_rows(x, rows) for x in (dout, q, out))
+        k_c, v_c = _columns(k, runs), _columns(v, runs)
+        lse_r = lse.narrow(2, rows[0], rows[1] - rows[0])
+        dq_r, dk_c, dv_c = attend_block_backward(dout_r, q_r, k_c, v_c, out_r, lse_r, part, scale)
+        _rows(dq, rows).copy_(dq_r)
+        _add_columns(dk, runs, dk_c)
+        _add_columns(dv, runs, dv_c)
+    return dq, dk.to(dtype or k.dtype), dv.to(dtype or v.dtype)
+
+
+def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the result, which lies as that of the operator does: heads behind rows."""
+    batch, heads, length, _ = q.shape
+    out = q.new_zeros(batch, length, heads, v.shape[-1]).transpose(1, 2)
+    return out, q.new_full((batch, heads, length), -math.inf, dtype=lse_dtype(q.dtype))
+
+
+@_attend.register_fake
+def _(q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, sinks: Any) -> Any:
+    return _results(q, v)
+
+
+@attention_by_rows_backward.register_fake
+def _(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, leaves: Any, mask: str, scale: float, dtype: Any = None
+) -> Any:
+    return tuple(torch.empty_like(x, dtype=dtype) for x in (q, k, v))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, leaves, ctx.mask, ctx.scale, sinks = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, sinks, *leaves)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, sinks, *leaves = ctx.saved_tensors
+    given = attention_by_rows_backward(dout, q, k, v, out, lse, leaves, ctx.mask, ctx.scale)
+    to_sinks = None if sinks is None else sinks_backward(dout, out, lse, sinks)
+    return (*given, [None] * len(leaves), None, None, to_sinks)
+
+
+_attend.register_autograd(_gradients, setup_context=_save)
+ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
+"""The operator of `attention_by_rows`, as graphs call it."""
+
+
+def _blocks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], text: str
+) -> Iterator[tuple[Range, list[Range], torch.Tensor | None]]:
+    """Rows, the runs of columns that any of them may keep, and the mask of these; without rows that keep none."""
+    mask = parse_mask(text) if text else None
+    of_scores = 0 if has_kernel(q, v) else q.shape[0] * q.shape[1]
+    of_mask = 0 if mask is None else max((math.prod(leaf.shape[:-2]) for leaf in leaves), default=1)
+    outer = max(of_scores, of_mask)
+    for (first, end), runs in _kept(leaves, mask, q.shape[2], k.shape[2]):
+        num_columns = sum(last - start for start, last in runs)
+        step = max(1, _MOST_ENTRIES // max(1, outer * num_columns))
+        for start in range(first, end, step):
+            rows = (start, min(start + step, end))
+            yield rows, runs, None if mask is None else _part(mask, leaves, rows, runs).to(q.device)
+
+
+def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, runs: Sequence[Range]) -> torch.Tensor:
+    """These rows of the mask, and of their columns those in `runs`."""
+    parts = [mask.part(leaves, rows, run) for run in runs]
+    wide = [
+        part.expand(*part.shape[:-2], rows[1] - rows[0], last - start)
+        for part, (start, last) in zip(parts, runs, strict=True)
+    ]
+    return torch.cat(wide, -1) if len(wide) > 1 else wide[0]
+
+
+def _kept(
+    leaves: Sequence[torch.Tensor], mask: MaskExpression | None, length: int, num_keys: int
+) -> list[tuple[Range, list[Range]]]:
+    """Blocks of rows, and the runs of columns that any of them may keep; without blocks that keep none.
+
+    Columns are left out in tiles that hide all, which is found from the bounds of the mask there.
+    The lowest number of a dtype hides a column of a row that keeps another; where it is all that a row has, the row
+    attends to all columns alike, and none may be left out.
+    """
+    if not length or not num_keys:
+        return []
+    if mask is None:
+        return [((0, length), [(0, num_keys)])]
+    width = _COLUMNS
+    while length // _MOST_ROWS * (num_keys // width) > _MOST_ENTRIES:
+        width *= 2
+    low, high = mask_bounds(mask, leaves, rows=_MOST_ROWS, columns=width)
+    starts = range(0, length, _MOST_ROWS)
+    tiles = len(starts), -(-num_keys // width)
+    is_bool = high.dtype == torch.bool
+    least = 0 if is_bool else torch.finfo(high.dtype).min / 2
+    kept = _of_any(high > least, tiles)
+    edges = torch.nn.functional.pad(kept, (1, 1)).byte().diff(dim=-1).nonzero().tolist()  # waits for the device
+    runs: list[list[Range]] = [[] for _ in starts]
+    for (row, first), (_, last) in zip(edges[::2], edges[1::2], strict=True):
+        runs[row].append((first * width, min(last * width, num_keys)))
+    blocks = [((start, min(start + _MOST_ROWS, length)), found) for start, found in zip(starts, runs, strict=True)]
+    if not is_bool:
+        is_safe = (low > least / 2).any(-1, keepdim=True)
+        doubtful = _of_any((high <= least) & ~high.isneginf() & ~is_safe, tiles).any(-1).nonzero().flatten().tolist()
+        for row in _with_rows_below(least / 2, doubtful, blocks, mask, leaves):
+            blocks[row] = (blocks[row][0], [(0, num_keys)])
+    return [(rows, found) for rows, found in blocks if found]
+
+
+def _with_rows_below(
+    least: float,
+    doubtful: Sequence[int],
+    blocks: Sequence[tuple[Range, list[Range]]],
+    mask: MaskExpression,
+    leaves: Sequence[torch.Tensor],
+) -> list[int]:
+    """Those of the blocks that have a row without an entry above `least`."""
+    tops = {row: _part(mask, leaves, *blocks[row]).amax(-1).amin() for row in doubtful if blocks[row][1]}
+    found = torch.stack(list(tops.values())).tolist() if tops else []
+    above = {row for row, top in zip(tops, found, strict=True) if top > least}
+    return [row for row in doubtful if row not in above]
+
+
+def _of_any(found: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
+    """Whether it is so of a tile [rows, columns] in any sequence and head."""
+    return found.expand(*found.shape[:-2], *tiles).reshape(-1, *tiles).any(0)
+
+
+def _rows(x: torch.Tensor, part: Range) -> torch.Tensor:
+    return x.narrow(2, part[0], part[1] - part[0])
+
+
+def _columns(x: torch.Tensor, runs: Sequence[Range]) -> torch.Tensor:
+    parts = [_rows(x, run) for run in runs]
+    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+
+
+def _add_columns(x: torch.Tensor, runs: Sequence[Range], given: torch.Tensor) -> None:
+    parts = given.split([last - start for start, last in runs], 2)
+    for run, part in zip(runs, parts, strict=True):
+        _rows(x, run).add_(part)
+
+
+def why_not_by_rows(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, dropout_p: float = 0.0) -> str:
+    """Why attention with this mask, or none, cannot be computed by rows; nothing where it can."""
+    shapes = [fake_value(x).shape for x in (q, k, v)]
+    for name, shape in zip("qkv", shapes, strict=True):
+        if len(shape) != 4:
+            return f"{name} has rank {len(shape)}"
+        if not is_same_size(shape[0], shapes[0][0]):
+            return f"{name} has a batch of {shape[0]}, q of {shapes[0][0]}"
+    if dropout_p:
+        return "dropout draws in the scores"
+    if mask is None:
+        return ""
+    dtype, mask_dtype = fake_value(q).dtype, fake_value(mask).dtype
+    if mask_dtype not in (torch.bool, dtype):
+        return f"the mask is {mask_dtype}, q {dtype}"
+    read = read_mask(mask)
+    return read if isinstance(read, str) else ""
+
+
+@where.predicate("root", text="is_by_rows")
+def _is_by_rows(root: fx.Node) -> bool | str:
+    q, k, v, mask, sinks, dropout_p, *_ = bind(root).values()
+    if sinks is None and (mask is None or not is_dense(mask)):
+        return "the mask has no rows and columns" if mask is not None else "there is no mask"
+    return why_not_by_rows(q, k, v, mask, dropout_p) or True
+
+
+attend_by_rows = attention_rule("masks.attend_by_rows", _is_by_rows, optional=True, is_causal=False)
+
+
+@attend_by_rows.replacement
+def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float | None) -> fx.Proxy:
+    """attention_by_rows"""
+    leaves, text, kind = list[fx.Proxy](), "full(1, torch.bool)", NOTHING_HIDDEN
+    if mask is not None:
+        read = read_mask(mask.node)
+        assert not isinstance(read, str), "the rule matches masks that can be read"
+        leaves, text, kind = read.leaves(match), read.text, kind_of(mask.node)
+    scale = 1 / math.sqrt(fake_value(match["q"]).shape[-1]) if scale is None else float(scale)
+    attended = match.call(ATTENTION_BY_ROWS, q, k, v, leaves, text, scale, sinks)
+    name_mask(match.edit, attended.node, kind)
+    return attended[0]
+
+
+BY_ROWS = RuleSet("attention_by_rows", attend_by_rows, DeadCode("drop_dense_masks"))

@@ -1,0 +1,62 @@
+"""Torch's flex attention as an operator of a graph: how its arguments stand, and nothing else.
+
+    flex_attention(q, k, v, score_mod, (L, S, *tiles, *orders, 128, 128, mask_mod), scale, options, leaves, leaves)
+
+`score_mod(score, b, h, q_idx, kv_idx, *leaves)` and `mask_mod(b, h, q_idx, kv_idx, *leaves)` are bodies, attributes of
+the graph's module (`rules.masks.functions`); the tiles are what `rules.masks.tiles` gives. Its results are attention,
+the logsumexp of the scores to base 2, and the greatest score.
+The one file that touches torch's own; a test compares its arguments with those that Dynamo makes.
+Source: PyTorch, torch/_higher_order_ops/flex_attention.py, torch/nn/attention/flex_attention.py (BlockMask).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch._higher_order_ops.flex_attention import flex_attention
+
+from fxrewrite.ops import declare_pure
+from fxrewrite.torch_versions import order_of_writes
+from rules.masks.tiles import TILE
+
+__all__ = ["FLEX_ATTENTION", "flex_arguments"]
+
+FLEX_ATTENTION: Any = declare_pure(flex_attention)
+_ORDER_OF_WRITES = order_of_writes()
+"""What a deterministic backward pass of another backend needs."""
+
+
+def flex_arguments(
+    q: Any,
+    k: Any,
+    v: Any,
+    score_mod: tuple[Any, Sequence[Any]],
+    mask_mod: tuple[Any, Sequence[Any]],
+    lengths: tuple[Any, Any],
+    tiles: Sequence[Any],
+    scale: float,
+    *,
+    keeps_lse: bool,
+) -> tuple[Any, ...]:
+    """The arguments of `FLEX_ATTENTION`, in its order.
+
+    Args:
+        q, k, v: queries, keys and values; the heads of k divide those of q.
+        score_mod, mask_mod: a body, and the leaves that it reads.
+        lengths: of q and of k.
+        tiles: as `rules.masks.tiles` gives them.
+        scale: of the scores.
+        keeps_lse: whether a kernel computes the logsumexp, without which it has no backward pass.
+    """
+    options = {
+        "BACKEND": "AUTO",
+        "PRESCALE_QK": False,
+        "ROWS_GUARANTEED_SAFE": False,
+        "BLOCKS_ARE_CONTIGUOUS": False,
+        "WRITE_DQ": True,
+        "OUTPUT_LOGSUMEXP": keeps_lse,
+        "OUTPUT_MAX": False,
+    }
+    block_mask = (*lengths, *tiles, *_ORDER_OF_WRITES, TILE, TILE, mask_mod[0])
+    return q, k, v, score_mod[0], block_mask, scale, options, tuple(score_mod[1]), tuple(mask_mod[1])

@@ -1,0 +1,207 @@
+"""Attention is one operator of a graph, whatever spelling a model has for it: rules and layouts are about this one.
+
+    scaled_dot_product_attention(q, k, v, mask, ...)  ->  attention(q, k, v, mask, ...)                  RAISE_ATTENTION
+    attention(q, k, v, mask, ...)                     ->  scaled_dot_product_attention(q, k, v, mask, ...)
+    attention(q, k, v, mask, sinks, scale=c)          ->  softmax(cat([q @ k^T * c + mask, sinks], -1))[..., :-1] @ v
+
+The last two are LOWER_ATTENTION, after which no `attention` is left. `attention` has the arguments of
+scaled_dot_product_attention, and sinks: one logit more for each row, which takes its share of the softmax and reads no
+value. A window is a part of the mask. Written-out attention reaches the operator through scaled_dot_product_attention
+(rules/attention/composite.py), with sinks directly (rules/attention/sinks.py).
+A rule on a call of attention is made by `attention_rule`; its replacement changes some arguments with `attend_with`.
+Refuses a dropout together with sinks when it runs: no spelling has both.
+Shapes: q [*, L, E], k [*, S, E], v [*, S, D], mask broadcasts to [*, L, S], sinks [*, L, 1] -> [*, L, D]; `*` is a
+batch, or batch and heads. With enable_gqa the heads of k and v divide those of q.
+Numerics: exact.
+Source: PyTorch, torch/nn/functional.py (scaled_dot_product_attention); sinks: arXiv 2309.17453.
+
+>>> q, k, v = torch.rand(3, 2, 4, 6, 8)
+>>> bool(torch.equal(ATTEND(q, k, v, is_causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True)))
+True
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+from torch import fx
+
+from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op
+from fxrewrite.ops import bind, key
+from fxrewrite.spmd import PLACEMENT, LayoutRule, attention_operations, declare_product, layout_of
+from rules.layouts.attention import attention as attention_layout
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
+
+__all__ = [
+    "ATTEND",
+    "ATTENTION_LAYOUTS",
+    "LOWER_ATTENTION",
+    "RAISE_ATTENTION",
+    "attend_with",
+    "attention",
+    "attention_rule",
+    "attentions",
+    "sdpa_rule",
+]
+
+aten = torch.ops.aten
+
+
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What the operator computes. Raises NotImplementedError for dropout together with sinks."""
+    if sinks is None:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    if dropout_p:
+        raise NotImplementedError(f"attention with sinks has no dropout, and dropout_p is {dropout_p}")
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        kept = query.new_ones((query.shape[-2], key.shape[-2]), dtype=torch.bool).tril()
+        scores = scores.masked_fill(torch.logical_not(kept), -math.inf)
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(torch.logical_not(attn_mask), -math.inf) if is_bool else scores + attn_mask
+    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ value
+
+
+_LIBRARY = torch.library.Library("fxrewrite_rules", "FRAGMENT")
+_LIBRARY.define(
+    "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? sinks=None, *,"
+    " float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),  # as ATen's has it: with a dropout it draws
+)
+_LIBRARY.impl("attention", attention, "CompositeImplicitAutograd")
+ATTEND = torch.ops.fxrewrite_rules.attention.default
+"""The operator of `attention`, as graphs call it."""
+declare_product(key(ATTEND), attention_operations)
+
+ATTENTION_LAYOUTS = (LayoutRule("layout.attention_operator", (key(ATTEND),), attention_layout, move_to=("h", "g")),)
+"""Sinks are placed as a mask of one column is."""
+
+_DEFAULTS = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+
+
+def attentions(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Those of the nodes that call the operator."""
+    return [node for node in nodes if node.target is ATTEND]
+
+
+def attention_rule(
+    name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any
+) -> Rule:
+    """A rule on one call of attention, with samples to verify it by; it lacks its replacement.
+
+    It captures q, k, v, mask, sinks, dropout_p, is_causal, scale and enable_gqa, but for the arguments of the operator
+    that are `given`: as terms, or as values that they must have. A rule that only `renames` the operator is exact, and
+    its draws are the same by another name; any other reassociates, and holds for finite values.
+    """
+    return _on_call(name, ATTEND, {"sinks": cap("sinks", Maybe), **given}, conditions, renames, optional)
+
+
+def sdpa_rule(name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any) -> Rule:
+    """The same on one call of scaled_dot_product_attention, which has no sinks."""
+    return _on_call(name, "scaled_dot_product_attention", given, conditions, renames, optional)
+
+
+def _on_call(
+    name: str, target: Any, given: dict[str, Any], conditions: tuple[Constraint, ...], renames: bool, optional: bool
+) -> Rule:
+    operands = {"query": cap("q"), "key": cap("k"), "value": cap("v"), "attn_mask": cap("mask", Maybe)}
+    options = {name: cap(name, Literal) for name in _DEFAULTS}
+    pattern = Pattern((op(target, **{**operands, **options, **given}),), conditions)
+    numerics, domain = ("exact", "all") if renames else ("reassociates", "finite")
+    rng = "changes" if renames else "preserves"  # the same draws, by an operator of another name
+    made = Rule(name, pattern, numerics=numerics, domain=domain, rng=rng, optional=optional)
+    captured = {capture.name for capture in pattern.captures}
+
+    @made.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        return {name: value for name, value in _sample(draw, given).items() if name in captured}
+
+    return made
+
+
+def _sample(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
+    """Operands of attention: grouped heads or not, lengths of queries and keys that differ, at most one of a mask and
+    `is_causal`, sinks or none."""
+    batch, kv_heads, repeats, rows, columns, depth = draw.shape(6)
+    enable_gqa = given.get("enable_gqa", draw.flag())
+    heads = 2 * kv_heads * repeats if enable_gqa else kv_heads
+    is_causal = given.get("is_causal", draw.flag())
+    return {
+        "q": draw.tensor(batch, heads, rows, depth),
+        "k": draw.tensor(batch, kv_heads, columns, depth),
+        "v": draw.tensor(batch, kv_heads, columns, depth),
+        "mask": None if is_causal else draw.choice(None, draw.mask(1, columns)),
+        "sinks": draw.choice(None, draw.tensor(batch, heads, rows, 1)),
+        "dropout_p": 0.0,
+        "is_causal": is_causal,
+        "scale": draw.choice(None, 0.5),
+        "enable_gqa": enable_gqa,
+    }
+
+
+def attend_with(match: Match, **changed: Any) -> fx.Proxy:
+    """The matched call as one of `attention`, with these of its arguments changed."""
+    given = bind(match.root) | changed
+    operands = [given.get(name) for name in ("query", "key", "value", "attn_mask", "sinks")]
+    options = {name: given[name] for name, default in _DEFAULTS.items() if given[name] != default}
+    return match.call(ATTEND, *operands, **options)
+
+
+_ANY_SCALE = cap("scale", "any")
+"""Of a graph whose floats are symbolic it is a node."""
+raise_sdpa = sdpa_rule("attention.raise_sdpa", renames=True, scale=_ANY_SCALE)
+lower_to_sdpa = attention_rule("attention.lower_to_sdpa", renames=True, sinks=None, scale=_ANY_SCALE)
+write_out_sinks = attention_rule("attention.write_out_sinks", sinks=cap("sinks"), scale=_ANY_SCALE)
+
+
+@raise_sdpa.replacement
+def _(match: Match) -> fx.Proxy:
+    """attention(q, k, v, mask, ...)"""
+    return attend_with(match)
+
+
+@lower_to_sdpa.replacement
+def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: bool, scale: Any) -> fx.Proxy:
+    """scaled_dot_product_attention(q, k, v, mask, ...)"""
+    options = {"enable_gqa": True} if match["enable_gqa"] else {}
+    made = aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
+    match.edit.set_fact(made.node, PLACEMENT, layout_of(match.root))  # says whose numbers dropout draws
+    return made
+
+
+@write_out_sinks.replacement
+def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: Any) -> Any:
+    """softmax(cat([q @ k^T * scale + mask, sinks], -1))[..., :-1] @ v"""
+    options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa")}
+    return attention(q, k, v, mask, sinks, scale=scale, **options)
+
+
+def _none_is_left(nodes: Sequence[fx.Node]) -> str:
+    left = attentions(nodes)
+    return f"{len(left)} calls of attention are left, the first is %{left[0].name}" if left else ""
+
+
+RAISE_ATTENTION = RuleSet("raise_attention", raise_sdpa)
+LOWER_ATTENTION = RuleSet("lower_attention", lower_to_sdpa, write_out_sinks, invariant=_none_is_left)

@@ -1,0 +1,175 @@
+"""What surrounds a fused attention, in one spelling: products of matrices before, keys and scales after.
+
+    einsum("bqhd,bkhd->bhqk", q, k)          ->  matmul(permute(q, [0, 2, 1, 3]), permute(k, [0, 2, 3, 1]))
+    transpose(transpose(k, -2, -1), -2, -1)  ->  k                                       in front of sdpa
+    sdpa(q * s, k, v, mask, scale=c)         ->  sdpa(q, k, v, mask, scale=c * s)        and the same of k
+
+Matches every einsum of two operands that is one product of matrices: each index is in both operands and the result (a
+batch), in both operands alone (exactly one), or in one of them and the result (one each). Leaves alone, in these
+words, "bqhd,bkd->bhqk is no product of matrices: its rows are h, q". Inner transposes are transpose, permute and mT;
+other users keep them. A division by s is a scale of c / s; a scale that is a tensor stays where it is.
+Numerics: transposes exact, einsum and scales reassociate.
+Source: PyTorch, aten/src/ATen/native/Linear.cpp (einsum), torch/nn/functional.py (scaled_dot_product_attention).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+from torch import fx
+
+from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, either, op, refuse, shared, where
+from fxrewrite.ops import key, value
+from rules.attention.operator import ATTEND
+from rules.attention.parts import DIVISOR, SCALE, divides, is_number
+
+if TYPE_CHECKING:
+    from fxrewrite.verify import Draw
+
+__all__ = ["CLEANUP", "EINSUM", "KEYS"]
+
+
+def _indices(equation: str) -> tuple[str, str, str]:
+    operands, _, result = equation.replace(" ", "").partition("->")
+    a, _, b = operands.partition(",")
+    return a, b, result
+
+
+@where.predicate("equation", text="is_product")
+def _is_product(equation: str) -> bool | str:
+    a, b, result = _indices(equation)
+    letters = f"{a}{b}{result}"
+    if not letters.isalpha() or any(len(set(part)) < len(part) for part in (a, b, result)):
+        return f"{equation} is not two operands of distinct indices and a result"
+    if (set(a) ^ set(b)) - set(result):
+        return f"{equation} sums over an index of one operand"
+    rows, columns, summed = set(result) - set(b), set(result) - set(a), (set(a) & set(b)) - set(result)
+    for name, found in (("rows", rows), ("columns", columns), ("summed indices", summed)):
+        if len(found) != 1:
+            return f"{equation} is no product of matrices: its {name} are {', '.join(sorted(found)) or 'none'}"
+    return True
+
+
+einsum_to_matmul = Rule(
+    "attention.einsum_to_matmul",
+    Pattern((op("einsum", cap("equation", Literal), [cap("x"), cap("y")]),), (_is_product,)),
+    numerics="reassociates",
+    optional=True,
+)
+
+
+@einsum_to_matmul.replacement
+def _(equation: str, x: fx.Proxy, y: fx.Proxy) -> Any:
+    """matmul(permute(x), permute(y)), permuted"""
+    a, b, result = _indices(equation)
+    (row,), (column,), (summed,) = set(result) - set(b), set(result) - set(a), (set(a) & set(b)) - set(result)
+    batch = "".join(index for index in result if index in a and index in b)
+    product = torch.matmul(_permuted(x, a, f"{batch}{row}{summed}"), _permuted(y, b, f"{batch}{summed}{column}"))
+    return _permuted(product, f"{batch}{row}{column}", result)
+
+
+@einsum_to_matmul.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Products with up to two batch indices, in every order of indices."""
+    batch = "bh"[: draw.integer(0, 2)]
+    a, b, result = ("".join(draw.rng.sample(f"{batch}{more}", len(batch) + 2)) for more in ("rs", "cs", "rc"))
+    sizes = {index: draw.size() for index in "bhrcs"}
+    x, y = (draw.tensor(*(sizes[index] for index in operand)) for operand in (a, b))
+    return {"equation": f"{a},{b}->{result}", "x": x, "y": y}
+
+
+def _permuted(x: Any, have: str, want: str) -> Any:
+    return x if have == want else torch.permute(x, [have.index(index) for index in want])
+
+
+_x = cap("x")
+_transposed: Any = either(
+    op("transpose", _x, cap("dim0", Literal), cap("dim1", Literal)),
+    op("permute", _x, cap("dims", Literal)),
+    op("mT", _x),
+)
+
+
+@where.predicate("root", text="is_key")
+def _is_key(root: fx.Node) -> bool | str:
+    others = {key(reader) for reader in _readers(root)} - {"aten::scaled_dot_product_attention", key(ATTEND)}
+    return not others or f"{', '.join(sorted(others))} uses it"
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Who uses the node, behind what a fusion puts between a key and the operator."""
+    for user in node.users:
+        if key(user) in ("aten::expand", "aten::unsqueeze", "aten::reshape"):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+untranspose_key = Rule(
+    "attention.untranspose_key",
+    Pattern(
+        (either(*(op("transpose", shared(inner), -2, -1) for inner in _transposed.options)),),
+        (_is_key,),
+    ),
+    optional=True,
+)
+
+
+@untranspose_key.replacement
+def _(match: Match, x: Any, dim0: int | None, dim1: int | None, dims: list[int] | None) -> Any:
+    """the operand of the transpose, or of one permutation"""
+    order = list(range(x.ndim))
+    last = [*order[:-2], order[-1], order[-2]]
+    if dims is not None:
+        inner = [dim % x.ndim for dim in dims]
+    elif dim0 is not None and dim1 is not None:
+        inner = list(order)
+        inner[dim0], inner[dim1] = inner[dim1], inner[dim0]
+    else:
+        inner = last
+    both = [inner[dim] for dim in last]
+    return x if both == order else torch.permute(x, both)
+
+
+_rest: dict[str, Any] = {
+    "attn_mask": cap("mask", Maybe),
+    "dropout_p": cap("dropout_p", Literal),
+    "is_causal": cap("is_causal", Literal),
+    "scale": cap("old_scale", Literal),
+    "enable_gqa": cap("enable_gqa", Literal),
+}
+_factor: Any = either(_x * SCALE, _x / DIVISOR)
+_SCALES = (is_number("scale"), divides("divisor"), where.same_dtype("x", "other"))
+
+
+def _fold(name: str, q: Any, k: Any, *, after: tuple[str, ...] = ()) -> Rule:
+    pattern = Pattern((op("scaled_dot_product_attention", q, k, cap("v"), **_rest),), _SCALES)
+    fold = Rule(f"attention.{name}", pattern, numerics="reassociates", optional=True, after=after)
+
+    @fold.replacement
+    def _(match: Match, x: Any, other: Any, v: Any, mask: Any) -> Any:
+        """sdpa(q, k, v, mask, scale=old_scale * scale)"""
+        q, k = (x, other) if name == "fold_query_scale" else (other, x)
+        old: float | None = match["old_scale"]
+        depth = value(match["x"]).shape[-1]
+        if old is None and isinstance(depth, int) and depth == 0:
+            refuse("a head of size 0 has no scale")
+        scale = 1 / math.sqrt(depth) if old is None else old
+        scale = scale / match["divisor"] if match["scale"] is None else scale * match["scale"]
+        options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa") if match[name]}
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)
+
+    return fold
+
+
+fold_query_scale = _fold("fold_query_scale", _factor, cap("other"))
+fold_key_scale = _fold("fold_key_scale", cap("other"), _factor, after=("attention.fold_query_scale",))
+
+EINSUM = RuleSet("attention.einsum", einsum_to_matmul)
+KEYS = RuleSet("attention.keys", untranspose_key)
+CLEANUP = RuleSet("attention.cleanup", KEYS, fold_query_scale, fold_key_scale)
+"""Runs behind the fusions."""

@@ -1,0 +1,179 @@
+"""A mean over tokens is a sum over tokens by a count.
+
+    cross_entropy(x, t, w, mean, ignore, smoothing)  ->  cross_entropy(x, t, w, sum, ignore, smoothing) / count(t)
+    nll_loss(x, t, w, mean, ignore)                  ->  nll_loss(x, t, w, sum, ignore) / count(t)
+    mse_loss(x, t, mean)                             ->  mean(mse_loss(x, t, none))
+
+A loss of cut logits becomes one of all of them first: `rules.canonical.shifted_losses`.
+
+The count is of the targets that are not `ignore`, or the sum of their class weights. It is made of the targets alone,
+which every rank holds whole: a rank without a single counted token divides 0 by the global count, never by 0.
+Matches class indices and class probabilities; of the latter every row counts once. Where every entry counts once, a
+mean is that of the entries, whatever the loss.
+Numerics: reassociates (one division instead of one per token). Losses of half precision are summed in float32.
+Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (cross_entropy_loss, nll_loss_nd) and Loss.cpp (the others).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, refuse, rule
+from fxrewrite.ops import fake_value
+from fxrewrite.spmd import product, size_proxy
+from rules.canonical.shifted_losses import SHIFTED_LOSSES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fxrewrite.verify import Draw
+
+__all__ = ["LOSSES", "mean_to_sum", "nll_mean_to_sum"]
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+@rule("losses.mean_to_sum", numerics="reassociates", optional=True)
+def mean_to_sum(
+    logits: torch.Tensor, target: torch.Tensor, weight: Maybe, ignore_index: Literal, label_smoothing: Literal
+) -> torch.Tensor:
+    """a mean over tokens is a sum by the count of the targets"""
+    return aten.cross_entropy_loss(logits, target, weight, _MEAN, ignore_index, label_smoothing)
+
+
+@mean_to_sum.replacement
+def _(
+    match: Match, logits: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int, label_smoothing: float
+) -> Any:
+    targets = fake_value(match["target"])
+    if targets.is_floating_point() and targets.dim() < 2:
+        refuse("class probabilities of a single row", hint="it is left as it is")
+    probabilities = targets.is_floating_point()  # every row counts once
+    rows = size_proxy(match, product(targets.shape) // targets.shape[1]) if probabilities else None
+    count = rows if probabilities else _count(target, weight, ignore_index)
+
+    def loss(reduction: int) -> fx.Proxy:
+        return aten.cross_entropy_loss(logits, target, weight, reduction, ignore_index, label_smoothing)
+
+    return _mean(loss, count, fake_value(match["logits"]).dtype)
+
+
+def _mean(loss: Callable[[int], fx.Proxy], count: Any, dtype: torch.dtype) -> fx.Proxy:
+    """The sum of the losses by their count; halves are summed in float32, as a kernel does: the sum may be no half."""
+    if dtype.itemsize > 2:
+        return aten.div(loss(_SUM), count)
+    return aten.to(aten.div(aten.sum(loss(_NONE), dtype=torch.float32), count), dtype)
+
+
+def _count(target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.Proxy:
+    """How many targets count, or the sum of the class weights of those that do."""
+    counts = aten.ne(target, ignore_index)
+    if weight is not None:
+        classes = aten.where(counts, target, aten.zeros_like(target))
+        counts = aten.mul(aten.index(weight, [classes]), counts)
+    return aten.sum(counts)
+
+
+@mean_to_sum.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Class indices, of which some do not count, or probabilities."""
+    classes, rest = draw.size(), draw.shape(draw.integer(0, 2))
+    shape = (draw.size(), classes, *rest) if rest or draw.flag(0.8) else (classes,)
+    ignored = draw.choice(-100, 0)
+    indices = draw.indices(*shape[:1], *rest, below=classes) if len(shape) > 1 else draw.indices(below=classes)
+    indices = torch.where(draw.mask(*indices.shape, probability=0.3), ignored, indices)
+    return {
+        "logits": draw.tensor(*shape),
+        "target": indices if draw.flag(0.7) else draw.tensor(*shape),
+        "weight": draw.choice(None, draw.tensor(classes).abs()),
+        "ignore_index": ignored,
+        "label_smoothing": draw.choice(0.0, 0.1),
+    }
+
+
+@rule("losses.nll_mean_to_sum", numerics="reassociates", optional=True)
+def nll_mean_to_sum(scores: torch.Tensor, target: torch.Tensor, weight: Maybe, ignore_index: Literal) -> torch.Tensor:
+    """a mean over tokens is a sum by the count of the targets"""
+    return aten.nll_loss_nd(scores, target, weight, _MEAN, ignore_index)
+
+
+@nll_mean_to_sum.replacement
+def _(match: Match, scores: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.Proxy:
+    """nll_loss(sum) / count"""
+
+    def loss(reduction: int) -> fx.Proxy:
+        return aten.nll_loss_nd(scores, target, weight, reduction, ignore_index)
+
+    return _mean(loss, _count(target, weight, ignore_index), fake_value(match["scores"]).dtype)
+
+
+@nll_mean_to_sum.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Class indices, of which some do not count."""
+    size, classes, rest = draw.size(), draw.size(), draw.shape(draw.integer(0, 2))
+    ignored = draw.choice(-100, 0)
+    indices = draw.indices(size, *rest, below=classes)
+    return {
+        "scores": draw.tensor(size, classes, *rest),
+        "target": torch.where(draw.mask(*indices.shape, probability=0.3), ignored, indices),
+        "weight": draw.choice(None, draw.tensor(classes).abs()),
+        "ignore_index": ignored,
+    }
+
+
+def _mean_of_entries(name: str, sampler: Callable[[Draw], dict[str, Any]]) -> Rule:
+    arguments = getattr(aten, name).default._schema.arguments
+    kinds: dict[str, Any] = {"Tensor": "node", "Optional[Tensor]": "optional"}
+    terms: dict[str, Any] = {arg.name: cap(f"{arg.name}_", kinds.get(str(arg.type), "literal")) for arg in arguments}
+    terms["reduction"] = _MEAN
+    positional = [terms[arg.name] for arg in arguments if not arg.kwarg_only]
+    pattern = Pattern((op(f"aten::{name}", *positional, **{a.name: terms[a.name] for a in arguments if a.kwarg_only}),))
+    made = Rule(f"losses.mean_of_{name}", pattern, numerics="reassociates", optional=True)
+
+    @made.replacement
+    def _(match: Match) -> fx.Proxy:
+        """mean(loss(none))"""
+        captured = {arg: match[f"{arg}_"] for arg in terms if arg != "reduction"}
+        given = {arg: match.proxy(value) if isinstance(value, fx.Node) else value for arg, value in captured.items()}
+        return aten.mean(getattr(aten, name)(**given, reduction=_NONE))
+
+    @made.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        return {f"{arg}_": value for arg, value in sampler(draw).items() if arg in terms}
+
+    return made
+
+
+def _values(draw: Draw) -> dict[str, Any]:
+    """Two tensors of one shape."""
+    shape = draw.shape(draw.integer(0, 3))
+    return {"self": draw.tensor(*shape), "target": draw.tensor(*shape), "beta": 0.5, "delta": 0.5}
+
+
+def _chances(draw: Draw) -> dict[str, Any]:
+    """Probabilities or logits, targets from 0 to 1, and weights that broadcast."""
+    shape = draw.shape(draw.integer(1, 3))
+    weights = {name: draw.choice(None, draw.tensor(*shape[-1:]).abs()) for name in ("weight", "pos_weight")}
+    return {"self": draw.tensor(*shape).sigmoid(), "target": draw.tensor(*shape).sigmoid(), **weights}
+
+
+def _rows(draw: Draw) -> dict[str, Any]:
+    """Pairs or triples of rows, and a sign for each."""
+    shape = draw.shape(2)
+    names = ("input1", "input2", "anchor", "positive", "negative")
+    return {"target": draw.choice(1.0, -1.0) * torch.ones(shape[:1]), **{name: draw.tensor(*shape) for name in names}}
+
+
+LOSSES = RuleSet(
+    "losses",
+    SHIFTED_LOSSES,
+    mean_to_sum,
+    nll_mean_to_sum,
+    *(_mean_of_entries(name, _values) for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")),
+    *(_mean_of_entries(f"binary_cross_entropy{name}", _chances) for name in ("", "_with_logits")),
+    *(_mean_of_entries(name, _rows) for name in ("cosine_embedding_loss", "triplet_margin_loss")),
+)

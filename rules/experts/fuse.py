@@ -1,0 +1,311 @@
+"""A sort of slots by expert that is undone concerns each slot alone: what stands between becomes one node.
+
+    order = sort(ids)[1]; rows = x[order // k]; ...; rows[inverse(order)]   ->   slotwise(body, [ids, x, ...])
+
+Experts are run on slots sorted by expert: one matrix product for each run of rows with the same expert, then all rows
+go back to their places. Read one by one, a sort, a histogram and a cumulative sum mix all tokens. Read together they do
+not: a row is a function of its own slot, wherever it stands, so each rank may sort the slots of its own tokens. That is
+checked, operator by operator, from the exit upwards to the sort:
+
+- an index that a layout rule calls independent may be permuted as well as sharded, so operators whose rule keeps the
+  rows apart are a function of each row;
+- a gather by the order reads slots, one by the order over k reads tokens, one by the sorted ids looks up a table;
+- a grouped product gives each row the matrix of its expert, provided that its groups are counted from the same ids.
+
+What else reads the sorted rows keeps them. Does not match a descending order, or one of more than one dimension.
+Refuses, and leaves as it is: "aten::cumsum runs over the sorted slots"; "%bias is read in the order of the slots";
+"a grouped product whose groups are not those of the sort"; random numbers; writes, and changes of the autograd mode.
+Shapes: ids [n * k], x [n, d], result [n * k, ...].
+Numerics: exact. Source: Gale et al., MegaBlocks, arXiv 2211.15841, section 5; Hugging Face transformers,
+integrations/moe.py (grouped_mm_experts_forward).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable
+from enum import Enum
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxrewrite import Edit, Match, Pattern, RefusedError, Report, cap, either, loose, maybe, op, refuse, shared
+from fxrewrite.match import Program
+from fxrewrite.ops import bind, is_pure, is_random, key, mutates
+from fxrewrite.spmd import Call, LayoutRules, Terms, is_same_size
+from rules.experts.slots import Read, SlotBody, positions, slotwise
+
+__all__ = ["FuseSlots"]
+
+
+class Role(Enum):
+    """What a value between a sort and its inverse is."""
+
+    ORDER = "the order of the slots"
+    KEYS = "the sorted experts"
+    TOKENS = "the tokens of the rows"
+    ENDS = "where the rows of each expert end"
+    ROWS = "an entry for each row"
+
+
+_order: Any = cap("order")
+_divisor: Any = cap("per_token", "literal")
+_TOKENS = (
+    op("floor_divide", _order, _divisor),
+    op("div", _order, _divisor, rounding_mode="floor"),
+    op("div", _order, _divisor, rounding_mode="trunc"),
+)
+_counts: Any = op("histc", maybe(shared(op("to", cap("ids"), ...))), cap("bins", "literal"), 0, cap("high", "literal"))
+_ENDS: Any = op("cumsum", shared(_counts), 0, dtype=...)
+_INVERSE: Any = either(
+    shared(op("index_put", shared(loose(op("empty_like", _order))), [_order], shared(loose(op("arange", ...))))),
+    shared(op("argsort", _order)),
+)
+_EXIT = Pattern((op("index", cap("rows"), [_INVERSE]),))
+
+_INSIDE: Program[Role] = Program(
+    [*((Role.TOKENS, Pattern((tokens,))) for tokens in _TOKENS), (Role.ENDS, Pattern((_ENDS,)))]
+)
+_EXITS: Program[None] = Program([(None, _EXIT)])
+_GROUPED_PRODUCTS = {
+    "aten::_grouped_mm": ("self", "mat2", "offs"),
+    "transformers::grouped_mm_fallback": ("input", "weight", "offs"),
+}
+"""Operators that multiply each group of rows by its own matrix, and the names of rows, matrices and ends."""
+_COUNTABLE = (torch.float32, torch.float64, torch.int32, torch.int64)
+_READ_BY: dict[Role, Read] = {Role.ORDER: "slots", Role.TOKENS: "tokens"}
+
+
+class FuseSlots:
+    """The step that makes one node of what stands between a sort of slots and its inverse."""
+
+    def __init__(self, name: str, rules: LayoutRules) -> None:
+        self.name = name
+        self.rules = rules
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        nodes = edit.nodes()
+        found = [match for node, name in _EXITS.roots(nodes) for _, match in _EXITS.find(node, name)]
+        writers = [node for node in nodes if found and mutates(node)]
+        return sum(self._fuse(edit, match, writers, report) for match in found if _is_order(match["order"]))
+
+    def _fuse(self, edit: Edit, match: Match, writers: Iterable[fx.Node], report: Report) -> bool:
+        region, exit_ = _Region(self.rules, match["order"]), match.root
+        try:
+            args = region.body(match), list(region.reads)
+            region.check_nothing_happens(writers, exit_)
+        except RefusedError as error:
+            report.rule(self.name).refuse(error.filled(rule=self.name).refusal)
+            return False
+        made = edit.call(slotwise, args, before=exit_, like=exit_, rule=self.name, val=exit_.meta["val"])
+        edit.replace_uses(exit_, made)
+        _drop(edit, exit_)
+        return True
+
+    def text(self) -> str:
+        return f"what stands between a sort and {_EXIT} -> slotwise(body, operands)"
+
+
+class _Region:
+    """What depends on the order of one sort, read upwards from where it is undone."""
+
+    def __init__(self, rules: LayoutRules, order: fx.Node) -> None:
+        self.reads: dict[fx.Node, Read] = {}
+        """Operands from outside, and how the region reads them."""
+        self._rules = rules
+        self._order = order
+        self._sort = _sort_of(order)
+        self._ids = self._sort.all_input_nodes[0]
+        self._moved: dict[fx.Node, bool] = {self._sort: True}
+        self._inside: set[fx.Node] = {self._sort, order}
+        self._roles: dict[fx.Node, Role] = {order: Role.ORDER}
+        self._per_token = 1
+        self._read(self._ids, "slots", self._sort)
+
+    def body(self, match: Match) -> SlotBody:
+        """The region that ends at the match, as a function of `reads`."""
+        if self._role(match["rows"]) not in (Role.ROWS, Role.KEYS):
+            _refuse(f"what is put back is {self._role(match['rows']).value}", match.root)
+        self._inside.update(match.nodes)
+        graph = fx.Graph()
+        made = {node: graph.placeholder(node.name) for node in self.reads}
+        for node in sorted(self._inside):
+            target, args, kwargs = self._for_any_number_of_slots(node)
+            _check_is_known(node, (args, kwargs), made)
+            made[node] = graph.call_function(target, *map_arg((args, kwargs), made.__getitem__))
+            made[node].meta = dict(node.meta)
+        graph.output(made[match.root])
+        return SlotBody(fx.GraphModule({}, graph), tuple(self.reads.values()), self._per_token)
+
+    def check_nothing_happens(self, writers: Iterable[fx.Node], exit_: fx.Node) -> None:
+        """The region will run where it ends: refuse where that is behind a write or under another autograd mode."""
+        first = min(self._inside)
+        for node in writers:
+            if first < node < exit_:
+                _refuse(f"%{node.name} writes, or changes a mode of torch, between the sort and its inverse", node)
+
+    def _for_any_number_of_slots(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The call of a node, written without the number of slots."""
+        args = bind(node)
+        if key(node) == "aten::arange":
+            if (args.get("start", 0), args.get("step", 1)) != (0, 1):
+                _refuse("the inverse is of other positions than 0, 1, 2 ...", node)
+            return positions, (self._order,), {}
+        rule = self._rules.get(key(node))
+        if rule is None or not rule.shape_arg or args.get("dim", 0) != 0:
+            return node.target, node.args, dict(node.kwargs)
+        rest = node.meta["val"].shape[1 : len(args[rule.shape_arg])]
+        if not all(isinstance(size, int) for size in rest):
+            _refuse("the size of a row is symbolic", node)
+        return node.target, (node.args[0], [-1, *rest]), {}
+
+    # what each value is
+
+    def _is_moved(self, node: fx.Node) -> bool:
+        """Whether a value depends on the sort; what stands in front of it cannot."""
+        if node not in self._moved:
+            self._moved[node] = self._sort < node and any(map(self._is_moved, node.all_input_nodes))
+        return self._moved[node]
+
+    def _role(self, node: fx.Node) -> Role:
+        if node not in self._roles:
+            self._roles[node] = self._found_role(node)
+            self._inside.add(node)
+        return self._roles[node]
+
+    def _found_role(self, node: fx.Node) -> Role:
+        if node.target is operator.getitem:
+            source: Any = node.args[0]
+            return Role.KEYS if source is self._sort else self._role(source)
+        for role, match in _INSIDE.find(node, key(node)):
+            if role is Role.ENDS:
+                return self._ends(match)
+            if match["order"] is self._order:
+                return self._tokens(match)
+        if key(node) == "aten::index":
+            return self._lookup(node)
+        if key(node) in _GROUPED_PRODUCTS:
+            return self._product(node)
+        return self._rows(node)
+
+    def _tokens(self, match: Match) -> Role:
+        per_token = match["per_token"]
+        if not isinstance(per_token, int) or self._per_token not in (1, per_token):
+            _refuse(f"slots are divided by {per_token} and by {self._per_token}", match.root)
+        self._per_token = per_token
+        return Role.TOKENS
+
+    def _ends(self, match: Match) -> Role:
+        """How many slots an expert has does not depend on the order in which they are counted."""
+        counted, last = match["ids"], match["bins"] - 1
+        if any(node.meta["val"].dtype not in _COUNTABLE for node in match.nodes):
+            _refuse("experts are counted in a type that cannot hold them", match.root)
+        if match["high"] not in (last, last + 1):
+            _refuse(f"experts 0 to {match['high']} are counted in {last + 1} groups", match.root)
+        if counted is not self._ids and (not self._is_moved(counted) or self._role(counted) is not Role.KEYS):
+            _refuse("what is counted are not the experts of the slots", match.root)
+        self._inside.update(match.nodes)
+        return Role.ENDS
+
+    def _lookup(self, node: fx.Node) -> Role:
+        args = bind(node)
+        table, indices = args["self"], args["indices"]
+        if self._is_moved(table) or len(indices) != 1 or indices[0].meta["val"].dtype == torch.bool:
+            _refuse("rows are chosen among the sorted ones", node)
+        role = self._role(indices[0])
+        if role is Role.ENDS:
+            _refuse(f"{role.value} is looked up", node)
+        self._read(table, _READ_BY.get(role, "whole"), node)
+        return Role.ROWS
+
+    def _product(self, node: fx.Node) -> Role:
+        args = bind(node)
+        rows, matrices, ends = (args[name] for name in _GROUPED_PRODUCTS[key(node)])
+        others = [n for n in node.all_input_nodes if n not in (rows, matrices, ends)]
+        if others or self._is_moved(matrices) or self._role(rows) is not Role.ROWS:
+            _refuse("a grouped product of something else than rows and matrices", node)
+        if not isinstance(ends, fx.Node) or not self._is_ends(ends):
+            _refuse("a grouped product whose groups are not those of the sort", node)
+        self._read(matrices, "whole", node)
+        return Role.ROWS
+
+    def _is_ends(self, node: fx.Node) -> bool:
+        is_counted = any(role is Role.ENDS for role, _ in _INSIDE.find(node, key(node)))
+        return is_counted and self._role(node) is Role.ENDS
+
+    def _rows(self, node: fx.Node) -> Role:
+        """An operator whose layout rule keeps the rows apart."""
+        if node.op != "call_function" or is_random(node) or not is_pure(node):
+            _refuse(f"{key(node)} draws random numbers, or has effects", node)
+        call = Call.of(node)
+        rule = self._rules.get(call.key)
+        indices = rule.map(call) if rule is not None else None
+        moved = [operand for operand in node.all_input_nodes if self._is_moved(operand)]
+        if indices is None or not set(moved) <= set(call.operands):
+            _refuse(f"{call.key} has no layout rule", node)
+        of_operands = list(zip(call.operands, indices.operands, strict=True))
+        row = next((terms[0] for operand, terms in of_operands if operand in moved and terms), ())
+        if len(row) != 1 or row[0] in indices.whole or not all(_is_by_row(terms, row) for terms in indices.results):
+            _refuse(f"{call.key} runs over the sorted slots", node)
+        for operand, terms in of_operands:
+            if operand in moved:
+                if not _is_by_row(terms, row):
+                    _refuse(f"{call.key} runs over the sorted slots", node)
+                if (role := self._role(operand)) not in (Role.ROWS, Role.KEYS):
+                    _refuse(f"{call.key} reads {role.value}", node)
+            elif indices.has(terms, row[0]):
+                _refuse(f"%{operand.name} is read in the order of the slots", node)
+            else:
+                self._read(operand, "whole", node)
+        return Role.ROWS
+
+    def _read(self, node: fx.Node, how: Read, at: fx.Node) -> None:
+        slots, shape = self._ids.meta["val"].shape[0], node.meta["val"].shape
+        per_entry = {"slots": 1, "tokens": self._per_token}.get(how)
+        if per_entry is not None and not (shape and is_same_size(shape[0] * per_entry, slots)):
+            _refuse(f"%{node.name} has no entry for each of the {how}", at)
+        if self.reads.setdefault(node, how) != how:
+            _refuse(f"%{node.name} is read as {self.reads[node]} and as {how}", at)
+
+
+def _is_order(node: fx.Node) -> bool:
+    """Whether the node is the order of an ascending sort of one dimension."""
+    sort = _sort_of(node)
+    if key(sort) not in ("aten::sort", "aten::argsort") or sort.all_input_nodes[0].meta["val"].dim() != 1:
+        return False
+    is_order = node is sort or node.args[1:] == (1,)
+    return is_order and not bind(sort)["descending"]
+
+
+def _sort_of(order: fx.Node) -> fx.Node:
+    return order.all_input_nodes[0] if order.target is operator.getitem else order
+
+
+def _is_by_row(terms: Terms, row: tuple[str, ...]) -> bool:
+    """Whether the first dimension, and no other, is that of the rows."""
+    return terms[:1] == (row,) and not any(row[0] in dim for dim in terms[1:])
+
+
+def _check_is_known(node: fx.Node, arguments: Any, made: Collection[fx.Node]) -> None:
+    used: list[fx.Node] = []
+    map_arg(arguments, used.append)
+    for other in used:
+        if other not in made:
+            _refuse(f"%{other.name} is neither a tensor nor a row", node)
+
+
+def _drop(edit: Edit, node: fx.Node) -> None:
+    """Erase a node that nothing uses, and with it those that only it used."""
+    todo = [node]
+    while todo:
+        unused = todo.pop()
+        if unused.op == "call_function" and unused not in edit.erased and not unused.users and is_pure(unused):
+            inputs = unused.all_input_nodes
+            edit.erase(unused)
+            todo += inputs
+
+
+def _refuse(reason: str, node: fx.Node) -> NoReturn:
+    refuse(reason, node=node, hint="all slots are sorted on every rank, which is as exact")

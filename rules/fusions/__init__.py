@@ -1,0 +1,1 @@
+"""Patterns of layers that become one operator: norms, activations, rotary, swiglu, linears, biases."""

@@ -1,0 +1,1 @@
+"""Masks of attention: what a dense mask means, read as an expression, bounded, named, and tiled."""

@@ -1,0 +1,86 @@
+"""A mask as a function of one entry: a body, as higher-order operators take it, that indexes the mask's leaves.
+
+    bitwise_and(le(x0, x1), x2)   ->   def mask_mod(b, h, q_idx, kv_idx, x0, x1, x2):
+                                           return (x0[kv_idx] <= x1[q_idx]) & x2[b, kv_idx]
+
+Shapes: a leaf of the mask [B or 1, H or 1, L or 1, S or 1], or of the last of these, is read without its dimensions of
+size 1; the arguments of a body and its result have none.
+Numerics: exact; an entry is computed by the operators that compute the whole mask.
+
+>>> from rules.masks.expressions import parse_mask
+>>> body = mask_body(parse_mask("le(x0, x1)"), [("kv_idx",), ("q_idx",)], torch.device("cpu"))
+>>> b, h, row, column = torch.tensor([0, 0, 1, 2])
+>>> body(b, h, row, column, torch.arange(6), torch.arange(6))
+tensor(False)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.spmd import is_same_size
+from rules.masks.expressions import POINTWISE, Call, Leaf, MaskExpression, Term
+
+__all__ = ["INDICES", "Indices", "indices_of", "mask_body", "score_body"]
+
+aten = torch.ops.aten
+
+INDICES = ("b", "h", "q_idx", "kv_idx")
+"""The arguments that say which entry it is: dimensions of the mask."""
+Indices = tuple[str, ...]
+"""Those that a leaf without dimensions of size 1 is indexed by."""
+
+
+def indices_of(leaf: torch.Tensor) -> Indices:
+    """The dimensions of a leaf, without those of size 1."""
+    names = INDICES[len(INDICES) - leaf.dim() :]
+    return tuple(name for name, size in zip(names, leaf.shape, strict=True) if not is_same_size(size, 1))
+
+
+def mask_body(mask: MaskExpression, indices: Sequence[Indices], device: torch.device) -> fx.GraphModule:
+    """(b, h, q_idx, kv_idx, *leaves) -> the entry of the mask."""
+    graph = fx.Graph()
+    graph.output(_Writer(graph, indices, device).write(mask.term))
+    return fx.GraphModule({}, graph)
+
+
+def score_body(mask: MaskExpression | None, indices: Sequence[Indices], device: torch.device) -> fx.GraphModule:
+    """(score, b, h, q_idx, kv_idx, *leaves) -> the score and the entry of the mask, if there is one to be added."""
+    graph = fx.Graph()
+    score = graph.placeholder("score")
+    writer = _Writer(graph, indices, device)
+    graph.output(score if mask is None else graph.call_function(aten.add.Tensor, (score, writer.write(mask.term))))
+    return fx.GraphModule({}, graph)
+
+
+class _Writer:
+    """Writes terms into a body, each once, behind arguments that it makes."""
+
+    def __init__(self, graph: fx.Graph, indices: Sequence[Indices], device: torch.device) -> None:
+        given = {name: graph.placeholder(name) for name in INDICES}
+        leaves = [graph.placeholder(f"x{i}") for i in range(len(indices))]
+        self._graph, self._device = graph, device
+        self._known: dict[Term, fx.Node] = {
+            Leaf(i): graph.call_function(aten.index.Tensor, (leaf, [given[name] for name in names])) if names else leaf
+            for i, (leaf, names) in enumerate(zip(leaves, indices, strict=True))
+        }
+
+    def write(self, term: Term) -> Any:
+        if not isinstance(term, (Call, Leaf)):
+            return term
+        if term not in self._known:
+            assert isinstance(term, Call), "all leaves are known"
+            self._known[term] = self._call(term.name, tuple(map(self.write, term.args)))
+        return self._known[term]
+
+    def _call(self, name: str, args: tuple[Any, ...]) -> fx.Node:
+        if name == "to":
+            return self._graph.call_function(aten.to.dtype, args)
+        if name == "full":
+            number, dtype = args
+            return self._graph.call_function(aten.full.default, ([], number), {"dtype": dtype, "device": self._device})
+        return self._graph.call_function(POINTWISE[name], args)

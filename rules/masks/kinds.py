@@ -1,0 +1,236 @@
+"""What a mask that is read means: causal, a window, chunks, a prefix, documents, padding, a bias.
+
+    bitwise_and(bitwise_and(le(x0, x1), gt(x0, x2)), x3)   ->   causal and window 4096 and key padding
+
+The expression is taken apart at its ands. A part that depends on sizes alone is compared with what it would be if it
+were causal, and so on, in every entry (`rules.masks.proofs`), at lengths up to 262,144 where the length is a symbol; a
+part that is always true is left out. Of a part that depends on data its form says what it is: a value by rows that
+equals one by columns tells documents apart, a value by columns alone is key padding. Costs read a `MaskKind`, reports
+its text; attention computes the mask by neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import Edit, Report
+from fxrewrite.graph import ClosedValues, OpenValueError, symbols_of
+from fxrewrite.ops import bind, fake_value
+from rules.attention.operator import attentions
+from rules.masks.expressions import Call, Leaf, MaskExpression, Term, parse_mask
+from rules.masks.proofs import is_true_everywhere
+from rules.masks.reading import ReadMask, is_dense, read_mask
+
+__all__ = ["CAUSAL", "NOTHING_HIDDEN", "Condition", "MaskKind", "NameMasks", "kind_of", "mask_kind", "name_mask"]
+
+_META = "mask_kind"
+_LENGTHS = (7, 331, 1 << 18)
+"""Where the length is a symbol; the last is beyond every window."""
+_LOW = -1e4
+"""What is added to a score and is no higher hides it."""
+
+
+class Condition(Enum):
+    """What a part of a mask compares; its text has a place for the number of a `MaskPart`, if it has one."""
+
+    CAUSAL = "causal"
+    WINDOW = "window {}"
+    WINDOW_TO_BOTH_SIDES = "window {} to both sides"
+    CHUNKS = "chunks of {}"
+    PREFIX = "causal behind a prefix of {}"
+    POSITIONS = "a condition on positions"
+    BIAS_OF_POSITIONS = "a bias of positions"
+    KEY_PADDING = "key padding"
+    QUERY_PADDING = "query padding"
+    DOCUMENTS = "documents"
+    GIVEN_POSITIONS = "order of given positions"
+    BIAS = "a bias"
+    DATA = "a condition on data"
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPart:
+    """One of the conditions that a mask has all of."""
+
+    condition: Condition
+    number: int = 0
+    """The keys of a window, a chunk or a prefix; of other conditions 0."""
+
+    def __str__(self) -> str:
+        return self.condition.value.format(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskKind:
+    """What a mask means: a key is kept where all parts keep it."""
+
+    parts: tuple[MaskPart, ...] = ()
+
+    @property
+    def hides_later_keys(self) -> bool:
+        """Whether no row keeps a key after it."""
+        return any(part.condition is Condition.CAUSAL for part in self.parts)
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self.parts)) or "nothing hidden"
+
+
+CAUSAL = MaskKind((MaskPart(Condition.CAUSAL),))
+NOTHING_HIDDEN = MaskKind()
+
+
+class NameMasks:
+    """The step that writes down what every dense mask of attention means, where `kind_of` finds it."""
+
+    name = "name_masks"
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        for node in attentions(edit.nodes()):
+            mask = bind(node)["attn_mask"]
+            if isinstance(mask, fx.Node) and _META not in mask.meta and is_dense(mask):
+                read = read_mask(mask)
+                if isinstance(read, ReadMask):
+                    name_mask(edit, mask, mask_kind(mask, read))
+        return 0
+
+    def text(self) -> str:
+        return "what every dense mask of attention means, for the report"
+
+
+def kind_of(node: fx.Node) -> MaskKind | None:
+    """What was written down of a mask, of what it is a part of, or of attention that reads it; None for all others."""
+    while _META not in node.meta and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return node.meta.get(_META)
+
+
+def name_mask(edit: Edit, node: fx.Node, kind: MaskKind | None) -> None:
+    """Write down what a mask means, where it is known."""
+    if kind is not None:
+        edit.set_meta(node, _META, kind)
+
+
+def mask_kind(mask: fx.Node, read: ReadMask) -> MaskKind:
+    """What a mask means."""
+    looks = list(_looks(mask, read))
+    parts = [_part(term, read, looks) for term in _conjuncts(parse_mask(read.text).term)]
+    return MaskKind(tuple(dict.fromkeys(part for part in parts if part is not None)))
+
+
+class _Look:
+    """Parts of a mask at one length."""
+
+    def __init__(self, mask: fx.Node, read: ReadMask, closed: ClosedValues) -> None:
+        self.num_rows, self.num_columns = (closed.size(size) for size in fake_value(mask).shape[-2:])
+        self._read, self._closed = read, closed
+        self._leaves: dict[int, torch.Tensor] = {}
+
+    def row(self, term: Term, row: int) -> torch.Tensor:
+        """One row of a part, [columns]; the last is -1. Raises OpenValueError where data decide, or batches differ."""
+        row %= self.num_rows
+        found = MaskExpression(term).part(self._leaves_of(term), (row, row + 1), (0, self.num_columns))
+        wide = found.expand(*found.shape[:-1], self.num_columns).reshape(-1, self.num_columns)
+        if not bool((wide == wide[0]).all()):
+            raise OpenValueError("sequences of a batch differ")
+        return wide[0]
+
+    def is_everywhere(self, term: Term, kept: Term) -> bool:
+        """Whether a part is what is `kept`, an expression of columns, `Leaf(0)`, and rows, `Leaf(1)`."""
+        leaves = [torch.arange(self.num_columns), torch.arange(self.num_rows)[:, None], *self._leaves_of(term)]
+        condition = Call("eq", (_renumbered(term, 2), kept))
+        return is_true_everywhere(condition, leaves, self.num_rows, self.num_columns) is True
+
+    def _leaves_of(self, term: Term) -> list[torch.Tensor]:
+        numbers = _leaves(term)
+        for number in numbers - self._leaves.keys():
+            self._leaves[number] = self._read.value(number, self._closed)
+        return [self._leaves[number] if number in numbers else _NONE for number in range(1 + max(numbers, default=0))]
+
+
+_NONE = torch.empty(())
+"""In place of a leaf that a part does not read."""
+
+
+def _renumbered(term: Term, by: int) -> Term:
+    if isinstance(term, Leaf):
+        return Leaf(term.index + by)
+    return Call(term.name, tuple(_renumbered(arg, by) for arg in term.args)) if isinstance(term, Call) else term
+
+
+def _looks(mask: fx.Node, read: ReadMask) -> Iterator[_Look]:
+    symbols = {symbol for size in fake_value(mask).shape[-2:] for symbol in symbols_of(size)}
+    for length in _LENGTHS if symbols else (0,):
+        yield _Look(mask, read, ClosedValues(dict.fromkeys(symbols, length)))
+
+
+def _conjuncts(term: Term) -> list[Term]:
+    """What must all be true where a key is kept, and biases that are added."""
+    match term:
+        case Call("bitwise_and" | "logical_and", (a, b)) | Call("add", (a, b)):
+            return [*_conjuncts(a), *_conjuncts(b)]
+        case Call("where", (kept, 0 | Call("full", (0, _)), float() as low)) if low <= _LOW:
+            return _conjuncts(kept)
+        case Call("masked_fill", (base, Call("bitwise_not" | "logical_not", (kept,)), float() as low)) if low <= _LOW:
+            return [*_conjuncts(base), *_conjuncts(kept)]
+        case Call("masked_fill", (base, hidden, float() as low)) if low <= _LOW:
+            return [*_conjuncts(base), Call("bitwise_not", (hidden,))]
+        case Call("full", (0, _)):
+            return []
+        case Call("to", (x, torch.dtype() as dtype)) if dtype != torch.bool:
+            return _conjuncts(x)
+        case _:
+            return [term]
+
+
+def _part(term: Term, read: ReadMask, looks: Sequence[_Look]) -> MaskPart | None:
+    """What a part means; None where it keeps all keys."""
+    try:
+        ends = [looks[-1].row(term, row) for row in (0, -1)]
+        if ends[0].dtype != torch.bool:
+            return MaskPart(Condition.BIAS_OF_POSITIONS)
+        for condition, row, kept in _CONDITIONS:
+            number = int(ends[row].sum())
+            if number and all(look.is_everywhere(term, parse_mask(kept.format(n=number)).term) for look in looks):
+                return None if condition is None else MaskPart(condition, number if "{}" in condition.value else 0)
+    except OpenValueError:
+        return MaskPart(_by_form(term, read))
+    return MaskPart(Condition.POSITIONS)
+
+
+_CONDITIONS = (
+    (None, 0, "ge(x0, 0)"),
+    (Condition.CAUSAL, 0, "le(x0, x1)"),
+    (Condition.WINDOW, -1, "gt(x0, sub(x1, {n}))"),
+    (Condition.WINDOW_TO_BOTH_SIDES, 0, "bitwise_and(lt(sub(x0, x1), {n}), lt(sub(x1, x0), {n}))"),
+    (Condition.CHUNKS, 0, "eq(floor_divide(x0, {n}), floor_divide(x1, {n}))"),
+    (Condition.PREFIX, 0, "bitwise_or(le(x0, x1), lt(x0, {n}))"),
+)
+"""What a part may mean, the row whose kept columns are its number `n`, and what it keeps, of columns x0 and rows x1."""
+
+
+def _by_form(term: Term, read: ReadMask) -> Condition:
+    """What a part means that depends on data."""
+    sides = [{dim for dim in (-2, -1) for number in _leaves(t) if read.has(number, dim)} for t in (term, *_args(term))]
+    whole, *operands = sides
+    if len(whole) < 2:
+        return Condition.QUERY_PADDING if whole == {-2} else Condition.KEY_PADDING
+    name = term.name if isinstance(term, Call) else ""
+    if name in ("eq", "le", "lt", "ge", "gt") and all(len(operand) == 1 for operand in operands):
+        return Condition.DOCUMENTS if name == "eq" else Condition.GIVEN_POSITIONS
+    return Condition.BIAS if name in ("mul", "sub", "div", "neg") else Condition.DATA
+
+
+def _args(term: Term) -> tuple[Term, ...]:
+    return term.args if isinstance(term, Call) else ()
+
+
+def _leaves(term: Term) -> set[int]:
+    if isinstance(term, Leaf):
+        return {term.index}
+    return {number for arg in _args(term) for number in _leaves(arg)}

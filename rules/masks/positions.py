@@ -1,0 +1,355 @@
+"""What a value is in all its entries, at every length: a number, and slopes times the indices of the entry.
+
+    arange(S)[:, None] + 1                              ->   1 + row
+    cumsum(diff(arange(S), prepend=-ones(1)) != 1, 0)   ->   0
+
+An operator is read that keeps values so: counting, filling, arithmetic, comparison where it comes out alike everywhere,
+views, a difference of neighbours, a running sum, an index. Of what depends on data, and of sizes in arithmetic, nothing
+is said: None. Neither is where an integer may overflow in a sequence of `LONGEST` tokens.
+Numerics: exact; integers have slopes, and constants are computed by the operators themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.spmd import is_same_size
+from rules.masks.expressions import POINTWISE
+from rules.masks.reading import CASTS, POINTWISE_KEYS, Place, ReadMask
+
+__all__ = ["LONGEST", "Affine", "Corners", "affine_of", "leaves_of", "pointwise"]
+
+LONGEST = 1 << 30
+"""No sequence has more tokens, and no batch more sequences."""
+
+Corners: TypeAlias = "Sequence[tuple[int, int]]"
+"""Rows and columns between which all entries lie that are looked at, as the corners of a polygon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """offset + slopes[0] * index[0] + slopes[1] * index[1] + ..."""
+
+    slopes: tuple[int, ...]
+    offset: float
+    dtype: torch.dtype
+
+    @property
+    def is_constant(self) -> bool:
+        return not any(self.slopes)
+
+    def bounds(self, corners: Corners | None = None) -> tuple[float, float]:
+        """The least and the greatest; with corners, of those rows and columns in the last two dimensions."""
+        if self.is_constant:
+            return self.offset, self.offset
+        *outer, row, column = (0, 0, *self.slopes)
+        inner = [row * r + column * c for r, c in corners or _SQUARE]
+        low, high = (sum(pick(0, slope) * LONGEST for slope in outer) for pick in (min, max))
+        return self.offset + low + min(inner), self.offset + high + max(inner)
+
+
+_SQUARE: Corners = ((0, 0), (0, LONGEST), (LONGEST, 0), (LONGEST, LONGEST))
+_COUNTING = (torch.int32, torch.int64)
+
+
+def _made(slopes: Sequence[int], offset: float, dtype: torch.dtype) -> Affine | None:
+    """The value, where no entry of it overflows."""
+    found = Affine((*slopes,), offset, dtype)
+    if found.is_constant:
+        return found
+    if dtype not in _COUNTING:
+        return None
+    low, high = found.bounds()
+    return found if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max else None
+
+
+def pointwise(name: str, operands: Sequence[Any], corners: Corners | None = None) -> Affine | None:
+    """What an operator of `POINTWISE` gives for values and literals; with corners, for those rows and columns."""
+    if any(operand is None for operand in operands) or len(operands) != len(_LINEAR.get(name, operands)):
+        return None
+    values = [operand for operand in operands if isinstance(operand, Affine)]
+    if all(operand.is_constant for operand in values):
+        return _constant(name, operands)
+    if name == "to":
+        return _made(values[0].slopes, values[0].offset, operands[1])
+    if len({operand.dtype for operand in values}) > 1 or values[0].dtype not in _COUNTING:
+        return None
+    literals = [operand for operand in operands if not isinstance(operand, Affine)]
+    if not all(type(literal) is int for literal in literals):
+        return None
+    dtype, rank = values[0].dtype, max(len(operand.slopes) for operand in values)
+    terms = [_term(operand, rank) for operand in operands]
+    if name in _COMPARISONS:
+        difference = _made(*_combined(terms, (1, -1)), dtype)
+        is_true = None if difference is None else _COMPARISONS[name](*difference.bounds(corners))
+        return None if is_true is None else Affine((0,) * rank, is_true, torch.bool)
+    if name == "mul":
+        (slopes, offset), (others, factor) = terms if any(terms[0][0]) else reversed(terms)
+        return None if any(others) else _made([slope * factor for slope in slopes], offset * factor, dtype)
+    return _made(*_combined(terms, _LINEAR[name]), dtype) if name in _LINEAR else None
+
+
+_LINEAR: Mapping[str, tuple[int, ...]] = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1,)}
+"""What operands are multiplied by before they are added."""
+
+
+def _is(is_true: bool, is_false: bool) -> bool | None:
+    return True if is_true else False if is_false else None
+
+
+_COMPARISONS: Mapping[str, Callable[[float, float], bool | None]] = {
+    "lt": lambda low, high: _is(high < 0, low >= 0),
+    "le": lambda low, high: _is(high <= 0, low > 0),
+    "gt": lambda low, high: _is(low > 0, high <= 0),
+    "ge": lambda low, high: _is(low >= 0, high < 0),
+    "eq": lambda low, high: _is(low == high == 0, low > 0 or high < 0),
+    "ne": lambda low, high: _is(low > 0 or high < 0, low == high == 0),
+}
+"""How two values compare whose difference lies between these bounds; None: here so and there so."""
+
+_Terms: TypeAlias = "tuple[tuple[int, ...], Any]"
+
+
+def _term(operand: Any, rank: int) -> _Terms:
+    if not isinstance(operand, Affine):
+        return (0,) * rank, operand
+    return (0,) * (rank - len(operand.slopes)) + operand.slopes, operand.offset
+
+
+def _combined(terms: Sequence[_Terms], factors: Sequence[int]) -> tuple[list[int], int]:
+    slopes = [
+        sum(f * s for f, s in zip(factors, column, strict=True)) for column in zip(*(t[0] for t in terms), strict=True)
+    ]
+    return slopes, sum(f * offset for f, (_, offset) in zip(factors, terms, strict=True))
+
+
+def _constant(name: str, operands: Sequence[Any]) -> Affine | None:
+    def given(operand: Any) -> Any:
+        if not isinstance(operand, Affine):
+            return operand
+        return torch.full((1,) * len(operand.slopes), operand.offset, dtype=operand.dtype)
+
+    found = POINTWISE[name](*map(given, operands))
+    number = found.item()
+    return None if math.isnan(number) else Affine((0,) * found.dim(), number, found.dtype)
+
+
+def leaves_of(read: ReadMask) -> list[Affine | torch.Tensor]:
+    """What the leaves of a mask are in all their entries; of one that is not affine, its rank and dtype."""
+    return [_leaf(place) for place in read.places]
+
+
+def _leaf(place: Place) -> Affine | torch.Tensor:
+    rank = max((-dim for dim in place.dims if dim is not None), default=0)
+    counts = Affine((1,), 0, torch.int64)
+    found = affine_of(place.node) if place.counted is None else counts
+    for cut in place.cuts:
+        dim = place.dim_of(cut.dim)
+        if found is not None and dim is not None:
+            start, *_, step = (*cut.args[:1], 1, *cut.args[2:])
+            found = _cut(found, dim, start, step)
+    if found is None:
+        return torch.empty((1,) * rank, dtype=fake_value(place.node).dtype, device="meta")
+    slopes = [0] * rank
+    for i, dim in enumerate(place.dims):
+        if dim is not None and place.dim_of(dim) == i:
+            slopes[dim] = found.slopes[i]
+    return Affine((*slopes,), found.offset, found.dtype)
+
+
+_Values: TypeAlias = "Mapping[fx.Node, Affine | None]"
+"""What is known of the operands of a node."""
+
+
+def affine_of(node: fx.Node) -> Affine | None:
+    """What a value of the graph is in all its entries, at every length that the graph admits."""
+    known: dict[fx.Node, Affine | None] = {}
+    todo = [node]
+    while todo:
+        current = todo[-1]
+        is_read = current.op == "call_function" and key(current) in _RULES
+        missing = [n for n in current.all_input_nodes if n not in known] if is_read else []
+        if missing and current not in known:
+            todo += missing
+            continue
+        todo.pop()
+        if current not in known:
+            known[current] = _read(current, known) if is_read else None
+    return known[node]
+
+
+def _read(node: fx.Node, known: _Values) -> Affine | None:
+    found = value(node)
+    made = _RULES[key(node)](node, known) if isinstance(found, torch.Tensor) else None
+    if made is None:
+        return None
+    # of the only entry along a dimension the index is 0, and it may be expanded
+    ones = [is_same_size(size, 1) for size in found.shape]
+    return _made([0 if one else slope for slope, one in zip(made.slopes, ones, strict=True)], made.offset, found.dtype)
+
+
+def _source(node: fx.Node, known: _Values) -> Affine | None:
+    """What the first argument is."""
+    source = node.args[0]
+    return known[source] if isinstance(source, fx.Node) else None
+
+
+def _cast(node: fx.Node, known: _Values) -> Affine | None:
+    return pointwise("to", [_source(node, known), fake_value(node).dtype])
+
+
+def _operated(node: fx.Node, known: _Values) -> Affine | None:
+    if node.kwargs:
+        return None
+    operands = [known[arg] if isinstance(arg, fx.Node) else arg for arg in node.args]
+    return pointwise(POINTWISE_KEYS[key(node)], operands)
+
+
+def _counted(node: fx.Node, known: _Values) -> Affine | None:
+    start, step = (bind(node).get(name, default) for name, default in (("start", 0), ("step", 1)))
+    is_whole = type(start) is int and type(step) is int
+    return _made((step,), start, fake_value(node).dtype) if is_whole else None
+
+
+def _filled(number: float | None) -> Callable[[fx.Node, _Values], Affine | None]:
+    def read(node: fx.Node, known: _Values) -> Affine | None:
+        given, like = bind(node)["fill_value"] if number is None else number, fake_value(node)
+        if not isinstance(given, (bool, int, float)) or math.isnan(given):
+            return None
+        return Affine((0,) * like.dim(), torch.full((), given, dtype=like.dtype).item(), like.dtype)
+
+    return read
+
+
+def _same(node: fx.Node, known: _Values) -> Affine | None:
+    x, rank = _source(node, known), fake_value(node).dim()
+    return x and Affine((0,) * (rank - len(x.slopes)) + x.slopes, x.offset, x.dtype)
+
+
+def _unsqueezed(node: fx.Node, known: _Values) -> Affine | None:
+    x, dim = _source(node, known), bind(node)["dim"] % fake_value(node).dim()
+    return x and Affine((*x.slopes[:dim], 0, *x.slopes[dim:]), x.offset, x.dtype)
+
+
+def _reshaped(node: fx.Node, known: _Values) -> Affine | None:
+    """Dimensions of size 1 come and go; a constant has any shape."""
+    x, shape = _source(node, known), fake_value(node).shape
+    if x is None:
+        return None
+    before = fake_value(node.all_input_nodes[0]).shape
+    left = [(size, slope) for size, slope in zip(before, x.slopes, strict=True) if not is_same_size(size, 1)]
+    slopes = [0] * len(shape)
+    if not x.is_constant:
+        long = [i for i, size in enumerate(shape) if not is_same_size(size, 1)]
+        if len(long) != len(left) or not all(is_same_size(shape[i], left[at][0]) for at, i in enumerate(long)):
+            return None
+        for i, (_, slope) in zip(long, left, strict=True):
+            slopes[i] = slope
+    return Affine((*slopes,), x.offset, x.dtype)
+
+
+def _reordered(node: fx.Node, known: _Values) -> Affine | None:
+    x, args = _source(node, known), bind(node)
+    if x is None:
+        return None
+    order = list(range(len(x.slopes)))
+    if "dims" in args:
+        order = [order[dim] for dim in args["dims"]]
+    else:
+        a, b = args["dim0"], args["dim1"]
+        order[a], order[b] = order[b], order[a]
+    return Affine(tuple(x.slopes[dim] for dim in order), x.offset, x.dtype)
+
+
+def _sliced(node: fx.Node, known: _Values) -> Affine | None:
+    x, args = _source(node, known), bind(node)
+    return x and _cut(x, args["dim"], args["start"], args.get("step", 1))
+
+
+def _cut(x: Affine, dim: int, start: Any, step: Any) -> Affine | None:
+    """Every `step`th entry along a dimension, from `start` on."""
+    dim, start = dim % len(x.slopes), 0 if start is None else start
+    if x.slopes[dim] == 0:
+        return x
+    if type(start) is not int or type(step) is not int or start < 0:
+        return None
+    slopes = (*x.slopes[:dim], x.slopes[dim] * step, *x.slopes[dim + 1 :])
+    return _made(slopes, x.offset + x.slopes[dim] * start, x.dtype)
+
+
+def _selected(node: fx.Node, known: _Values) -> Affine | None:
+    x, args = _source(node, known), bind(node)
+    if x is None:
+        return None
+    dim, index = args["dim"] % len(x.slopes), args["index"]
+    rest, slope = (*x.slopes[:dim], *x.slopes[dim + 1 :]), x.slopes[dim]
+    if slope and not (type(index) is int and index >= 0):
+        return None
+    return _made(rest, x.offset + slope * index if slope else x.offset, x.dtype)
+
+
+def _differences(node: fx.Node, known: _Values) -> Affine | None:
+    """Neighbours differ by the slope; so must what is put in front differ from the first."""
+    x, args = _source(node, known), bind(node)
+    if x is None or x.dtype not in _COUNTING or args["n"] != 1 or args["append"] is not None:
+        return None
+    dim, before = args["dim"] % len(x.slopes), args["prepend"]
+    slope, rest = x.slopes[dim], (*x.slopes[:dim], 0, *x.slopes[dim + 1 :])
+    if before is not None:
+        first = known[before]
+        expected = Affine(rest, x.offset - slope, x.dtype)
+        if not is_same_size(fake_value(before).shape[dim], 1) or first != expected:
+            return None
+    return Affine((0,) * len(x.slopes), slope, x.dtype)
+
+
+def _running_sum(node: fx.Node, known: _Values) -> Affine | None:
+    x, args = _source(node, known), bind(node)
+    if x is None or not x.is_constant or x.dtype.is_floating_point or not x.slopes:
+        return None
+    slopes = [0] * len(x.slopes)
+    slopes[args["dim"]] = int(x.offset)
+    return _made(slopes, int(x.offset), fake_value(node).dtype)
+
+
+def _indexed(node: fx.Node, known: _Values) -> Affine | None:
+    """An index counts as often as the value has slope in its dimension; one that may be negative counts from behind."""
+    x, indices = _source(node, known), bind(node)["indices"]
+    if x is None or len(indices) != len(x.slopes):
+        return None
+    found: Any = Affine((0,) * fake_value(node).dim(), x.offset, x.dtype)
+    for slope, index in zip(x.slopes, indices, strict=True):
+        if index is None or fake_value(index).dtype not in _COUNTING:
+            return None
+        if slope:
+            at = pointwise("to", [known[index], x.dtype])
+            if at is None or at.bounds()[0] < 0:
+                return None
+            found = pointwise("add", [found, pointwise("mul", [at, slope])])
+    return found
+
+
+_RULES: Mapping[str, Callable[[fx.Node, _Values], Affine | None]] = {
+    **dict.fromkeys(POINTWISE_KEYS, _operated),
+    **dict.fromkeys(CASTS, _cast),
+    "aten::arange": _counted,
+    **dict.fromkeys(("aten::zeros", "aten::zeros_like", "aten::new_zeros"), _filled(0)),
+    **dict.fromkeys(("aten::ones", "aten::ones_like", "aten::new_ones"), _filled(1)),
+    **dict.fromkeys(("aten::full", "aten::full_like", "aten::new_full"), _filled(None)),
+    **dict.fromkeys(("aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::expand"), _same),
+    "aten::unsqueeze": _unsqueezed,
+    **dict.fromkeys(("aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"), _reshaped),
+    **dict.fromkeys(("aten::permute", "aten::transpose"), _reordered),
+    **dict.fromkeys(("aten::slice", "aten::narrow"), _sliced),
+    "aten::select": _selected,
+    "aten::diff": _differences,
+    "aten::cumsum": _running_sum,
+    "aten::index": _indexed,
+}

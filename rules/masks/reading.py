@@ -1,0 +1,279 @@
+"""Reading a mask of the graph as an expression of small values: what it is computed from by rows and by columns.
+
+    mask = (arange(S) <= arange(S)[:, None]) & padding[:, None, None]
+      ->   bitwise_and(le(x0, x1), x2)  of  arange(S), arange(S)[:, None], padding[:, None, None]
+
+A value with rows and columns is walked upwards through pointwise operators, through tril and triu, which compare
+positions, and through views that broadcast, reorder or cut dimensions, to values that have one of the two at most. What
+a view does to a value with both is done to the values that it is computed from, so a rank's rows of a mask are computed
+from its rows of them.
+Says why where a mask is no such expression: an input or a parameter with rows and columns of its own, a product of
+matrices, a gradient that it must pass on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite import Match
+from fxrewrite.graph import ClosedValues
+from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.spmd import Size, is_same_size, size_proxy
+from rules.masks.expressions import POINTWISE
+
+__all__ = ["CASTS", "POINTWISE_KEYS", "Place", "ReadMask", "is_dense", "read_mask"]
+
+aten = torch.ops.aten
+
+_NAMES = {"aten::__and__": "bitwise_and", "aten::__or__": "bitwise_or", "aten::__xor__": "bitwise_xor"}
+POINTWISE_KEYS = {**{f"aten::{name}": name for name in POINTWISE}, **_NAMES}
+_SAME = frozenset({"aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::expand"})
+CASTS = frozenset({"aten::to", "aten::_to_copy"})
+_FILLS = {"aten::zeros": 0, "aten::zeros_like": 0, "aten::ones": 1, "aten::ones_like": 1}
+_FILLED = frozenset({"aten::full", "aten::full_like"})
+_ONES = frozenset({"aten::unsqueeze", "aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"})
+_CUTS = frozenset({"aten::slice", "aten::narrow"})
+_TRIANGLES = {"aten::tril": "gt", "aten::triu": "lt"}
+"""How columns less rows compare with the diagonal where they fill in zeros."""
+_LONGEST = 4096
+"""Characters of a text; nobody writes masks that are longer."""
+
+Dims: TypeAlias = "tuple[int | None, ...]"
+"""For each dimension of a value the one of the mask, from behind (-1: columns, -2: rows); None: one of size 1 less."""
+
+
+class _UnreadableError(ValueError):
+    """Why a mask is no expression of small values."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A part of one dimension of the mask, by the operator that cuts it and its arguments behind the dimension."""
+
+    dim: int
+    target: Any
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A value of the graph in the mask: its dimensions there, and what is cut of them."""
+
+    node: fx.Node
+    dims: Dims
+    cuts: tuple[_Cut, ...] = ()
+    counted: int | None = None
+    """In place of the value: 0, 1, 2, ... along this dimension of it, from behind."""
+
+    @property
+    def shape(self) -> Sequence[Size]:
+        shape = fake_value(self.node).shape
+        return shape if self.counted is None else (shape[self.counted],)
+
+    def dim_of(self, dim: int) -> int | None:
+        """The value's own dimension that is this one of the mask; None where it is of size 1, or missing."""
+        return next((i for i, d in enumerate(self.dims) if d == dim and not is_same_size(self.shape[i], 1)), None)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.dim_of(-1) is not None and self.dim_of(-2) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMask:
+    """A mask as text for `rules.masks.expressions.parse_mask`, and the values that are its leaves."""
+
+    text: str
+    places: tuple[Place, ...] = field(repr=False)
+
+    def leaves(self, match: Match) -> list[fx.Proxy]:
+        """The leaves as values of the graph, in a replacement."""
+
+        def given(place: Place) -> fx.Proxy:
+            if place.counted is None:
+                return match.proxy(place.node)
+            device = fake_value(place.node).device
+            (size,) = place.shape
+            return match.call(aten.arange.default, size_proxy(match, size), device=device, pin_memory=False)
+
+        return [_laid_out(place, given(place), match.proxy, match.call) for place in self.places]
+
+    def value(self, number: int, closed: ClosedValues) -> torch.Tensor:
+        """A leaf at the lengths of `closed`. Raises OpenValueError where it depends on more than sizes."""
+        place = self.places[number]
+        given = closed(place.node) if place.counted is None else torch.arange(closed.size(place.shape[0]))
+        return _laid_out(place, given, closed, lambda target, *args: target(*args))
+
+    def has(self, number: int, dim: int) -> bool:
+        """Whether a leaf has rows (-2), or columns (-1)."""
+        return self.places[number].dim_of(dim) is not None
+
+
+def is_dense(mask: fx.Node) -> bool:
+    """Whether a mask has both rows and columns."""
+    return _whole(mask).is_dense
+
+
+def read_mask(mask: fx.Node) -> ReadMask | str:
+    """The mask as an expression, or why it is none."""
+    reader = _Reader()
+    try:
+        text = reader.text(_whole(mask))
+    except _UnreadableError as error:
+        return str(error)
+    for place in reader.places:
+        if place.counted is None and _needs_gradient(place.node):
+            return f"%{place.node.name} needs a gradient"
+    return ReadMask(text, tuple(reader.places))
+
+
+def _whole(mask: fx.Node) -> Place:
+    return Place(mask, _from_behind(fake_value(mask).dim()))
+
+
+def _from_behind(rank: int) -> tuple[int, ...]:
+    return tuple(range(-rank, 0))
+
+
+class _Reader:
+    """Reads one mask; `places` are the leaves that its text counts."""
+
+    def __init__(self) -> None:
+        self.places: dict[Place, int] = {}
+        self._texts: dict[Place, str] = {}
+
+    def text(self, place: Place) -> str:
+        """What is computed at a place."""
+        if place.counted is not None or (not place.is_dense and not _is_number(place.node)):
+            return f"x{self.places.setdefault(place, len(self.places))}"
+        if place not in self._texts:
+            self._texts[place] = self._dense(place)
+        if len(self._texts[place]) > _LONGEST:
+            raise _UnreadableError("it is too long an expression")
+        return self._texts[place]
+
+    def _dense(self, place: Place) -> str:
+        node, name = place.node, key(place.node)
+        if name in CASTS:
+            return f"to({self._operand(place, node.args[0])}, {fake_value(node).dtype})"
+        if name in _FILLS or name in _FILLED:
+            number = _FILLS[name] if name in _FILLS else bind(node)["fill_value"]
+            return f"full({_literal(node, number)}, {fake_value(node).dtype})"
+        if name in POINTWISE_KEYS and not node.kwargs:
+            return f"{POINTWISE_KEYS[name]}({', '.join(self._operand(place, arg) for arg in node.args)})"
+        if name in _TRIANGLES:
+            hidden, diagonal = _TRIANGLES[name], _literal(node, bind(node)["diagonal"])
+            rows, columns = (self.text(Place(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))
+            kept = self.text(Place(node.all_input_nodes[0], place.dims, place.cuts))
+            return f"masked_fill({kept}, {hidden}(sub({columns}, {rows}), {diagonal}), 0)"
+        return self.text(_looked_through(place))
+
+    def _operand(self, place: Place, arg: Any) -> str:
+        """An operand of a pointwise operator, which broadcasts."""
+        if not isinstance(arg, fx.Node):
+            return _literal(place.node, arg)
+        found = value(arg)
+        if not isinstance(found, torch.Tensor):
+            raise _UnreadableError(f"%{place.node.name} is computed from a number of the graph")
+        return self.text(Place(arg, place.dims[len(place.dims) - found.dim() :], place.cuts))
+
+
+def _is_number(node: fx.Node) -> bool:
+    """Whether a value without dimensions is filled with a number that the graph states."""
+    return key(node) in (_FILLS.keys() | _FILLED) and fake_value(node).dim() == 0
+
+
+def _literal(node: fx.Node, number: Any) -> str:
+    is_number = isinstance(number, (bool, int, float)) and not math.isnan(number)
+    if not is_number and not (number is None or isinstance(number, torch.dtype)):
+        raise _UnreadableError(f"%{node.name} has the argument {number}")
+    return str(number)
+
+
+def _looked_through(place: Place) -> Place:
+    """Where the operand of a view is."""
+    node, name = place.node, key(place.node)
+    source = node.all_input_nodes[0] if node.all_input_nodes else node
+    shape: Any = getattr(value(source), "shape", ())
+    if name in _SAME:
+        return Place(source, place.dims[len(place.dims) - len(shape) :], place.cuts)
+    if name in _ONES:
+        return Place(source, _but_for_ones(place, shape), place.cuts)
+    if name == "aten::permute":
+        order = [dim % len(shape) for dim in bind(node)["dims"]]
+        return Place(source, tuple(place.dims[order.index(dim)] for dim in range(len(shape))), place.cuts)
+    if name == "aten::transpose":
+        args, dims = bind(node), list(place.dims)
+        a, b = args["dim0"], args["dim1"]
+        dims[a], dims[b] = dims[b], dims[a]
+        return Place(source, tuple(dims), place.cuts)
+    if name in _CUTS:
+        _, dim, *rest = bind(node).values()
+        cut = place.dims[dim]
+        return Place(source, place.dims, place.cuts if cut is None else (_Cut(cut, node.target, (*rest,)), *place.cuts))
+    if name == "aten::select" and is_same_size(shape[bind(node)["dim"]], 1):
+        dim: int = bind(node)["dim"] % len(shape)
+        return Place(source, (*place.dims[:dim], None, *place.dims[dim:]), place.cuts)
+    what = "an input or a parameter" if node.op in ("placeholder", "get_attr") else name
+    raise _UnreadableError(f"%{node.name}, {what}, has rows and columns")
+
+
+def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
+    """The places of dimensions of `shape`, which has the value's dimensions and others of size 1."""
+    left = [(dim, size) for dim, size in zip(place.dims, place.shape, strict=True) if not is_same_size(size, 1)]
+    found: list[int | None] = []
+    for size in shape:
+        if is_same_size(size, 1):
+            found.append(None)
+        elif left and is_same_size(left[0][1], size):
+            found.append(left.pop(0)[0])
+        else:
+            left = [*left, (None, size)]
+            break
+    if left:
+        raise _UnreadableError(f"%{place.node.name} reshapes rows and columns")
+    return tuple(found)
+
+
+def _laid_out(place: Place, x: Any, given: Callable[[fx.Node], Any], call: Callable[..., Any]) -> Any:
+    """The value `x` at a place, cut, with dimensions as the mask has them."""
+    dims = list(place.dims)
+    for cut in place.cuts:
+        dim = place.dim_of(cut.dim)
+        if dim is not None:
+            x = call(cut.target, x, dim, *(given(arg) if isinstance(arg, fx.Node) else arg for arg in cut.args))
+    for i in reversed(range(len(dims))):
+        if dims[i] is None:
+            x = call(aten.squeeze.dim, x, i)
+            del dims[i]
+    order = sorted(range(len(dims)), key=lambda i: dims[i] or 0)
+    if order != list(range(len(dims))):
+        x = call(aten.permute.default, x, order)
+    for dim in reversed(_from_behind(-min((dim or 0 for dim in dims), default=0))):
+        if dim not in dims:
+            x = call(aten.unsqueeze.default, x, dim)
+    return x
+
+
+def _needs_gradient(node: fx.Node) -> bool:
+    """Whether a gradient may flow through the value to an input or a parameter."""
+    seen: set[fx.Node] = set()
+    todo = [node]
+    while todo:
+        current = todo.pop()
+        found = value(current)
+        is_real = isinstance(found, torch.Tensor) and found.is_floating_point()
+        if current in seen or not is_real or key(current) == "aten::detach":
+            continue
+        seen.add(current)
+        given = current.meta.get("example_value") if current.op == "placeholder" else found
+        if given is None or given.requires_grad:  # traces keep no other word of an input's gradient
+            return True
+        todo += current.all_input_nodes
+    return False

@@ -1,0 +1,113 @@
+"""Which tiles of a mask are hidden, kept in part or kept all, from bounds: the mask itself never exists.
+
+    mask_tiles([c, r], "le(x0, x1)", rows=384, columns=384, ...)   of a causal mask, by rows
+            kept in part   [1, 1, 1] of them   [0, ...] [1, ...] [2, ...]
+            kept all       [0, 1, 2] of them   [...]    [0, ...] [0, 1, ...]
+
+Eight tensors of int32. How many tiles of 128 x 128 each run of rows keeps in part, [B or 1, 1, L / 128], and which,
+those first, [B or 1, 1, L / 128, S / 128]; the same of tiles that are kept all; then both by columns. What one head
+keeps and another hides is kept in part, and so is a tile that is cut off at the end. Of a mask that is added to scores,
+tiles are hidden that have no entry greater than `hidden`, and none is kept all. Where `hidden` is -inf, an entry that
+may be finite and hide as well is an error: a row of such entries alone attends to all keys alike. For that the device
+is waited for, and for nothing else.
+Numerics: exact; a tile that bounds cannot tell is kept in part.
+Source: PyTorch, torch/nn/attention/flex_attention.py (create_block_mask, BlockMask).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fxrewrite import FxRewriteError
+from rules.masks.bounds import mask_bounds
+from rules.masks.expressions import Call, MaskExpression, Term, parse_mask
+
+__all__ = ["MASK_TILES", "NUM_TILE_TENSORS", "TILE"]
+
+TILE = 128
+"""Rows, and columns, of a tile."""
+NUM_TILE_TENSORS = 8
+
+
+@torch.library.custom_op(
+    "fxrewrite_rules::mask_tiles",
+    mutates_args=(),
+    schema="(Tensor[] leaves, str mask, SymInt rows, SymInt columns, float hidden, Device device)"
+    f" -> ({', '.join(['Tensor'] * NUM_TILE_TENSORS)})",
+)
+def _tiles(
+    leaves: Sequence[torch.Tensor], mask: str, rows: int, columns: int, hidden: float, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    expression = parse_mask(mask)
+    low, high = mask_bounds(expression, leaves, rows=TILE, columns=TILE)
+    if high.dtype == torch.bool:
+        kept, full = high, low
+    else:
+        kept, full = high > hidden, torch.zeros_like(high, dtype=torch.bool)
+        if math.isinf(hidden):
+            _check_hidden(expression, leaves, high.dtype)
+    batch, *tiles = _shape(leaves, rows, columns)
+    kept, full = (x.to(device).expand(*torch.broadcast_shapes(x.shape, (batch, 1, *tiles))) for x in (kept, full))
+    kept, full = kept.any(1, keepdim=True), full.all(1, keepdim=True)
+    full[..., rows // TILE :, :] = False
+    full[..., columns // TILE :] = False
+    part = kept & ~full
+    return tuple(x for found in (part, full, part.mT, full.mT) for x in _ordered(found))
+
+
+MASK_TILES = torch.ops.fxrewrite_rules.mask_tiles.default
+"""The operator, as graphs call it."""
+
+
+@_tiles.register_fake
+def _(leaves: Any, mask: str, rows: int, columns: int, hidden: float, device: torch.device) -> Any:
+    batch, down, across = _shape(leaves, rows, columns)
+    by_rows, by_columns = ((down,), (down, across)), ((across,), (across, down))
+    sizes = (*by_rows, *by_rows, *by_columns, *by_columns)
+    return tuple(torch.empty((batch, 1, *size), dtype=torch.int32, device=device) for size in sizes)
+
+
+def _shape(leaves: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[int, ...]:
+    """[B or 1, runs of rows, runs of columns]"""
+    batch, _ = torch.broadcast_shapes((1, 1), *(leaf.shape[:-2] for leaf in leaves))
+    return (batch, *((length + TILE - 1) // TILE for length in (rows, columns)))
+
+
+def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many there are in each row of tiles, and which, those in front."""
+    order = tiles.byte().argsort(dim=-1, descending=True, stable=True)
+    return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32, memory_format=torch.contiguous_format)
+
+
+def _check_hidden(mask: MaskExpression, leaves: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    low, _ = mask_bounds(MaskExpression(_unhidden(mask.term)), leaves, rows=TILE, columns=TILE)
+    if not bool((low > torch.finfo(dtype).min / 2).all()):  # waits for the device
+        raise FxRewriteError(
+            "a mask that is added to the scores may hide keys by a finite number, and a row of such numbers alone "
+            "attends to all keys alike, which flex attention cannot tell; hide them by -inf, or use mask_kernel='rows'"
+        )
+
+
+_PASS_ON = frozenset({"add", "sub", "rsub", "mul", "neg", "where", "masked_fill"})
+"""Operators whose result is not finite where an operand that they take is not."""
+_CONDITIONS = {"where": 0, "masked_fill": 1}
+
+
+def _unhidden(term: Term) -> Term:
+    """The expression with 0 in place of -inf; where the whole is finite, it is the same."""
+    match term:
+        case float() if term == -math.inf:
+            return 0.0
+        case Call("full", (number, dtype)):
+            return Call("full", (_unhidden(number), dtype))
+        case Call("to", (x, torch.dtype() as dtype)) if dtype.is_floating_point:
+            return Call("to", (_unhidden(x), dtype))
+        case Call(name, args) if name in _PASS_ON:
+            condition = _CONDITIONS.get(name)
+            return Call(name, tuple(arg if i == condition else _unhidden(arg) for i, arg in enumerate(args)))
+        case _:
+            return term

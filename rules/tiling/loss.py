@@ -1,0 +1,345 @@
+"""A head and its cross entropy are computed a tile of rows at a time, and logits and their gradient are never held.
+
+    cross_entropy(reshape(to(linear(x, w, b), float32), [-1, V]), t, ...)  ->  tiled_cross_entropy(x rows, w, b, t, ...)
+
+Between the head and the loss may stand steps of rules/tiling/steps.py on one value (casts, factors, tanh) and what
+rearranges rows alone (reshape, slices, copies). Where autograd asks, a tile of logits gives its loss and the gradients
+of x, w and b for a sum of losses, and the backward pass multiplies them: the product with w is computed once. For
+reduction "none", whose rows have a factor each, the backward pass computes the tiles again.
+Matches where the loss alone reads the logits, and all of them take more bytes than a tile, as a symbolic number of rows
+may. Every reduction, ignored indices, class weights, label smoothing.
+Does not match, in these words: "%linear is read elsewhere" (a model that returns its logits); "%x, aten::erf, is
+between the head and the loss"; "%table is computed by no linear"; "the weight of %linear is no matrix"; "the logits
+have rank 3"; "the targets are class probabilities"; "... fit into a tile".
+Shapes: x [N, d], w [V, d], b [V], t [N] of int64 -> [] or [N].
+Numerics: reassociates: the gradient of the loss is a factor that comes last, and gradients of w and b are sums over
+tiles, added up and held in float32 at least. There is no second derivative.
+Source: Hsu et al., Liger Kernel, arXiv 2410.10989 (fused linear cross entropy); Wijmans et al., Cut Your Losses in
+Large-Vocabulary Language Models, arXiv 2411.09009; PyTorch, aten/src/ATen/native/LossNLL.cpp.
+
+>>> import torch, torch.nn.functional as F
+>>> from torch.fx.experimental.proxy_tensor import make_fx
+>>> def loss(x, w, t):
+...     return F.cross_entropy(F.linear(x, w).float().view(-1, 5), t)
+>>> x, w, t = torch.rand(2, 3, 4), torch.rand(5, 4), torch.zeros(6, dtype=torch.int64)
+>>> gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(x, w, t)
+>>> tiled_loss_rules(tile_bytes=40).apply(gm).rewrites > 0
+True
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite.ops import bind, fake_value, key
+from rules.tiling.steps import dtype_after, grads_of_steps, reads_result, run_steps, step_of, why_no_step
+from rules.tiling.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
+
+__all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
+
+aten = torch.ops.aten
+_FEWEST_ROWS = 256
+"""So many rows are no slower to compute than more."""
+_REDUCTIONS = ("none", "mean", "sum")  # by the number that the operator takes
+
+
+def tiled_cross_entropy(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    steps: str,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    tile_bytes: int,
+) -> torch.Tensor:
+    """The cross entropy of the logits `steps(linear(x, weight, bias))`, a tile of rows at a time.
+
+    Args:
+        x: [N, d].
+        weight: [V, d].
+        bias: [V].
+        target: int64 [N].
+        class_weight: [V].
+        steps: of the logits before the loss, as `rules.tiling.steps` has it: "tanh(v0); to(v1, 'float32')".
+        reduction: "none", "mean" or "sum".
+        ignore_index: the target that does not count.
+        label_smoothing: between 0 and 1.
+        tile_bytes: bytes of logits that a tile holds at most; a tile has at least one row, and where 256 are fewer, at
+            most an eighth of all.
+    """
+    is_sum = reduction != "none"
+    asks = is_sum and torch.is_grad_enabled()
+    wanted = [asks and t is not None and t.requires_grad for t in (x, weight, bias)]
+    how = steps, ignore_index, label_smoothing, tile_bytes, is_sum, wanted
+    loss, *_ = tiled_cross_entropy_with_grads(x, weight, bias, target, class_weight, None, *how)
+    if reduction == "mean":
+        loss = loss / _count(target, class_weight, ignore_index, loss.dtype)
+    return loss.to(dtype_after(steps, x.dtype))
+
+
+# A composite, so that it stays one node of a graph, and is called with what autograd knows of its operands.
+_NAME = "fxrewrite_rules::tiled_cross_entropy"
+torch.library.define(_NAME, torch.library.infer_schema(tiled_cross_entropy, mutates_args=()))
+torch.library.impl(_NAME, "CompositeImplicitAutograd")(tiled_cross_entropy)
+
+
+@torch.library.custom_op("fxrewrite_rules::tiled_cross_entropy_with_grads", mutates_args=())
+def tiled_cross_entropy_with_grads(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    class_weight: torch.Tensor | None,
+    factors: torch.Tensor | None,
+    steps: str,
+    ignore_index: int,
+    label_smoothing: float,
+    tile_bytes: int,
+    is_sum: bool,
+    wanted: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The losses of rows or their sum, and gradients of the sum of `factors * losses`, from the same logits.
+
+    Args:
+        factors: [N], all one for None.
+        is_sum: whether the first result is the sum, in float32 at least.
+        wanted: the gradients of x, weight and bias that are computed; the others are empty.
+    """
+    of_x, of_weight, of_bias = grads = _zeros(x, weight, bias, wanted)
+    losses = x.new_empty(len(x), dtype=dtype_after(steps, x.dtype))
+    counted = target != ignore_index
+    factors = counted.to(losses.dtype) if factors is None else torch.where(counted, factors, 0)
+
+    def run(rows: slice) -> None:
+        """Adds a tile, of which nothing is held while the next one is computed."""
+        values = run_steps(steps, [F.linear(x[rows], weight, bias)])
+        log_probs = torch.log_softmax(values[-1], -1)
+        if not reads_result(steps):
+            values[-1] = values[-1].new_empty(0)
+        classes = log_probs.new_ones(log_probs.shape[1]) if class_weight is None else class_weight
+        losses[rows] = _losses(log_probs, target[rows], classes, ignore_index, label_smoothing)
+        if not any(wanted):
+            return
+        of_loss = _grad_of_losses(log_probs, (target * counted)[rows], classes, label_smoothing, factors[rows])
+        (of_logits,) = grads_of_steps(steps, values, of_loss)
+        if wanted[0]:
+            of_x[rows] = of_logits @ weight
+        if wanted[1] and of_weight.dtype == x.dtype:
+            of_weight.addmm_(of_logits.t(), x[rows])
+        elif wanted[1]:
+            of_weight.add_(of_logits.t() @ x[rows])
+        if wanted[2]:
+            of_bias.add_(of_logits.sum(0, dtype=of_bias.dtype))
+
+    eighth = max(_FEWEST_ROWS, -(-len(x) // 8))  # where all rows fit into a tile, the others are not held beside it
+    for rows in tiles(len(x), min(eighth, rows_of_tile(_row_bytes(weight, steps, x), tile_bytes))):
+        run(rows)
+    return losses.sum(dtype=type_of_sums(losses.dtype)) if is_sum else losses, *grads
+
+
+@tiled_cross_entropy_with_grads.register_fake
+def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, factors: Any, steps: str, *others: Any) -> Any:
+    is_sum, wanted = others[-2:]
+    dtype = dtype_after(steps, x.dtype)
+    loss = x.new_empty((), dtype=type_of_sums(dtype)) if is_sum else x.new_empty(x.shape[0], dtype=dtype)
+    return loss, *_zeros(x, weight, bias, wanted)
+
+
+def _zeros(x: Any, weight: Any, bias: Any, wanted: list[bool]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of nothing, empty where none is wanted."""
+    return (
+        x.new_zeros(x.shape if wanted[0] else 0),
+        x.new_zeros(weight.shape if wanted[1] else 0, dtype=type_of_sums(x.dtype)),
+        x.new_zeros(bias.shape if wanted[2] else 0, dtype=type_of_sums(x.dtype)),
+    )
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    """Keeps the gradients, where they have been computed, else what they are computed of."""
+    x, weight, bias, target, class_weight, _, *ctx.how, wanted = inputs
+    _, ignore_index, *_ = ctx.how
+    ctx.is_made = all(want or not need for want, need in zip(wanted, ctx.needs_input_grad, strict=False))
+    made = (target == ignore_index).all(), *output[1:]
+    ctx.save_for_backward(*(made if ctx.is_made else (x, weight, bias, target, class_weight)))
+    ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, grad: torch.Tensor, *of_grads: torch.Tensor | None) -> tuple[Any, ...]:
+    if any(of_grad is not None for of_grad in of_grads):
+        raise RuntimeError("tiled_cross_entropy has no second derivative: take that of the loss of all logits")
+    wanted = [bool(need) for need in ctx.needs_input_grad[:3]]
+    if ctx.is_made:
+        is_empty, *of_one = ctx.saved_tensors
+        grad = torch.where(is_empty, 0, grad)  # a mean of nothing divides by 0
+        made = [g * grad.expand_as(g) for g in of_one]  # a tensor of no dimensions would be rounded to bfloat16
+    else:
+        target = ctx.saved_tensors[3]
+        _, *made = tiled_cross_entropy_with_grads(*ctx.saved_tensors, grad.expand_as(target), *ctx.how, wanted)
+    grads = (g.to(dtype) if want else None for g, dtype, want in zip(made, ctx.dtypes, wanted, strict=True))
+    return *grads, *(None,) * 9
+
+
+tiled_cross_entropy_with_grads.register_autograd(_gradients, setup_context=_save)
+
+
+def _row_bytes(weight: torch.Tensor, steps: str, x: torch.Tensor) -> int:
+    """Bytes of the logits of a row, before the steps or after them."""
+    return weight.shape[0] * max(x.element_size(), dtype_after(steps, x.dtype).itemsize)
+
+
+def _count(target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index: int, dtype: torch.dtype) -> Any:
+    counted = target != ignore_index
+    if class_weight is None:
+        return counted.sum().to(dtype)
+    return (class_weight[target * counted] * counted).sum(dtype=dtype)
+
+
+def _losses(
+    log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, ignore_index: int, smoothing: float
+) -> torch.Tensor:
+    """The cross entropy of each row."""
+    of_target = F.nll_loss(log_probs, target, class_weight, ignore_index=ignore_index, reduction="none")
+    if not smoothing:
+        return of_target
+    of_all = torch.where(target == ignore_index, 0, log_probs @ class_weight)
+    return (1 - smoothing) * of_target - smoothing / len(class_weight) * of_all
+
+
+def _grad_of_losses(
+    log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, smoothing: float, factors: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the sum of `factors * losses` with respect to the logits, in the memory of `log_probs`."""
+    of_target = (1 - smoothing) * factors * class_weight[target]
+    of_all = smoothing / len(class_weight) * class_weight
+    grad = log_probs.exp_().mul_((of_target + factors * of_all.sum())[:, None])
+    if smoothing:
+        grad.addr_(factors, of_all, alpha=-1)
+    return grad.scatter_add_(1, target[:, None], -of_target[:, None])
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """A linear layer, what is done to each of its logits, and the nodes that rearrange rows, all in order."""
+
+    linear: fx.Node
+    steps: str
+    row_nodes: list[fx.Node]
+
+
+def _head_of(logits: fx.Node) -> _Head | str:
+    """What computes the logits of a loss, or why they cannot be computed in tiles."""
+    step_nodes: list[fx.Node] = []
+    row_nodes: list[fx.Node] = []
+    node = logits
+    while True:
+        if len(node.users) > 1:
+            return f"%{node.name} is read elsewhere"
+        name = key(node)
+        if node.op != "call_function":
+            return f"%{node.name} is computed by no linear"
+        if name == "aten::linear":
+            if fake_value(bind(node)["weight"]).dim() != 2:
+                return f"the weight of %{node.name} is no matrix"
+            return _Head(node, _text(step_nodes[::-1]), row_nodes[::-1])
+        if _rearranges_rows(node, name):
+            row_nodes.append(node)
+        elif len(node.all_input_nodes) == 1 and not why_no_step(node):
+            step_nodes.append(node)
+        elif name not in COPIES:
+            return f"%{node.name}, {name}, is between the head and the loss"
+        node = node.all_input_nodes[0]
+
+
+def _text(nodes: list[fx.Node]) -> str:
+    """What the nodes do to each logit, one after the other."""
+    return "; ".join(step_of(node, {node.all_input_nodes[0]: f"v{index}"}) for index, node in enumerate(nodes))
+
+
+def _rearranges_rows(node: fx.Node, name: str) -> bool:
+    """Whether the node gives other rows, or rows in another shape, of the same V logits each."""
+    if name in ("aten::reshape", "aten::view", "aten::flatten"):
+        before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
+        return before == after and all(isinstance(size, int) for size in after)
+    rank = fake_value(node).dim()
+    return name == "aten::slice" and bind(node)["dim"] % rank != rank - 1
+
+
+@where.predicate("logits", "target", text="is_head_alone")
+def _is_head_alone(logits: fx.Node, target: fx.Node) -> bool | str:
+    if fake_value(target).is_floating_point():
+        return "the targets are class probabilities"
+    if fake_value(logits).dim() != 2:
+        return f"the logits have rank {fake_value(logits).dim()}"
+    head = _head_of(logits)
+    return head if isinstance(head, str) else True
+
+
+def _takes_more_than(tile_bytes: int) -> Any:
+    @where.predicate("logits", text=f"takes_more_than[{tile_bytes} bytes]")
+    def takes_more(logits: fx.Node) -> bool | str:
+        value = fake_value(logits)
+        taken = value.numel() * value.element_size()
+        return is_more_than_a_tile(taken, tile_bytes) or f"the logits, {taken:,} bytes, fit into a tile"
+
+    return takes_more
+
+
+def tiled_loss_rules(tile_bytes: int = TILE_BYTES) -> RuleSet:
+    """The set whose losses hold `tile_bytes` bytes of logits at once."""
+    smoothing, ignored, reduction = (cap(name, Literal) for name in ("label_smoothing", "ignore_index", "reduction"))
+    loss = op(
+        "cross_entropy_loss",
+        cap("logits"),
+        cap("target"),
+        cap("class_weight", "optional"),
+        reduction,
+        ignored,
+        smoothing,
+    )
+    guards = (_is_head_alone, _takes_more_than(tile_bytes))
+    tile = Rule("tiled_loss.tile", Pattern((loss,), guards), numerics="reassociates", optional=True)
+
+    @tile.replacement
+    def _(match: Match, target: Any, class_weight: Any) -> Any:
+        """tiled_cross_entropy(x, w, b, target, ...)"""
+        head = _head_of(match["logits"])
+        assert isinstance(head, _Head), "the guard has looked"
+        linear = bind(head.linear)
+        w, b = match.proxy(linear["weight"]), linear.get("bias")
+        x = _rows(match, match.proxy(linear["input"]), head)
+        how = head.steps, _REDUCTIONS[match["reduction"]], match["ignore_index"], float(match["label_smoothing"])
+        bias = None if b is None else match.proxy(b)
+        loss = match.call(
+            torch.ops.fxrewrite_rules.tiled_cross_entropy.default, x, w, bias, target, class_weight, *how, tile_bytes
+        )
+        # else its gradients are computed twice
+        match.edit.set_meta(loss.node, "recompute", CheckpointPolicy.MUST_SAVE)
+        return loss
+
+    return RuleSet("tiled_loss", tile, DeadCode("untiled_logits"))
+
+
+def _rows(match: Match, x: Any, head: _Head) -> Any:
+    """The rows of x of which the loss reads the logits, rearranged as these were."""
+    for node in head.row_nodes:
+        args = bind(node)
+        if key(node) == "aten::slice":
+            x = aten.slice(x, args["dim"], args["start"], args["end"], args["step"])
+        elif key(node) == "aten::flatten":
+            x = aten.flatten(x, args["start_dim"], args["end_dim"])
+        else:
+            *sizes, _ = args["shape"] if "shape" in args else args["size"]
+            sizes = [match.proxy(size) if isinstance(size, fx.Node) else size for size in sizes]
+            x = aten.reshape(x, [*sizes, head.linear.all_input_nodes[1].meta["val"].shape[1]])
+    return x

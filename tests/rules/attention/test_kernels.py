@@ -1,0 +1,107 @@
+"""Attention to blocks of keys, merged, is scaled_dot_product_attention to all of them, and so are its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from rules.attention.kernels import attend_block, attend_block_backward, merge_blocks
+
+BATCH, ROWS, COLUMNS, SCALE = 2, 6, 9, 0.3
+MASKS = ("none", "bool", "hides rows", "hides rows by infinity", "bias", "two dimensions")
+HEADS = {"heads": (4, 4, 8, 8), "groups": (4, 2, 8, 8), "one kv head": (6, 1, 8, 8), "wider values": (4, 2, 5, 8)}
+
+
+def mask_of(kind: str, heads: int, dtype: torch.dtype) -> torch.Tensor | None:
+    kept = torch.rand(BATCH, 1, ROWS, COLUMNS) > 0.4
+    kept[..., 0] = True
+    if kind.startswith("hides rows"):
+        kept[:, :, 2] = False
+    if kind == "none":
+        return None
+    if kind == "bias":
+        return torch.randn(1, heads, ROWS, COLUMNS, dtype=dtype)
+    if kind == "two dimensions":
+        return kept[0, 0]
+    return added(kept, -torch.inf, dtype) if kind == "hides rows by infinity" else kept
+
+
+def added(kept: torch.Tensor, fill: float, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, fill)
+
+
+def operands(heads: str, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    num_heads, kv_heads, depth, width = HEADS[heads]
+    shapes = [(num_heads, ROWS, depth), (kv_heads, COLUMNS, depth), (kv_heads, COLUMNS, width)]
+    return [torch.randn(BATCH, *shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", MASKS)
+def test_two_blocks_of_keys(heads: str, kind: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = operands(heads)
+    mask = mask_of(kind, q.shape[1], q.dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, mask, scale=SCALE, enable_gqa=True)
+    dout = torch.randn_like(expected)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), dout)
+
+    blocks = [slice(0, 4), slice(4, COLUMNS)]
+    given = [(q, k[:, :, keys], v[:, :, keys], None if mask is None else mask[..., keys]) for keys in blocks]
+    with torch.no_grad():
+        out, lse = merge_blocks(*attend_block(*given[0], SCALE), *attend_block(*given[1], SCALE))
+        (dq, dk, dv), (dq_1, dk_1, dv_1) = (
+            attend_block_backward(dout, q, k, v, out, lse, mask, SCALE) for q, k, v, mask in given
+        )
+    grads = (dq + dq_1, torch.cat([dk, dk_1], 2), torch.cat([dv, dv_1], 2))
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("heads", ["heads", "wider values"])
+def test_a_row_that_the_lowest_number_hides_attends_to_all_keys_alike(heads: str) -> None:
+    """And has the gradients that scaled_dot_product_attention has there, which differ between its kernels."""
+    torch.manual_seed(0)
+    q, k, v = operands(heads)
+    mask = added(torch.arange(ROWS)[:, None].expand(ROWS, COLUMNS) != 2, torch.finfo(q.dtype).min, q.dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, mask, scale=SCALE, enable_gqa=True)
+    dout = torch.randn_like(expected)
+    with torch.no_grad():
+        out, lse = attend_block(q, k, v, mask, SCALE)
+        grads = attend_block_backward(dout, q, k, v, out, lse, mask, SCALE)
+    torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(out[:, 0, 2], v[:, 0].mean(1), rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, (q, k, v), dout), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("heads", ["groups", "wider values"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_dtypes_round_as_the_operator_does(heads: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = operands(heads, dtype)
+    kept = mask_of("hides rows", 1, dtype)
+    expected = F.scaled_dot_product_attention(q, k, v, kept, scale=SCALE, enable_gqa=True)
+    dout = torch.randn_like(expected)
+    with torch.no_grad():
+        out, lse = attend_block(q, k, v, kept, SCALE)
+        grads = attend_block_backward(dout, q, k, v, out, lse, kept, SCALE)
+    assert lse.dtype == torch.float32
+    bound = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected, rtol=bound, atol=bound)
+    rounded = tuple(grad.to(dtype) for grad in grads)
+    torch.testing.assert_close(rounded, torch.autograd.grad(expected, (q, k, v), dout), rtol=bound, atol=4 * bound)
+
+
+def test_a_part_of_a_gradient_is_not_rounded_to_a_narrow_dtype() -> None:
+    """Where no kernel does it: parts are summed over blocks of keys or queries, and the sum is rounded."""
+    torch.manual_seed(0)
+    q, k, v = operands("wider values", torch.bfloat16)
+    wide_q, wide_k, wide_v = q.double(), k.double(), v.double()
+    with torch.no_grad():
+        out, lse = attend_block(wide_q, wide_k, wide_v, None, SCALE)
+        dout = torch.randn_like(out).bfloat16()
+        expected = attend_block_backward(dout.double(), wide_q, wide_k, wide_v, out, lse, None, SCALE)
+        found = attend_block_backward(dout, q, k, v, out.float(), lse.float(), None, SCALE)
+    assert {grad.dtype for grad in found} == {torch.float32}
+    torch.testing.assert_close(tuple(grad.double() for grad in found), expected, rtol=1e-5, atol=1e-5)

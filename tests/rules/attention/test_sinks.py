@@ -1,0 +1,185 @@
+"""Attention with sinks, in every spelling, is one operator, and holds no scores by rows: values, every gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxrewrite import DeadCode, RuleSet
+from rules.attention import by_rows as module
+from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
+from rules.attention.composite import ATTENTION_UNBIASED
+from tests.rules.attention.test_by_rows import dense_values
+
+B, H, S, D = 2, 4, 7, 4
+LOW = torch.finfo(torch.float64).min
+RULES = RuleSet("sinks", DeadCode("drop_first"), ATTENTION_UNBIASED, BY_ROWS)
+Function = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_ROWS", 3)
+    monkeypatch.setattr(module, "_COLUMNS", 1)
+
+
+def operands(width: int = D) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(B, H, S, D), (B, H, S, D), (B, H, S, width), (H,)]
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+
+
+def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q @ k.transpose(-2, -1) * 0.5
+
+
+def kept(window: int = S, first: int = 0) -> torch.Tensor:
+    """Rows in front of `first` keep no key."""
+    rows, columns = torch.arange(S)[:, None], torch.arange(S)
+    return (columns <= rows) & (columns > rows - window) & (columns >= first)
+
+
+def added(fill: float, **which: int) -> torch.Tensor:
+    return torch.where(kept(**which), 0.0, torch.tensor(fill, dtype=torch.float64))
+
+
+def column(sinks: torch.Tensor) -> torch.Tensor:
+    return sinks.reshape(1, -1, 1, 1).expand(B, H, S, 1)
+
+
+def joined(q: torch.Tensor, k: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    return torch.cat([scores(q, k) + added(LOW), column(sinks)], -1)
+
+
+def shifted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = joined(q, k, sinks)
+    weights = torch.softmax(both - both.max(-1, keepdim=True).values, -1, dtype=both.dtype)[..., :-1]
+    return torch.dropout(weights, 0.0, True).to(v.dtype) @ v
+
+
+def shifted_by_amax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = joined(q, k, sinks)
+    return torch.softmax(both - both.amax(-1, keepdim=True), -1)[..., :S] @ v
+
+
+def in_front(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([column(sinks), scores(q, k) + added(LOW, window=3)], -1)
+    return torch.softmax(both, -1)[..., 1:] @ v
+
+
+def narrowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(joined(q, k, sinks), -1).narrow(-1, 0, S) @ v
+
+
+def filled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    both = torch.cat([scores(q, k).masked_fill(~kept(window=3), -torch.inf), column(sinks)], -1)
+    return torch.softmax(both, -1)[..., :-1] @ v
+
+
+def open_to_all(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(torch.cat([scores(q, k), column(sinks)], -1), -1)[..., :-1] @ v
+
+
+def by_token(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Sinks that are computed from the tokens."""
+    both = torch.cat([scores(q, k) + added(LOW), q.sum(-1, keepdim=True) * column(sinks)], -1)
+    return torch.softmax(both, -1)[..., :-1] @ v
+
+
+def without_keys(fill: float) -> Function:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        both = torch.cat([scores(q, k) + added(fill, window=2, first=4), column(sinks)], -1)
+        return torch.softmax(both, -1)[..., :-1] @ v
+
+    return attend
+
+
+SPELLINGS: dict[str, Function] = {
+    "shifted": shifted,
+    "shifted by amax": shifted_by_amax,
+    "in front": in_front,
+    "narrowed": narrowed,
+    "filled": filled,
+    "open to all": open_to_all,
+    "by token": by_token,
+    "rows without keys, by the lowest number": without_keys(LOW),
+    "rows without keys, by -inf": without_keys(-torch.inf),
+}
+
+
+def results(function: Function, given: list[torch.Tensor]) -> Any:
+    out = function(*given)
+    weights = torch.arange(out.numel(), dtype=out.dtype).reshape(out.shape).sin()
+    return out, torch.autograd.grad((out * weights).sum(), given)
+
+
+@pytest.mark.parametrize("width", [D, D + 2])
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling(name: str, width: int) -> None:
+    """With the kernel for CPUs (a width of 4), and with products of matrices."""
+    given = operands(width)
+    gm = make_fx(SPELLINGS[name], tracing_mode="fake", pre_dispatch=True)(*given)
+    rewrites = {entry.rule: entry.rewrites for entry in RULES.apply(gm).rules}
+    assert rewrites["masks.attend_by_rows"] == 1
+    assert not dense_values(gm)
+    assert not RULES.apply(gm).rewrites
+    torch.testing.assert_close(results(gm, given), results(SPELLINGS[name], given), rtol=1e-12, atol=1e-13)
+
+
+REFUSED: dict[str, tuple[Function, str]] = {
+    "two columns": (
+        lambda q, k, v, s: torch.softmax(torch.cat([scores(q, k), column(s).expand(B, H, S, 2)], -1), -1)[..., :S] @ v,
+        "2 columns stand beside the keys",
+    ),
+    "fewer values": (
+        lambda q, k, v, s: torch.softmax(torch.cat([scores(q, k), column(s)], -1), -1)[..., : S - 1] @ v[:, :, 1:],
+        "the values have 6 rows, the keys 7",
+    ),
+    "a dropout": (
+        lambda q, k, v, s: (
+            torch.dropout(torch.softmax(torch.cat([scores(q, k), column(s)], -1), -1)[..., :-1], 0.1, True) @ v
+        ),
+        "a dropout of 0.1 draws",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_stays_says_why(case: str) -> None:
+    attend, why = REFUSED[case]
+    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*operands())
+    assert not RULES.apply(gm).rewrites
+    assert why in str(ATTENTION_UNBIASED.once().explain(gm, "attention.fuse_sinks"))
+
+
+def test_heads_in_the_batch_stay_one_operator_without_a_mask_as_well() -> None:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(torch.cat([scores(q, k), sinks.reshape(-1, 1, 1).expand(H, S, 1)], -1), -1)[..., :-1] @ v
+
+    q, k, v, sinks = operands()
+    given = [x.detach() for x in (q[0], k[0], v[0], sinks)]
+    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*given)
+    assert RULES.apply(gm)["attention.fuse_sinks"].rewrites == 1
+    assert "q has rank 3" in str(RULES.once().explain(gm, "masks.attend_by_rows"))
+    torch.testing.assert_close(gm(*given), attend(*given), rtol=1e-12, atol=1e-13)
+
+
+def test_graph(fx_snapshot: Any) -> None:
+    gm = make_fx(shifted, tracing_mode="fake", pre_dispatch=True)(*operands())
+    assert gm == fx_snapshot(name="before")
+    RuleSet("fuse", DeadCode(), ATTENTION_UNBIASED).apply(gm)
+    assert gm == fx_snapshot(name="one operator")
+    BY_ROWS.apply(gm)
+    assert gm == fx_snapshot(name="by rows")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
+def test_the_operator_is_one_for_torch() -> None:
+    q, k, v, sinks = operands()
+    positions = torch.arange(S)
+    arguments = (q, k, v, [positions, positions[:, None]], "le(x0, x1)", 0.5, column(sinks).detach().requires_grad_())
+    torch.library.opcheck(ATTENTION_BY_ROWS, arguments)

@@ -1,0 +1,86 @@
+"""A gated activation becomes one node and comes back, bit for bit; pairs that no kernel takes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from rules.fusions.activations import ACTIVATIONS
+from rules.fusions.swiglu import INLINE_SWIGLU, SWIGLU, swiglu
+
+Gated = Callable[[torch.Tensor, torch.Tensor], Any]
+
+SPELLINGS: dict[str, Gated] = {
+    "gate first": lambda gate, up: F.silu(gate) * up,
+    "up first": lambda gate, up: up * F.silu(gate),
+    "module": lambda gate, up: torch.nn.SiLU()(gate) * up,
+}
+
+
+def traced(gated: Gated, *args: torch.Tensor) -> fx.GraphModule:
+    return make_fx(lambda gate, up: gated(gate, up), tracing_mode="fake", pre_dispatch=True)(*args)
+
+
+def calls(gm: fx.GraphModule) -> list[Any]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def value_and_gradients(gated: Gated, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    leaves = [arg.clone().requires_grad_() for arg in args]
+    value = gated(*leaves)
+    return value.detach(), *torch.autograd.grad(value.square().sum(), leaves)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_there_and_back(spelling: str, dtype: torch.dtype) -> None:
+    args = torch.randn(3, 4).to(dtype), torch.randn(3, 4).to(dtype)
+    expected = value_and_gradients(SPELLINGS[spelling], args)
+    gm = traced(SPELLINGS[spelling], *args)
+    assert SWIGLU.apply(gm).rewrites == 1
+    assert calls(gm) == [swiglu]
+    assert all(map(torch.equal, value_and_gradients(gm, args), expected))
+    assert SWIGLU.apply(gm).rewrites == 0
+    assert INLINE_SWIGLU.apply(gm).rewrites == 1
+    assert calls(gm) == [torch.ops.aten.silu.default, torch.ops.aten.mul.Tensor]
+    assert all(map(torch.equal, value_and_gradients(gm, args), expected))
+    assert INLINE_SWIGLU.apply(gm).rewrites == 0
+
+
+def test_a_gate_written_out() -> None:
+    args = torch.randn(3, 4), torch.randn(3, 4)
+    gm = traced(lambda gate, up: gate * torch.sigmoid(gate) * up, *args)
+    expected = gm(*args)
+    assert (ACTIVATIONS >> SWIGLU).apply(gm).rewrites == 2
+    assert calls(gm) == [swiglu]
+    torch.testing.assert_close(gm(*args), expected)
+
+
+@pytest.mark.parametrize(
+    ("gated", "up", "reason"),
+    [
+        (SPELLINGS["gate first"], torch.rand(4), "shapes are (2, 4) and (4,)"),
+        (SPELLINGS["gate first"], torch.rand(2, 4).bfloat16(), "dtypes are float32, bfloat16"),
+        (lambda gate, up: [s := F.silu(gate), s * up], torch.rand(2, 4), "no user of root.self outside the match"),
+        (lambda gate, up: F.gelu(gate) * up, torch.rand(2, 4), "aten::silu"),
+    ],
+)
+def test_leaves_alone(gated: Gated, up: torch.Tensor, reason: str) -> None:
+    gm = traced(gated, torch.rand(2, 4), up)
+    assert SWIGLU.apply(gm).rewrites == 0
+    assert reason in str(SWIGLU.once().explain(gm, "swiglu.fuse"))
+
+
+def test_before_and_after(fx_snapshot: Any) -> None:
+    gm = traced(SPELLINGS["up first"], torch.rand(2, 4).bfloat16(), torch.rand(2, 4).bfloat16())
+    assert gm == fx_snapshot(name="before")
+    SWIGLU.apply(gm)
+    assert gm == fx_snapshot(name="after")
+    INLINE_SWIGLU.apply(gm)
+    assert gm == fx_snapshot(name="inlined")

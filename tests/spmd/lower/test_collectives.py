@@ -1,0 +1,219 @@
+"""A lowered redistribution moves what it says, forward and backward: on P ranks, against cutting and joining the whole.
+
+A rank's part of a value is cut from the whole here, in torch functions alone; the rules do it with slices and
+collectives. A redistribution is linear in the parts of all ranks, so its backward must be the transpose: that of the
+cutting and joining, which autograd knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autosp_rules.slices import SLICE_RULES
+from fxrewrite import RuleSet
+from fxrewrite.ops import key
+from fxrewrite.spmd import (
+    COLLECTIVE_RULES,
+    GLOBAL_SHAPE,
+    Axis,
+    Layout,
+    Partial,
+    Replicated,
+    Shard,
+    SpmdContext,
+    axis_of,
+    axis_rank,
+    redistribute,
+)
+from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
+from tests.known import Known
+
+aten = torch.ops.aten
+SHAPES = {2: [(4,), (4, 3, 8), (8, 4)], 3: [(6,), (3, 12), (6, 2, 9)], 4: [(8,), (16, 3, 8), (4, 2, 4)]}
+RULES = {
+    (Replicated, Shard): "collectives.slice",
+    (Shard, Replicated): "collectives.all_gather",
+    (Shard, Shard): "collectives.all_to_all",
+    (Partial, Replicated): "collectives.all_reduce",
+    (Partial, Shard): "collectives.reduce_scatter",
+}
+"""Which rule lowers what propagation asks for."""
+
+
+def layouts(shape: Sequence[int], num_ranks: int) -> Iterator[Layout]:
+    """Every layout that a value of this shape can have, with one run of a dimension, two and four."""
+    yield Replicated()
+    yield Partial()
+    for dim, size in enumerate(shape):
+        yield from (Shard(dim, outer) for outer in (1, 2, 4) if size % (outer * num_ranks) == 0)
+
+
+def moves() -> Iterator[tuple[int, tuple[int, ...], Layout, Layout]]:
+    for num_ranks, shapes in SHAPES.items():
+        for shape in shapes:
+            for src, dst in itertools.permutations(layouts(shape, num_ranks), 2):
+                if (type(src), type(dst)) in RULES:
+                    yield num_ranks, shape, src, dst
+
+
+def part(whole: torch.Tensor, layout: Layout, rank: int, num_ranks: int) -> torch.Tensor:
+    """What a rank holds of a value that is no sum: all of it, or its chunk of each run."""
+    if not isinstance(layout, Shard):
+        return whole
+    runs = whole.unflatten(layout.dim, (layout.outer, num_ranks, -1))
+    return runs.select(layout.dim + 1, rank).flatten(layout.dim, layout.dim + 1)
+
+
+def joined(parts: Sequence[torch.Tensor], layout: Layout, rank: int) -> torch.Tensor:
+    """The whole value, as a rank knows it when all have told theirs."""
+    if isinstance(layout, Replicated):
+        return parts[rank]
+    if isinstance(layout, Partial):
+        return torch.stack(list(parts)).sum(0)
+    runs = [each.unflatten(layout.dim, (layout.outer, -1)) for each in parts]
+    return torch.stack(runs, layout.dim + 1).flatten(layout.dim, layout.dim + 2)
+
+
+class Program:
+    """`redistribute(parts[rank], src, dst)` as a graph, and the sum of its result by `weights[rank]`."""
+
+    def __init__(self, parts: torch.Tensor, weights: torch.Tensor, shape: Sequence[int], axis: Axis) -> None:
+        self.graph, self.mode, self.axis, self.shape = fx.Graph(), FakeTensorMode(), axis, tuple(shape)
+        self.inputs = [parts, weights]
+        nodes = [self._input(name, value) for name, value in (("parts", parts), ("weights", weights))]
+        self.rank = self.graph.call_function(axis_rank, (axis.group,))
+        self.rank.meta["val"] = 0
+        self.part, self.weight = (self.call(aten.select.int, node, 0, self.rank) for node in nodes)
+        self.shapes = {self.part: self.shape}
+
+    def _input(self, name: str, value: torch.Tensor) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = self.mode.from_tensor(value)
+        return node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        with self.mode:
+            node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
+        return node
+
+    def move(self, src: Layout, dst: Layout) -> fx.Node:
+        node = self.graph.call_function(redistribute, (self.part, src, dst, self.axis))
+        with self.mode:
+            local = part(torch.empty(self.shape, dtype=self.part.meta["val"].dtype), dst, 0, self.axis.size)
+        node.meta["val"] = local
+        self.shapes[node] = self.shape
+        return node
+
+    def lowered(self, rules: RuleSet, *outputs: fx.Node) -> tuple[fx.GraphModule, list[str]]:
+        """The local program, and the rules that made it."""
+        self.graph.output(outputs)
+        gm = fx.GraphModule({}, self.graph)
+        report = RuleSet("lower", Known(GLOBAL_SHAPE, self.shapes), rules).apply(gm, context=SpmdContext(self.axis))
+        assert not [node for node in gm.graph.nodes if key(node).endswith("redistribute")]
+        return gm, [entry.rule for entry in report.rules if entry.rewrites]
+
+
+def numbered(num_ranks: int, shape: Sequence[int], layout: Layout, *, seed: int) -> torch.Tensor:
+    """Random parts of all ranks, stacked: equal where every rank holds the whole, else each its own."""
+    torch.manual_seed(seed)
+    like = part(torch.empty(tuple(shape)), layout, 0, num_ranks)
+    each = [torch.randn(like.shape, dtype=torch.float64) for _ in range(num_ranks)]
+    return torch.stack([each[0]] * num_ranks if isinstance(layout, Replicated) else each)
+
+
+@pytest.mark.parametrize(("num_ranks", "shape", "src", "dst"), list(moves()), ids=str)
+def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Layout, dst: Layout) -> None:
+    parts = numbered(num_ranks, shape, src, seed=0).requires_grad_()
+    weights = torch.randn(num_ranks, *part(torch.empty(shape), dst, 0, num_ranks).shape, dtype=torch.float64)
+    expected = [part(joined(parts.unbind(), src, rank), dst, rank, num_ranks) for rank in range(num_ranks)]
+    (gradient,) = torch.autograd.grad((torch.stack(expected) * weights).sum(), parts)
+
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program = Program(parts.detach(), weights, shape, axis_of(mesh, "sp"))
+        moved = program.move(src, dst)
+        total = program.call(aten.sum.default, program.call(aten.mul.Tensor, moved, program.weight))
+        gm, fired = program.lowered(COLLECTIVE_RULES, total, moved)
+        run = run_on_ranks(gm, [parts, weights], num_ranks, backward=0)
+
+    assert fired == [RULES[type(src), type(dst)]]
+    value = gm.graph.output_node().args[0][1].meta["val"]
+    for rank in range(num_ranks):
+        found = run.outputs[rank][1]
+        assert value.shape == found.shape == expected[rank].shape
+        torch.testing.assert_close(found, expected[rank].detach(), rtol=0, atol=1e-14)
+        own = run.grads[rank][0]  # a rank reads its own part alone, so the gradient of the others is 0
+        assert own is not None
+        torch.testing.assert_close(own[rank], gradient[rank], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_mean_gradient_is_that_of_the_whole(num_ranks: int) -> None:
+    """Whole inputs, a cut, a move, and the global loss on every rank: what data parallelism averages is right."""
+    shape = (2 * num_ranks, 4 * num_ranks)
+    shards = [layout for layout in layouts(shape, num_ranks) if isinstance(layout, Shard)]
+    for src, dst in itertools.product(shards, [Replicated(), *shards]):
+        run = _loss_of_moved(num_ranks, shape, src, dst)
+        weights = _weights(shape)
+        for outputs in run.outputs:
+            torch.testing.assert_close(outputs[0], (_weights(shape, seed=1) * weights).sum(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(run.gradients()[0], weights, rtol=0, atol=1e-14)
+
+
+def _weights(shape: Sequence[int], seed: int = 2) -> torch.Tensor:
+    return torch.randn(tuple(shape), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layout) -> RankRun:
+    """sum(x * weights), with both cut: x by `src` and moved to `dst`, the weights by `dst`."""
+    whole, weights = _weights(shape, seed=1).requires_grad_(), _weights(shape)
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        axis = axis_of(mesh, "sp")
+        graph, mode, shapes = fx.Graph(), FakeTensorMode(), dict[fx.Node, Sequence[int]]()
+        inputs = [graph.placeholder(name) for name in ("x", "weights")]
+        for node, value in zip(inputs, (whole, weights), strict=True):
+            node.meta["val"] = mode.from_tensor(value)
+
+        def move(node: fx.Node, src: Layout, dst: Layout) -> fx.Node:
+            if src == dst:
+                return node
+            moved = graph.call_function(redistribute, (node, src, dst, axis))
+            of = shapes[moved] = shapes.get(node, node.meta["val"].shape)
+            with mode:
+                local = part(torch.empty(of, dtype=torch.float64), dst, 0, num_ranks)
+            moved.meta["val"] = local
+            return moved
+
+        x = move(move(inputs[0], Replicated(), src), src, dst)
+        product = graph.call_function(aten.mul.Tensor, (x, move(inputs[1], Replicated(), dst)))
+        total = graph.call_function(aten.sum.default, (product,))
+        with mode:
+            product.meta["val"] = aten.mul.Tensor(x.meta["val"], x.meta["val"])
+            total.meta["val"] = aten.sum.default(product.meta["val"])
+        graph.output((move(total, Partial(), Replicated()) if isinstance(dst, Shard) else total,))
+        gm = fx.GraphModule({}, graph)
+        RuleSet("lower", Known(GLOBAL_SHAPE, shapes), COLLECTIVE_RULES).apply(gm, context=SpmdContext(axis))
+        return run_on_ranks(gm, [whole, weights], num_ranks, backward=0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("are_labels", [True, False])
+def test_slices_that_have_names(num_ranks: int, are_labels: bool) -> None:
+    """Integers that a loss reads are labels, others positions; AutoSP says which it cut."""
+    ids, logits = torch.arange(2 * num_ranks) % 3, torch.randn(num_ranks, 2, 3)
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program = Program(torch.stack([ids] * num_ranks), logits, ids.shape, axis_of(mesh, "sp"))
+        moved = program.move(Replicated(), Shard(0))
+        read = [program.call(aten.cross_entropy_loss.default, program.weight, moved)] if are_labels else []
+        gm, fired = program.lowered(RuleSet("slices", SLICE_RULES, COLLECTIVE_RULES), moved, *read)
+        run = run_on_ranks(gm, program.inputs, num_ranks)
+    assert fired == ["autosp.shard_label_ids" if are_labels else "autosp.shard_position_ids"]
+    for rank in range(num_ranks):
+        assert torch.equal(run.outputs[rank][0], part(ids, Shard(0), rank, num_ranks))
