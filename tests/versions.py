@@ -13,8 +13,8 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 NO_DERIVATIVE = {"aminmax", "narrow_copy"} if TORCH < (2, 12) else set[str]()
 """Operators that autograd differentiates since torch 2.12."""
 
-NO_OVERLAP = {"aten_distributed_optimizations.enable_simple_overlap": False} if TORCH >= (2, 15) else dict[str, bool]()
-"""Options under which inductor waits for a collective where the graph does; torch 2.15 waits late by default."""
+NO_OVERLAP = {"aten_distributed_optimizations.enable_simple_overlap": False} if TORCH >= (2, 14) else dict[str, bool]()
+"""Options under which inductor waits for a collective where the graph does; torch 2.14 waits late by default."""
 
 
 def flex_text(gm: fx.GraphModule) -> str:
