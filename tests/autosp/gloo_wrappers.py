@@ -162,6 +162,7 @@ class Case:
     """How many are compiled, where the case is about that."""
     ranks: int = 2
     """4 where the case is about replicas."""
+    inner: str = "aot_eager"
 
 
 def _over_dp(run: Run) -> Any:
@@ -175,7 +176,7 @@ def _fsdp_by_layer_over_dp(run: Run) -> Any:
 
 CASES: dict[str, Case] = {
     "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5, graphs=1, ranks=4),
-    "DDP compiled": Case(_ddp_compiled, graphs=1),
+    "DDP compiled": Case(_ddp_compiled, graphs=1, inner="inductor"),
     "DDP, static graph": Case(lambda run: _ddp(run, static_graph=True), graphs=1),
     "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
     "DDP over dp alone, accumulation, clipping": Case(_over_dp, accumulate=2, clip=0.5, graphs=1, ranks=4),
@@ -307,7 +308,7 @@ def compare(case: Case) -> float:
     start = [whole(p) for p in alone.parameters()]
     train(case, alone, list(alone.parameters()), lambda replicas: replicas, lambda: None)
     model = build(case.layers)
-    backend = autosp("aot_eager", mesh=mesh, **(case.options or {}))
+    backend = autosp(case.inner, mesh=mesh, **(case.options or {}))
     step = case.wrap(Run(model, mesh, backend))
     ROOTS[:] = [step]
     parameters = list(model.parameters())
