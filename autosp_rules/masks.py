@@ -1,4 +1,4 @@
-"""What masks mean and what they cost: a line in the report for every kind of mask that attention reads."""
+"""Reports what masks mean and what they cost: a line for every kind of mask that attention reads."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from rules.masks.reading import is_dense
 __all__ = ["DescribeMasks", "check_flex"]
 
 _LONG = 131_072
-"""Tokens for which a dense mask is priced."""
+"""Length (tokens) at which the report prices a dense mask: a typical long context."""
 
 
 class DescribeMasks:
-    """The step that reports masks that are never held, how they are computed, and dense ones with the price."""
+    """A step that reports masks that are never held, with how they are computed, and dense masks with their price."""
 
     name = "describe_masks"
 
@@ -57,7 +57,7 @@ class DescribeMasks:
 
 
 def check_flex(gm: fx.GraphModule, inner: object) -> list[str]:
-    """What the report says where flex attention is no kernel; refuses inductor on the CPU, which has no backward."""
+    """Returns a line for the report if flex attention has no kernel; refuses inductor on CPU: it has no backward."""
     node = next((node for node in gm.graph.nodes if node.target is FLEX_ATTENTION), None)
     if node is None:
         return []
@@ -73,7 +73,7 @@ def check_flex(gm: fx.GraphModule, inner: object) -> list[str]:
 
 
 def _dense(node: fx.Node) -> str:
-    """The reason and the price of a mask that is held."""
+    """Returns the reason for a dense mask, and its price."""
     q, k, v, mask, _, dropout_p, *_ = bind(node).values()
     if mask is None or not is_dense(mask):
         return ""
@@ -82,7 +82,7 @@ def _dense(node: fx.Node) -> str:
 
 
 def _price(mask: fx.Node) -> int:
-    """Bytes that a rank's part of the mask takes at `_LONG` tokens."""
+    """Returns how many bytes a rank's part of the mask takes at `_LONG` tokens."""
     found = fake_value(mask)
     *outer, rows, columns = map(size_hint, found.shape)
     return round(product(outer) * _LONG * (_LONG * rows / columns)) * found.element_size()

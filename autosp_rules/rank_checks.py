@@ -1,11 +1,11 @@
-"""What all ranks of an axis must share when they call a program: the batch, the weights, the random generators.
+"""Checks what all ranks of an axis must share when they call a program: batch, weights, random generators.
 
     checks = RankChecks(program, axis)
     checks.before(inputs)        at every call, before the program runs
 
 Graphs are compared when they are compiled; what only a call shows is compared here. The first call waits for the other
-ranks and names the first difference. Every later call sends a few numbers around the axis in the background, which the
-next call reads: hashes of integer inputs, sums over a sample of floating ones, the states of generators where the
+ranks, and names the first difference. Every later call sends a few numbers around the axis in the background, and the
+next call reads them: hashes of integer inputs, sums over a sample of floating ones, the states of generators if the
 program draws numbers that all ranks must share, and at calls 1, 2, 4, 8, ... a checksum of all parameters.
 """
 
@@ -27,7 +27,7 @@ from fxrewrite.spmd import Axis, BackgroundComparison, agree, fingerprint, param
 __all__ = ["RankChecks", "is_due", "say_not_compiled"]
 
 _SECONDS = 3600.0
-"""By so much a rank may be slower than another to compile."""
+"""Timeout in seconds: how long to wait for the slowest rank to finish compiling."""
 _SAMPLERS = (
     "sample by the data axis, as DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
     "rank=mesh.get_local_rank('dp')), or let autosp_rules.integrations share a trainer's batches"
@@ -43,12 +43,12 @@ _SEEDS = (
 
 
 def is_due(call: int) -> bool:
-    """Whether this call, counted from 1, is one of those at which costly checks are made: 1, 2, 4, 8, ..."""
+    """Whether costly checks are made at this call, counted from 1: at 1, 2, 4, 8, ..."""
     return call & (call - 1) == 0
 
 
 class RankChecks:
-    """Compares the ranks at every call of one program; raises AutoSPError on every rank where they differ."""
+    """Compares the ranks at every call of one program; raises AutoSPError on every rank if they differ."""
 
     def __init__(self, program: fx.GraphModule, axis: Axis, *, every_call: bool) -> None:
         inputs = program.graph.find_nodes(op="placeholder")
@@ -62,10 +62,10 @@ class RankChecks:
         self._pending: tuple[BackgroundComparison, torch.Tensor, list[str], list[str], list[int]] | None = None
 
     def before(self, inputs: Sequence[Any]) -> None:
-        """Compare the call that is made now with those of the other ranks, and read the comparison of the last one.
+        """Compares the present call with those of the other ranks, and reads the comparison of the last call.
 
         Raises:
-            AutoSPError: on every rank, where the ranks differ in this call (the first) or in the one before.
+            AutoSPError: on every rank, if the ranks differ in this call (the first) or in the one before.
         """
         self.calls += 1
         self.settle()
@@ -76,7 +76,7 @@ class RankChecks:
             self._send(inputs)
 
     def settle(self) -> None:
-        """Read the comparison that is on its way, if one is."""
+        """Reads the pending comparison, if there is one."""
         if self._pending is None:
             return
         comparison, values, labels, hints, scales = self._pending
@@ -98,7 +98,7 @@ class RankChecks:
             )
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
-        raise AutoSPError.of(  # another rank than this one's neighbours differs
+        raise AutoSPError.of(  # this rank equals its neighbours; others differ
             f"the ranks of axis {self._axis.name} differ in {labels[first]} of call {self._sent_in} of a program",
             hint=hints[first],
         )
@@ -113,6 +113,7 @@ class RankChecks:
         hints: list[str] = []
         scales: list[int] = []
 
+        # A pair of numbers is compared relative to its second one, a single number exactly (see BackgroundComparison).
         def add(label: str, hint: str, numbers: torch.Tensor) -> None:
             pair = numbers.numel() == 2
             scales.extend([len(labels) + 1, len(labels) + 1] if pair else [-1])
@@ -141,11 +142,11 @@ class RankChecks:
 
 
 def say_not_compiled(axis: Axis, error: Exception) -> None:
-    """Let the ranks that have compiled know, before their first call, that this one could not."""
+    """Tells the ranks that have compiled, before their first call, that this one could not."""
     try:
         _agree_on_call(axis, f"could not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     except AutoSPError:
-        return  # which is what the others raise
+        return  # the other ranks raise the same
 
 
 def _agree_on_call(axis: Axis, text: str) -> None:
@@ -163,7 +164,7 @@ def _agree_on_call(axis: Axis, text: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """An input's shape, and a hash of its entries where they are integers."""
+    """Returns an input's shape, and a hash of its entries if they are integers."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     exact = not (value.is_floating_point() or value.is_complex())

@@ -1,7 +1,7 @@
-"""Slices by what they slice: the names that AutoSP's users know.
+"""Names slices by what they slice, as AutoSP's users know them.
 
-Matches `redistribute(x, R -> S)` on integers, which are labels where a loss reads them as targets, else positions.
-The slice itself is that of `fxrewrite.spmd.lower`; here it gets its name in the report.
+Matches `redistribute(x, R -> S)` on integers: labels if a loss reads them as targets, otherwise positions. The slice
+itself is that of `fxrewrite.spmd.lower`; here it only gets its name in the report.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The graph returns its loss alone: the logits that the loss is made of become None among the outputs.
+"""Drops logits from the graph's outputs: those from which the loss is computed become None.
 
-What returns logits holds all of them, [B, S / P, V] on every rank, and their gradient. Where nobody reads them, the
-loss can be computed in tiles (`rules.tiling.loss`). A model's output then has `logits=None`.
+A model that returns its logits holds all of them, [B, S / P, V] on every rank, and their gradient. If nobody reads
+them, the loss can be computed in tiles (`rules.tiling.loss`). The model's output then has `logits=None`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from fxrewrite.ops import bind, is_view, key, value
 __all__ = ["drop_logits", "why_not_tiled"]
 
 _SPELLED = {"aten::log_softmax", "aten::logsumexp"}
-"""Operators in which a cross entropy is written out."""
+"""Operators of a decomposed cross entropy."""
 _CASTS = {"aten::to", "aten::clone", "aten::contiguous"}
 _LOSSES = {"aten::cross_entropy_loss": "self", "aten::nll_loss_nd": "self", "aten::nll_loss": "self"}
 
 
 def drop_logits(gm: fx.GraphModule) -> dict[str, str]:
-    """Afterwards outputs that are logits of a loss of the graph are None; what was done, by the logits' name.
+    """Replaces outputs that are logits of a loss by None; returns messages by the logits' name.
 
-    Of logits that are no output, that this changes nothing.
+    If the logits are not an output, the message says that the option has no effect.
 
     Raises:
         RefusedError: the graph has no logits of a cross entropy.
@@ -55,7 +55,7 @@ def _unchanged(head: fx.Node, heads: Mapping[fx.Node, fx.Node]) -> str:
     users = [user for node in heads if heads[node] is head for user in node.users]
     others = [u for u in users if u not in heads and key(u) not in _LOSSES and isinstance(value(u), torch.Tensor)]
     besides = "".join(f", and %{user.name} reads them besides their loss" for user in others[:1])
-    return f"logits='drop' changes nothing: the logits %{head.name} are no output{besides}"
+    return f"logits='drop' changes nothing: the logits %{head.name} are not an output{besides}"
 
 
 def _hint(graph: fx.Graph) -> str:
@@ -63,14 +63,14 @@ def _hint(graph: fx.Graph) -> str:
     if spelled is None:
         return "pass labels, so that the model computes its loss, or use logits='keep'"
     return (
-        f"a loss of %{spelled.name} ({key(spelled)}) that is no cross entropy needs the logits: write it as "
+        f"a loss of %{spelled.name} ({key(spelled)}) that is not a cross entropy needs the logits: write it as "
         "F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='none'), which is minus the log "
         "probability of each label, or use logits='keep'"
     )
 
 
 def why_not_tiled(gm: fx.GraphModule, logits: Collection[str], tile_bytes: int) -> list[str]:
-    """A line for each of these logits that a rank computes whole nevertheless, and that may take more than a tile."""
+    """Returns a line for each of these logits that a rank still computes as a whole, and that may exceed a tile."""
     held = [node for node in gm.graph.nodes if node.name in logits and node.users]
     return [
         f"whole: %{node.name} {source_line(node)}: its loss is not computed in tiles, and a rank holds "
@@ -81,7 +81,7 @@ def why_not_tiled(gm: fx.GraphModule, logits: Collection[str], tile_bytes: int) 
 
 
 def _heads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Logits of each loss, in whatever shape and type, each made of the one before alone: the first of these by all."""
+    """Maps the logits of each loss, in every shape and dtype between head and loss, to the first of them."""
     heads: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if key(node) in _LOSSES:
@@ -93,13 +93,13 @@ def _heads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _read(node: fx.Node) -> fx.Node | None:
-    """The tensor that the node reads, where it is one alone."""
+    """Returns the tensor that the node reads, if it is exactly one."""
     tensors = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
     return tensors[0] if len(tensors) == 1 else None
 
 
 def _head_shown(node: fx.Node, heads: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
-    """The logits that the node is, or has as another view, copy or type of all of them."""
+    """Returns the logits that the node is, or of which it is a view, copy or cast with all entries."""
     while node not in heads:
         before = _read(node)
         if before is None or not (is_view(node) or key(node) in _CASTS):

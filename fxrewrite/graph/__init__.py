@@ -1,4 +1,4 @@
-"""Facts about FX graphs: one spelling, canonical text, what changed, where a node comes from, how large a value is."""
+"""Facts about FX graphs: canonical text, differences, where a node comes from, sizes, and transactions that edit."""
 
 from fxrewrite.graph.bodies import bodies, nodes_of
 from fxrewrite.graph.closed import ClosedValues, LargeValueError, OpenValueError, expression, symbols_of

@@ -1,7 +1,7 @@
-"""Is what a graph computes linear in some of its inputs? Answered from a table of operators; unknown ones say no.
+"""Whether a graph is linear in some of its inputs, decided from a table of operators; unknown operators are not linear.
 
-Gradients over a mesh axis are sums of what the ranks hold, or multiples of it. A backward that is linear in them may be
-given either; one that is not (it clips, it takes a sign) must be given the gradient itself.
+Gradients over a mesh axis are either Partial, so that their sum over the ranks is the gradient, or multiples of it. A
+backward that is linear in them accepts either; one that is not (it clips, it takes a sign) needs the gradient itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fxrewrite import ops
 __all__ = ["is_linear", "is_linear_in"]
 
 Fact: TypeAlias = Literal["zero", "constant", "linear", "other"]
-"""What a value is as a function of the inputs: zero, independent of them, linear in them, or not known to be so."""
+"""A value as a function of the inputs: zero, independent of them, linear in them, or not known to be linear."""
 
 _SAME = """
     clone contiguous detach expand flatten flip gather index index_select mean movedim narrow neg permute repeat
@@ -35,7 +35,7 @@ _JOINTLY: dict[str, tuple[str, ...]] = {
     "aten::index_put": ("self", "values"),
     "operator.getitem": ("a",),
 }
-"""The arguments in which an operator is linear, taken together, while its others are constant."""
+"""Arguments in which an operator is linear jointly, if its other arguments are constant."""
 _EACH: dict[str, tuple[str, ...]] = {
     **{f"aten::{name}": ("self", "other") for name in ("mul", "matmul")},
     **{f"aten::{name}": ("self", "mat2") for name in ("mm", "bmm")},
@@ -44,15 +44,15 @@ _EACH: dict[str, tuple[str, ...]] = {
     "aten::dot": ("self", "tensor"),
     "aten::outer": ("self", "vec2"),
 }
-"""The arguments in each of which an operator is linear while its others are constant."""
+"""Arguments in each of which an operator is linear, if its others are constant."""
 _ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
 _SHAPE_ONLY = ("aten::ones_like", "aten::full_like", "aten::new_ones", "aten::new_full", "aten::sym_size")
 
 
 def is_linear(graph: fx.Graph, inputs: Collection[fx.Node]) -> bool:
-    """Whether every output of the graph is a linear function of `inputs`, the other inputs being fixed.
+    """Whether every output of the graph is a linear function of `inputs`, for fixed other inputs.
 
-    The graph is ATen with fake values; False where it is not known.
+    The graph must be ATen with fake values; False if linearity is not known.
     """
     facts: dict[fx.Node, Fact] = {}
     for node in graph.nodes:
@@ -66,7 +66,7 @@ def is_linear(graph: fx.Graph, inputs: Collection[fx.Node]) -> bool:
 
 
 def is_linear_in(node: fx.Node, operands: Collection[fx.Node]) -> bool:
-    """Whether a call is linear in `operands`, its other operands being fixed; False where it is not known."""
+    """Whether a call is linear in `operands`, for fixed other operands; False if that is not known."""
     return _fact(node, {n: "linear" if n in operands else "constant" for n in node.all_input_nodes}) == "linear"
 
 
@@ -127,7 +127,7 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def _is_float(node: fx.Node) -> bool:
-    """Whether the node gives floating-point or complex tensors: a cast to integers is not linear."""
+    """Whether the node returns floating-point or complex tensors; a cast to integers is not linear."""
     value = ops.value(node)
     values = value if isinstance(value, (list, tuple)) else [value]
     return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))

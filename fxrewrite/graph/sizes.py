@@ -1,6 +1,6 @@
-"""Sizes that may be symbolic: comparing and dividing them without adding guards, and writing them as graph nodes.
+"""Symbolic sizes: compares and divides them without adding guards, and writes them as graph nodes.
 
-The only file that reads torch's symbolic-shape machinery.
+This is the only file that uses torch's symbolic-shape machinery.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ __all__ = [
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
 _GUESS = 1024
-"""For costs, of a size that data decide."""
+"""Size hint that cost models use for an unbacked (data-dependent) SymInt."""
 PLANNED_LENGTH = 32_768
-"""The length that a program for any length is planned for, where that at hand is shorter."""
+"""Least length (tokens) that decisions assume for a symbolic length, because the traced one may be a short example."""
 _PLANNED: WeakKeyDictionary[Any, dict[sympy.Expr, int]] = WeakKeyDictionary()
-"""Planned sizes by shape environment and expression: costs ask for few of them many times, and sympy takes its time."""
+"""Planned sizes by shape environment and expression: cost models ask for few sizes many times, and sympy is slow."""
 
 
 def is_same_size(a: Size, b: Size) -> bool:
@@ -65,17 +65,17 @@ def is_read_from_data(size: Size | torch.SymFloat) -> bool:
 
 
 def is_broadcast(size: Size, to: Size) -> bool:
-    """Whether a dimension of `size` is repeated where the result has `to`; sizes that broadcast are equal otherwise."""
+    """Whether a dimension of `size` is broadcast to `to`; the two are assumed to be compatible."""
     return is_same_size(size, 1) and not is_same_size(to, 1)
 
 
 def divide_exactly(a: Size, b: Size) -> Size | None:
-    """`a / b` where b divides a for every length that the graph admits, else None; never adds a guard."""
+    """Returns `a / b` if b divides a for every length that the graph admits, else None; never adds a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     if isinstance(b, int) and b == 1:
         return a
-    quotient: Any = a // b  # torch's stubs let it be a float
+    quotient: Any = a // b  # torch's stubs say that it may be a float
     return quotient if statically_known_true(quotient * b == a) else None
 
 
@@ -87,15 +87,15 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def size_hint(size: Size) -> int:
-    """The size of the inputs at hand, for messages and byte counts; adds no guard. A guess where data decide it."""
+    """Returns the traced size, for messages and byte counts; adds no guard. A guess if the size is unbacked."""
     return size if isinstance(size, int) else hint_of_size(size, fallback=_GUESS)
 
 
 def planned_size(size: Size) -> int:
-    """The size for decisions that stay with the program, whatever it is called with; adds no guard.
+    """Returns a size for decisions that stay with the program whatever its inputs; adds no guard.
 
-    A static size is itself. Where a size grows with a symbolic length, of several the largest, that length is taken to
-    be at least `PLANNED_LENGTH`; other symbols, such as a batch's, are as at hand.
+    A static size is itself. If a size depends on symbolic lengths, the largest of these is assumed to be at least
+    `PLANNED_LENGTH`; other symbols, such as a batch's, have their hints.
     """
     if isinstance(size, int):
         return size
@@ -115,24 +115,24 @@ def _planned(expr: sympy.Expr, shapes: Any) -> int:
 
 
 def _is_length(symbol: sympy.Basic, shapes: Any) -> bool:
-    """Whether a symbol is the size of an input in a dimension that is not the first, which is the batch's."""
+    """Whether a symbol is the size of an input in another dimension than the first, which is the batch."""
     return any(getattr(source, "idx", 0) for source in shapes.var_to_sources.get(symbol, ()))
 
 
 def require_divisible(size: Size, by: int) -> bool:
-    """Whether `by` divides the size of the inputs at hand; a symbolic size is guarded, so that a length
-    for which the answer differs is compiled anew instead of being run with the wrong graph."""
+    """Whether `by` divides the traced size. A symbolic size gets a guard, so that a length for which the answer
+    differs is compiled anew instead of running the wrong graph."""
     return bool(size % by == 0)
 
 
 def is_divided_by(size: Size, by: int) -> bool:
-    """Whether `by` divides the size of the inputs at hand. Only where it does, a symbolic size is guarded: a program
-    for sizes that are not divided serves those that are as well."""
+    """Whether `by` divides the traced size. A symbolic size gets a guard only if it does: a program for sizes that are
+    not divisible also serves those that are."""
     return size_hint(size) % by == 0 and require_divisible(size, by)
 
 
 class SizeReader:
-    """Reads, off what a graph is called with, sizes that are functions of its inputs' symbols."""
+    """Reads sizes that are functions of the symbols of a graph's inputs from actual inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._places: dict[sympy.Basic, tuple[int, int | None]] = {}
@@ -145,7 +145,7 @@ class SizeReader:
                     self._places.setdefault(size.node.expr, place)
 
     def __call__(self, size: Size, inputs: Sequence[Any]) -> int:
-        """The size, as a number, for these inputs of the graph."""
+        """Returns the size as a number for these inputs of the graph."""
         if isinstance(size, int):
             return size
         expr = size.node.expr
@@ -157,13 +157,13 @@ class SizeReader:
 
 
 class SizeNodes:
-    """Graph nodes that hold sizes, computed from the graph's inputs alone, shared, and placed before any other node.
+    """Graph nodes that hold sizes, computed from the graph's inputs only, shared, and placed before all other nodes.
 
-    Inputs keep their global shape whatever happens to the values between, so a size that is a function of the
-    inputs cannot change its meaning when a value becomes a shard.
+    Inputs keep their global shape whatever happens to the values between, so a size that is a function of the inputs
+    does not change its meaning when a value is sharded.
 
     `create(target, args, before)` makes a call_function node; the default writes to the graph at once. Symbols are read
-    from inputs that are integers, and with `of_tensors` where there is none from the shapes of inputs.
+    from integer inputs, and with `of_tensors` also from the shapes of inputs.
     """
 
     def __init__(self, graph: fx.Graph, create: Create | None = None, *, of_tensors: bool = True) -> None:
@@ -175,7 +175,7 @@ class SizeNodes:
         inputs = [(node, node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
         for node, value in inputs:
             if isinstance(value, torch.SymInt):
-                self._symbols.setdefault(value.node.expr, node)  # two symbols may have turned out to be one length
+                self._symbols.setdefault(value.node.expr, node)  # symbols may have been unified
         for node, value in inputs:
             if isinstance(value, torch.Tensor) and of_tensors:
                 for dim, size in enumerate(value.shape):
@@ -184,7 +184,7 @@ class SizeNodes:
 
     @property
     def anchor(self) -> fx.Node:
-        """The node in front of which sizes are written: behind those that stand in front, before all others."""
+        """The node before which sizes are written: after the front nodes that exist, before all others."""
         while self._front and not is_there(self._front[-1]):
             self._front.pop()
         if self._front:
@@ -192,12 +192,12 @@ class SizeNodes:
         return next(node for node in self._graph.nodes if node.op != "placeholder")
 
     def stand_in_front(self, node: fx.Node) -> fx.Node:
-        """From here on sizes are written behind `node`, which was written in front of `anchor`; the node."""
+        """Adds `node`, which was written before `anchor`, to the front nodes, and returns it; later sizes follow it."""
         self._front.append(node)
         return node
 
     def stand_first(self, node: fx.Node) -> fx.Node:
-        """From here on sizes are written behind `node`, which was written in front of all others; the node."""
+        """Adds `node`, which was written before all others, as the first front node, and returns it."""
         self._front.insert(0, node)
         return node
 
@@ -205,7 +205,7 @@ class SizeNodes:
         return isinstance(size, int) or size.node.expr.free_symbols <= self._symbols.keys()
 
     def __call__(self, size: Size) -> int | fx.Node:
-        """The int itself, or the node that computes `size` before any tensor is touched."""
+        """Returns the int itself, or a node that computes `size` before any tensor is touched."""
         if isinstance(size, int) or size.node.expr.is_Integer:
             return int(size)
         expr = size.node.expr
@@ -227,12 +227,12 @@ class SizeNodes:
 
 
 def is_there(node: fx.Node) -> bool:
-    """Whether a node that was written is still in its graph: what a transaction takes back, or erases, is not."""
+    """Whether a node is still in its graph; nodes that a transaction undid or erased are not."""
     return node.next.prev is node and bool(node.args)
 
 
 class _SizeTracer(GraphAppendingTracer):
-    """Puts what Python arithmetic on proxies makes before the anchor."""
+    """Inserts the result of Python arithmetic on proxies before the anchor."""
 
     def __init__(self, sizes: SizeNodes, graph: fx.Graph, create: Create) -> None:
         super().__init__(graph)
@@ -253,7 +253,7 @@ def _write(graph: fx.Graph) -> Create:
 
 
 def hoist_sizes(graph: fx.Graph) -> None:
-    """Make every integer node a function of the inputs alone (an unbacked size, read from data, stays as it is)."""
+    """Makes every integer node a function of the inputs only; an unbacked size, read from data, stays."""
     nodes = SizeNodes(graph)
     for node in list(graph.nodes):
         value = node.meta.get("val")

@@ -1,7 +1,7 @@
-"""A tree of tests as a Python function: an `if` for each test, values in local variables, a lookup where rules differ.
+"""Compiles a tree of tests to a Python function: an `if` per test, values in local variables, tables at branches.
 
-The function is called with a root, and appends `(leaf, values by path)` for every leaf all of whose tests hold. The
-tests are those of tests.py; what is written out here is only what would cost a call.
+The function takes a root, and appends `(leaf, values by path)` for every leaf all of whose tests hold. tests.py defines
+what the tests mean; only those that would cost a call are inlined here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Leaf: TypeAlias = tuple[int, int]
 Run: TypeAlias = Callable[[fx.Node, list[tuple[Leaf, dict[Path, Any]]]], None]
 
 _MAX_DEPTH = 60
-"""Python takes a hundred levels of indentation; what is deeper goes on in a function of its own."""
+"""Indentation at which code continues in another function. Python's parser allows 100 levels; the rest is margin."""
 
 
 class Tree:
-    """Tests that share a beginning: (kind, path) -> value -> what comes after."""
+    """Tests with common beginnings: (kind, path) -> value -> what follows."""
 
     __slots__ = ("branches", "leaves")
 
@@ -42,13 +42,13 @@ class Tree:
 
 
 def compile_tree(tree: Tree, root: Path) -> Run:
-    """The function that finds the leaves below a root whose operator is known."""
+    """Returns a function that finds the leaves below a root whose operator already chose this tree."""
     writer = _Writer()
     return writer.globals[writer.function(tree, {root: "root"})]
 
 
 def follow(table: Mapping[Any, Callable[..., None]], outcomes: Iterable[Any], *arguments: Any) -> None:
-    """Go on where the outcomes lead."""
+    """Calls the functions in the table that belong to the outcomes."""
     for outcome in outcomes:
         then = table.get(outcome)
         if then is not None:
@@ -56,7 +56,7 @@ def follow(table: Mapping[Any, Callable[..., None]], outcomes: Iterable[Any], *a
 
 
 def _is_plainly(frozen: Any, value: str) -> str:
-    """Code that is true only of that literal itself: most are one number, and need not be frozen to be compared."""
+    """Returns code that is true only for this literal; most literals are numbers, compared without being frozen."""
     kind, literal = frozen
     if literal is None:
         return f"{value} is None"
@@ -67,7 +67,7 @@ def _is_plainly(frozen: Any, value: str) -> str:
 
 
 class _Writer:
-    """Writes functions; constants and helpers are their globals."""
+    """Writes functions as text; constants and helpers are their globals."""
 
     def __init__(self) -> None:
         self.globals: dict[str, Any] = {
@@ -86,7 +86,7 @@ class _Writer:
         self._count = 0
 
     def function(self, tree: Tree, known: dict[Path, str]) -> str:
-        """Write a function of the values that are known, and give its name."""
+        """Writes a function whose parameters are the known values, and returns its name."""
         outer, self._lines = self._lines, []
         name = self._new("f")
         self._line(0, f"def {name}({', '.join(known.values())}, found):")
@@ -100,7 +100,7 @@ class _Writer:
         return f"{prefix}{self._count}"
 
     def _constant(self, value: Any) -> str:
-        """The name of a global that is this object, which lives as long as the function."""
+        """Returns the name of a global that is this object; the function keeps the object alive."""
         name = self._constants.get(id(value))
         if name is None:
             name = self._constants[id(value)] = self._new("c")
@@ -121,7 +121,7 @@ class _Writer:
             self._branch(kind, path, list(targets.values()), dict(known), depth)
 
     def _value(self, path: Path, known: dict[Path, str], depth: int) -> str:
-        """The variable that holds the value at a path, assigned here if no test before has read it."""
+        """Returns the variable that holds the value at a path, and assigns it here if no earlier test read it."""
         found = known.get(path)
         if found is None:
             assert path.parent is not None
@@ -133,12 +133,14 @@ class _Writer:
     def _branch(
         self, kind: str, path: Path, targets: list[tuple[Test, Tree]], known: dict[Path, str], depth: int
     ) -> None:
-        """All tests of one kind at one place."""
+        """Writes all tests of one kind at one path."""
         value = self._value(path, known, depth)
+        # Several operators at one place: look the operator up instead of testing them in turn.
         if kind == "operator" and len(targets) > 1:
             self._line(depth, f"if isinstance({value}, Node):")
             self._follow(f"(key({value}),)", targets, known, depth + 1)
         elif kind == "literal":
+            # A literal can have several outcomes (a dimension counted from either end), so it is looked up too.
             above = self._value(path.parent, known, depth) if path.parent is not None else "None"
             outcomes = f"outcomes({value}, {path.step!r}, {above})"
             if len(targets) > 1:
@@ -149,6 +151,7 @@ class _Writer:
                 self._line(depth, f"if {_is_plainly(test.value, value)} or {frozen} in {outcomes}:")
                 self._tree(tree, known, depth + 1)
         else:
+            # Other tests are not exclusive, so each is an `if` of its own with its own copy of the known values.
             for test, tree in targets:
                 inside = dict(known)
                 if kind == "arguments":
@@ -158,7 +161,7 @@ class _Writer:
                 self._tree(tree, inside, depth + 1)
 
     def _follow(self, outcomes: str, targets: list[tuple[Test, Tree]], known: dict[Path, str], depth: int) -> None:
-        """A function for each outcome, and a table that leads to it."""
+        """Writes a function per outcome, and a call of the one that a table gives for the actual outcome."""
         table = {test.value: self.globals[self.function(tree, dict(known))] for test, tree in targets}
         self._line(depth, f"follow({self._constant(table)}, {outcomes}, {', '.join(known.values())}, found)")
 

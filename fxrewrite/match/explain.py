@@ -1,4 +1,4 @@
-"""Why a pattern did not match: the same tests, read one by one up to the first that fails."""
+"""Explains why a pattern does not match: the same tests, evaluated one by one up to the first failure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Explanation", "Miss", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """How far one root got, in the reading of the pattern that got furthest there."""
+    """How far a pattern got at one root, in the reading that got furthest."""
 
     root: fx.Node
     failure: Failure
@@ -35,12 +35,12 @@ class Miss:
 
     @property
     def reason(self) -> Reason:
-        """What kind of condition failed."""
+        """The kind of condition that failed."""
         return self.failure.reason
 
     @property
     def hint(self) -> str:
-        """What would make it match, where that can be said; else empty."""
+        """What would make the pattern match, if that is known; else empty."""
         instead = self.failure.instead
         if self.reason is Reason.OPERATOR and instead is not None:
             if ops.is_view(instead) or ops.key(instead) in _CASTS:
@@ -65,9 +65,9 @@ class Explanation:
 
     Attributes:
         num_matches: roots at which the pattern matches.
-        num_anchors: roots that have the operator of the pattern's first output.
-        misses: the others, nearest first.
-        root_keys: the operators at which it could have matched.
+        num_anchors: nodes that call the operator of the pattern's first output.
+        misses: the roots at which it does not match, closest to a match first.
+        root_keys: the operators that the first output may have.
     """
 
     pattern: Pattern
@@ -90,7 +90,7 @@ class Explanation:
 
 
 def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
-    """Read the tests of the pattern at every node that has its root operator."""
+    """Evaluates the tests of the pattern at every node that has the operator of its first output."""
     variants = lower(pattern)
     keys = tuple(dict.fromkeys(variant.root_key for variant in variants))
     matches = 0

@@ -1,4 +1,4 @@
-"""From a root whose own tests hold to matches: further outputs, users outside, constraints."""
+"""From a root whose tests hold to matches: chooses further outputs, checks outside users and constraints."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Failure:
     """The first condition that did not hold.
 
     Attributes:
-        passed: how many conditions hold before it.
-        reason: what kind of condition it is.
-        expected, found: in words.
-        node: where it was looked for.
-        instead: the value that stands there, if it is one of the graph.
+        passed: how many conditions held before it.
+        reason: the kind of condition.
+        expected, found: as text.
+        node: where the condition was evaluated.
+        instead: the value found there, if it is a node.
     """
 
     passed: int
@@ -46,14 +46,14 @@ class Failure:
 
 
 def failed(test: Test, candidate: Candidate, passed: int, node: fx.Node) -> Failure:
-    """The failure of one test below the candidate."""
+    """Returns the failure of one test on the candidate."""
     value = candidate.value(test.path)
     instead = value if isinstance(value, fx.Node) else None
     return Failure(passed, REASONS[test.kind], test_text(test), found_text(test, candidate), node, instead)
 
 
 def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int = 0) -> Iterable[Match | Failure]:
-    """The matches of one variant below a candidate that passed the tests of output 0, and what failed on the way."""
+    """Returns the matches of one variant for a candidate that passed the tests of output 0, and the failures met."""
     if variant.siblings is not None:
         return (_family(pattern, variant, variant.siblings, candidate, passed),)
     if len(variant.stages) == 1:
@@ -93,12 +93,13 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
 
 
 def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
-    """Nodes that can be the output: users of users ... of a known value, with the operators of the pattern."""
+    """Returns the nodes that may be the output: repeated users of a known value, by the operators of the pattern."""
     known = [(candidate.value(path), keys) for path, keys in link.choices]
     starts = [(value, keys) for value, keys in known if isinstance(value, fx.Node)]
     if not starts:
         return []
     start, keys = min(starts, key=lambda choice: len(choice[0].users))
+    # Climb from the value with the fewest users, so that a mask that all layers read is not walked through all of them.
     level = {start: None}
     for key in keys:
         level = {user: None for node in level for user in node.users if ops.key(user) in key}
@@ -110,6 +111,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
     inner: list[fx.Node] = [values[path] for path in variant.inner]
     nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *inner))
+    # An inner node with users outside the match must stay in the graph: only a pattern that says shared() allows it.
     kept: set[fx.Node] = set()
     for path, node in zip(variant.inner, inner, strict=True):
         if node.users.keys() <= nodes.keys() or node in outputs:
@@ -125,7 +127,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
         if any(captures[name] is None and name not in variant.literals for name in constraint.names):
-            continue  # a constraint speaks of what was captured
+            continue  # a constraint on an absent optional capture holds
         try:
             why_not = constraint.why_not(captures)
         except RefusedError as refusal:
@@ -142,7 +144,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
 
 
 def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, passed: int) -> Match | Failure:
-    """All siblings as one match, if this one is the last of them."""
+    """Returns all siblings as one match if this root is the last of them, so that a family is found once."""
     root = last.value(Path.root(0))
     own = _match(pattern, variant, last, passed)
     if isinstance(own, Failure):
@@ -178,7 +180,7 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
 
 
 def _with_inputs(kept: set[fx.Node], nodes: dict[fx.Node, None]) -> frozenset[fx.Node]:
-    """What a kept node is computed from stays as well."""
+    """Extends `kept` by the matched nodes from which kept nodes are computed, and returns it."""
     stack = list(kept)
     while stack:
         for used in stack.pop().all_input_nodes:

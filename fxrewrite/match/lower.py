@@ -1,6 +1,6 @@
-"""From a pattern to its variants: one flat list of tests for each way in which alternatives can fall.
+"""Lowers a pattern to variants: a flat list of tests for each combination of alternatives.
 
-Variants share their beginnings, so the decision program that merges them (program.py) tests those once.
+Variants share their beginnings, and the decision program that merges them (program.py) runs shared tests once.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fxrewrite.pattern.terms import (
 __all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
 
 MAX_VARIANTS = 512
-"""A pattern with more is refused: it is several rules."""
+"""Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a further output is found: by climbing from a value that an earlier output captured too.
+    """How to find a further output: climb from a value that an earlier output captured too.
 
-    Each choice is the path of such a value and the operators from its user up to the output; the matcher climbs from
+    Each choice is the path of such a value, and the operators from its user up to the output. The matcher climbs from
     the value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
     """
 
@@ -47,18 +47,18 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to read a pattern.
+    """One reading of a pattern.
 
     Attributes:
-        stages: tests by output; those of output 0 decide alone, the others follow once their output is chosen.
-        links: how the outputs 1, 2 ... are found.
-        captures: name -> path; None for a name of an alternative that is not taken.
-        inner: paths of operators below the outputs, users before what they use.
-        shared: those of them that may have users outside the match.
-        literals: captures for which None is a value like any other.
-        siblings: for a pattern of siblings, the way from what they share up to one of them.
+        stages: tests per output; those of output 0 are evaluated first, the others once their output is chosen.
+        links: how to find the outputs 1, 2 ...
+        captures: name -> path; None if the name belongs to an alternative that this reading does not take.
+        inner: paths of the operators below the outputs, users before what they use.
+        shared: those of `inner` that may have users outside the match.
+        literals: captures for which None is an ordinary value.
+        siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
         outputs: paths of the outputs.
-        paths: all paths whose values make the match.
+        paths: all paths whose values belong to the match.
     """
 
     stages: tuple[tuple[Test, ...], ...]
@@ -79,13 +79,13 @@ class Variant:
 
     @property
     def root_key(self) -> str:
-        """The operator of output 0: the first test of every variant."""
+        """The operator of output 0, which is the first test of every variant."""
         return self.stages[0][0].value
 
 
 @dataclass(slots=True)
 class _Part:
-    """Tests and captures of one reading of one term."""
+    """Tests and captures of one reading of one term; `+` concatenates."""
 
     tests: tuple[Test, ...] = ()
     captures: tuple[tuple[str, Path], ...] = ()
@@ -96,14 +96,15 @@ class _Part:
 
 
 def lower(pattern: Pattern) -> tuple[Variant, ...]:
-    """All variants of a pattern, those that take optional steps and earlier options first.
+    """Returns all variants of a pattern; optional steps taken and earlier options come first.
 
     Raises:
-        RuleDefinitionError: there are more than MAX_VARIANTS, or an output has nothing in common with the others.
+        RuleDefinitionError: there are more than MAX_VARIANTS, or an output shares no captured value with the others.
     """
     captures = pattern.captures
     per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs)]
     variants: dict[tuple[object, ...], Variant] = {}
+    # Every combination of the outputs' readings is a variant; equal ones are merged.
     for parts in itertools.product(*per_output):
         variant = _variant(parts, pattern, captures)
         variants.setdefault((variant.stages, tuple(variant.captures.items())), variant)
@@ -113,7 +114,7 @@ def lower(pattern: Pattern) -> tuple[Variant, ...]:
 
 
 def _read(term: Term, path: Path) -> Iterator[_Part]:
-    """The readings of a term at a path."""
+    """Yields the readings of a term at a path."""
     if isinstance(term, Op):
         yield from _read_operator(term, path)
     elif isinstance(term, Capture):
@@ -152,7 +153,7 @@ def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
 
 
 def _orders(term: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The orders in which the operands can stand; a number stands behind a value of the graph (see `Arguments`)."""
+    """Returns the possible orders of the operands; one order if one is a number, as `Arguments` puts numbers second."""
     pair = ops.exchangeable(term.key)
     if pair is None or term.loose or set(names) != {"self", *pair}:
         return [names]
@@ -172,7 +173,7 @@ def _is_number(term: Term) -> bool:
 
 
 def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:
-    """The longest run first."""
+    """Yields the readings of a chain, the longest run first."""
     steps = [path]
     for _ in range(term.most):
         steps.append(steps[-1] / FIRST)
@@ -192,15 +193,18 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
     return itertools.product(*choices)
 
 
+# Combines one reading per output: equal names must be equal values, equal draws different nodes.
 def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[Capture, ...]) -> Variant:
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
     stages: list[tuple[Test, ...]] = []
     links: list[Link] = []
     for index, part in enumerate(parts):
+        # Any further output is found by climbing from a value that an earlier output captured.
         if index:
             links.append(_link(index, part, captures, pattern, named_captures))
         tests = list(part.tests)
+        # The second occurrence of a name is not a capture but a test for the first one's value.
         for name, path in part.captures:
             if name in captures:
                 tests.append(Test("same", path, captures[name]))
@@ -208,7 +212,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
                 captures[name] = path
         for path, term in part.operators:
             if isinstance(term, Chain) or not ops.may_be_random(term.key):
-                continue  # equal pure terms are one value, computed once or twice; two draws are two values
+                continue  # equal pure terms may be one node or two; two draws must be two
             if term in drawn:
                 raise RuleDefinitionError(
                     f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
@@ -217,6 +221,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
             tests += [Test("other", path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
             drawn[term] = path
         stages.append(tuple(tests))
+    # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
     named = {capture.name: captures.get(capture.name) for capture in named_captures}
@@ -242,7 +247,7 @@ def _above(path: Path) -> Iterator[Path]:
 
 
 def _climb_keys(path: Path, part: _Part) -> tuple[frozenset[str], ...]:
-    """The operators on the way from a path up to its output."""
+    """Returns the operators on the way from a path up to its output."""
     keys = {path: frozenset((term.key,) if isinstance(term, Op) else term.keys) for path, term in part.operators}
     return tuple(keys[above] for above in _above(path) if above in keys)
 

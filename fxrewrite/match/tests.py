@@ -1,7 +1,7 @@
-"""The tests that patterns lower to: (kind, path, value), read by the matcher and by the explanation alike.
+"""The tests that patterns are lowered to: (kind, path, value), evaluated by the matcher and by explanations.
 
-A path leads from an output of the pattern through argument names and list positions to a value of the graph; once the
-output nodes are chosen, every path names one value, so nothing has to be undone when an alternative fails.
+A path leads from an output of the pattern through argument names and list positions to a value of the graph. Once the
+output nodes are chosen, every path names one value, so a failing alternative leaves nothing to undo.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = [
 ]
 
 FIRST = "first operand"
-"""The step of a path to the first argument of a node, whatever its name."""
+"""Step of a path that means a node's first argument, whatever its name."""
 ABSENT: Any = object()
-"""What stands where a path leads nowhere; it equals nothing."""
+"""Value of a path that does not exist; it equals nothing."""
 _DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"})
 _OTHER_RANK = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
-"""Operators whose `dim` counts dimensions of the result."""
+"""Operators whose `dim` counts dimensions of the result, which has another rank than the operand."""
 
 
 class Path:
     """The way to a value: `Path.root(0)` is the first output, `path / "self"` an argument of the node at `path`.
 
-    Equal paths are one object, so that looking one up costs a pointer comparison.
+    Equal paths are one object, so hashing and comparing them is as cheap as for a pointer.
     """
 
     __slots__ = ("parent", "step")
@@ -68,7 +68,7 @@ class Path:
 
     @classmethod
     def root(cls, output: int) -> Path:
-        """The path of an output of the pattern."""
+        """Returns the path of an output of the pattern."""
         return cls._of(None, output)
 
     def __truediv__(self, step: str | int) -> Path:
@@ -88,8 +88,8 @@ class Test:
     """One condition on the value at a path.
 
     Kinds: `operator` (value: key), `operators` (value: keys), `arguments` (value: the names that the pattern mentions;
-    all others are at their defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `param` (a
-    node that reads a parameter), `plain` (no node in it), `optional` (a node or None), `same` (value: path of the value
+    all others have their defaults), `literal` (value: frozen literal), `list` (value: length), `node`, `param` (a node
+    that reads a parameter), `plain` (contains no node), `optional` (a node or None), `same` (value: path of the value
     that it must equal), `other` (value: path of a node that it must not be).
     """
 
@@ -112,11 +112,11 @@ REASONS: Mapping[str, Reason] = {
     "same": Reason.SAME,
     "other": Reason.SAME,
 }
-"""What it means when a test of a kind fails."""
+"""The reason that a failed test of each kind reports."""
 
 
 class Candidate:
-    """Values by path for chosen output nodes; found when they are first asked for."""
+    """Values by path for chosen output nodes, computed when first requested."""
 
     __slots__ = ("values",)
 
@@ -124,18 +124,18 @@ class Candidate:
         self.values = values
 
     def choose(self, output: int, node: fx.Node) -> Candidate:
-        """A candidate in which a further output of the pattern is this node."""
+        """Returns a candidate in which a further output of the pattern is this node."""
         return Candidate({**self.values, Path.root(output): node})
 
     def known(self, paths: AbstractSet[Path]) -> dict[Path, Any]:
-        """Values by path, these among them."""
+        """Returns the values by path, which include all `paths`."""
         if not paths <= self.values.keys():
             for path in paths:
                 self.value(path)
         return self.values
 
     def value(self, path: Path) -> Any:
-        """The value at the path, or ABSENT."""
+        """Returns the value at the path, or ABSENT."""
         try:
             return self.values[path]
         except KeyError:
@@ -146,7 +146,7 @@ class Candidate:
 
 
 def part(value: Any, step: str | int) -> Any:
-    """An argument of a node, or an item of a list; ABSENT where there is none."""
+    """Returns an argument of a node, or an item of a list; ABSENT if it does not exist."""
     if not isinstance(value, fx.Node):
         is_item = isinstance(value, (list, tuple)) and isinstance(step, int) and step < len(value)
         return value[step] if is_item else ABSENT  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -158,7 +158,7 @@ def part(value: Any, step: str | int) -> Any:
 
 
 def layout_of(node: fx.Node) -> ops.Layout | None:
-    """How the node spells its arguments; None where they fit no signature."""
+    """Returns how the node spells its arguments; None if they fit no signature."""
     try:
         return ops.layout_of(node.target, node.args, node.kwargs)
     except ops.BindingError:
@@ -166,7 +166,7 @@ def layout_of(node: fx.Node) -> ops.Layout | None:
 
 
 def holds(test: Test, candidate: Candidate) -> bool:
-    """Whether one test is true of a candidate."""
+    """Whether the test is true of the candidate."""
     kind = test.kind
     if kind == "arguments":
         return Arguments(test.value).hold(test.path, candidate)
@@ -193,16 +193,16 @@ def holds(test: Test, candidate: Candidate) -> bool:
 
 
 def is_same(value: Any, other: Any) -> bool:
-    """One node, or equal Python values."""
+    """Whether both are the same node, or equal Python values."""
     if isinstance(value, fx.Node) or isinstance(other, fx.Node):
         return value is other
     return _frozen(value) == _frozen(other)
 
 
 def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
-    """What a `literal` test of a part of `parent` may equal: the matcher looks it up among the literals of all rules.
+    """Yields the literals that a part of `parent` may equal; the matcher looks them up among the literals of all rules.
 
-    A dimension has two names, from the front and from the back, when the rank is known.
+    If the rank is known, a dimension has two names: counted from the front and from the back.
     """
     if value is ABSENT or has_node(value):
         return
@@ -214,7 +214,7 @@ def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
 
 
 def _other_dims(value: Any, node: Any) -> Any:
-    """The same dimension, or list of dimensions, counted from the other end; None when the rank is not known."""
+    """Returns the dimension, or list of dimensions, counted from the other end; None if the rank is unknown."""
     if not isinstance(node, fx.Node) or ops.key(node) in _OTHER_RANK:
         return None
     first = part(node, FIRST)
@@ -233,9 +233,9 @@ def _other_dims(value: Any, node: Any) -> Any:
 
 
 class Arguments:
-    """The `arguments` test of one pattern: all arguments that it names exist, all others are at their defaults.
+    """The `arguments` test of one pattern: all arguments that it mentions exist, all others have their defaults.
 
-    What that means for a way of writing the call is worked out once.
+    How to read a call is computed once per spelling of the call.
     """
 
     __slots__ = ("_known", "_pair", "_spelled", "mentioned")
@@ -249,7 +249,7 @@ class Arguments:
         )
 
     def read(self, node: fx.Node) -> Sequence[Any] | None:
-        """The mentioned arguments in order, or None; of two operands that commute, the number stands second."""
+        """Returns the mentioned arguments in order, or None. If two operands commute, a number comes second."""
         spelling = ops.spelling(node)
         reading = self._spelled.get(spelling)
         if reading is None:
@@ -271,7 +271,7 @@ class Arguments:
         return found
 
     def hold(self, path: Path, candidate: Candidate) -> bool:
-        """Whether the call at the path is such; afterwards the candidate has its mentioned arguments."""
+        """Whether the call at the path fits; adds its mentioned arguments to the candidate."""
         node = candidate.value(path)
         found = self.read(node) if isinstance(node, fx.Node) else None
         if found is None:
@@ -288,7 +288,7 @@ class Arguments:
 
 
 class _Reading:
-    """How the arguments of one way of writing a call are read."""
+    """How to read the arguments of one spelling of a call."""
 
     __slots__ = ("_get", "_layout", "_mentioned", "_others", "commutes")
 
@@ -316,7 +316,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _frozen(value: Any) -> Any:
-    """`freeze`, with unhashable values replaced by something that equals only itself."""
+    """Like `freeze`, but an unhashable value becomes something that equals only itself."""
     try:
         return freeze(value)
     except TypeError:
@@ -334,7 +334,7 @@ def has_node(value: Any) -> bool:
 
 
 def test_text(test: Test) -> str:
-    """What the test expects, in words."""
+    """Returns what the test expects, as text."""
     if test.kind == "operator":
         return f"operator {test.value} at {test.path}"
     if test.kind == "operators":
@@ -362,7 +362,7 @@ test_text.__test__ = False  # pyright: ignore[reportFunctionMemberAccess]  # not
 
 
 def found_text(test: Test, candidate: Candidate) -> str:
-    """What stands at the path of the test, in words."""
+    """Returns what is at the path of the test, as text."""
     value = candidate.value(test.path)
     if test.kind == "arguments":
         layout = layout_of(value)
@@ -375,7 +375,7 @@ def found_text(test: Test, candidate: Candidate) -> str:
 
 
 def _thaw(frozen: Any) -> Any:
-    """The literal that a frozen form stands for, as far as it is needed to print it."""
+    """Returns the literal of a frozen form, as far as printing needs it."""
     kind, value = frozen
     if kind in (list, tuple):
         return kind(_thaw(item) for item in value)

@@ -1,4 +1,4 @@
-"""What an operator is: canonical key, argument binding, effects, commutation. The leaf that all others trust."""
+"""Facts about operators: canonical keys, argument binding, effects, commutation. All other packages build on these."""
 
 from fxrewrite.ops.aten import emit_aten
 from fxrewrite.ops.binding import (

@@ -1,14 +1,14 @@
-"""Reading a mask of the graph as an expression of small values: what it is computed from by rows and by columns.
+"""Reads a mask of the graph as an expression of small values, each with rows or columns but not both.
 
     mask = (arange(S) <= arange(S)[:, None]) & padding[:, None, None]
       ->   bitwise_and(le(x0, x1), x2)  of  arange(S), arange(S)[:, None], padding[:, None, None]
 
-A value with rows and columns is walked upwards through pointwise operators, through tril and triu, which compare
-positions, and through views that broadcast, reorder or cut dimensions, to values that have one of the two at most. What
-a view does to a value with both is done to the values that it is computed from, so a rank's rows of a mask are computed
-from its rows of them.
-Says why where a mask is no such expression: an input or a parameter with rows and columns of its own, a product of
-matrices, a gradient that it must pass on.
+A value with rows and columns is followed upwards through pointwise operators, through tril and triu, which compare
+positions, and through views that broadcast, reorder or cut dimensions, to values that have at most one of the two. A
+view of a value with both is applied to the values that it is computed from instead. So a rank computes its rows of a
+mask from its rows of those values.
+If a mask is not such an expression, the reader says why: an input or a parameter has rows and columns of its own, a
+matrix product is between, a leaf needs a gradient.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ _FILLED = frozenset({"aten::full", "aten::full_like"})
 _ONES = frozenset({"aten::unsqueeze", "aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"})
 _CUTS = frozenset({"aten::slice", "aten::narrow"})
 _TRIANGLES = {"aten::tril": "gt", "aten::triu": "lt"}
-"""How columns less rows compare with the diagonal where they fill in zeros."""
+"""How `columns - rows` compares with the diagonal where these operators write zeros."""
 _LONGEST = 4096
-"""Characters of a text; nobody writes masks that are longer."""
+"""Longest text of an expression, in characters. Real masks are shorter; the limit bounds the time of reading."""
 
 Dims: TypeAlias = "tuple[int | None, ...]"
-"""For each dimension of a value the one of the mask, from behind (-1: columns, -2: rows); None: one of size 1 less."""
+"""Dimension of the mask for each dimension of a value (-1: columns, -2: rows); None: size 1, absent in the mask."""
 
 
 class _UnreadableError(ValueError):
-    """Why a mask is no expression of small values."""
+    """Says why a mask is not an expression of small values."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A part of one dimension of the mask, by the operator that cuts it and its arguments behind the dimension."""
+    """A cut of one dimension of the mask: its operator, and the arguments that follow the dimension."""
 
     dim: int
     target: Any
@@ -63,13 +63,13 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A value of the graph in the mask: its dimensions there, and what is cut of them."""
+    """A graph value as part of the mask: where its dimensions are in the mask, and the cuts applied to it."""
 
     node: fx.Node
     dims: Dims
     cuts: tuple[_Cut, ...] = ()
     counted: int | None = None
-    """In place of the value: 0, 1, 2, ... along this dimension of it, from behind."""
+    """If set, the place is not the value but 0, 1, 2, ... along this (negative) dimension of it."""
 
     @property
     def shape(self) -> Sequence[Size]:
@@ -77,7 +77,7 @@ class Place:
         return shape if self.counted is None else (shape[self.counted],)
 
     def dim_of(self, dim: int) -> int | None:
-        """The value's own dimension that is this one of the mask; None where it is of size 1, or missing."""
+        """Returns the value's own dimension for this dimension of the mask; None if it is missing or of size 1."""
         return next((i for i, d in enumerate(self.dims) if d == dim and not is_same_size(self.shape[i], 1)), None)
 
     @property
@@ -87,13 +87,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class ReadMask:
-    """A mask as text for `rules.masks.expressions.parse_mask`, and the values that are its leaves."""
+    """A mask as text for `rules.masks.expressions.parse_mask`, with the graph values that are its leaves."""
 
     text: str
     places: tuple[Place, ...] = field(repr=False)
 
     def leaves(self, match: Match) -> list[fx.Proxy]:
-        """The leaves as values of the graph, in a replacement."""
+        """Adds the leaves to the graph, in a replacement."""
 
         def given(place: Place) -> fx.Proxy:
             if place.counted is None:
@@ -105,13 +105,13 @@ class ReadMask:
         return [_laid_out(place, given(place), match.proxy, match.call) for place in self.places]
 
     def value(self, number: int, closed: ClosedValues) -> torch.Tensor:
-        """A leaf at the lengths of `closed`. Raises OpenValueError where it depends on more than sizes."""
+        """Returns a leaf at the lengths of `closed`. Raises OpenValueError if it depends on more than sizes."""
         place = self.places[number]
         given = closed(place.node) if place.counted is None else torch.arange(closed.size(place.shape[0]))
         return _laid_out(place, given, closed, lambda target, *args: target(*args))
 
     def has(self, number: int, dim: int) -> bool:
-        """Whether a leaf has rows (-2), or columns (-1)."""
+        """Whether a leaf varies along rows (-2), or along columns (-1)."""
         return self.places[number].dim_of(dim) is not None
 
 
@@ -121,7 +121,7 @@ def is_dense(mask: fx.Node) -> bool:
 
 
 def read_mask(mask: fx.Node) -> ReadMask | str:
-    """The mask as an expression, or why it is none."""
+    """Returns the mask as an expression, or says why it is not one."""
     reader = _Reader()
     try:
         text = reader.text(_whole(mask))
@@ -142,14 +142,14 @@ def _from_behind(rank: int) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Reads one mask; `places` are the leaves that its text counts."""
+    """Reads one mask; `places` numbers its leaves in the order of the text."""
 
     def __init__(self) -> None:
         self.places: dict[Place, int] = {}
         self._texts: dict[Place, str] = {}
 
     def text(self, place: Place) -> str:
-        """What is computed at a place."""
+        """Returns the text of what is computed at a place."""
         if place.counted is not None or (not place.is_dense and not _is_number(place.node)):
             return f"x{self.places.setdefault(place, len(self.places))}"
         if place not in self._texts:
@@ -175,7 +175,7 @@ class _Reader:
         return self.text(_looked_through(place))
 
     def _operand(self, place: Place, arg: Any) -> str:
-        """An operand of a pointwise operator, which broadcasts."""
+        """Returns the text of an operand of a pointwise operator, which broadcasts from the last dimension."""
         if not isinstance(arg, fx.Node):
             return _literal(place.node, arg)
         found = value(arg)
@@ -185,7 +185,7 @@ class _Reader:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether a value without dimensions is filled with a number that the graph states."""
+    """Whether the node is a 0-dim tensor filled with a literal number."""
     return key(node) in (_FILLS.keys() | _FILLED) and fake_value(node).dim() == 0
 
 
@@ -197,7 +197,7 @@ def _literal(node: fx.Node, number: Any) -> str:
 
 
 def _looked_through(place: Place) -> Place:
-    """Where the operand of a view is."""
+    """Returns the place of a view's operand, with the view applied to its dimensions and cuts."""
     node, name = place.node, key(place.node)
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape: Any = getattr(value(source), "shape", ())
@@ -225,7 +225,7 @@ def _looked_through(place: Place) -> Place:
 
 
 def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
-    """The places of dimensions of `shape`, which has the value's dimensions and others of size 1."""
+    """Returns dims for `shape`, which has the value's dimensions up to added and removed dimensions of size 1."""
     left = [(dim, size) for dim, size in zip(place.dims, place.shape, strict=True) if not is_same_size(size, 1)]
     found: list[int | None] = []
     for size in shape:
@@ -242,7 +242,7 @@ def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
 
 
 def _laid_out(place: Place, x: Any, given: Callable[[fx.Node], Any], call: Callable[..., Any]) -> Any:
-    """The value `x` at a place, cut, with dimensions as the mask has them."""
+    """Applies the cuts to the value `x` of a place, and orders its dimensions as the mask's."""
     dims = list(place.dims)
     for cut in place.cuts:
         dim = place.dim_of(cut.dim)
@@ -273,7 +273,7 @@ def _needs_gradient(node: fx.Node) -> bool:
             continue
         seen.add(current)
         given = current.meta.get("example_value") if current.op == "placeholder" else found
-        if given is None or given.requires_grad:  # traces keep no other word of an input's gradient
+        if given is None or given.requires_grad:  # the only place where traces record requires_grad
             return True
         todo += current.all_input_nodes
     return False

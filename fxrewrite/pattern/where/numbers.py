@@ -1,7 +1,7 @@
-"""Numbers that a match determines, and relations between them: sizes, ranks and captured Python values.
+"""Numbers of a match, and relations between them: sizes, ranks and captured Python values.
 
-A relation holds if it is true for every length that the graph admits. One that cannot be decided does not hold: a size
-that is not known is different from every other.
+A relation holds if it is true for every length that the graph admits. If it cannot be decided, it does not hold: an
+unknown size differs from every other.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class ValueOf:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A sum, difference or product of numbers, or what division by a positive constant gives or leaves."""
+    """A sum, difference or product of numbers, or the quotient or remainder of division by a positive constant."""
 
     operator: str
     left: Number
@@ -142,7 +142,7 @@ Number: TypeAlias = SizeOf | RankOf | ValueOf | Arithmetic | LiteralValue
 
 @dataclass(frozen=True, slots=True)
 class Relation(Condition):
-    """Two numbers compare like this; other Python values can be equal or different."""
+    """Two numbers satisfy the relation; other Python values support only == and !=."""
 
     left: Number
     relation: str
@@ -175,7 +175,7 @@ class Relation(Condition):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Condition):
-    """A number or Python value is one of these constants, or, `negated`, none of them."""
+    """A number or Python value is one of these constants; if `negated`, it is none of them."""
 
     value: Number
     constants: tuple[LiteralValue, ...]
@@ -206,14 +206,14 @@ class OneOf(Condition):
 
 def _require_capture(constraint: Relation | OneOf) -> None:
     if not constraint.names:
-        raise RuleDefinitionError(f"{constraint} speaks of no capture")
+        raise RuleDefinitionError(f"{constraint} reads no capture")
 
 
 def _require_constant(value: Any) -> None:
     if value is None:
-        raise RuleDefinitionError("a capture is not compared with None: where it is None, no constraint is asked")
+        raise RuleDefinitionError("a capture cannot be compared with None: constraints on a capture that is None hold")
     if not isinstance(value, CONSTANTS) or value != value:
-        raise RuleDefinitionError(f"{value!r} is no number, string, bool, dtype, layout or memory format")
+        raise RuleDefinitionError(f"{value!r} is not a number, string, bool, dtype, layout or memory format")
 
 
 def _read(number: Number, captures: Mapping[str, Any]) -> Any:
@@ -241,7 +241,7 @@ def _is_equal(left: Any, right: Any) -> bool:
     """Equal Python values; 0 and 0.0 are equal, 1 and True are not."""
     try:
         return freeze(left) == freeze(right)
-    except TypeError:  # what cannot be hashed is equal to no constant
+    except TypeError:  # constants are hashable, so an unhashable value equals none of them
         return False
 
 
