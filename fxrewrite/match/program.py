@@ -1,4 +1,5 @@
-"""One decision program for all rules of a set: a tree of tests per root operator, so that shared tests run once.
+"""One decision program for all rules of a set: a tree of conditions per root operator, in which shared ones are
+checked once.
 
 Where rules differ in an operator or a literal at one place, the tree looks the value up instead of trying the rules in
 turn: the time to look at a node does not grow with the number of rules. Trees are compiled to Python functions.
@@ -19,7 +20,7 @@ from fxrewrite.match.compile import Leaf, Tree, compile_tree
 from fxrewrite.match.finish import complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import Candidate, Path
+from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 
 __all__ = ["Program"]
