@@ -12,9 +12,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from fxrewrite import ops
-from fxrewrite.match.conditions import Arguments, Condition, Expressible, IsLiteral, IsOperator
-from fxrewrite.match.values import ABSENT, Path, has_node, is_same, literal_outcomes, part
+from fxrewrite.match.conditions import NAMES, Arguments, Condition, Expressible, IsLiteral, IsOperator
+from fxrewrite.match.values import Path, literal_outcomes, part
 
 __all__ = ["Leaf", "Run", "Tree", "compile_tree"]
 
@@ -72,13 +71,8 @@ class _Writer:
 
     def __init__(self) -> None:
         self.globals: dict[str, Any] = {
-            "ABSENT": ABSENT,
-            "Node": fx.Node,
+            **NAMES,
             "follow": follow,
-            "has_node": has_node,
-            "is_parameter": ops.is_parameter,
-            "is_same": is_same,
-            "key": ops.key,
             "outcomes": literal_outcomes,
             "part": part,
         }

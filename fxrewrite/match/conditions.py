@@ -1,15 +1,16 @@
 """What a pattern asks of the values at its paths: one class for each kind of condition.
 
-Patterns lower to these (lower.py). The matcher compiles them into one function (compile.py), and the explanation reads
-them one by one (explain.py), so that both mean the same.
+Patterns are lowered to these (lower.py). The matcher compiles them into one function (compile.py), and explanations
+evaluate them one by one (explain.py). Most are one Python expression, which both of them use.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import fx
@@ -20,6 +21,7 @@ from fxrewrite.match.arguments import ArgumentReader
 from fxrewrite.match.values import ABSENT, Candidate, Path, has_node, is_same, literal_outcomes, signature
 
 __all__ = [
+    "NAMES",
     "Another",
     "Arguments",
     "Condition",
@@ -34,6 +36,18 @@ __all__ = [
     "IsPlain",
     "Same",
 ]
+
+NAMES: Mapping[str, Any] = MappingProxyType(
+    {
+        "ABSENT": ABSENT,
+        "Node": fx.Node,
+        "has_node": has_node,
+        "is_parameter": ops.is_parameter,
+        "is_same": is_same,
+        "key": ops.key,
+    }
+)
+"""What the expressions of conditions may name."""
 
 
 @dataclass(frozen=True)
@@ -50,86 +64,29 @@ class Condition(ABC):
     path: Path
 
     @property
+    @abstractmethod
     def value(self) -> Any:
-        """What tells conditions of this class at this path apart; hashable."""
-        return None
+        """What tells conditions of this class at this path apart; hashable, and None if there is one only."""
 
     @abstractmethod
     def holds(self, candidate: Candidate) -> bool:
-        """Whether the condition is true of a candidate."""
+        """Whether the condition is true of the candidate."""
 
     @abstractmethod
     def expected(self) -> str:
-        """What the condition asks for, in words."""
+        """Returns what the condition asks for, as text."""
 
     def found(self, candidate: Candidate) -> str:
-        """What is at the path instead, in words."""
+        """Returns what is at the path, as text."""
         value = candidate.value(self.path)
         if isinstance(value, fx.Node):
             return f"{ops.key(value)} (%{value.name})"
         return "nothing" if value is ABSENT else repr(value)
 
 
-class Expressible(Condition):
-    """A condition that one Python expression tells."""
-
-    @abstractmethod
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        """The expression that is true where the condition holds.
-
-        Args:
-            value: the variable with the value at the path.
-            at: gives the variable with the value at another path.
-        """
-
-
-@dataclass(frozen=True)
-class IsOperator(Expressible):
-    """A call of one operator."""
-
-    reason = Reason.OPERATOR
-    key: str
-
-    @property
-    def value(self) -> str:
-        return self.key
-
-    def holds(self, candidate: Candidate) -> bool:
-        value = candidate.value(self.path)
-        return isinstance(value, fx.Node) and ops.key(value) == self.key
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"isinstance({value}, Node) and key({value}) == {self.key!r}"
-
-    def expected(self) -> str:
-        return f"operator {self.key} at {self.path}"
-
-
-@dataclass(frozen=True)
-class IsOneOf(Expressible):
-    """A call of one of several operators."""
-
-    reason = Reason.OPERATOR
-    keys: tuple[str, ...]
-
-    @property
-    def value(self) -> tuple[str, ...]:
-        return self.keys
-
-    def holds(self, candidate: Candidate) -> bool:
-        value = candidate.value(self.path)
-        return isinstance(value, fx.Node) and ops.key(value) in self.keys
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"isinstance({value}, Node) and key({value}) in {self.keys!r}"
-
-    def expected(self) -> str:
-        return f"operator {' or '.join(self.keys)} at {self.path}"
-
-
 @dataclass(frozen=True)
 class Arguments(Condition):
-    """The call has the named arguments, and all others are at their defaults."""
+    """The call has the arguments of these names, and all others have their defaults."""
 
     reason = Reason.ARGUMENTS
     names: tuple[str, ...]
@@ -143,7 +100,7 @@ class Arguments(Condition):
         return ArgumentReader(self.names)
 
     def holds(self, candidate: Candidate) -> bool:
-        """Whether the call is such; afterwards the candidate has its named arguments."""
+        """Whether the call at the path fits; adds its named arguments to the candidate."""
         node = candidate.value(self.path)
         values = self.reader.read(node) if isinstance(node, fx.Node) else None
         if values is None:
@@ -182,134 +139,118 @@ class IsLiteral(Condition):
 
 
 @dataclass(frozen=True)
-class IsList(Expressible):
-    """A list or tuple of a length."""
+class Expressible(Condition):
+    """A condition that is one Python expression of the value `v` at the path and of an operand `x`.
 
-    reason = Reason.LITERAL
-    length: int
+    Attributes:
+        expression: with {v} and {x}, and the names of NAMES.
+        words: what it asks for, with {x} and {path}.
+    """
+
+    expression: ClassVar[str]
+    words: ClassVar[str]
 
     @property
-    def value(self) -> int:
-        return self.length
+    def value(self) -> Any:
+        return None
 
     def holds(self, candidate: Candidate) -> bool:
-        value = candidate.value(self.path)
-        return isinstance(value, (list, tuple)) and len(value) == self.length  # pyright: ignore[reportUnknownArgumentType]
+        operand = candidate.value(self.value) if isinstance(self.value, Path) else self.value
+        return _predicate(self.expression)(candidate.value(self.path), operand)
 
     def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"isinstance({value}, (list, tuple)) and len({value}) == {self.length}"
+        """Returns the expression of the variable `value`; `at` gives the variable with the value at another path."""
+        return self.expression.format(v=value, x=at(self.value) if isinstance(self.value, Path) else repr(self.value))
 
     def expected(self) -> str:
-        return f"a list of {self.length} at {self.path}"
+        keys = self.value
+        return self.words.format(x=" or ".join(keys) if isinstance(keys, tuple) else keys, path=self.path)
 
 
-@dataclass(frozen=True)
+@cache
+def _predicate(expression: str) -> Callable[[Any, Any], bool]:
+    return eval(f"lambda v, x: {expression.format(v='v', x='x')}", dict(NAMES))
+
+
 class IsNode(Expressible):
     """A value of the graph."""
 
     reason = Reason.CAPTURE
-
-    def holds(self, candidate: Candidate) -> bool:
-        return isinstance(candidate.value(self.path), fx.Node)
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"isinstance({value}, Node)"
-
-    def expected(self) -> str:
-        return f"a value of the graph at {self.path}"
+    expression = "isinstance({v}, Node)"
+    words = "a value of the graph at {path}"
 
 
-@dataclass(frozen=True)
 class IsParameter(Expressible):
-    """A value of the graph that is a parameter, or a buffer, of the model."""
+    """A value of the graph that is a parameter or a buffer of the model."""
 
     reason = Reason.CAPTURE
-
-    def holds(self, candidate: Candidate) -> bool:
-        value = candidate.value(self.path)
-        return isinstance(value, fx.Node) and ops.is_parameter(value)
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"isinstance({value}, Node) and is_parameter({value})"
-
-    def expected(self) -> str:
-        return f"a parameter at {self.path}"
+    expression = "isinstance({v}, Node) and is_parameter({v})"
+    words = "a parameter at {path}"
 
 
-@dataclass(frozen=True)
 class IsPlain(Expressible):
-    """A Python value with no value of the graph in it."""
+    """A Python value that contains no value of the graph."""
 
     reason = Reason.CAPTURE
-
-    def holds(self, candidate: Candidate) -> bool:
-        value = candidate.value(self.path)
-        return value is not ABSENT and not has_node(value)
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"{value} is not ABSENT and not has_node({value})"
-
-    def expected(self) -> str:
-        return f"a Python value at {self.path}"
+    expression = "{v} is not ABSENT and not has_node({v})"
+    words = "a Python value at {path}"
 
 
-@dataclass(frozen=True)
 class IsOptionalNode(Expressible):
     """A value of the graph, or None."""
 
     reason = Reason.CAPTURE
-
-    def holds(self, candidate: Candidate) -> bool:
-        value = candidate.value(self.path)
-        return value is None or isinstance(value, fx.Node)
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"{value} is None or isinstance({value}, Node)"
-
-    def expected(self) -> str:
-        return f"a value of the graph or None at {self.path}"
+    expression = "{v} is None or isinstance({v}, Node)"
+    words = "a value of the graph or None at {path}"
 
 
 @dataclass(frozen=True)
-class Same(Expressible):
-    """One node, or equal Python values, at two paths."""
-
-    reason = Reason.SAME
-    other: Path
+class _WithOperand(Expressible):
+    operand: Any
 
     @property
-    def value(self) -> Path:
-        return self.other
-
-    def holds(self, candidate: Candidate) -> bool:
-        return is_same(candidate.value(self.path), candidate.value(self.other))
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"is_same({value}, {at(self.other)})"
-
-    def expected(self) -> str:
-        return f"the same value at {self.path} as at {self.other}"
+    def value(self) -> Any:
+        return self.operand
 
 
-@dataclass(frozen=True)
-class Another(Expressible):
-    """Two nodes at two paths."""
+class IsOperator(_WithOperand):
+    """A call of the operator with the key `operand`."""
+
+    reason = Reason.OPERATOR
+    expression = "isinstance({v}, Node) and key({v}) == {x}"
+    words = "operator {x} at {path}"
+
+
+class IsOneOf(_WithOperand):
+    """A call of an operator whose key is in the tuple `operand`."""
+
+    reason = Reason.OPERATOR
+    expression = "isinstance({v}, Node) and key({v}) in {x}"
+    words = "operator {x} at {path}"
+
+
+class IsList(_WithOperand):
+    """A list or tuple of length `operand`."""
+
+    reason = Reason.LITERAL
+    expression = "isinstance({v}, (list, tuple)) and len({v}) == {x}"
+    words = "a list of {x} at {path}"
+
+
+class Same(_WithOperand):
+    """The same node as at the path `operand`, or an equal Python value."""
 
     reason = Reason.SAME
-    other: Path
+    expression = "is_same({v}, {x})"
+    words = "the same value at {path} as at {x}"
 
-    @property
-    def value(self) -> Path:
-        return self.other
 
-    def holds(self, candidate: Candidate) -> bool:
-        return candidate.value(self.path) is not candidate.value(self.other)
+class Another(_WithOperand):
+    """Another node than at the path `operand`."""
 
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"{value} is not {at(self.other)}"
-
-    def expected(self) -> str:
-        return f"another value at {self.path} than at {self.other}"
+    reason = Reason.SAME
+    expression = "{v} is not {x}"
+    words = "another value at {path} than at {x}"
 
 
 def _thaw(frozen: Any) -> Any:

@@ -96,7 +96,7 @@ class Variant:
         """The operator of output 0: the first condition of every variant."""
         first = self.stages[0][0]
         assert isinstance(first, IsOperator)
-        return first.key
+        return first.operand
 
 
 _CAPTURED = {"node": IsNode, "literal": IsPlain, "optional": IsOptionalNode, "param": IsParameter, "any": None}
