@@ -34,6 +34,7 @@ class Tree:
         self.leaves: list[Leaf] = []
 
     def insert(self, tests: Sequence[Test], leaf: Leaf) -> None:
+        """Adds a list of tests that ends at a leaf; a common beginning with earlier lists is shared."""
         tree = self
         for test in tests:
             targets = tree.branches.setdefault((test.kind, test.path), {})

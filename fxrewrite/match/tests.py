@@ -324,6 +324,7 @@ def _frozen(value: Any) -> Any:
 
 
 def has_node(value: Any) -> bool:
+    """Whether the value is a node, or a container with one, at any depth."""
     if isinstance(value, (list, tuple)):
         return any(map(has_node, value))
     if isinstance(value, slice):
