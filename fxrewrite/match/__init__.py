@@ -1,4 +1,4 @@
-"""Finds patterns in graphs: one decision program for all rules, and explanations of failures by the same tests."""
+"""Finds patterns in graphs: one decision program for all rules, and explanations of failures by the same conditions."""
 
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match

@@ -1,4 +1,4 @@
-"""Explains why a pattern does not match: the same tests, evaluated one by one up to the first failure."""
+"""Explains why a pattern does not match: the same conditions, evaluated one by one up to the first failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.match.finish import Failure, complete, failed
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import Candidate, Path, holds
+from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 
 __all__ = ["Explanation", "Miss", "explain"]
@@ -25,13 +25,13 @@ class Miss:
 
     root: fx.Node
     failure: Failure
-    num_tests: int
+    num_conditions: int
 
     def __str__(self) -> str:
         source = source_line(self.root)
         where = f"%{self.root.name} ({source})" if source else f"%{self.root.name}"
         hint = f"; {self.hint}" if self.hint else ""
-        return f"at {where}: {self.failure.passed} of {self.num_tests} tests hold, then {self.failure}{hint}"
+        return f"at {where}: {self.failure.passed} of {self.num_conditions} conditions hold, then {self.failure}{hint}"
 
     @property
     def reason(self) -> Reason:
@@ -90,7 +90,7 @@ class Explanation:
 
 
 def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
-    """Evaluates the tests of the pattern at every node that has the operator of its first output."""
+    """Evaluates the conditions of the pattern at every node that has the operator of its first output."""
     variants = lower(pattern)
     keys = tuple(dict.fromkeys(variant.root_key for variant in variants))
     matches = 0
@@ -106,17 +106,17 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
             matches += 1
         else:
             failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
-            misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_tests))
-    misses.sort(key=lambda miss: -miss.failure.passed / miss.num_tests)
+            misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_conditions))
+    misses.sort(key=lambda miss: -miss.failure.passed / miss.num_conditions)
     return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys)
 
 
 def _readings(pattern: Pattern, variant: Variant, node: fx.Node) -> Iterator[tuple[Match | Failure, int]]:
     total = sum(map(len, variant.stages)) + 1 + len(pattern.where)
     candidate = Candidate({Path.root(0): node})
-    for count, test in enumerate(variant.stages[0]):
-        if not holds(test, candidate):
-            yield failed(test, candidate, count, node), total
+    for count, condition in enumerate(variant.stages[0]):
+        if not condition.holds(candidate):
+            yield failed(condition, candidate, count, node), total
             return
     for result in complete(pattern, variant, candidate, len(variant.stages[0])):
         yield result, total

@@ -1,4 +1,4 @@
-"""From a root whose tests hold to matches: chooses further outputs, checks outside users and constraints."""
+"""From a root whose conditions hold to matches: chooses further outputs, checks outside users and constraints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, RefusedError
 from fxrewrite.graph.source import source_line
+from fxrewrite.match.conditions import Condition
 from fxrewrite.match.lower import Link, Variant
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import REASONS, Candidate, Path, Test, found_text, holds, test_text
+from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import Siblings
 
@@ -45,15 +46,15 @@ class Failure:
         return f"expected {self.expected}, found {self.found}"
 
 
-def failed(test: Test, candidate: Candidate, passed: int, node: fx.Node) -> Failure:
-    """Returns the failure of one test on the candidate."""
-    value = candidate.value(test.path)
+def failed(condition: Condition, candidate: Candidate, passed: int, node: fx.Node) -> Failure:
+    """The failure of one condition below the candidate."""
+    value = candidate.value(condition.path)
     instead = value if isinstance(value, fx.Node) else None
-    return Failure(passed, REASONS[test.kind], test_text(test), found_text(test, candidate), node, instead)
+    return Failure(passed, condition.reason, condition.expected(), condition.found(candidate), node, instead)
 
 
 def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int = 0) -> Iterable[Match | Failure]:
-    """Returns the matches of one variant for a candidate that passed the tests of output 0, and the failures met."""
+    """Returns the matches of one variant for a candidate that meets those of output 0, and the failures met."""
     if variant.siblings is not None:
         return (_family(pattern, variant, variant.siblings, candidate, passed),)
     if len(variant.stages) == 1:
@@ -80,9 +81,9 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
             continue
         tried = True
         chosen = candidate.choose(index, node)
-        for count, test in enumerate(variant.stages[index]):
-            if not holds(test, chosen):
-                yield failed(test, chosen, passed + count, node)
+        for count, condition in enumerate(variant.stages[index]):
+            if not condition.holds(chosen):
+                yield failed(condition, chosen, passed + count, node)
                 break
         else:
             yield from _choose_outputs(variant, chosen, index + 1, passed + len(variant.stages[index]))
@@ -160,7 +161,7 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
             found.append(own)
             continue
         candidate = Candidate({Path.root(0): node})
-        if not all(holds(test, candidate) for test in variant.stages[0]):
+        if not all(condition.holds(candidate) for condition in variant.stages[0]):
             continue
         sibling = _match(pattern, variant, candidate, passed)
         if isinstance(sibling, Match) and sibling.captures[first.on] is shared:

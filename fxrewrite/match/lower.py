@@ -1,6 +1,6 @@
-"""Lowers a pattern to variants: a flat list of tests for each combination of alternatives.
+"""Lowers a pattern to variants: a flat list of conditions for each combination of alternatives.
 
-Variants share their beginnings, and the decision program that merges them (program.py) runs shared tests once.
+Variants share their beginnings, and the decision program that merges them (program.py) runs shared conditions once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,21 @@ from dataclasses import dataclass, field
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.match.tests import FIRST, Path, Test
+from fxrewrite.match.conditions import (
+    Another,
+    Arguments,
+    Condition,
+    IsList,
+    IsLiteral,
+    IsNode,
+    IsOneOf,
+    IsOperator,
+    IsOptionalNode,
+    IsParameter,
+    IsPlain,
+    Same,
+)
+from fxrewrite.match.values import FIRST, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import (
     Capture,
@@ -50,7 +64,7 @@ class Variant:
     """One reading of a pattern.
 
     Attributes:
-        stages: tests per output; those of output 0 are evaluated first, the others once their output is chosen.
+        stages: conditions per output; those of output 0 are evaluated first, the others once their output is chosen.
         links: how to find the outputs 1, 2 ...
         captures: name -> path; None if the name belongs to an alternative that this reading does not take.
         inner: paths of the operators below the outputs, users before what they use.
@@ -61,7 +75,7 @@ class Variant:
         paths: all paths whose values belong to the match.
     """
 
-    stages: tuple[tuple[Test, ...], ...]
+    stages: tuple[tuple[Condition, ...], ...]
     links: tuple[Link, ...]
     captures: dict[str, Path | None]
     inner: tuple[Path, ...]
@@ -79,20 +93,28 @@ class Variant:
 
     @property
     def root_key(self) -> str:
-        """The operator of output 0, which is the first test of every variant."""
-        return self.stages[0][0].value
+        """The operator of output 0: the first condition of every variant."""
+        first = self.stages[0][0]
+        assert isinstance(first, IsOperator)
+        return first.key
+
+
+_CAPTURED = {"node": IsNode, "literal": IsPlain, "optional": IsOptionalNode, "param": IsParameter, "any": None}
+"""What a capture of each kind asks of its value."""
 
 
 @dataclass(slots=True)
 class _Part:
     """Tests and captures of one reading of one term; `+` concatenates."""
 
-    tests: tuple[Test, ...] = ()
+    conditions: tuple[Condition, ...] = ()
     captures: tuple[tuple[str, Path], ...] = ()
     operators: tuple[tuple[Path, Op | Chain], ...] = ()
 
     def __add__(self, other: _Part) -> _Part:
-        return _Part(self.tests + other.tests, self.captures + other.captures, self.operators + other.operators)
+        return _Part(
+            self.conditions + other.conditions, self.captures + other.captures, self.operators + other.operators
+        )
 
 
 def lower(pattern: Pattern) -> tuple[Variant, ...]:
@@ -118,12 +140,12 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     if isinstance(term, Op):
         yield from _read_operator(term, path)
     elif isinstance(term, Capture):
-        test = {"node": "node", "literal": "plain", "optional": "optional", "param": "param", "any": ""}[term.kind]
-        yield _Part((Test(test, path),) if test else (), ((term.name, path),))
+        kind = _CAPTURED[term.kind]
+        yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
     elif isinstance(term, LiteralValue):
-        yield _Part((Test("literal", path, freeze(term.value)),))
+        yield _Part((IsLiteral(path, freeze(term.value)),))
     elif isinstance(term, ListOf):
-        head = _Part((Test("list", path, len(term.items)),))
+        head = _Part((IsList(path, len(term.items)),))
         items = [list(_read(item, path / index)) for index, item in enumerate(term.items)]
         for parts in _product(items):
             yield sum(parts, head)
@@ -144,7 +166,7 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
 
 def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
     names = tuple(name for name, _ in term.args)
-    is_called = (Test("operator", path, term.key), Test("arguments", path, names))
+    is_called = (IsOperator(path, term.key), Arguments(path, names))
     head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
     for order in _orders(term, names):
         arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
@@ -179,7 +201,7 @@ def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:
         steps.append(steps[-1] / FIRST)
     for length in range(term.most, term.least - 1, -1):
         run = steps[:length]
-        head = _Part(tuple(Test("operators", step, term.keys) for step in run), (), tuple((step, term) for step in run))
+        head = _Part(tuple(IsOneOf(step, term.keys) for step in run), (), tuple((step, term) for step in run))
         for part in _read(term.base, steps[length]):
             yield head + part
 
@@ -197,17 +219,17 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
 def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[Capture, ...]) -> Variant:
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
-    stages: list[tuple[Test, ...]] = []
+    stages: list[tuple[Condition, ...]] = []
     links: list[Link] = []
     for index, part in enumerate(parts):
         # Any further output is found by climbing from a value that an earlier output captured.
         if index:
             links.append(_link(index, part, captures, pattern, named_captures))
-        tests = list(part.tests)
-        # The second occurrence of a name is not a capture but a test for the first one's value.
+        conditions = list(part.conditions)
+        # The second occurrence of a name is not a capture but a condition for the first one's value.
         for name, path in part.captures:
             if name in captures:
-                tests.append(Test("same", path, captures[name]))
+                conditions.append(Same(path, captures[name]))
             else:
                 captures[name] = path
         for path, term in part.operators:
@@ -218,9 +240,9 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
                     f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
                     "twice or two draws; capture its result instead"
                 )
-            tests += [Test("other", path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
+            conditions += [Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
             drawn[term] = path
-        stages.append(tuple(tests))
+        stages.append(tuple(conditions))
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)

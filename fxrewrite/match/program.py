@@ -1,4 +1,4 @@
-"""One decision program for all rules of a set: a tree of tests per root operator, which runs shared tests once.
+"""One decision program for all rules of a set: a tree of conditions per root operator, which checks shared ones once.
 
 Where rules differ in an operator or a literal at the same place, the tree looks the value up instead of trying one rule
 after the other, so the time per node does not grow with the number of rules. Trees are compiled to Python functions.
@@ -19,7 +19,7 @@ from fxrewrite.match.compile import Leaf, Tree, compile_tree
 from fxrewrite.match.finish import complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import Candidate, Path
+from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 
 __all__ = ["Program"]
