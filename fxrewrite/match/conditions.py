@@ -1,7 +1,7 @@
-"""What a pattern asks of the values at its paths: one class for each kind of condition.
+"""Conditions of a pattern on the values at its paths: one class per kind.
 
-Patterns lower to these (lower.py). The matcher compiles them into one function (compile.py), and the explanation reads
-them one by one (explain.py), so that both mean the same.
+Patterns are lowered to these (lower.py). The matcher compiles them into one function (compile.py), and explanations
+evaluate them one by one (explain.py), so both have the same meaning.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
 class Condition(ABC):
     """One condition on the value at `path`.
 
-    Conditions of one class at one path differ in `value` alone; the decision tree branches on it.
+    Conditions of one class at one path differ only in `value`, on which the decision tree branches.
 
     Attributes:
-        reason: what it means when the condition does not hold.
+        reason: the reason that a failed condition reports.
     """
 
     reason: ClassVar[Reason]
@@ -51,19 +51,19 @@ class Condition(ABC):
 
     @property
     def value(self) -> Any:
-        """What tells conditions of this class at this path apart; hashable."""
+        """A hashable key of conditions of this class at this path."""
         return None
 
     @abstractmethod
     def holds(self, candidate: Candidate) -> bool:
-        """Whether the condition is true of a candidate."""
+        """Whether the condition is true of the candidate."""
 
     @abstractmethod
     def expected(self) -> str:
-        """What the condition asks for, in words."""
+        """Returns what the condition requires, as text."""
 
     def found(self, candidate: Candidate) -> str:
-        """What is at the path instead, in words."""
+        """Returns what is at the path instead, as text."""
         value = candidate.value(self.path)
         if isinstance(value, fx.Node):
             return f"{ops.key(value)} (%{value.name})"
@@ -71,15 +71,15 @@ class Condition(ABC):
 
 
 class Expressible(Condition):
-    """A condition that one Python expression tells."""
+    """A condition that can be written as one Python expression."""
 
     @abstractmethod
     def code(self, value: str, at: Callable[[Path], str]) -> str:
-        """The expression that is true where the condition holds.
+        """Returns an expression that is true if the condition holds.
 
         Args:
-            value: the variable with the value at the path.
-            at: gives the variable with the value at another path.
+            value: name of the variable that holds the value at the path.
+            at: returns the name of the variable that holds the value at another path.
         """
 
 
@@ -129,7 +129,7 @@ class IsOneOf(Expressible):
 
 @dataclass(frozen=True)
 class Arguments(Condition):
-    """The call has the named arguments, and all others are at their defaults."""
+    """The call has the named arguments, and all others have their defaults."""
 
     reason = Reason.ARGUMENTS
     names: tuple[str, ...]
@@ -143,7 +143,7 @@ class Arguments(Condition):
         return ArgumentReader(self.names)
 
     def holds(self, candidate: Candidate) -> bool:
-        """Whether the call is such; afterwards the candidate has its named arguments."""
+        """Whether the call fits; adds its named arguments to the candidate."""
         node = candidate.value(self.path)
         values = self.reader.read(node) if isinstance(node, fx.Node) else None
         if values is None:
@@ -163,7 +163,7 @@ class Arguments(Condition):
 
 @dataclass(frozen=True)
 class IsLiteral(Condition):
-    """A Python value that equals a literal, which is frozen (`pattern.terms.freeze`)."""
+    """A Python value that equals a literal; the literal is in frozen form (`pattern.terms.freeze`)."""
 
     reason = Reason.LITERAL
     literal: Any
@@ -183,7 +183,7 @@ class IsLiteral(Condition):
 
 @dataclass(frozen=True)
 class IsList(Expressible):
-    """A list or tuple of a length."""
+    """A list or tuple of this length."""
 
     reason = Reason.LITERAL
     length: int
@@ -238,7 +238,7 @@ class IsParameter(Expressible):
 
 @dataclass(frozen=True)
 class IsPlain(Expressible):
-    """A Python value with no value of the graph in it."""
+    """A Python value that contains no node."""
 
     reason = Reason.CAPTURE
 
@@ -272,7 +272,7 @@ class IsOptionalNode(Expressible):
 
 @dataclass(frozen=True)
 class Same(Expressible):
-    """One node, or equal Python values, at two paths."""
+    """The values at two paths are the same node, or equal Python values."""
 
     reason = Reason.SAME
     other: Path
@@ -293,7 +293,7 @@ class Same(Expressible):
 
 @dataclass(frozen=True)
 class Another(Expressible):
-    """Two nodes at two paths."""
+    """The nodes at two paths are different."""
 
     reason = Reason.SAME
     other: Path
