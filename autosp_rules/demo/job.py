@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 PAD, MASK, VOCABULARY = 256, 257, 258
-"""Token ids beside the 256 bytes, and how many ids there are."""
+"""Token ids besides the 256 bytes, and how many ids there are."""
 
 
 class JobError(ValueError):
