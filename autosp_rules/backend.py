@@ -66,6 +66,7 @@ class AutoSPBackend:
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
         why = _why_left_alone(self.config, axis)
+        # One rank, or evaluation: compile the graph unchanged.
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
             return compile_inner(gm, list(example_inputs))

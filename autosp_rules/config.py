@@ -173,7 +173,7 @@ def _first_mistake(error: ValidationError) -> AutoSPError:
     name, value = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":
         known = list(AutoSPConfig.model_fields)
-        return AutoSPError.of(f"{name} is no setting", hint=_nearest(name, known) or f"there are {', '.join(known)}")
+        return AutoSPError.of(f"{name} is not a setting", hint=_nearest(name, known) or f"there are {', '.join(known)}")
     problems = [first, *(other for other in others if other["loc"][0] == name)]
     said = (problem["msg"].removeprefix("Value error, ") for problem in problems)
     why = ", or ".join(text.replace("Input should", "it should") for text in said)

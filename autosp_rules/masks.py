@@ -31,6 +31,7 @@ class DescribeMasks:
         self._kernel: MaskKernel = kernel
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Adds a line to the report for every kind of mask. Changes no node."""
         alike: dict[str, list[fx.Node]] = {}
         for node in edit.nodes():
             line = self._line(node)

@@ -99,6 +99,7 @@ class Start:
 
     @property
     def length(self) -> Size:
+        """Size of the sequence dimension."""
         return _shape(self.value)[self.dim]
 
 
@@ -111,6 +112,7 @@ class ShardInputs:
         self.sequence_dim = sequence_dim
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Inserts a redistribution at every start, reports padding, and returns the number of starts."""
         axis = SpmdContext.required(context, self.name).axis
         starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
         if not starts and _is_one_token(edit):

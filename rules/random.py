@@ -108,6 +108,7 @@ class DrawByRank:
     """Rule id in `meta["fxrewrite"]` that marks a node as a common seed; each rank derives its own numbers from it."""
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Replaces the operators, and returns their number. Refuses one that cannot be made stateless."""
         drawn = [node for node in edit.nodes() if draws_on_chunk(node)]
         for node in drawn:
             edit.replace_uses(node, _drawn_by_rank(edit, node, SpmdContext.required(context, self.name)))

@@ -42,6 +42,7 @@ class ChooseAttention:
         self._asked = asked
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Stores a choice for every attention, or refuses the requested strategy. Changes no node."""
         axis = SpmdContext.required(context, self.name).axis
         for node in attentions(edit.nodes()):
             choose(edit, node, self._choice(node, AttentionCall.of(node), axis))
@@ -106,6 +107,7 @@ class DescribeAttention:
     name = "describe_attention"
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Adds a line to the report for every kind of call. Changes no node."""
         axis = SpmdContext.required(context, self.name).axis
         alike: dict[tuple[str, str, int, str], list[fx.Node]] = {}
         for node in edit.nodes():

@@ -42,6 +42,7 @@ class Ring:
 
     @property
     def num_groups(self) -> int:
+        """R, the number of groups, which is the length of a ring."""
         return self.num_ranks // self.per_group
 
     @property

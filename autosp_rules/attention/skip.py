@@ -73,6 +73,7 @@ class SkipAllButLast:
     name = "skip_all_but_last_attention"
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Replaces the attentions, puts a warning first in the report, and returns how many were replaced."""
         attentions = [node for node in edit.nodes() if key(node) in ATTENTION]
         skipped = [node for node in attentions[:-1] if _is_like_q(node)]
         for node in skipped:

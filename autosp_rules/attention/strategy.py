@@ -52,6 +52,7 @@ class AttentionCall:
 
     @staticmethod
     def of(node: fx.Node) -> AttentionCall:
+        """Reads the operands and options of a call of `rules.attention.operator.ATTEND`."""
         q, k, v, mask, sinks, dropout_p, is_causal, _, enable_gqa = bind(node).values()
         q, k, v = (x.meta["val"] for x in (q, k, v))
         hides, flops = hides_later_keys(node), attention_flops(node, size_hint)
@@ -59,14 +60,17 @@ class AttentionCall:
 
     @property
     def heads(self) -> Size:
+        """Number of query heads; 1 for operands without heads."""
         return self.q.shape[-3] if self.q.dim() > 2 else 1
 
     @property
     def kv_heads(self) -> Size:
+        """Number of key heads before repeating; 1 for operands without heads."""
         return self.k.shape[-3] if self.k.dim() > 2 else 1
 
     @property
     def result_numel(self) -> int:
+        """Number of entries of the result, at the traced size."""
         return size_hint(self.q.numel()) // size_hint(self.q.shape[-1]) * size_hint(self.v.shape[-1])
 
     def kv_bytes(self, heads: int | None = None) -> float:

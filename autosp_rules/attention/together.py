@@ -30,6 +30,7 @@ class MoveTogether:
     name = "autosp.move_together"
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Coalesces redistributions, and returns the number of new bundles."""
         SpmdContext.required(context, self.name)
         position = {node: number for number, node in enumerate(edit.nodes())}
         writes = [number for node, number in position.items() if mutates(node)]

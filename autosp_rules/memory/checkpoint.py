@@ -141,6 +141,7 @@ class TagCheckpoints:
         self.option: CheckpointOption = option
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Tags nodes, adds a line to the report, and returns the number of tagged nodes."""
         if self.option == "none":
             return 0
         nodes = edit.nodes()
@@ -183,6 +184,7 @@ def _layers(nodes: Sequence[fx.Node]) -> tuple[list[_Layer], int]:
 
     A node without a module belongs to its readers.
     """
+    # Users come after their operands, so walk backwards: a node without a module gets the owner of its readers.
     owners: dict[fx.Node, str] = {}
     for node in reversed(nodes):
         stack = node.meta.get("nn_module_stack")
@@ -234,6 +236,7 @@ def _choices(layer: _Layer) -> list[_Choice]:
     kept, found = set(layer.kept), list[_Choice]()
     cost = layer.cost(kept)
     while cost > 0:
+        # Only values that cost FLOPs or communication are worth saving; saving one may make others free.
         options = [n for n in layer.nodes if n in layer.again(kept) and (flops_of(n) or is_received(n))]
         made = [_Choice(node, cost - layer.cost(kept | _parts(node)), kept_bytes(node)) for node in options]
         best = max(made, key=lambda choice: choice.worth, default=None)

@@ -62,6 +62,7 @@ class ChooseMlps:
         self.tile_bytes = TILE_BYTES if isinstance(option, str) else option
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Marks the MLPs, and adds lines to the report. Changes no node."""
         nodes = edit.nodes()
         found = {node: mlp_of(node) for node in nodes if flops_of(node)}
         large = {node: mlp for node, mlp in found.items() if isinstance(mlp, Mlp) and self._is_large(mlp)}

@@ -29,6 +29,7 @@ class GradientReduction:
 
     @property
     def is_mean(self) -> bool:
+        """Whether the wrapper averages over its ranks."""
         return self.factor == 1 / len(self.ranks)
 
 

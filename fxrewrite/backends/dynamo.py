@@ -240,6 +240,7 @@ def normalized(gm: fx.GraphModule) -> fx.GraphModule:
     normal = normalize(gm)
     vars(normal)["shape_env"] = None
     _keep_marks(normal, gm)
+    # AOTAutograd needs a source for every attribute; tracing may have added constants.
     sources = getattr(gm, "_param_name_to_source", None)
     if sources is not None:
         constants = [name for name, _ in (*normal.named_parameters(), *normal.named_buffers())]

@@ -116,7 +116,7 @@ def _output_spec(old: OutputSpec, output: Any) -> OutputSpec:
         what = "a constant" if found is None else type(found).__name__.removesuffix("Argument")
         raise FxRewriteError(
             f"the plan breaks the program's signature: its {old.kind.name} %{old.arg.name} is a "
-            f"{type(old.arg).__name__.removesuffix('Argument')}, and {output} ({what}) would stand there; "
+            f"{type(old.arg).__name__.removesuffix('Argument')}, and {output} ({what}) would take its place; "
             "the program is as before"
         )
     return dataclasses.replace(old, arg=found)

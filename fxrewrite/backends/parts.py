@@ -105,6 +105,7 @@ def _split(gm: fx.GraphModule, leave: Callable[[fx.Node], bool]) -> tuple[fx.Gra
     for node in gm.graph.nodes:
         if not node.op.startswith("call_"):
             continue
+        # A getitem stays with its source, so that no part receives a tuple.
         takes_apart = node.all_input_nodes[:1] if _is_getitem(node) else []
         is_left = leave(node) or ops.is_scalar(node) or any(source in left for source in takes_apart)
         if is_left:

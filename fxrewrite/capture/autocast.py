@@ -78,10 +78,12 @@ class Regions:
         self._open: list[torch.autocast] = []
 
     def enter(self, *options: Any) -> torch.autocast:
+        """Enters a region with the arguments of torch.autocast."""
         self._open.append(torch.autocast(*options))
         return self._open[-1].__enter__()
 
     def exit(self) -> None:
+        """Leaves the innermost region."""
         self._open.pop().__exit__(None, None, None)
 
     def close(self) -> None:
@@ -100,10 +102,12 @@ class Casting(fx.Interpreter):
         self._outside = _enabled()
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs the node, and remembers it for error messages."""
         self._at = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the operator's autocast kernel if it has one; decomposes it if an operator inside has one."""
         if isinstance(target, HigherOrderOperator) and _enabled() != self._outside:
             refuse(
                 f"the higher-order op {target.name()} in an autocast region has no normal form",

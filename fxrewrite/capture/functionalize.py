@@ -87,10 +87,12 @@ class Functional(fx.Interpreter):
         self._writes = writes
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs the node, and remembers it, because calls need their node's memory."""
         self._at = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replaces a write by its functional form, and updates the values of all views of that memory."""
         memory = self._writes.get(self._at)
         if memory is None:
             return super().call_function(target, args, kwargs)
@@ -127,6 +129,8 @@ class Functional(fx.Interpreter):
 def _memories(graph: fx.Graph) -> list[Memory]:
     position = {node: at for at, node in enumerate(graph.nodes)}
     found: dict[StorageWeakRef, Memory] = {}
+    # A node's base is the operand (or write target) with the same storage that is known already. Fake values share
+    # storage exactly where the real ones do.
     for node in graph.nodes:
         written = mutated(node)
         for storage in _storages(node):
@@ -166,6 +170,8 @@ def _written_behind_autograd(graph: fx.Graph, memories: list[Memory]) -> set[Mem
     written_below_view: set[Memory] = set()
     found: set[Memory] = set()
     grad_enabled = torch.is_grad_enabled()
+    # Follow grad mode through the graph. A write is hidden from autograd if it runs without gradients, or goes through
+    # a view that was made without them.
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             grad_enabled = bool(node.args[0])

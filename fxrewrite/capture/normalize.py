@@ -80,11 +80,14 @@ def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
     inliner = _Inliner(gm)
     inliner.bodies = NormalBodies.of(gm, functools.partial(_normalized, is_body=True))
     normal = _traced(inliner, placeholders)
+    # Casts become visible only when the ATen graph runs under autocast, so it is traced a second time.
     if casts(normal):
         normal = _traced(_CastingInliner(normal), placeholders)
         drop_regions(normal.graph)
         if not is_body:  # the graph that calls the subgraph is shielded
             shield(normal.graph)
+    # Only the ATen graph shows which values share memory, so writes are found after tracing and made functional by
+    # tracing again.
     if writes := functional_writes(normal.graph):
         normal = _traced(_FunctionalInliner(normal, writes), placeholders)
     normal.meta = dict(gm.meta)

@@ -26,6 +26,7 @@ def graph_diff(before: fx.GraphModule, after: fx.GraphModule, *, context: int = 
     difference. Values are numbered as in `after`; removed values are `%-0`, `%-1`, ...
     """
     old, new = _lines(before), _lines(after)
+    # Match lines without value numbers, renumber the old lines as the new ones, then compare with numbers.
     pairs = _matched([_anonymous(line) for line in old], [_anonymous(line) for line in new])
     old = _renamed(old, {i: new[j] for i, j in pairs})
     marked: list[tuple[str, str]] = []

@@ -447,6 +447,7 @@ def _leaf(value: torch.Tensor) -> torch.Tensor:
 
 def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
     """Frees the name of an undone node, so that repeating the edit gives the same names."""
+    # FX has no public way to give a name back.
     names = graph._graph_namespace
     names._obj_to_name.pop(node, None)
     names._used_names.discard(node.name)

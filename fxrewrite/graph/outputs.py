@@ -55,6 +55,7 @@ class Promise:
         for output, required in zip(outputs, self._differentiable, strict=True):
             if required and not _requires_grad(output):
                 ops.value(output).requires_grad_()
+        # An output that shares more memory than before could show the caller's writes elsewhere, so it is copied.
         aliased = self._aliased(outputs)
         if aliased:
             self._copy(edit, aliased)

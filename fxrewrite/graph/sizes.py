@@ -80,6 +80,7 @@ def divide_exactly(a: Size, b: Size) -> Size | None:
 
 
 def product(sizes: Iterable[Size]) -> Size:
+    """Returns the product of sizes; 1 if there are none."""
     result: Size = 1
     for size in sizes:
         result = result * size
@@ -202,6 +203,7 @@ class SizeNodes:
         return node
 
     def can_express(self, size: Size) -> bool:
+        """Whether the size is a function of the graph's inputs."""
         return isinstance(size, int) or size.node.expr.free_symbols <= self._symbols.keys()
 
     def __call__(self, size: Size) -> int | fx.Node:

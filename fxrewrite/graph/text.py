@@ -102,6 +102,7 @@ class GraphWriter:
                     yield node, ("  " if index else "") + self.line(gm, node)
 
     def line(self, gm: fx.GraphModule, node: fx.Node) -> str:
+        """Returns the line of one node, with the comments that were requested."""
         value = node.meta.get("val", node.meta.get("example_value"))
         kind = "" if value is None else f": {self._type(value)}"
         text = self._call(gm, node) if node.op == "output" else f"{self._names[node]}{kind} = {self._call(gm, node)}"

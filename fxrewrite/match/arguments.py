@@ -1,4 +1,4 @@
-"""Which arguments a call has: those that a pattern names exist, and all others are at their defaults."""
+"""Reads the arguments of calls that a pattern mentions, if all other arguments have their defaults."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["ArgumentReader"]
 
 
 class ArgumentReader:
-    """Reads the arguments that a pattern mentions, of calls in which they exist and all others have their defaults.
+    """Reads the mentioned arguments of a call, if they exist and all others have their defaults.
 
-    What that means for a way of writing the call is worked out once.
+    How to read a call is computed once per spelling of the call.
     """
 
     __slots__ = ("_known", "_pair", "_spelled", "mentioned")

@@ -25,7 +25,7 @@ _MAX_DEPTH = 60
 
 
 class Tree:
-    """Conditions that share a beginning: (class, path) -> value -> what comes after."""
+    """Conditions with common beginnings: (class, path) -> value -> what follows."""
 
     __slots__ = ("branches", "leaves")
 
@@ -34,6 +34,7 @@ class Tree:
         self.leaves: list[Leaf] = []
 
     def insert(self, conditions: Sequence[Condition], leaf: Leaf) -> None:
+        """Adds a list of conditions that ends at a leaf; a common beginning with earlier lists is shared."""
         tree = self
         for condition in conditions:
             targets = tree.branches.setdefault((type(condition), condition.path), {})

@@ -74,10 +74,10 @@ class Condition(ABC):
 
     @abstractmethod
     def expected(self) -> str:
-        """Returns what the condition asks for, as text."""
+        """Returns what the condition requires, as text."""
 
     def found(self, candidate: Candidate) -> str:
-        """Returns what is at the path, as text."""
+        """Returns what is at the path instead, as text."""
         value = candidate.value(self.path)
         if isinstance(value, fx.Node):
             return f"{ops.key(value)} (%{value.name})"

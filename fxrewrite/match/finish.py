@@ -154,6 +154,8 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
     assert isinstance(first, Siblings)
     shared = own.captures[first.on]
     found: list[Match] = []
+    # Collect siblings from the last to the first. A match that comes before `root` was found means that `root` is not
+    # the last sibling; then the last one reports the family.
     for node in reversed(_climb(link, last)):
         if node is root:
             found.append(own)

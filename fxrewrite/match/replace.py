@@ -61,6 +61,7 @@ class NodeProxy(fx.Proxy):
 
     @property
     def shape(self) -> _Shape:
+        """The shape; a symbolic size becomes a node when it is read."""
         return _Shape(self, self._tensor())
 
     @property
@@ -79,6 +80,7 @@ class NodeProxy(fx.Proxy):
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
+        """Returns the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
 

@@ -1,7 +1,7 @@
-"""Where a pattern's conditions look: paths from its outputs to values of the graph, and what was found there.
+"""Paths from the outputs of a pattern to values of the graph, and the values found there.
 
 A path leads from an output of the pattern through argument names and list positions to a value of the graph. Once the
-output nodes are chosen, every path names one value, so nothing has to be undone when an alternative fails.
+output nodes are chosen, every path names one value, so a failing alternative leaves nothing to undo.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OTHER_RANK = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
 class Path:
     """The way to a value: `Path.root(0)` is the first output, `path / "self"` an argument of the node at `path`.
 
-    Equal paths are one object, so that looking one up costs a pointer comparison.
+    Equal paths are one object, so hashing and comparing them is as cheap as for a pointer.
     """
 
     __slots__ = ("parent", "step")
@@ -136,7 +136,7 @@ def is_same(value: Any, other: Any) -> bool:
 def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
     """Yields the literals that a part of `parent` may equal; the matcher looks them up among the literals of all rules.
 
-    A dimension has two names, from the front and from the back, when the rank is known.
+    If the rank is known, a dimension has two names: counted from the front and from the back.
     """
     if value is ABSENT or has_node(value):
         return
@@ -175,6 +175,7 @@ def frozen(value: Any) -> Any:
 
 
 def has_node(value: Any) -> bool:
+    """Whether the value is a node, or a container with one, at any depth."""
     if isinstance(value, (list, tuple)):
         return any(map(has_node, value))
     if isinstance(value, slice):

@@ -204,6 +204,7 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> La
     if "::" not in keys.call_key(target, args, kwargs) and keys.wrapper_of(target) is not None:
         return _python_layout(target, len(args), tuple(kwargs))
     layouts = _layouts(target, len(args), tuple(kwargs), _spread_from(target, args))
+    # torch wraps a number into a 0-dim tensor only if no overload takes the number itself, hence two rounds.
     for numbers_as_tensors in (False, True):
         for layout in layouts:
             parameters = {p.name: p for p in schema_of(layout.overload).parameters} if layout.overload else {}
@@ -294,6 +295,7 @@ def _layout(
         from_rest, count = (positional[rest], rest), rest
     if count > len(positional):
         return None
+    # Bind by position, then by keyword; Python bindings rename some keywords.
     positions = tuple((name, index) for index, name in enumerate(positional[:count]))
     by_keyword: list[tuple[str, str]] = []
     for keyword in keywords:
@@ -303,6 +305,7 @@ def _layout(
         if name not in names:
             return None
         by_keyword.append((name, keyword))
+    # Every name must be given once, or have a default; otherwise the call means another overload.
     taken = {name for name, _ in positions} | {name for name, _ in by_keyword} | set(extra)
     taken |= {from_rest[0]} if from_rest else set()
     given = tuple(name for name in names if name in taken)

@@ -45,6 +45,7 @@ class Schema:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the arguments, in schema order."""
         return tuple(p.name for p in self.parameters)
 
 

@@ -95,6 +95,7 @@ def compare(
     before: Observation, after: Observation, promise: Promise, inputs: Sequence[torch.Tensor], magnitude: float
 ) -> list[Difference]:
     """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew."""
+    # If the original raises, the rewritten graph must raise too, but need not raise the same error.
     if before.error is not None or after.error is not None:
         if before.error is not None and after.error is not None:
             return []
@@ -111,7 +112,7 @@ def compare(
         return [*found, Difference("outputs", f"{len(before.results)} outputs became {len(after.results)}")]
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
     newly = sorted(after.borrowed - before.borrowed)
-    found += [Difference("memory", f"output {index} lies in the memory of an input", 0.0) for index in newly]
+    found += [Difference("memory", f"output {index} shares the memory of an input", 0.0) for index in newly]
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
         found += _compare_one(index, was, is_now, promise, inputs, magnitude, comparable)
     return found

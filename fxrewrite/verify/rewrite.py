@@ -158,6 +158,7 @@ class _Search:
         wanted = {Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))}
         limit, index, is_extended = _PROPOSALS * samples, 0, False
         while index < limit and (self.counts["compared"] < samples or wanted - self.met.keys()):
+            # Enough samples, but some alternatives did not occur yet: extend the search once, in proportion to these.
             if self.counts["compared"] >= samples and not is_extended:
                 is_extended = True
                 limit = min(limit, index + _PROPOSALS * len(wanted - self.met.keys()))

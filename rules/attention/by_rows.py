@@ -222,11 +222,13 @@ def _kept(
     is_bool = high.dtype == torch.bool
     least = 0 if is_bool else torch.finfo(high.dtype).min / 2
     kept = _of_any(high > least, tiles)
+    # Kept tiles become runs: each starts and ends where neighbours differ.
     edges = torch.nn.functional.pad(kept, (1, 1)).byte().diff(dim=-1).nonzero().tolist()  # waits for the device
     runs: list[list[Range]] = [[] for _ in starts]
     for (row, first), (_, last) in zip(edges[::2], edges[1::2], strict=True):
         runs[row].append((first * width, min(last * width, num_keys)))
     blocks = [((start, min(start + _MOST_ROWS, length)), found) for start, found in zip(starts, runs, strict=True)]
+    # Rows that finite numbers hide completely attend to all columns, so their blocks must keep everything.
     if not is_bool:
         is_safe = (low > least / 2).any(-1, keepdim=True)
         doubtful = _of_any((high <= least) & ~high.isneginf() & ~is_safe, tiles).any(-1).nonzero().flatten().tolist()

@@ -10,7 +10,7 @@ Matches the result of `rules.attention.by_rows` on CUDA, or on every device if t
 Otherwise it stays blockwise, or, if the user requested flex, the rule refuses, in these words:
     "heads of 8 are narrower than 16"; "q is torch.float64": there are no such kernels
     "%slopes is on cpu, q on cuda:0"; "q is torch.float64 and the logsumexp, which sinks need, float32"
-    "the mask adds -3.4e+38, and a row of it alone attends to all keys alike": no logsumexp can tell to how many.
+    "the mask adds -3.4e+38, and a row of it alone attends to all keys equally": logsumexp does not say how many.
 A row that -inf hides keeps no key, which is fine; with sinks the share of such a row is 0 in any case.
 Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D] -> [B, H, L, D].
 Numerics: reassociates.
@@ -67,7 +67,7 @@ def why_not_flex(by_rows: fx.Node) -> str:
     expression, lowest = parse_mask(mask), torch.finfo(queries.dtype).min
     numbers = () if _is_bool(expression, leaves) else _numbers(expression.term)
     hides = next((number for number in numbers if -lowest / 2 <= abs(number) < math.inf), None)
-    return "" if hides is None else f"the mask adds {hides:.2g}, and a row of it alone attends to all keys alike"
+    return "" if hides is None else f"the mask adds {hides:.2g}, and a row of it alone attends to all keys equally"
 
 
 def _is_bool(mask: MaskExpression, leaves: Sequence[fx.Node]) -> bool:

@@ -6,8 +6,8 @@
 It is attention * sigmoid(logsumexp(scores) - sinks), which `rules.attention.by_rows` computes without holding scores.
 Matches sinks after or before the keys, with or without the maximum of a row subtracted first, and all scales, masks,
 masked_fill, and softmaxes in q's dtype or wider that rules/attention/composite.py matches.
-Leaves alone what that file leaves alone, and, in these words: "3 columns stand beside the keys"; "the values have 5
-rows, the keys 6"; "a dropout of 0.1 draws".
+Leaves alone what that file leaves alone, and, in these words: "3 columns are concatenated with the keys"; "the values
+have 5 rows, the keys 6"; "a dropout of 0.1 draws".
 Rows that keep no key are 0, without a gradient to q, k and v, whatever number hides their keys: the sink gets the whole
 weight. The original does the same.
 Shapes: q [*, L, E], k [*, S, E], v [*, S, D], sinks [*, L, 1]; `*` is a batch, or batch and heads.
@@ -103,7 +103,7 @@ _behind: Any = _softmax(op("cat", [_others, _sinks], -1))
 @where.predicate("sinks", text="is_a_column")
 def _is_a_column(sinks: fx.Node) -> bool | str:
     columns = value(sinks).shape[-1]
-    return is_same_size(columns, 1) or f"{columns} columns stand beside the keys"
+    return is_same_size(columns, 1) or f"{columns} columns are concatenated with the keys"
 
 
 @where.predicate("root", "others", text="are_the_others")

@@ -86,6 +86,7 @@ class FuseSlots:
         self.rules = rules
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Fuses the regions that it can prove independent, reports the others, and returns the number of fused ones."""
         nodes = edit.nodes()
         found = [match for node, name in _EXITS.roots(nodes) for _, match in _EXITS.find(node, name)]
         writers = [node for node in nodes if found and mutates(node)]
@@ -246,6 +247,8 @@ class _Region:
         if indices is None or not set(moved) <= set(call.operands):
             _refuse(f"{call.key} has no layout rule", node)
         of_operands = list(zip(call.operands, indices.operands, strict=True))
+        # The index of the first dimension must be the rows in every moved operand and in every result, and nowhere
+        # else.
         row = next((terms[0] for operand, terms in of_operands if operand in moved and terms), ())
         if len(row) != 1 or row[0] in indices.whole or not all(_is_by_row(terms, row) for terms in indices.results):
             _refuse(f"{call.key} runs over the sorted pairs", node)
@@ -266,6 +269,7 @@ class _Region:
         per_entry = {"slots": 1, "tokens": self._per_token}.get(how)
         if per_entry is not None and not (shape and is_same_size(shape[0] * per_entry, slots)):
             _refuse(f"%{node.name} does not have one entry for each of the {how}", at)
+        # The fused node splits an operand in one way: per pair, per token, or not at all.
         if self.reads.setdefault(node, how) != how:
             _refuse(f"%{node.name} is read as {self.reads[node]} and as {how}", at)
 

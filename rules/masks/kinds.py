@@ -91,6 +91,7 @@ class NameMasks:
     name = "name_masks"
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Records the meaning of dense masks. Changes no node."""
         for node in attentions(edit.nodes()):
             mask = bind(node)["attn_mask"]
             if isinstance(mask, fx.Node) and _META not in mask.meta and is_dense(mask):

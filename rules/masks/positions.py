@@ -43,6 +43,7 @@ class Affine:
 
     @property
     def is_constant(self) -> bool:
+        """Whether all entries are equal."""
         return not any(self.slopes)
 
     def bounds(self, corners: Corners | None = None) -> tuple[float, float]:
@@ -86,6 +87,7 @@ def pointwise(name: str, operands: Sequence[Any], corners: Corners | None = None
         return None
     dtype, rank = values[0].dtype, max(len(operand.slopes) for operand in values)
     terms = [_term(operand, rank) for operand in operands]
+    # A comparison of affine values is constant if their difference has the same sign in all entries.
     if name in _COMPARISONS:
         difference = _made(*_combined(terms, (1, -1)), dtype)
         is_true = None if difference is None else _COMPARISONS[name](*difference.bounds(corners))

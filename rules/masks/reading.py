@@ -73,6 +73,7 @@ class Place:
 
     @property
     def shape(self) -> Sequence[Size]:
+        """Shape of the value, or of the counted range."""
         shape = fake_value(self.node).shape
         return shape if self.counted is None else (shape[self.counted],)
 
@@ -82,6 +83,7 @@ class Place:
 
     @property
     def is_dense(self) -> bool:
+        """Whether the value has both rows and columns of the mask."""
         return self.dim_of(-1) is not None and self.dim_of(-2) is not None
 
 
@@ -167,6 +169,7 @@ class _Reader:
             return f"full({_literal(node, number)}, {fake_value(node).dtype})"
         if name in POINTWISE_KEYS and not node.kwargs:
             return f"{POINTWISE_KEYS[name]}({', '.join(self._operand(place, arg) for arg in node.args)})"
+        # tril and triu are rewritten as a comparison of positions, which are leaves of their own.
         if name in _TRIANGLES:
             hidden, diagonal = _TRIANGLES[name], _literal(node, bind(node)["diagonal"])
             rows, columns = (self.text(Place(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))

@@ -87,8 +87,8 @@ def _check_hidden(mask: MaskExpression, leaves: Sequence[torch.Tensor], dtype: t
     low, _ = mask_bounds(MaskExpression(_unhidden(mask.term)), leaves, rows=TILE, columns=TILE)
     if not bool((low > torch.finfo(dtype).min / 2).all()):  # waits for the device
         raise FxRewriteError(
-            "a mask that is added to the scores may hide keys by a finite number, and a row of such numbers alone "
-            "attends to all keys alike, which flex attention cannot tell; hide them by -inf, or use mask_kernel='rows'"
+            "a mask that is added to the scores may hide keys by a finite number, and a row with nothing else attends "
+            "to all keys equally, which flex attention cannot reproduce; hide by -inf, or use mask_kernel='rows'"
         )
 
 

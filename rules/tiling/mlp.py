@@ -101,6 +101,7 @@ def tiled_mlp_backward(
     biased = [index for index, has in enumerate(has_bias) if has]
     for tile in tiles(len(rows), rows_of_tile(_row_bytes(rows, weights), tile_bytes)):
         values = run_steps(steps, _results(rows[tile], weights, biases, has_bias))
+        # Gradients of the results of all linears, the last one included, then of their weights, biases and inputs.
         of_results = [*grads_of_steps(steps, values, of_out[tile] @ weights[-1]), of_out[tile]]
         operands = [rows[tile]] * (len(weights) - 1) + [values[-1]]
         for total, of_result, operand, want in zip(of_weights, of_results, operands, wanted[1:], strict=False):
@@ -206,6 +207,7 @@ class Mlp:
 
     @property
     def num_rows(self) -> Size:
+        """Number of rows of x: the product of its leading dimensions."""
         return product(fake_value(self.x).shape[:-1])
 
     def rows_of_tile(self, tile_bytes: int) -> int:

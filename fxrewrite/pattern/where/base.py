@@ -30,6 +30,7 @@ class Condition:
     __slots__ = ()
 
     def why_not(self, captures: Mapping[str, Any]) -> str:
+        """Returns why the condition does not hold; a capture without the property that it reads is a reason, too."""
         try:
             return self._why_not(captures)
         except NoAnswerError as reason:

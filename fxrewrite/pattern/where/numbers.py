@@ -52,12 +52,14 @@ class SizeOf:
     dim: int
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the size. Raises NoAnswerError if the capture is not a tensor, or has too few dimensions."""
         found = tensor_of(captures, self.name)
         if not -found.ndim <= self.dim < found.ndim:
             raise NoAnswerError(f"{self.name} has rank {found.ndim}")
         return found.shape[self.dim]
 
     def said(self, found: Any) -> str:
+        """Returns a clause that says what was found."""
         return f"{self} is {found}"
 
     def __str__(self) -> str:
@@ -71,9 +73,11 @@ class RankOf:
     name: str
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the rank. Raises NoAnswerError if the capture is not a tensor."""
         return tensor_of(captures, self.name).ndim
 
     def said(self, found: Any) -> str:
+        """Returns a clause that says what was found."""
         return f"{self.name} has rank {found}"
 
     def __str__(self) -> str:
@@ -87,6 +91,7 @@ class ValueOf:
     name: str
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the value. Raises NoAnswerError if a captured node is not a number."""
         captured = captures[self.name]
         if not isinstance(captured, fx.Node):
             return captured
@@ -96,6 +101,7 @@ class ValueOf:
         return found
 
     def said(self, found: Any) -> str:
+        """Returns a clause that says what was found."""
         return f"{self.name} is {found!r}"
 
     def __str__(self) -> str:
@@ -120,6 +126,7 @@ class Arithmetic:
                 raise RuleDefinitionError(f"{self}: a size is divided by a positive integer only")
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the result. Raises NoAnswerError if an operand is not a number."""
         left, right = _read(self.left, captures), _read(self.right, captures)
         for found in (left, right):
             if not _is_number(found):
