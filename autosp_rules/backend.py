@@ -17,7 +17,7 @@ from autosp_rules.inputs import why_not_called
 from autosp_rules.memory.checkpoint import checkpoint_text
 from autosp_rules.memory.offload import offloaded
 from autosp_rules.program import ShardedProgram, WholeProgram
-from autosp_rules.rank_checks import say_not_compiled
+from autosp_rules.rank_checks import WholeCalls, say_not_compiled
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, transform
 from fxrewrite import FxRewriteError, graph_text
@@ -56,6 +56,7 @@ class AutoSPBackend:
         self.mesh = mesh
         self.reports: list[AutoSPReport] = []
         self._programs: list[ShardedProgram] = []
+        self._whole_calls = WholeCalls()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
@@ -84,13 +85,13 @@ class AutoSPBackend:
             if not (border.graph_break or self.reports):
                 raise
             self._report_whole(axis, border)
-            whole = WholeProgram(gm, self.config, axis, border, self._refuse_no_sequence)
+            whole = WholeProgram(gm, self.config, axis, border, self._whole_calls, self._refuse_no_sequence)
             whole.run = compile_inner(gm, list(example_inputs))
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
         _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
         self.reports.append(report)
-        sharded = ShardedProgram(program, self.config, axis, border)
+        sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
         self._programs.append(sharded)
         fix_rank(program)
         try:
@@ -125,6 +126,8 @@ class AutoSPBackend:
         """
         for program in self._programs:
             program.settle()
+        for program in self._programs[:1]:
+            program.finish()
 
     def __str__(self) -> str:
         sharded = [report for report in self.reports if report.tokens_per_rank]

@@ -16,7 +16,8 @@ from torch import fx
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.gradients import GradientPlan
-from autosp_rules.rank_checks import RankChecks, is_due
+from autosp_rules.random import draws_alike
+from autosp_rules.rank_checks import RankChecks, WholeCalls, devices_of, is_due
 from autosp_rules.transform import Border, Chunk
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import is_parameter
@@ -58,15 +59,19 @@ class _Program:
 class ShardedProgram(_Program):
     """The compiled program of a graph whose sequence is sharded."""
 
-    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
+    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, whole: WholeCalls) -> None:
         super().__init__(gm, config, axis, border)
-        self._checks = RankChecks(gm, axis, every_call=config.compare_ranks)
+        self._checks = RankChecks(gm, axis, whole, every_call=config.compare_ranks)
         self._sizes = SizeReader(gm.graph)
         self._chunks = border.chunks if config.outputs == "auto" else {}
 
     def settle(self) -> None:
         """Reads the result of comparing the ranks in the last call."""
         self._checks.settle()
+
+    def finish(self) -> None:
+        """Compare what programs that run whole were called with since the last call of this one; on every rank."""
+        self._checks.finish()
 
     def __call__(self, *inputs: Any) -> Any:
         self._checks.before(inputs)
@@ -111,12 +116,23 @@ class WholeProgram(_Program):
     """The compiled program of a part of a model without a sequence."""
 
     def __init__(
-        self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, check: Callable[[], None]
+        self,
+        gm: fx.GraphModule,
+        config: AutoSPConfig,
+        axis: Axis,
+        border: Border,
+        whole: WholeCalls,
+        check: Callable[[], None],
     ) -> None:
         super().__init__(gm, config, axis, border)
-        self._check, self._is_first = check, True
+        self._names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+        self._generators = devices_of(draws_alike(gm))
+        self._whole, self._check, self._is_first = whole, check, True
 
     def __call__(self, *inputs: Any) -> Any:
+        if self._config.compare_ranks and torch.is_grad_enabled():  # to evaluate, one rank may run it alone
+            each = zip(self._names, inputs, self._is_parameter, strict=True)
+            self._whole.add([(name, x) for name, x, is_weight in each if not is_weight], self._generators)
         if not self._is_first:
             self._check()  # from the second call on, every part of the model is compiled
         self._is_first = False
