@@ -1,6 +1,6 @@
 """What a node of a program costs: floating-point operations, bytes, and what its backward pass reads.
 
-A program for any length costs what it does at a long one (`fxrewrite.graph.planned_size`): what is decided stays.
+A program for any length costs what it does at a long one (`autosp_rules.lengths.planned_size`): what is decided stays.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
-from fxrewrite.graph import PLANNED_LENGTH, Fact, planned_size, product, size_hint
+from fxrewrite.graph import Fact, product, size_hint
 from fxrewrite.ops import bind, is_maybe_view, is_random, is_view, key, mutated
 from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes
 from rules.attention.operator import ATTEND

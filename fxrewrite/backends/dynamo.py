@@ -98,7 +98,7 @@ def untraced_callers() -> list[str]:
     """Functions, with lines, that Dynamo runs as they are on the way to what a backend compiles now, outermost first.
 
     A function that Dynamo cannot trace, as it breaks within a `with` or a loop, is no graph: those that it calls are
-    compiled in its place, each as a graph of its own without a break. torch's own wrappers (modules, DDP, FSDP) are
+    compiled in its place, each as a graph of its own without a break. torch's own wrappers of modules are
     not counted, which run hooks and nothing else.
     """
     frame, found = sys._getframe(1), list[str]()

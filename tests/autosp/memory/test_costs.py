@@ -13,9 +13,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from autosp_rules import AutoSPConfig, costs
+from autosp_rules import AutoSPConfig
 from autosp_rules.attention.strategy import AttentionCall
 from autosp_rules.config import AttentionOption
+from autosp_rules.lengths import PLANNED_LENGTH
+from autosp_rules.memory import costs
 from autosp_rules.memory.costs import (
     ATTENTION,
     FLOPS_PER_BYTE_SENT,
@@ -29,7 +31,6 @@ from autosp_rules.memory.costs import (
 )
 from autosp_rules.transform import transform
 from fxrewrite import RuleSet, normalize
-from fxrewrite.graph import PLANNED_LENGTH
 from fxrewrite.ops import key
 from fxrewrite.spmd import COLLECTIVES, Axis
 from rules.attention.operator import RAISE_ATTENTION
