@@ -11,6 +11,7 @@ from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, size_hint
 from fxrewrite.graph.source import copied_meta, source_line
 from fxrewrite.graph.text import graph_text
+from fxrewrite.graph.walk import operands_first, reached
 
 __all__ = [
     "ClosedValues",
@@ -30,7 +31,9 @@ __all__ = [
     "input_name",
     "is_same_size",
     "nodes_of",
+    "operands_first",
     "product",
+    "reached",
     "size_hint",
     "source_line",
     "symbols_of",

@@ -11,6 +11,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, RefusedError
 from fxrewrite.graph.source import source_line
+from fxrewrite.graph.walk import reached
 from fxrewrite.match.lower import Link, Variant
 from fxrewrite.match.match import Match
 from fxrewrite.match.tests import REASONS, Candidate, Path, Test, found_text, holds, test_text
@@ -179,10 +180,4 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
 
 def _with_inputs(kept: set[fx.Node], nodes: dict[fx.Node, None]) -> frozenset[fx.Node]:
     """What a kept node is computed from stays as well."""
-    stack = list(kept)
-    while stack:
-        for used in stack.pop().all_input_nodes:
-            if used in nodes and used not in kept:
-                kept.add(used)
-                stack.append(used)
-    return frozenset(kept)
+    return frozenset(reached(kept, lambda node: [used for used in node.all_input_nodes if used in nodes]))
