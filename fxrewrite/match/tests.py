@@ -40,9 +40,6 @@ FIRST = "first operand"
 """The step of a path to the first argument of a node, whatever its name."""
 ABSENT: Any = object()
 """What stands where a path leads nowhere; it equals nothing."""
-_DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"})
-_OTHER_RANK = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
-"""Operators whose `dim` counts dimensions of the result."""
 
 
 class Path:
@@ -207,7 +204,7 @@ def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
     if value is ABSENT or has_node(value):
         return
     yield _frozen(value)
-    if step in _DIMS:
+    if step in ops.DIM_ARGUMENTS:
         other = _other_dims(value, parent)
         if other is not None:
             yield _frozen(other)
@@ -215,7 +212,7 @@ def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
 
 def _other_dims(value: Any, node: Any) -> Any:
     """The same dimension, or list of dimensions, counted from the other end; None when the rank is not known."""
-    if not isinstance(node, fx.Node) or ops.key(node) in _OTHER_RANK:
+    if not isinstance(node, fx.Node) or ops.has_trait(node, "new_dim"):
         return None
     first = part(node, FIRST)
     if isinstance(first, (list, tuple)) and first:
