@@ -33,7 +33,7 @@ from torch import fx
 
 from fxrewrite import Edit, Report
 from fxrewrite.graph import Fact, source_line
-from fxrewrite.ops import bind, is_parameter, key
+from fxrewrite.ops import Trait, bind, factors, has_trait, is_parameter, key
 from fxrewrite.spmd import (
     Axis,
     Call,
@@ -59,17 +59,10 @@ _TOKENS = Fact[int]("tokens per rank")
 _LENGTHS = Fact["tuple[tuple[Size, bool], ...]"]("lengths")
 """Fact of the output node: lengths of the sequences where sharding starts, and whether their chunks are padded."""
 _LOOKUPS = {"aten::embedding": ("weight", "indices"), "aten::index": ("self", "indices")}
-"""Operators that look up rows of a table, with the argument names of the table and the ids."""
-_PROJECTIONS = {
-    **dict.fromkeys(("aten::linear", "aten::layer_norm", "aten::rms_norm"), "input"),
-    **dict.fromkeys(("aten::matmul", "aten::mm"), "self"),
-    "aten::addmm": "mat1",
-}
-"""Operators over the last dimension of a value, with the argument name of the value."""
-_SAME_VALUE = {
-    f"aten::{name}" for name in ("view", "reshape", "flatten", "expand", "unsqueeze", "to", "contiguous", "clone")
-}
-"""Operators that keep the numbers of a value, in the same order."""
+"""Operators that look up rows of a table, and the names of the table and the ids."""
+_NORMS = ("aten::layer_norm", "aten::rms_norm")
+_SAME_NUMBERS: tuple[Trait, ...] = ("same", "cast", "reshape", "squeeze", "expand")
+"""Traits of operators through which a value is still the same numbers in the same order."""
 
 
 class Origin(IntEnum):
@@ -235,8 +228,8 @@ class _Tracing:
         name, start = key(node), None
         if name in _LOOKUPS:
             start = self._lookup(node, *_LOOKUPS[name])
-        elif name in _PROJECTIONS:
-            start = self._projection(node, _PROJECTIONS[name])
+        elif name in _NORMS or has_trait(name, "product"):
+            start = self._projection(node, (factors(name) or ("input",))[0])
         if start is None or any(is_read_from_data(size) for size in _shape(start.value)):
             return None  # a data-dependent length is not that of the sequence
         return start
@@ -260,7 +253,7 @@ class _Tracing:
     def _projection(self, node: fx.Node, operand: str) -> Start | None:
         reader, value = node, bind(node)[operand]
         others = [n for n in node.all_input_nodes if n is not value]
-        while len(_shape(value)) == 2 and key(value) in _SAME_VALUE:
+        while len(_shape(value)) == 2 and has_trait(value, *_SAME_NUMBERS):
             reader, value = value, value.all_input_nodes[0]
         shape, trace = _shape(value), self._trace(value)
         if trace.origin != Origin.CALL or len(shape) != 3 or not _is_floating(value):

@@ -18,9 +18,10 @@ from autosp_rules.attention.strategy import (
     redistribution_of,
 )
 from autosp_rules.config import AttentionOption
+from autosp_rules.lengths import planned_size
 from autosp_rules.memory.costs import FLOPS_PER_BYTE_SENT, bytes_of, planned_for
 from fxrewrite import Edit, Report, refuse
-from fxrewrite.graph import planned_size, source_line
+from fxrewrite.graph import source_line
 from fxrewrite.spmd import Axis, Shard, SpmdContext, layout_of, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 

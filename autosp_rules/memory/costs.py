@@ -1,6 +1,6 @@
 """Costs of a program's nodes: FLOPs, bytes, and what the backward pass reads.
 
-A program for any length has the costs of a long one (`fxrewrite.graph.planned_size`), because decisions are final.
+A program for any length has the costs of a long one (`autosp_rules.lengths.planned_size`), because decisions are final.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
-from fxrewrite.graph import PLANNED_LENGTH, Fact, planned_size, product, size_hint
-from fxrewrite.ops import bind, is_maybe_view, is_random, is_view, key, mutated
-from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes
+from fxrewrite.graph import Fact, product, reached, size_hint
+from fxrewrite.ops import bind, has_trait, is_maybe_view, is_random, is_view, key, mutated
+from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes, operations
 from rules.attention.operator import ATTEND
 from rules.masks.kinds import kind_of
 from rules.random import by_rank
@@ -55,39 +56,9 @@ ATTENTION = frozenset(
 FLOPS_PER_BYTE_SENT = 2000.0
 """FLOPs that take as long as sending one byte: half of 1e15 FLOP/s by 250 GB/s, an H100 on NVLink."""
 
-_PRODUCTS = {
-    "aten::linear": "input",
-    "aten::matmul": "self",
-    "aten::mm": "self",
-    "aten::bmm": "self",
-    "aten::addmm": "mat1",
-    "aten::baddbmm": "batch1",
-    "aten::_grouped_mm": "self",
-    "aten::grouped_mm": "self",
-}
-"""Matrix products, and the operand whose last dimension is contracted."""
-
-
-def _aten(names: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in names.split())
-
-
 _EXCHANGES = frozenset({"autosp::exchange"})
 """Operators that send and wait in one."""
-_MAY_SHOW = _aten("contiguous dropout flatten ravel reshape reshape_as to type_as")
-"""Operators that return a view of their operand if possible (dropout: in evaluation), and otherwise a copy."""
-_READS_NOTHING = _aten("""
-    _to_copy add add_ arange cat clone constant_pad_nd copy cumsum flip full full_like mean neg ones ones_like
-    repeat roll rsub stack sub sum tril triu zeros zeros_like
-""") | frozenset({*_EXCHANGES, *map(key, COLLECTIVES.values())})
-_READS_RESULT = _aten("_softmax dropout exp log_softmax relu rsqrt sigmoid sqrt softmax tanh")
-"""Operators whose backward reads their result; dropout's reads its noise, which is as large as the result."""
-_READS_OPERANDS = _aten("""
-    abs addcdiv addcmul binary_cross_entropy binary_cross_entropy_with_logits clamp clamp_max clamp_min conv1d conv2d
-    conv3d convolution cos cross_entropy_loss div dot einsum elu embedding erf gather gelu group_norm hardswish index
-    index_add index_select layer_norm leaky_relu log log1p log_sigmoid masked_fill maximum minimum mish mse_loss mul mv
-    nll_loss repeat_interleave rms_norm scatter scatter_add silu sin smooth_l1_loss softplus square where
-""") | frozenset({*_PRODUCTS, "fxrewrite_rules::tiled_mlp"})
+_SAVES_NOTHING = _EXCHANGES | set(map(key, COLLECTIVES.values()))
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
 """Operators whose backward reads nothing if this argument is a number."""
 _KINDS: dict[Any, Any] = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
@@ -163,13 +134,10 @@ def flops_of(node: fx.Node) -> float:
     if name == "fxrewrite_rules::tiled_cross_entropy":
         x, weight = (operand.meta["val"] for operand in _operands(node, 2))
         return 2.0 * planned_size(x.shape[0]) * planned_size(weight.numel())
-    if name in _PRODUCTS:
-        operand = bind(node)[_PRODUCTS[name]].meta["val"]
-        return 2.0 * planned_size(value.numel()) * planned_size(operand.shape[-1])
     if name.startswith("aten::conv"):
         weight = bind(node)["weight"].meta["val"]
         return 2.0 * planned_size(value.numel()) * planned_size(product(weight.shape[1:]))
-    return 0.0
+    return operations(node, planned_size)
 
 
 def cost_of(node: fx.Node) -> float:
@@ -208,13 +176,15 @@ def backward_reads(node: fx.Node) -> list[fx.Node]:
     if (
         not _has_gradient(node)
         or (_shows(node) and not mutated(node))
-        or name in _READS_NOTHING
+        or name in _SAVES_NOTHING
+        or has_trait(name, "saves_nothing")
         or (other is not None and not isinstance(bind(node)[other], fx.Node))
     ):
         return []
-    if name in _READS_RESULT:
+    if has_trait(name, "saves_result"):
         return [node]
-    return node.all_input_nodes if name in _READS_OPERANDS else [*node.all_input_nodes, node]
+    is_known = has_trait(name, "saves_operands") or name == "fxrewrite_rules::tiled_mlp"
+    return node.all_input_nodes if is_known else [*node.all_input_nodes, node]
 
 
 def read_in_backward(nodes: Iterable[fx.Node]) -> set[fx.Node]:
@@ -223,15 +193,10 @@ def read_in_backward(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def computed_again(nodes: Iterable[fx.Node], is_kept: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """Returns what the backward passes of the nodes recompute, given what is saved."""
-    found = set[fx.Node]()
-    todo = [read for node in nodes for read in backward_reads(node)]
-    while todo:
-        node = todo.pop()
-        if node not in found and not is_kept(node):
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    """What the backward passes of the nodes compute again, when they find what is kept."""
+    reads = (read for node in nodes for read in backward_reads(node))
+    walk = reached(reads, lambda node: [] if is_kept(node) else node.all_input_nodes)
+    return {node for node in walk if not is_kept(node)}
 
 
 def kept_bytes(node: fx.Node) -> int:
@@ -250,8 +215,9 @@ def base_of(node: fx.Node) -> fx.Node:
 
 
 def _shows(node: fx.Node) -> bool:
-    """Whether the node is a view of its first operand, or a copy if a view is impossible."""
-    return is_view(node) and not is_random(node) and (key(node) in _MAY_SHOW or not is_maybe_view(node))
+    """Whether the node shows the memory of its first operand, or a copy where that is not possible."""
+    is_operand = has_trait(node, "same", "cast", "reshape") or key(node) == "aten::dropout"  # in evaluation
+    return is_view(node) and not is_random(node) and (is_operand or not is_maybe_view(node))
 
 
 def _has_gradient(node: fx.Node) -> bool:

@@ -15,13 +15,12 @@ from torch.fx.node import map_arg
 from autosp_rules.memory.costs import bytes_of, planned_for
 from fxrewrite import Edit, refuse
 from fxrewrite.graph import is_same_size, source_line
-from fxrewrite.ops import bind, is_view, key, value
+from fxrewrite.ops import bind, has_trait, is_view, key, value
 
 __all__ = ["drop_logits", "why_not_tiled"]
 
 _SPELLED = {"aten::log_softmax", "aten::logsumexp"}
-"""Operators of a decomposed cross entropy."""
-_CASTS = {"aten::to", "aten::clone", "aten::contiguous"}
+"""Operators in which a cross entropy is written out."""
 _LOSSES = {"aten::cross_entropy_loss": "self", "aten::nll_loss_nd": "self", "aten::nll_loss": "self"}
 
 
@@ -102,7 +101,7 @@ def _head_shown(node: fx.Node, heads: Mapping[fx.Node, fx.Node]) -> fx.Node | No
     """Returns the logits that the node is, or of which it is a view, copy or cast with all entries."""
     while node not in heads:
         before = _read(node)
-        if before is None or not (is_view(node) or key(node) in _CASTS):
+        if before is None or not (is_view(node) or has_trait(node, "same", "cast")):
             return None
         if not is_same_size(value(before).numel(), value(node).numel()):
             return None

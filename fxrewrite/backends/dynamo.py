@@ -97,9 +97,9 @@ def graph_break_reason(gm: fx.GraphModule) -> str:
 def untraced_callers() -> list[str]:
     """Returns functions, with lines, that run uncompiled above the function being compiled now, outermost first.
 
-    If Dynamo cannot trace a function, for example because of a break within a `with` or a loop, it compiles the
-    functions that this one calls instead, each as its own graph without a break. torch's own wrappers (modules, DDP,
-    FSDP) only run hooks, and are not counted.
+    A function that Dynamo cannot trace, as it breaks within a `with` or a loop, is no graph: those that it calls are
+    compiled in its place, each as a graph of its own without a break. torch's own wrappers of modules are
+    not counted, which run hooks and nothing else.
     """
     frame, found = sys._getframe(1), list[str]()
     while frame is not None and not _is_in(frame, "_dynamo/convert_frame.py"):

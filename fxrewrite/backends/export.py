@@ -108,7 +108,7 @@ def _output_spec(old: OutputSpec, output: Any) -> OutputSpec:
         FxRewriteError: the new value is of another kind.
     """
     if not isinstance(old.arg, tuple(kind for kind, _ in _KINDS)):
-        return old  # constants, tokens and custom objects, which no rule makes or moves
+        return old  # constants, custom objects and what orders effects: no rule makes or moves them
     found: ArgumentSpec | None = None
     if isinstance(output, fx.Node):
         found = next((kind(output.name) for kind, of in _KINDS if isinstance(ops.value(output), of)), None)

@@ -1,7 +1,7 @@
 """Adapters for inner backends that cannot compile every graph: only without gradients, or only some operators.
 
 - `plan.backend(under_autograd("openvino"))` trains with a compiler of inference graphs;
-- `autosp(under_autograd(in_parts("iree_turbine")))` trains with one that does not know collectives either.
+- `plan.backend(under_autograd(in_parts("iree_turbine")))` trains with one that does not know collectives either.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def under_autograd(inner: str | Compiler) -> Compiler:
 
         return aot_autograd(fw_compiler=compile_one)(gm, list(example_inputs))
 
-    compile_both.__qualname__ = f"under_autograd({_name(inner)})"  # AutoSP compares it between ranks
+    compile_both.__qualname__ = f"under_autograd({_name(inner)})"  # ranks compare the name
     return compile_both
 
 

@@ -21,7 +21,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.graph.sizes import is_same_size
-from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated
+from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated, operators
 
 __all__ = ["Functional", "Memory", "functional_writes"]
 
@@ -295,11 +295,9 @@ _INVERSES: dict[str, Inverse] = {
     "aten::mT": lambda _, value, __: aten.transpose.int(value, -2, -1),
     "aten::permute": _permute_back,
     "aten::unsqueeze": lambda _, value, named: aten.squeeze.dim(value, named["dim"]),
-    **dict.fromkeys(
-        (f"aten::{name}" for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "view_as", "ravel")),
-        _reshape,
-    ),
-    **dict.fromkeys((f"aten::{name}" for name in ("split", "split_with_sizes", "chunk")), _join),
+    **dict.fromkeys(operators("reshape"), _reshape),
+    "aten::squeeze": _reshape,
+    **dict.fromkeys(operators("split"), _join),
     "aten::unbind": lambda _, value, named: aten.stack.default(value, named["dim"]),
     "operator.getitem": _put_item,
 }

@@ -51,7 +51,7 @@ _WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
 _TRANSFORMS = {"_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level"}
 """Functions with which Dynamo begins a transform of torch.func; vmap is handled apart."""
 _NO_HIGHER_ORDER_OP = {
-    "flex_attention": "its score and mask functions index the whole sequence; use attn_implementation='sdpa'",
+    "flex_attention": "its score and mask functions index whole keys and values; use attn_implementation='sdpa'",
 }
 
 

@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite.graph.sizes import Size
+from fxrewrite.graph.walk import operands_first
 from fxrewrite.ops import is_pure, is_random, value
 from fxrewrite.torch_versions import hint_of_expression
 
@@ -54,19 +55,9 @@ class ClosedValues:
         return self._known[node]
 
     def _order(self, node: fx.Node) -> list[fx.Node]:
-        """Returns the nodes to compute for `node`, operands first."""
-        order: dict[fx.Node, None] = {}
-        todo = [node]
-        while todo:
-            current = todo[-1]
-            missing = [n for n in self._operands(current) if n not in self._known and n not in order]
-            if missing and current not in order:
-                todo += missing
-                continue
-            todo.pop()
-            if current not in self._known:
-                order[current] = None
-        return list(order)
+        """What is to be computed for `node`, operands first."""
+        order = operands_first(node, lambda n: [] if n in self._known else self._operands(n))
+        return [n for n in order if n not in self._known]
 
     def size(self, size: Size) -> int:
         """Returns the size at the lengths of this object."""
@@ -115,14 +106,7 @@ def expression(node: fx.Node) -> str:
     """Returns the computation of a node as text, from the inputs on; equal texts mean equal values."""
     numbers: dict[fx.Node, int] = {}
     lines: list[str] = []
-    todo = [node]
-    while todo:
-        current = todo[-1]
-        missing = [n for n in current.all_input_nodes if n not in numbers]
-        if current in numbers or missing:
-            todo = [*todo, *missing] if missing else todo[:-1]
-            continue
-        todo.pop()
+    for current in operands_first(node):
         numbers[current] = len(numbers)
         args, kwargs = map_arg((current.args, current.kwargs), lambda n: f"%{numbers[n]}")
         given = (args, kwargs) if current.op == "call_function" else value(current)

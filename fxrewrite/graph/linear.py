@@ -19,13 +19,14 @@ __all__ = ["is_linear", "is_linear_in"]
 Fact: TypeAlias = Literal["zero", "constant", "linear", "other"]
 """A value as a function of the inputs: zero, independent of them, linear in them, or not known to be linear."""
 
-_SAME = """
-    clone contiguous detach expand flatten flip gather index index_select mean movedim narrow neg permute repeat
-    reshape roll select slice split split_with_sizes squeeze sum t to transpose unbind unflatten unsqueeze view chunk
-    cumsum swapaxes view_as expand_as reshape_as tril triu alias type_as sum_to_size diagonal unfold _to_copy
+_MOVES = ops.operators("same", "detach", "cast", "reshape", "squeeze", "expand", "permute", "slice", "split")
+_SUMS = """
+    cumsum diagonal expand_as flip gather index index_select mean movedim neg repeat roll select sum sum_to_size
+    swapaxes t tril triu unbind unfold
 """
 _JOINTLY: dict[str, tuple[str, ...]] = {
-    **{f"aten::{name}": ("self",) for name in _SAME.split()},
+    **dict.fromkeys(_MOVES, ("self",)),
+    **{f"aten::{name}": ("self",) for name in _SUMS.split()},
     **{f"aten::{name}": ("self", "other") for name in ("add", "sub", "rsub", "where")},
     **{f"aten::{name}": ("self", "src") for name in ("scatter_add", "slice_scatter", "select_scatter")},
     **{f"aten::{name}": ("tensors",) for name in ("cat", "stack")},
@@ -37,16 +38,11 @@ _JOINTLY: dict[str, tuple[str, ...]] = {
 }
 """Arguments in which an operator is linear jointly, if its other arguments are constant."""
 _EACH: dict[str, tuple[str, ...]] = {
-    **{f"aten::{name}": ("self", "other") for name in ("mul", "matmul")},
-    **{f"aten::{name}": ("self", "mat2") for name in ("mm", "bmm")},
-    "aten::linear": ("input", "weight"),
-    "aten::mv": ("self", "vec"),
-    "aten::dot": ("self", "tensor"),
+    **{name: ops.factors(name) or () for name in ops.operators("product")},
+    "aten::mul": ("self", "other"),
     "aten::outer": ("self", "vec2"),
 }
-"""Arguments in each of which an operator is linear, if its others are constant."""
-_ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
-_SHAPE_ONLY = ("aten::ones_like", "aten::full_like", "aten::new_ones", "aten::new_full", "aten::sym_size")
+"""The arguments in each of which an operator is linear while its others are constant."""
 
 
 def is_linear(graph: fx.Graph, inputs: Collection[fx.Node]) -> bool:
@@ -72,10 +68,11 @@ def is_linear_in(node: fx.Node, operands: Collection[fx.Node]) -> bool:
 
 def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact:
     name = ops.key(node)
-    if node.op == "get_attr" or name in _SHAPE_ONLY:
+    filled = ops.filled_with(node)
+    if node.op == "get_attr" or name == "aten::sym_size":
         return "constant"
-    if name in _ZEROS:
-        return "zero"
+    if filled is not None and not isinstance(filled, fx.Node):
+        return "zero" if filled == 0 else "constant"
     if node.op != "call_function" or not ops.is_pure(node):
         return "other"
     found: Fact = "other"

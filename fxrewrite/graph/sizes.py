@@ -21,7 +21,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from fxrewrite.torch_versions import hint_of_expression, hint_of_size
 
 __all__ = [
-    "PLANNED_LENGTH",
     "Size",
     "SizeNodes",
     "SizeReader",
@@ -33,7 +32,6 @@ __all__ = [
     "is_read_from_data",
     "is_same_size",
     "is_there",
-    "planned_size",
     "product",
     "require_divisible",
     "size_hint",
@@ -42,11 +40,9 @@ __all__ = [
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
 _GUESS = 1024
-"""Size hint that cost models use for an unbacked (data-dependent) SymInt."""
-PLANNED_LENGTH = 32_768
-"""Least length (tokens) that decisions assume for a symbolic length, because the traced one may be a short example."""
-_PLANNED: WeakKeyDictionary[Any, dict[sympy.Expr, int]] = WeakKeyDictionary()
-"""Planned sizes by shape environment and expression: cost models ask for few sizes many times, and sympy is slow."""
+"""The hint of a size that is read from data (entries)."""
+_LARGE: WeakKeyDictionary[Any, dict[tuple[sympy.Expr, int], int]] = WeakKeyDictionary()
+"""Hints of `size_hint(size, at_least)` by shape environment: costs ask for few of them often, and sympy is slow."""
 
 
 def is_same_size(a: Size, b: Size) -> bool:
@@ -87,36 +83,36 @@ def product(sizes: Iterable[Size]) -> Size:
     return result
 
 
-def size_hint(size: Size) -> int:
-    """Returns the traced size, for messages and byte counts; adds no guard. A guess if the size is unbacked."""
-    return size if isinstance(size, int) else hint_of_size(size, fallback=_GUESS)
+def size_hint(size: Size, at_least: int = 0) -> int:
+    """The size that the inputs at hand have, for messages and costs; adds no guard. A guess where data decide it.
 
-
-def planned_size(size: Size) -> int:
-    """Returns a size for decisions that stay with the program whatever its inputs; adds no guard.
-
-    A static size is itself. If a size depends on symbolic lengths, the largest of these is assumed to be at least
-    `PLANNED_LENGTH`; other symbols, such as a batch's, have their hints.
+    Args:
+        size: a static size is itself.
+        at_least: for decisions that stay with a program whatever it is called with. Where a size grows with symbolic
+            dimensions of inputs, the largest of these is taken to have at least so many entries. The first dimension
+            of an input, which is a batch's, and every other symbol are as at hand.
     """
     if isinstance(size, int):
         return size
+    if not at_least:
+        return hint_of_size(size, fallback=_GUESS)
     shapes, expr = size.node.shape_env, size.node.expr
-    known = _PLANNED.setdefault(shapes, {})
-    if expr not in known:
-        known[expr] = _planned(expr, shapes)
-    return known[expr]
+    known = _LARGE.setdefault(shapes, {})
+    if (expr, at_least) not in known:
+        known[expr, at_least] = _large_hint(expr, shapes, at_least)
+    return known[expr, at_least]
 
 
-def _planned(expr: sympy.Expr, shapes: Any) -> int:
+def _large_hint(expr: sympy.Expr, shapes: Any, at_least: int) -> int:
     hints = {symbol: hint_of_expression(symbol, shapes, fallback=_GUESS) for symbol in expr.free_symbols}
-    lengths = [symbol for symbol in hints if _is_length(symbol, shapes)]
-    longest = max(lengths, key=lambda symbol: (hints[symbol], str(symbol)), default=None)
-    planned = {} if longest is None else {longest: sympy.Integer(max(hints[longest], PLANNED_LENGTH))}
-    return hint_of_expression(expr.xreplace(planned), shapes, fallback=_GUESS)
+    inner = [symbol for symbol in hints if _is_inner(symbol, shapes)]
+    largest = max(inner, key=lambda symbol: (hints[symbol], str(symbol)), default=None)
+    values = {} if largest is None else {largest: sympy.Integer(max(hints[largest], at_least))}
+    return hint_of_expression(expr.xreplace(values), shapes, fallback=_GUESS)
 
 
-def _is_length(symbol: sympy.Basic, shapes: Any) -> bool:
-    """Whether a symbol is the size of an input in another dimension than the first, which is the batch."""
+def _is_inner(symbol: sympy.Basic, shapes: Any) -> bool:
+    """Whether a symbol is the size of an input in a dimension that is not the first."""
     return any(getattr(source, "idx", 0) for source in shapes.var_to_sources.get(symbol, ()))
 
 

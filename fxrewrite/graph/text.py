@@ -1,8 +1,8 @@
 """Canonical text of a graph: equal graphs give equal text, in every process, whatever the names of their values.
 
-    %input_ids: i64[2, s0] = input
-    %embed_tokens.weight: f32[256, 64] = input
-    %0: f32[2, s0, 64] = aten.embedding(%embed_tokens.weight, %input_ids)  # S(1)
+    %ids: i64[2, s0] = input
+    %embed.weight: f32[256, 64] = input
+    %0: f32[2, s0, 64] = aten.embedding(%embed.weight, %ids)  # S(1)
     %1: f32[2, s0, 64] = _c10d_functional.all_reduce(%0, 'sum', sp)  # P(sum)
     return (%1,)
 

@@ -43,7 +43,7 @@ class Miss:
         """What would make the pattern match, if that is known; else empty."""
         instead = self.failure.instead
         if self.reason is Reason.OPERATOR and instead is not None:
-            if ops.is_view(instead) or ops.key(instead) in _CASTS:
+            if ops.is_view(instead) or ops.has_trait(instead, "same", "cast", "detach"):
                 return f"allow %{instead.name} with maybe() or chain(), or run rules.canonical.normal_forms first"
             return ""
         if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
@@ -51,7 +51,6 @@ class Miss:
         return _HINTS.get(self.reason, "")
 
 
-_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::contiguous", "aten::clone", "aten::detach"})
 _HINTS = {
     Reason.ARGUMENTS: "mention the argument in the pattern, or allow any with loose()",
     Reason.LITERAL: "capture it with Literal, or ignore it with ...",

@@ -11,6 +11,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, RefusedError
 from fxrewrite.graph.source import source_line
+from fxrewrite.graph.walk import reached
 from fxrewrite.match.conditions import Condition
 from fxrewrite.match.lower import Link, Variant
 from fxrewrite.match.match import Match
@@ -183,11 +184,5 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
 
 
 def _with_inputs(kept: set[fx.Node], nodes: dict[fx.Node, None]) -> frozenset[fx.Node]:
-    """Extends `kept` by the matched nodes from which kept nodes are computed, and returns it."""
-    stack = list(kept)
-    while stack:
-        for used in stack.pop().all_input_nodes:
-            if used in nodes and used not in kept:
-                kept.add(used)
-                stack.append(used)
-    return frozenset(kept)
+    """What a kept node is computed from stays as well."""
+    return frozenset(reached(kept, lambda node: [used for used in node.all_input_nodes if used in nodes]))

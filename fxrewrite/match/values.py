@@ -33,9 +33,6 @@ FIRST = "first operand"
 """Step of a path that means a node's first argument, whatever its name."""
 ABSENT: Any = object()
 """Value of a path that does not exist; it equals nothing."""
-_DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim"})
-_OTHER_RANK = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
-"""Operators whose `dim` counts dimensions of the result, which has another rank than the operand."""
 
 
 class Path:
@@ -141,7 +138,7 @@ def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
     if value is ABSENT or has_node(value):
         return
     yield frozen(value)
-    if step in _DIMS:
+    if step in ops.DIM_ARGUMENTS:
         other = _other_dims(value, parent)
         if other is not None:
             yield frozen(other)
@@ -149,7 +146,7 @@ def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
 
 def _other_dims(value: Any, node: Any) -> Any:
     """Returns the dimension, or list of dimensions, counted from the other end; None if the rank is unknown."""
-    if not isinstance(node, fx.Node) or ops.key(node) in _OTHER_RANK:
+    if not isinstance(node, fx.Node) or ops.has_trait(node, "new_dim"):
         return None
     first = part(node, FIRST)
     if isinstance(first, (list, tuple)) and first:

@@ -16,7 +16,8 @@ from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[
 from fxrewrite.ops import keys
 from fxrewrite.ops.binding import BindingError, Layout, bind, layout_of
 from fxrewrite.ops.by_target import ByTarget
-from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
+from fxrewrite.ops.tables import OPERATORS
+from fxrewrite.ops.traits import operators
 
 __all__ = [
     "declare_per_rank",
@@ -98,28 +99,9 @@ _INPLACE_OPERATORS = frozenset(
 _CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
 """Parts of the names of operators that must not be removed but change nothing."""
 _EFFECTS: ByTarget[tuple[bool, bool]] = ByTarget()
-_STATISTICS = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm")
-"""Operators that write their running statistics in training, which their schemas do not say."""
-_MAYBE_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in [
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-        "contiguous",
-        "einsum",
-        "flatten",
-        "ravel",
-        "reshape",
-        "reshape_as",
-        "resolve_conj",
-        "resolve_neg",
-        "sum_to_size",
-        "to",
-        "type_as",
-    ]
-)
-"""Operators that return a view or their input where possible, and otherwise a copy."""
+_COMMUTATIVE = operators("commutative")
+_MAYBE_VIEWS = operators("maybe_view")
+_STATISTICS = operators("statistics")
 _STATIC: dict[Any, tuple[bool, bool, bool]] = {}
 """(mutates, random, view) by overload."""
 
@@ -176,15 +158,15 @@ def is_virtual(target: object) -> bool:
 
 
 def exchangeable(operator_key: str) -> tuple[str, str] | None:
-    """Returns the two arguments that may be swapped (others at their defaults), or None."""
-    if operator_key in COMMUTATIVE:
+    """The two arguments of the operator that may trade places (its others at their defaults), if there are such."""
+    if operator_key in _COMMUTATIVE:
         return "self", "other"
     return ("dim0", "dim1") if operator_key == "aten::transpose" else None
 
 
 def is_commutative(operator_key: str) -> bool:
-    """True if `self` and `other` of the operator may be swapped (its other arguments at their defaults)."""
-    return operator_key in COMMUTATIVE
+    """True when `self` and `other` of the operator may trade places (its other arguments at their defaults)."""
+    return operator_key in _COMMUTATIVE
 
 
 def mutates(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
-__all__ = ["ALIASES", "CASTS", "COMMUTATIVE", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS", "Wrapper"]
+__all__ = ["ALIASES", "CASTS", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS", "Wrapper"]
 
 OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.add: "add",
@@ -100,32 +100,6 @@ CASTS: Mapping[str, torch.dtype] = {
     "short": torch.int16,
 }
 """Tensor methods that are `to(dtype)`."""
-
-COMMUTATIVE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "add",
-        "mul",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-        "eq",
-        "ne",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-        "logaddexp",
-        "logaddexp2",
-        "hypot",
-        "gcd",
-        "lcm",
-    ]
-)
-"""Operators whose `self` and `other` may be swapped, with other arguments at their defaults."""
 
 RENAMED_KEYWORDS: Mapping[str, str] = {"input": "self", "axis": "dim", "keepdims": "keepdim", "x": "self"}
 """Keywords of the Python bindings that have another name in the schema."""

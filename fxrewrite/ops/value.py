@@ -78,7 +78,7 @@ def is_parameter(node: fx.Node) -> bool:
     if source is None or not isinstance(found, torch.Tensor):
         return False
     place = source.guard_source
-    return place.is_unspecialized_nn_module() or place.is_fsdp_module()  # FSDP 1: views of its flat parameter
+    return place.is_unspecialized_nn_module() or place.is_fsdp_module()  # those wrappers set views of a flat parameter
 
 
 def _attribute(node: fx.Node) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxrewrite.ops import DIM_ARGUMENTS, has_trait
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
 from fxrewrite.pattern.terms import LiteralValue
 from fxrewrite.pattern.where.facts import Predicate
@@ -17,9 +18,6 @@ from fxrewrite.verify.draw import Draw
 
 __all__ = ["NoValueError", "legal_value", "numbers_in"]
 
-_DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim", "source", "destination", "normalized_dim"})
-_MORE_DIMS = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
-"""Operators whose `dim` counts dimensions of the result, which has one more."""
 _FLOATS = (0.0, 0.5, 1.0, -2.0, 1e-6, 8.0)
 _INTEGERS = (0, 1, 2, 3, -1, -2)
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc"), "mode": ("constant", "reflect")}
@@ -66,8 +64,8 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
 
 
 def _integer(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> int:
-    rank = tensor.ndim + (key in _MORE_DIMS)
-    if name in _DIMS:
+    rank = tensor.ndim + has_trait(key, "new_dim")
+    if name in DIM_ARGUMENTS:
         return draw.integer(-max(rank, 1), max(rank, 1) - 1)
     sizes = [draw.choice(*tensor.shape)] if tensor.ndim else []
     sizes += [size // 2 for size in sizes]
@@ -80,7 +78,7 @@ def _integers(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> list[int
     if key == "aten::permute" or (name == "dims" and key not in ("aten::flip", "aten::roll", "aten::sum")):
         order = draw.rng.sample(range(rank), rank)
         return [dim - rank for dim in order] if draw.flag(0.2) else order
-    if name in _DIMS:
+    if name in DIM_ARGUMENTS:
         chosen = draw.rng.sample(range(rank), draw.integer(min(rank, 1), rank))
         return [dim - rank if draw.flag(0.4) else dim for dim in chosen]
     if name == "normalized_shape":

@@ -11,12 +11,11 @@ its own part.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, key
+from fxrewrite.ops import filled_with
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Size, Terms, is_same_size
 from rules.layouts.terms import aligned, broadcast_shape, dim_of, index_map, indices, insert, names_of, unread
 
@@ -195,13 +194,8 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 
 def _is_zero(node: fx.Node) -> bool:
-    """Whether the node creates zeros."""
-    if node.op != "call_function":
-        return False
-    name = key(node)
-    if name in ("aten::zeros", "aten::zeros_like", "aten::new_zeros"):
-        return True
-    filled: Any = bind(node).get("fill_value") if name in ("aten::full", "aten::full_like", "aten::new_full") else None
+    """Whether the value is zeros by its making."""
+    filled = filled_with(node)
     return isinstance(filled, (int, float)) and filled == 0
 
 

@@ -19,10 +19,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.graph import operands_first
+from fxrewrite.ops import bind, fake_value, filled_with, key, operators, value
 from fxrewrite.spmd import is_same_size
 from rules.masks.expressions import POINTWISE
-from rules.masks.reading import CASTS, POINTWISE_KEYS, Place, ReadMask
+from rules.masks.reading import POINTWISE_KEYS, Place, ReadMask
 
 __all__ = ["LONGEST", "Affine", "Corners", "affine_of", "leaves_of", "pointwise"]
 
@@ -171,19 +172,14 @@ _Values: TypeAlias = "Mapping[fx.Node, Affine | None]"
 
 
 def affine_of(node: fx.Node) -> Affine | None:
-    """Returns a graph value as an affine value that is right at every length that the graph admits, or None."""
+    """What a value of the graph is in all its entries, at every length that the graph admits."""
+
+    def is_read(n: fx.Node) -> bool:
+        return n.op == "call_function" and key(n) in _RULES
+
     known: dict[fx.Node, Affine | None] = {}
-    todo = [node]
-    while todo:
-        current = todo[-1]
-        is_read = current.op == "call_function" and key(current) in _RULES
-        missing = [n for n in current.all_input_nodes if n not in known] if is_read else []
-        if missing and current not in known:
-            todo += missing
-            continue
-        todo.pop()
-        if current not in known:
-            known[current] = _read(current, known) if is_read else None
+    for current in operands_first(node, lambda n: n.all_input_nodes if is_read(n) else ()):
+        known[current] = _read(current, known) if is_read(current) else None
     return known[node]
 
 
@@ -221,14 +217,11 @@ def _counted(node: fx.Node, known: _Values) -> Affine | None:
     return _made((step,), start, fake_value(node).dtype) if is_whole else None
 
 
-def _filled(number: float | None) -> Callable[[fx.Node, _Values], Affine | None]:
-    def read(node: fx.Node, known: _Values) -> Affine | None:
-        given, like = bind(node)["fill_value"] if number is None else number, fake_value(node)
-        if not isinstance(given, (bool, int, float)) or math.isnan(given):
-            return None
-        return Affine((0,) * like.dim(), torch.full((), given, dtype=like.dtype).item(), like.dtype)
-
-    return read
+def _filled(node: fx.Node, known: _Values) -> Affine | None:
+    given, like = filled_with(node), fake_value(node)
+    if not isinstance(given, (bool, int, float)) or math.isnan(given):
+        return None
+    return Affine((0,) * like.dim(), torch.full((), given, dtype=like.dtype).item(), like.dtype)
 
 
 def _same(node: fx.Node, known: _Values) -> Affine | None:
@@ -341,16 +334,14 @@ def _indexed(node: fx.Node, known: _Values) -> Affine | None:
 
 _RULES: Mapping[str, Callable[[fx.Node, _Values], Affine | None]] = {
     **dict.fromkeys(POINTWISE_KEYS, _operated),
-    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys(operators("cast"), _cast),
     "aten::arange": _counted,
-    **dict.fromkeys(("aten::zeros", "aten::zeros_like", "aten::new_zeros"), _filled(0)),
-    **dict.fromkeys(("aten::ones", "aten::ones_like", "aten::new_ones"), _filled(1)),
-    **dict.fromkeys(("aten::full", "aten::full_like", "aten::new_full"), _filled(None)),
-    **dict.fromkeys(("aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::expand"), _same),
+    **dict.fromkeys(operators("zeros", "ones", "full"), _filled),
+    **dict.fromkeys(operators("same", "detach", "expand"), _same),
+    **dict.fromkeys(operators("reshape", "squeeze"), _reshaped),
     "aten::unsqueeze": _unsqueezed,
-    **dict.fromkeys(("aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"), _reshaped),
-    **dict.fromkeys(("aten::permute", "aten::transpose"), _reordered),
-    **dict.fromkeys(("aten::slice", "aten::narrow"), _sliced),
+    **dict.fromkeys(operators("permute"), _reordered),
+    **dict.fromkeys(operators("slice"), _sliced),
     "aten::select": _selected,
     "aten::diff": _differences,
     "aten::cumsum": _running_sum,

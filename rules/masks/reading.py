@@ -22,23 +22,17 @@ import torch
 from torch import fx
 
 from fxrewrite import Match
-from fxrewrite.graph import ClosedValues
-from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.graph import ClosedValues, reached
+from fxrewrite.ops import bind, fake_value, filled_with, has_trait, key, value
 from fxrewrite.spmd import Size, is_same_size, size_proxy
 from rules.masks.expressions import POINTWISE
 
-__all__ = ["CASTS", "POINTWISE_KEYS", "Place", "ReadMask", "is_dense", "read_mask"]
+__all__ = ["POINTWISE_KEYS", "Place", "ReadMask", "is_dense", "read_mask"]
 
 aten = torch.ops.aten
 
 _NAMES = {"aten::__and__": "bitwise_and", "aten::__or__": "bitwise_or", "aten::__xor__": "bitwise_xor"}
 POINTWISE_KEYS = {**{f"aten::{name}": name for name in POINTWISE}, **_NAMES}
-_SAME = frozenset({"aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::expand"})
-CASTS = frozenset({"aten::to", "aten::_to_copy"})
-_FILLS = {"aten::zeros": 0, "aten::zeros_like": 0, "aten::ones": 1, "aten::ones_like": 1}
-_FILLED = frozenset({"aten::full", "aten::full_like"})
-_ONES = frozenset({"aten::unsqueeze", "aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"})
-_CUTS = frozenset({"aten::slice", "aten::narrow"})
 _TRIANGLES = {"aten::tril": "gt", "aten::triu": "lt"}
 """How `columns - rows` compares with the diagonal where these operators write zeros."""
 _LONGEST = 4096
@@ -162,10 +156,10 @@ class _Reader:
 
     def _dense(self, place: Place) -> str:
         node, name = place.node, key(place.node)
-        if name in CASTS:
+        if has_trait(node, "cast"):
             return f"to({self._operand(place, node.args[0])}, {fake_value(node).dtype})"
-        if name in _FILLS or name in _FILLED:
-            number = _FILLS[name] if name in _FILLS else bind(node)["fill_value"]
+        number = filled_with(node)
+        if number is not None:
             return f"full({_literal(node, number)}, {fake_value(node).dtype})"
         if name in POINTWISE_KEYS and not node.kwargs:
             return f"{POINTWISE_KEYS[name]}({', '.join(self._operand(place, arg) for arg in node.args)})"
@@ -188,8 +182,8 @@ class _Reader:
 
 
 def _is_number(node: fx.Node) -> bool:
-    """Whether the node is a 0-dim tensor filled with a literal number."""
-    return key(node) in (_FILLS.keys() | _FILLED) and fake_value(node).dim() == 0
+    """Whether a value without dimensions is filled with a number that the graph states."""
+    return has_trait(node, "zeros", "ones", "full") and fake_value(node).dim() == 0
 
 
 def _literal(node: fx.Node, number: Any) -> str:
@@ -204,9 +198,9 @@ def _looked_through(place: Place) -> Place:
     node, name = place.node, key(place.node)
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape: Any = getattr(value(source), "shape", ())
-    if name in _SAME:
+    if has_trait(node, "same", "detach", "expand"):
         return Place(source, place.dims[len(place.dims) - len(shape) :], place.cuts)
-    if name in _ONES:
+    if has_trait(node, "reshape", "squeeze"):
         return Place(source, _but_for_ones(place, shape), place.cuts)
     if name == "aten::permute":
         order = [dim % len(shape) for dim in bind(node)["dims"]]
@@ -216,7 +210,7 @@ def _looked_through(place: Place) -> Place:
         a, b = args["dim0"], args["dim1"]
         dims[a], dims[b] = dims[b], dims[a]
         return Place(source, tuple(dims), place.cuts)
-    if name in _CUTS:
+    if has_trait(node, "slice"):
         _, dim, *rest = bind(node).values()
         cut = place.dims[dim]
         return Place(source, place.dims, place.cuts if cut is None else (_Cut(cut, node.target, (*rest,)), *place.cuts))
@@ -266,17 +260,14 @@ def _laid_out(place: Place, x: Any, given: Callable[[fx.Node], Any], call: Calla
 
 def _needs_gradient(node: fx.Node) -> bool:
     """Whether a gradient may flow through the value to an input or a parameter."""
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        found = value(current)
-        is_real = isinstance(found, torch.Tensor) and found.is_floating_point()
-        if current in seen or not is_real or key(current) == "aten::detach":
-            continue
-        seen.add(current)
-        given = current.meta.get("example_value") if current.op == "placeholder" else found
-        if given is None or given.requires_grad:  # the only place where traces record requires_grad
-            return True
-        todo += current.all_input_nodes
-    return False
+
+    def may_flow(n: fx.Node) -> bool:
+        found = value(n)
+        return isinstance(found, torch.Tensor) and found.is_floating_point() and not has_trait(n, "detach")
+
+    def has_gradient(n: fx.Node) -> bool:
+        given = n.meta.get("example_value") if n.op == "placeholder" else value(n)
+        return given is None or given.requires_grad  # traces keep no other word of an input's gradient
+
+    walk = reached([node], lambda n: n.all_input_nodes if may_flow(n) else [])
+    return any(may_flow(n) and has_gradient(n) for n in walk)

@@ -40,9 +40,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
-from fxrewrite.ops import bind, fake_value, key
+from fxrewrite.ops import bind, fake_value, has_trait, key
 from rules.tiling.steps import dtype_after, grads_of_steps, reads_result, run_steps, step_of, why_no_step
-from rules.tiling.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
+from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
 
@@ -258,7 +258,7 @@ def _head_of(logits: fx.Node) -> _Head | str:
             row_nodes.append(node)
         elif len(node.all_input_nodes) == 1 and not why_no_step(node):
             step_nodes.append(node)
-        elif name not in COPIES:
+        elif not has_trait(node, "same"):
             return f"%{node.name}, {name}, is between the head and the loss"
         node = node.all_input_nodes[0]
 
@@ -268,9 +268,13 @@ def _text(nodes: list[fx.Node]) -> str:
     return "; ".join(step_of(node, {node.all_input_nodes[0]: f"v{index}"}) for index, node in enumerate(nodes))
 
 
+_SIZES = frozenset({"shape", "size", "start_dim"})
+"""Arguments of the reshapes that `_rows` writes again."""
+
+
 def _rearranges_rows(node: fx.Node, name: str) -> bool:
-    """Whether the node selects or reshapes rows, and keeps the V logits of each row together."""
-    if name in ("aten::reshape", "aten::view", "aten::flatten"):
+    """Whether the node gives other rows, or rows in another shape, of the same V logits each."""
+    if has_trait(node, "reshape") and not _SIZES.isdisjoint(bind(node)):
         before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
         return before == after and all(isinstance(size, int) for size in after)
     rank = fake_value(node).dim()

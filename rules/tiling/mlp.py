@@ -39,10 +39,10 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import fx
 
 from fxrewrite import Constraint, DeadCode, Match, Pattern, Rule, RuleSet, any_, either, loose, op, where
-from fxrewrite.graph import Size, is_same_size, product, size_hint
-from fxrewrite.ops import bind, fake_value, is_random, key, value
+from fxrewrite.graph import Size, is_same_size, product, reached, size_hint
+from fxrewrite.ops import bind, fake_value, has_trait, is_random, key, value
 from rules.tiling.steps import grads_of_steps, run_steps, step_of, why_no_step
-from rules.tiling.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
+from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["Mlp", "mlp_of", "tiled_mlp", "tiled_mlp_rules"]
 
@@ -161,7 +161,6 @@ def _row_bytes(rows: torch.Tensor, weights: list[torch.Tensor]) -> int:
 
 
 _ITEM = "operator.getitem"
-_VIEWS = {"aten::reshape", "aten::view", "aten::flatten", "aten::_unsafe_view"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,15 +222,11 @@ def mlp_of(last: fx.Node) -> Mlp | str:
         return f"%{last.name} is not a linear"
     # Walk upwards from the last linear's input; inner linears (not None) end the walk.
     found: dict[fx.Node, _Linear | None] = {}
-    todo = [linear.input]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found[node] = _Linear.of(node)
-            why = "" if found[node] else _why_not_inside(node)
-            if why:
-                return why
-            todo += [] if found[node] else _read(node)
+    for node in reached([linear.input], lambda n: [] if found[n] else _read(n)):
+        found[node] = _Linear.of(node)
+        why = "" if found[node] else _why_not_inside(node)
+        if why:
+            return why
     inside = sorted(found)
     inner = [made for node in inside if (made := found[node])]
     why = _why_not_alone(last, inside, inner)
@@ -250,14 +245,13 @@ def mlp_of(last: fx.Node) -> Mlp | str:
 
 
 def _read(node: fx.Node) -> list[fx.Node]:
-    """Returns the tensors that a node between the linears reads, without the sizes that a view reads."""
-    return node.all_input_nodes[: 1 if key(node) in _VIEWS else None]
+    """The tensors that a node between the linears reads; sizes of a view are none."""
+    return node.all_input_nodes[: 1 if has_trait(node, "reshape") else None]
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """Whether the result has the same rows as the first operand."""
-    name = key(node)
-    return name in COPIES or name in _VIEWS or (name == "aten::dropout" and not is_random(node))
+    """Whether the rows of the result are those of the first operand."""
+    return has_trait(node, "same", "reshape") or (key(node) == "aten::dropout" and not is_random(node))
 
 
 def _why_not_inside(node: fx.Node) -> str:
@@ -267,7 +261,7 @@ def _why_not_inside(node: fx.Node) -> str:
     name = key(node)
     if is_random(node):
         return f"%{node.name}, {name}, draws random numbers"
-    if name in _VIEWS:
+    if has_trait(node, "reshape"):
         before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
         keeps = before == after and all(isinstance(size, int) for size in after)
         return "" if keeps else f"%{node.name}, {name}, rearranges rows"

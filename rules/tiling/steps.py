@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, fake_value, key, layout_of, value
+from fxrewrite.ops import bind, fake_value, has_trait, key, layout_of, value
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 
 __all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step"]
@@ -160,8 +160,8 @@ def reads_result(steps: str) -> bool:
 
 
 def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """Returns the text of a node as a step, with operands named by `names`; `why_no_step` must be empty for it."""
-    if key(node) in _ITEMS:
+    """The node as a step that reads values of these names; `why_no_step` is empty for it."""
+    if key(node) == _ITEM or has_trait(node, "slice"):
         read, at = _part_of(node)
         return f"{_PART}({names[read]}, {at.start}, {at.stop}, {at.step})"
     if key(node) == _TO:
@@ -173,8 +173,6 @@ def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 _ITEM, _TO = "operator.getitem", "aten::to"
-_PARTED = frozenset({"aten::chunk", "aten::split", "aten::split_with_sizes"})
-_ITEMS = frozenset({_ITEM, "aten::slice", "aten::narrow"})
 
 
 def why_no_step(node: fx.Node) -> str:
@@ -182,8 +180,8 @@ def why_no_step(node: fx.Node) -> str:
     name = key(node)
     if name == _ITEM:
         made = node.all_input_nodes[0]
-        return _why_not_columns(made) if key(made) in _PARTED else f"%{made.name}, {key(made)}, is not a step"
-    if name in _ITEMS:
+        return _why_not_columns(made) if has_trait(made, "split") else f"%{made.name}, {key(made)}, is no step"
+    if has_trait(node, "slice"):
         return _why_not_columns(node)
     if name == _TO:
         before, after = fake_value(node.all_input_nodes[0]), fake_value(node)

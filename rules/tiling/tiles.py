@@ -12,12 +12,10 @@ import torch
 
 from fxrewrite.graph import Size
 
-__all__ = ["COPIES", "TILE_BYTES", "is_more_than_a_tile", "rows_of_tile", "tiles", "type_of_sums"]
+__all__ = ["TILE_BYTES", "is_more_than_a_tile", "rows_of_tile", "tiles", "type_of_sums"]
 
 TILE_BYTES = 2**27
-"""Default size of a tile, in bytes of the intermediate values that never exist as a whole."""
-COPIES = frozenset({"aten::contiguous", "aten::clone", "aten::alias"})
-"""Operators whose result equals their input."""
+"""Bytes that a tile holds by default, of what is never held whole."""
 
 
 def rows_of_tile(row_bytes: int, tile_bytes: int) -> int:

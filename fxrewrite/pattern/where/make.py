@@ -86,8 +86,8 @@ def value(name: str, relation: str, other: Any) -> Constraint:
 
     Args:
         name: a capture.
-        relation: `==`, `!=`, `<`, `<=`, `>`, `>=`, or `in`, `not in` a sequence of constants.
-        other: a number, string, bool or dtype, or a sequence of these.
+        relation: `==`, `!=`, `<`, `<=`, `>`, `>=`, or `in`, `not in` a list of constants.
+        other: a number, string, bool or dtype, or a list of such.
 
     Raises:
         RuleDefinitionError: there is no such relation, or this constant cannot be compared in this way.
