@@ -315,17 +315,37 @@ def tokenizer() -> Any:
 
 def lora() -> Result:
     """Adapters with dropout: what one device draws; merged and saved."""
+    return _lora(num_replicas=1)
+
+
+def lora_on_a_mesh() -> Result:
+    """Two replicas, which draw the same dropout for their different batches; one device takes the two in turn."""
+    return _lora(num_replicas=2)
+
+
+def _lora(num_replicas: int) -> Result:
     from peft import LoraConfig, PeftModel
-    from transformers import TrainingArguments
+    from transformers import TrainerCallback, TrainingArguments
+
+    class DrawAlike(TrainerCallback):
+        """Every batch of a step draws the numbers of the first one."""
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.state = torch.get_rng_state()
+
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            torch.set_rng_state(self.state)
 
     module = script("lora")
     model = llama()
     base = weights(model)
+    in_turn = num_replicas if alone() else 1
     settings = LoraConfig(r=4, lora_dropout=0.2, target_modules=["q_proj", "v_proj", "down_proj"])
     args = TrainingArguments(
         "out",
         max_steps=3,
         per_device_train_batch_size=2,
+        gradient_accumulation_steps=in_turn,
         optim="sgd",
         learning_rate=10.0,
         logging_steps=1,
@@ -334,7 +354,8 @@ def lora() -> Result:
         report_to="none",
         disable_tqdm=True,
     )
-    trained = module.train(model, settings, args, train_dataset=documents(12, shortest=16), data_collator=padded)
+    data = {"train_dataset": documents(12 * num_replicas, shortest=16), "data_collator": padded}
+    trained = module.train(model, settings, args, mesh_of(num_replicas), callbacks=[DrawAlike()], **data)
     if dist.get_rank() == 0:
         trained.save_pretrained("adapters")
     dist.barrier()

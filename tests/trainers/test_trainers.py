@@ -114,11 +114,12 @@ def test_trl_sft(tmp_path: Path) -> None:
     assert_equal(run("sft", 4, tmp_path), expected, weights=("packing", "padding_free"), bar=1e-6)
 
 
-def test_peft_lora(tmp_path: Path) -> None:
-    """Dropout draws what one device draws; adapters are merged, saved and loaded."""
+@pytest.mark.parametrize(("case", "num_ranks"), [("lora", 2), ("lora_on_a_mesh", 4)])
+def test_peft_lora(case: str, num_ranks: int, tmp_path: Path) -> None:
+    """Dropout draws what one device draws; adapters are merged, saved and loaded. On 4 ranks: a mesh of 2 x 2."""
     needs("peft", "accelerate")
-    (expected,) = run("lora", 1, tmp_path)
-    found = run("lora", 2, tmp_path)
+    (expected,) = run(case, 1, tmp_path)
+    found = run(case, num_ranks, tmp_path)
     adapted = {key for key in expected["before"] if key.split(".")[-2] in ("q_proj", "v_proj", "down_proj")}
     for results in (expected, *found):
         results |= {name: {key: results[name][key] for key in adapted} for name in ("before", "merged")}

@@ -11,12 +11,12 @@ from autosp_rules import autosp
 from autosp_rules.integrations.accelerate import share_batches
 
 
-def train(model, lora, args, **settings):
+def train(model, lora, args, mesh=None, **settings):
     """The model with adapters, trained; rng="global" has dropout draw the numbers of one device."""
     model = get_peft_model(model, lora)
-    model.compile(backend=autosp("aot_eager", rng="global"))  # without a mesh: all ranks share a sequence
+    model.compile(backend=autosp("aot_eager", mesh=mesh, rng="global"))  # mesh=None: all ranks share a sequence
     trainer = Trainer(model, args, **settings)
-    share_batches(trainer)
+    share_batches(trainer, mesh)
     trainer.train()
     return model
 
