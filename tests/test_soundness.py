@@ -232,7 +232,7 @@ def test_a_tensor_is_no_number_and_no_tuple():
 def test_a_tensor_from_outside_does_not_enter_a_graph(capture):
     gm = fx.symbolic_trace(lambda x: torch.relu(x)) if capture == "fx" else make_fx(torch.relu, tracing_mode="fake")(X)
     constant = torch.ones(4)
-    with pytest.raises(FxRewriteError, match=r"used a tensor that is no value of the graph \(float32\[4\]\)"):
+    with pytest.raises(FxRewriteError, match=r"used a tensor that is not a value of the graph \(float32\[4\]\)"):
         RuleSet("s", made(lambda x: torch.relu(x), lambda x: x + constant)).apply(gm)
 
 
