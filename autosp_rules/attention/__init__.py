@@ -8,7 +8,7 @@
     ring_kernel   the ring itself, forward and backward
     together      q, k and v in one collective
     skip          every attention but the last gives zeros, to measure memory
-    choose        which strategy serves which call, and the lines about it in the report
+    choose        which strategy serves which call, and the events about it in the report
 
 What the user asked for is done or refused, else the cheapest that serves a call is taken. What a strategy does not
 rewrite, propagation does: the layout rule of attention (`rules.layouts.attention`) moves to the heads where they
