@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, overload, runtime_checkable
 
 from torch import fx
 from torch.export import ExportedProgram
@@ -187,9 +187,10 @@ class RuleSet:
             raise RuleDefinitionError(_JOINED_PLANS)
         if not isinstance(other, (RuleSet, Rule)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"{self.name} | {other!r}: a set is joined with a RuleSet or a Rule")
-        said = {"needs": self.needs, "gives": self.gives, "precedes": self.precedes}
         if isinstance(other, Rule):
-            return RuleSet(f"{self.name} | {other.id}", *self.members, other, **said)
+            needs, gives, precedes = self.needs, self.gives, self.precedes
+            name, members = f"{self.name} | {other.id}", (*self.members, other)
+            return RuleSet(name, *members, needs=needs, gives=gives, precedes=precedes)
         if any(rules.atomic or rules.invariant for rules in (self, other)):
             raise RuleDefinitionError(
                 f"{self.name} | {other.name}: an atomic set, or one with an invariant, stays a set of its own; "
@@ -203,9 +204,13 @@ class RuleSet:
                 f"{self.name} | {other.name}: {between[0]} orders one after the other, and joined they run in one "
                 f"sweep; write {self.name} >> {other.name}, or the other way round"
             )
-        theirs = {"needs": other.needs, "gives": other.gives, "precedes": other.precedes}
-        both = {verb: tuple(dict.fromkeys((*found, *theirs[verb]))) for verb, found in said.items()}
-        return RuleSet(f"{self.name} | {other.name}", *self.members, *other.members, **both)
+        return RuleSet(
+            f"{self.name} | {other.name}",
+            *(*self.members, *other.members),
+            needs=tuple(dict.fromkeys((*self.needs, *other.needs))),
+            gives=tuple(dict.fromkeys((*self.gives, *other.gives))),
+            precedes=tuple(dict.fromkeys((*self.precedes, *other.precedes))),
+        )
 
     def apply(self, gm: fx.GraphModule, context: Any = None) -> Report:
         """`self.once().apply(gm, context)`."""
@@ -705,19 +710,32 @@ class _StagedStep:
         return self.step.text()
 
 
-M = TypeVar("M", RuleSet, Step)
-
-
+@overload
 def staged(
-    stage: M, *, needs: Sequence[Property] = (), gives: Sequence[Property] = (), precedes: Sequence[Property] = ()
-) -> M:
+    stage: RuleSet,
+    *,
+    needs: Sequence[Property] = (),
+    gives: Sequence[Property] = (),
+    precedes: Sequence[Property] = (),
+) -> RuleSet: ...
+@overload
+def staged(
+    stage: Step, *, needs: Sequence[Property] = (), gives: Sequence[Property] = (), precedes: Sequence[Property] = ()
+) -> Step: ...
+def staged(
+    stage: RuleSet | Step,
+    *,
+    needs: Sequence[Property] = (),
+    gives: Sequence[Property] = (),
+    precedes: Sequence[Property] = (),
+) -> RuleSet | Step:
     """The step or set, which needs, gives and precedes this too; where a method says what a general stage cannot know.
 
     Raises:
         RuleDefinitionError: one of these is not made of properties.
     """
     more: dict[str, Sequence[Property]] = {"needs": needs, "gives": gives, "precedes": precedes}
-    said = {verb: (*getattr(stage, verb, ()), *found) for verb, found in more.items()}
+    said: dict[str, tuple[Property, ...]] = {v: (*getattr(stage, v, ()), *found) for v, found in more.items()}
     Contract.of(stage.name, *said.values())
     if not isinstance(stage, RuleSet):
         return _StagedStep(stage, said)
