@@ -17,7 +17,7 @@ from autosp_rules.inputs import why_not_called
 from autosp_rules.memory.checkpoint import checkpoint_text
 from autosp_rules.memory.offload import offloaded
 from autosp_rules.program import ShardedProgram, WholeProgram
-from autosp_rules.rank_checks import say_not_compiled
+from autosp_rules.rank_checks import WholeCalls, say_not_compiled
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, transform
 from fxrewrite import FxRewriteError, graph_text
@@ -40,9 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class AutoSPBackend:
-    """A torch.compile backend that shards the sequence over a mesh axis and hands the rest to an inner backend.
+    """A torch.compile backend that shards the sequence over a mesh axis, and passes the rest to an inner backend.
 
-    `reports` has one AutoSPReport for each graph that was compiled; `str(backend)` sums them up.
+    `reports` has one AutoSPReport per compiled graph; `str(backend)` summarizes them.
     """
 
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
@@ -56,9 +56,10 @@ class AutoSPBackend:
         self.mesh = mesh
         self.reports: list[AutoSPReport] = []
         self._programs: list[ShardedProgram] = []
+        self._whole_calls = WholeCalls()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """The compiled program of this rank; `options` are the `mode` and `options` of `torch.compile`, for `inner`."""
+        """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         compile_inner = self._inner(**options)
         try:
             refuse_precompile()
@@ -66,6 +67,7 @@ class AutoSPBackend:
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
         why = _why_left_alone(self.config, axis)
+        # One rank, or evaluation: compile the graph unchanged.
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
             return compile_inner(gm, list(example_inputs))
@@ -76,18 +78,20 @@ class AutoSPBackend:
                 f"the model does not compile to one graph: {border.graph_break}",
                 hint=f"{graph_break_hint(border.graph_break)}; or allow it: breaks='gather', without strict=True",
             )
+        # A graph without a sequence is an error, unless it is a part of a model: then another part may have one.
         try:
             program, report = transform(gm, self.config, axis, border)
         except NoSequenceError:
             if not (border.graph_break or self.reports):
                 raise
             self._report_whole(axis, border)
-            whole = WholeProgram(gm, self.config, axis, border, self._refuse_no_sequence)
+            whole = WholeProgram(gm, self.config, axis, border, self._whole_calls, self._refuse_no_sequence)
             whole.run = compile_inner(gm, list(example_inputs))
             return whole
+        # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
         _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
         self.reports.append(report)
-        sharded = ShardedProgram(program, self.config, axis, border)
+        sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
         self._programs.append(sharded)
         fix_rank(program)
         try:
@@ -105,7 +109,7 @@ class AutoSPBackend:
         log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)
 
     def _refuse_no_sequence(self) -> None:
-        """Raise NoSequenceError where no graph so far has a sequence."""
+        """Raises NoSequenceError if no graph so far has a sequence."""
         if not any(report.tokens_per_rank for report in self.reports):
             raise NoSequenceError.of(
                 f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
@@ -113,15 +117,17 @@ class AutoSPBackend:
             )
 
     def check_ranks(self) -> None:
-        """Read what came of comparing the ranks in the last calls, which later calls would read.
+        """Reads the results of comparing the ranks in the last calls, which otherwise the next calls would read.
 
-        For the end of a training, before weights are saved; on every rank.
+        Call it on every rank at the end of a training, before weights are saved.
 
         Raises:
-            AutoSPError: on every rank, where they differed.
+            AutoSPError: on every rank, if the ranks differed.
         """
         for program in self._programs:
             program.settle()
+        for program in self._programs[:1]:
+            program.finish()
 
     def __str__(self) -> str:
         sharded = [report for report in self.reports if report.tokens_per_rank]
@@ -142,10 +148,10 @@ class AutoSPBackend:
 def autosp(
     inner: str | Callable[..., Any] = "inductor", *, mesh: DeviceMesh | None = None, axis: str = "sp", **options: Any
 ) -> AutoSPBackend:
-    """The backend for `torch.compile(model, backend=autosp(...))`.
+    """Returns the backend for `torch.compile(model, backend=autosp(...))`.
 
-    Every rank passes the whole batch; the loss that the model returns is the global loss, and parameter gradients
-    averaged over the ranks of the axis are the single-device gradients.
+    Every rank passes the whole batch. The loss that the model returns is the global loss, and parameter gradients
+    averaged over the ranks of the axis are the gradients of a single device.
 
     Args:
         inner: backend that compiles the rewritten graph.
@@ -154,7 +160,7 @@ def autosp(
         options: further fields of AutoSPConfig.
 
     Raises:
-        AutoSPError: at compile time, inside torch's BackendCompilerFailed, where the model cannot be run exactly.
+        AutoSPError: at compile time, inside torch's BackendCompilerFailed, if the model cannot be run exactly.
     """
     return AutoSPBackend(AutoSPConfig(inner=inner, axis=axis, **options), mesh)
 
@@ -162,12 +168,12 @@ def autosp(
 def dry_run(
     model: Callable[..., Any], inputs: Mapping[str, Any], *, num_ranks: int, config: AutoSPConfig | None = None
 ) -> tuple[fx.GraphModule, AutoSPReport]:
-    """What AutoSP would do with `model(**inputs)` on `num_ranks` ranks: the program of every rank, and the report.
+    """Returns what AutoSP would do with `model(**inputs)` on `num_ranks` ranks: every rank's program, and the report.
 
-    Needs no process group and runs nothing but the capture; the program cannot run, its axis has no group.
+    Needs no process group, and runs only the capture. The program cannot be run, because its axis has no group.
 
     Raises:
-        AutoSPError: the model cannot be run exactly, or cannot be called so; `num_ranks` is no int of 1 or more.
+        AutoSPError: the model cannot be run exactly, or cannot be called so; `num_ranks` is not an int of 1 or more.
     """
     config = config or AutoSPConfig()
     try:
@@ -179,7 +185,7 @@ def dry_run(
 
 
 def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
-    """Why a graph that is compiled now runs whole on every rank, or ''."""
+    """Says why a graph that is compiled now runs whole on every rank, or returns ''."""
     if axis.size == 1:
         return f"axis {axis.name} has one rank"
     if config.disable_in_eval and not torch.is_grad_enabled():
@@ -188,7 +194,7 @@ def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
 
 
 def _border(gm: fx.GraphModule) -> Border:
-    """Whether the graph is a part of what is compiled, and why."""
+    """Returns whether the graph is a part of what is compiled, and why."""
     reason = graph_break_reason(gm)
     if reason:
         return Border(graph_break=reason, ends_early=True)
@@ -215,6 +221,6 @@ def _agree(axis: Axis, text: str, timeout: float) -> None:
 
 
 def _order_of(config: AutoSPConfig) -> str:
-    """What changes the order of collectives in the compiled program, beside the graph."""
+    """Returns what determines the order of collectives in the compiled program, besides the graph."""
     inner = config.inner if isinstance(config.inner, str) else getattr(config.inner, "__qualname__", "a callable")
     return f"inner={inner}, overlap={config.overlap}"

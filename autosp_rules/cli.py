@@ -34,9 +34,9 @@ _INNER = ("eager", "aot_eager", "inductor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status."""
+    """Runs the command, and returns the exit status."""
     arguments = _parser().parse_args(argv)
-    # Only now: torch takes seconds to import, and --help and a mistyped option need none of it.
+    # Imported late, because torch takes seconds to import, and --help or a mistyped option do not need it.
     from autosp_rules.demo.job import JobError
     from autosp_rules.demo.launch import RankError
     from fxrewrite import FxRewriteError
@@ -57,7 +57,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _keep(traceback: str) -> str:
-    """Write a rank's traceback to a file that stays, and say where."""
+    """Writes a rank's traceback to a file that is kept, and returns where."""
     if not traceback:
         return ""
     with NamedTemporaryFile("w", prefix="autosp-", suffix=".log", delete=False) as file:
@@ -182,7 +182,7 @@ def _run(job: Job) -> int:
 
 
 def _train_rank(job: Job) -> tuple[list[StepRow], str]:
-    """One rank's part of the job; rank 0 shows it as it goes. The rows (none on other ranks) and the report."""
+    """Runs one rank's part of the job; rank 0 shows progress. Returns the rows (none on other ranks) and the report."""
     import torch.distributed as dist
 
     from autosp_rules.backend import AutoSPBackend
@@ -255,7 +255,7 @@ def _verdict(rows: Sequence[StepRow]) -> str:
 
 
 class _Progress:
-    """A bar on the last line of the terminal, with what is going on and since when; without a terminal, nothing."""
+    """A progress bar on the last line of the terminal, with the current activity; without a terminal, nothing."""
 
     def __init__(self, total: int, *, shown: bool) -> None:
         self._total = total
@@ -278,12 +278,12 @@ class _Progress:
             self._show("")
 
     def doing(self, what: str) -> None:
-        """From now on, `what` is going on."""
+        """Sets the current activity."""
         if what != self._what:
             self._what, self._since = what, time.monotonic()
 
     def write(self, line: str) -> None:
-        """Print a finished step's line above the bar."""
+        """Prints a finished step's line above the bar."""
         self._done += 1
         with self._turn:
             if self._thread:

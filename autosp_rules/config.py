@@ -27,7 +27,7 @@ class AutoSPConfig(BaseModel):
     """Settings of the `autosp` backend.
 
     Raises:
-        AutoSPError: a name is no setting, or a value is none for it.
+        AutoSPError: there is no such setting, or the value is not valid for it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -160,7 +160,7 @@ class AutoSPConfig(BaseModel):
 
 
 def _listed(value: Any, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
-    """One or several of these as a tuple; pydantic shows the ValueError to whoever wrote something else."""
+    """Returns one or several of these as a tuple; pydantic shows the ValueError to the user."""
     items = (value,) if isinstance(value, kinds) else tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(isinstance(item, kinds) for item in items):
         raise ValueError(f"it takes {what}")
@@ -168,12 +168,12 @@ def _listed(value: Any, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
 
 
 def _first_mistake(error: ValidationError) -> AutoSPError:
-    """What is wrong with the first setting that is: its name, or, of each type that it may have, why it is none."""
+    """Returns an error about the first wrong setting: its name, or, for each type it may have, why it is not one."""
     first, *others = error.errors()
     name, value = str(first["loc"][0]), first["input"]
     if first["type"] == "extra_forbidden":
         known = list(AutoSPConfig.model_fields)
-        return AutoSPError.of(f"{name} is no setting", hint=_nearest(name, known) or f"there are {', '.join(known)}")
+        return AutoSPError.of(f"{name} is not a setting", hint=_nearest(name, known) or f"there are {', '.join(known)}")
     problems = [first, *(other for other in others if other["loc"][0] == name)]
     said = (problem["msg"].removeprefix("Value error, ") for problem in problems)
     why = ", or ".join(text.replace("Input should", "it should") for text in said)

@@ -1,6 +1,6 @@
-"""AutoSP by name: what torch imports for `torch.compile(model, backend="autosp", options={...})`.
+"""AutoSP as a named backend, which torch imports for `torch.compile(model, backend="autosp", options={...})`.
 
-Importing this module keeps Dynamo from splitting graphs under DDP, as `autosp()` does: torch imports it when the model
+Importing this module keeps Dynamo from splitting graphs under DDP, as `autosp()` does; torch imports it when the model
 is compiled, before any graph is captured.
 """
 
@@ -20,12 +20,12 @@ __all__ = ["autosp_backend"]
 
 keep_graph_whole_under_ddp()
 _backends: dict[tuple[AutoSPConfig, DeviceMesh | None], AutoSPBackend] = {}
-"""One for each choice of settings: a model whose graph breaks calls it for each part."""
+"""One backend per choice of settings, because a model with graph breaks calls it for each part."""
 
 
 def autosp_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None, **others: Any
 ) -> Callable[..., Any]:
-    """The compiled program of this rank; `options` are those of `autosp`, `others` what torch passes beside them."""
+    """Returns this rank's compiled program; `options` are those of `autosp`, `others` what torch passes besides."""
     backend = autosp(**dict(options or {}))
     return _backends.setdefault((backend.config, backend.mesh), backend)(gm, example_inputs, **others)

@@ -8,9 +8,9 @@ __all__ = ["AutoSPError"]
 
 
 class AutoSPError(RefusedError):
-    """A model or input that AutoSP cannot run exactly; `rule`, `reason`, `node`, `source`, `hint` say why and where."""
+    """AutoSP cannot run a model or input exactly; `rule`, `reason`, `node`, `source`, `hint` say why and where."""
 
     @classmethod
     def of(cls, reason: str, *, rule: str = "autosp", hint: str = "") -> AutoSPError:
-        """An error that concerns the whole graph or run, not one node."""
+        """Returns an error about the whole graph or run, not about one node."""
         return cls(Refusal(rule=rule, reason=reason, hint=hint))

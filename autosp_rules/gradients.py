@@ -1,17 +1,17 @@
-"""Gradients of a compiled program's inputs, as whoever reads them expects them.
+"""Gradients of a compiled program's inputs, in the form that their reader expects.
 
-    GradientPlan.of(config, axis, parameters)     how gradients of parameters leave the program
-    plan.enter(inputs, ...)                       the inputs, through which gradients flow so
+    GradientPlan.of(config, axis, parameters)     decides how gradients of parameters leave the program
+    plan.enter(inputs, ...)                       returns the inputs, through which gradients flow in that form
 
-Inside of the program every rank differentiates the sum of the losses of all ranks, so that the mean over the axis is
-the gradient of one device (`fxrewrite.spmd.gradients`). That is what DDP, FSDP and ZeRO take over all ranks.
+Inside the program every rank differentiates the sum of the losses of all ranks, so the mean of gradients over the axis
+is the gradient of one device (`fxrewrite.spmd.gradients`). DDP, FSDP and ZeRO take this mean over all ranks.
 
-    "mean"     parameters: as they come. Whoever averages over the axis gets the gradient.
-    "sum"      parameters: divided by P. For whoever sums over the axis, and averages over the data axis alone.
-    "done"     parameters: averaged over the axis in the backward pass. Averaging them again changes nothing.
+    "mean"     parameters: unchanged, for a reader that averages over the axis.
+    "sum"      parameters: divided by P, for a reader that sums over the axis, and averages over the data axis only.
+    "done"     parameters: averaged over the axis in the backward pass; averaging them again changes nothing.
 
 Other inputs that require a gradient (`inputs_embeds`, or hidden states after a graph break) always get the gradient of
-one device: it is read by eager code, which runs on whole values, the same on every rank.
+one device, because eager code reads it, which runs on whole values, the same on every rank.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ GradientOption: TypeAlias = Literal["auto", "mean", "sum", "done"]
 
 @dataclass(frozen=True, slots=True)
 class GradientPlan:
-    """What happens to the gradient of each parameter of a program on its way out."""
+    """How the gradient of each parameter of a program is changed when it leaves the program."""
 
     reduced: bool = False
-    """Averaged over the axis."""
+    """Whether it is averaged over the axis."""
     factor: float = 1.0
-    """Then multiplied by this."""
+    """Factor by which it is then multiplied."""
     why: str = ""
-    """The wrapper that was recognised, for the report."""
+    """The recognized wrapper, for the report."""
 
     @staticmethod
     def of(option: GradientOption, axis: Axis, parameters: Sequence[torch.Tensor]) -> GradientPlan:
-        """The plan of a setting; "auto" asks what wraps the parameters, in their module's forward.
+        """Returns the plan of a setting; "auto" looks for wrappers of the parameters, in their module's forward.
 
         Raises:
-            AutoSPError: a wrapper is at work that does not reduce as the setting says, or in no known way.
+            AutoSPError: a wrapper does not reduce as the setting says, or in an unknown way.
         """
         trained = [p for p in parameters if p.requires_grad]
         found = gradient_reductions(trained) if trained else []
@@ -82,18 +82,18 @@ class GradientPlan:
         return asked if option == "done" else plan
 
     def text(self) -> str:
-        """What is done to gradients of parameters."""
+        """Returns what is done to gradients of parameters, as text."""
         parts = ["averages them over the axis in the backward pass"] if self.reduced else []
         parts += [f"multiplies them by {self.factor:.6g}"] if self.factor != 1 else []
         return " and ".join(parts) or "leaves them to be averaged over all ranks"
 
     def enter(self, inputs: Sequence[Any], is_parameter: Sequence[bool], axis: Axis, *, is_sharded: bool) -> list[Any]:
-        """The inputs, with what happens to their gradients on their way back.
+        """Returns the inputs, with the changes to their gradients attached.
 
         Args:
             inputs: what the program is called with.
             is_parameter: which of them are parameters.
-            is_sharded: whether the program runs on chunks; else each rank has all of every gradient.
+            is_sharded: whether the program runs on chunks; otherwise each rank has complete gradients.
         """
         entered = list(inputs)
         if not torch.is_grad_enabled():
@@ -116,9 +116,9 @@ def _put(values: list[Any], places: Sequence[int], new: Sequence[torch.Tensor]) 
 
 
 def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:
-    """How parameters' gradients must leave, so that the reduction over `axis` makes the gradients of one device.
+    """Returns how parameters' gradients must leave so that the reduction over `axis` gives those of one device.
 
-    A reduction is `factor * sum over ranks`. On one device for each replica it would average over the replicas.
+    A reduction is `factor * sum over ranks`. With one device per replica it would average over the replicas.
     """
     ranks = frozenset(global_ranks(axis))
     shown = f"{reduction.by} over ranks {sorted(reduction.ranks)}"

@@ -1,4 +1,4 @@
-"""What a model is called with: names that it does not take, and DeepSpeed's optional entry for a batch."""
+"""Inputs of a model: checks of their names, and DeepSpeed's optional function that prepares a batch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["prepare_autosp_inputs", "why_not_called"]
 
 
 def why_not_called(model: Callable[..., Any], inputs: Mapping[str, Any]) -> AutoSPError | None:
-    """The error of a model that cannot be called as `model(**inputs)`, by the names of its arguments, if that is so.
+    """Returns the error of a model that cannot be called as `model(**inputs)`, by the names of its arguments, or None.
 
-    For a call that failed: hooks and decorators may take names that the signature does not show.
+    Only for a call that failed: hooks and decorators may accept names that the signature does not show.
     """
     function = model.forward if isinstance(model, nn.Module) else model
     name = f"{type(model).__name__}.forward" if isinstance(model, nn.Module) else getattr(model, "__name__", "model")
@@ -43,11 +43,10 @@ def prepare_autosp_inputs(
     attention_mask: Tensor | None = None,
     seq_dim: int = 1,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The four tensors, each with its sequence dimension marked dynamic and tagged with its role.
+    """Returns the four tensors, with their sequence dimension marked dynamic and each tagged with its role.
 
-    Optional: without it the sequence is found by itself, and torch.compile makes the dimension dynamic when a second
-    length comes. The tensors stay whole; every rank passes the same ones.
-
+    Optional: without it AutoSP finds the sequence itself, and torch.compile makes the dimension dynamic when a second
+    length occurs. The tensors stay whole; every rank passes the same ones.
     Args:
         input_id: token ids, `[B, S]`.
         label_id: labels, `[B, S]`, not shifted.

@@ -20,7 +20,7 @@ from rules.masks.reading import is_dense
 __all__ = ["CheckFlex", "DescribeMasks", "FlexHoldsScores", "MaskedAttention"]
 
 _LONG = 131_072
-"""Tokens for which a dense mask is priced."""
+"""Length (tokens) at which the report prices a dense mask: a typical long context."""
 
 
 class MaskedAttention(Event, frozen=True):
@@ -59,7 +59,7 @@ class FlexHoldsScores(Event, frozen=True):
 
 
 class DescribeMasks:
-    """The step that reports masks that are never held, how they are computed, and dense ones with the price."""
+    """A step that reports masks that are never held, with how they are computed, and dense masks with their price."""
 
     name = "describe_masks"
 
@@ -130,7 +130,7 @@ def _dense(node: fx.Node) -> MaskedAttention | None:
 
 
 def _price(mask: fx.Node) -> int:
-    """Bytes that a rank's part of the mask takes at `_LONG` tokens."""
+    """Returns how many bytes a rank's part of the mask takes at `_LONG` tokens."""
     found = fake_value(mask)
     *outer, rows, columns = map(size_hint, found.shape)
     return round(product(outer) * _LONG * (_LONG * rows / columns)) * found.element_size()

@@ -1,4 +1,4 @@
-"""A compiled program as Dynamo calls it: what is checked, and what happens to gradients and outputs, at every call.
+"""Compiled programs as Dynamo calls them, with what happens at every call: checks, and gradients and outputs converted.
 
 ShardedProgram     each rank computes a part; inputs are whole, outputs are whole or gathered when they are used
 WholeProgram       a part of a model without a sequence, which every rank runs whole
@@ -16,7 +16,8 @@ from torch import fx
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
 from autosp_rules.gradients import GradientPlan
-from autosp_rules.rank_checks import RankChecks, is_due
+from autosp_rules.random import draws_alike
+from autosp_rules.rank_checks import RankChecks, WholeCalls, devices_of, is_due
 from autosp_rules.transform import Border, Chunk
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import is_parameter
@@ -26,10 +27,10 @@ __all__ = ["ShardedProgram", "WholeProgram"]
 
 
 class _Program:
-    """What both kinds share: who averages gradients of parameters."""
+    """What both kinds share: the form of parameters' gradients."""
 
     run: Callable[..., Any]
-    """What the inner backend made of the graph."""
+    """The graph as the inner backend compiled it."""
 
     def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
         self._config, self._axis, self._border = config, axis, border
@@ -38,11 +39,11 @@ class _Program:
         self._calls = 0
 
     def _entered(self, inputs: Sequence[Any], *, is_sharded: bool) -> list[Any]:
-        """The inputs, through which gradients flow as whoever averages them expects."""
+        """Returns the inputs, through which gradients flow in the form that their reader expects."""
         if not torch.is_grad_enabled():
             return list(inputs)
         self._calls += 1
-        if is_due(self._calls):  # a wrapper may come later than the first call
+        if is_due(self._calls):  # a wrapper may be added after the first call
             weights = [x for x, p in zip(inputs, self._is_parameter, strict=True) if p and isinstance(x, torch.Tensor)]
             self._gradients = GradientPlan.of(self._config.gradients, self._axis, weights)
             if self._border.graph_break and self._gradients.factor != 1:
@@ -58,15 +59,19 @@ class _Program:
 class ShardedProgram(_Program):
     """The compiled program of a graph whose sequence is sharded."""
 
-    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
+    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, whole: WholeCalls) -> None:
         super().__init__(gm, config, axis, border)
-        self._checks = RankChecks(gm, axis, every_call=config.compare_ranks)
+        self._checks = RankChecks(gm, axis, whole, every_call=config.compare_ranks)
         self._sizes = SizeReader(gm.graph)
         self._chunks = border.chunks if config.outputs == "auto" else {}
 
     def settle(self) -> None:
-        """Read what came of comparing the ranks in the last call."""
+        """Reads the result of comparing the ranks in the last call."""
         self._checks.settle()
+
+    def finish(self) -> None:
+        """Compare what programs that run whole were called with since the last call of this one; on every rank."""
+        self._checks.finish()
 
     def __call__(self, *inputs: Any) -> Any:
         self._checks.before(inputs)
@@ -74,7 +79,7 @@ class ShardedProgram(_Program):
         try:
             outputs = self.run(*entered)
         except Exception:
-            self._checks.settle()  # if the ranks differ, that is why
+            self._checks.settle()  # if the ranks differ, this raises the cause
             raise
         if not self._chunks:
             return outputs
@@ -92,7 +97,7 @@ class ShardedProgram(_Program):
         )
 
     def _before_gather(self, call: int, position: int) -> None:
-        """See whether every rank uses this output now: one alone would wait in the collective, two would mix theirs."""
+        """Checks that every rank uses this output now: one alone would wait in the collective, two would mix theirs."""
         try:
             agree(
                 self._axis,
@@ -111,13 +116,24 @@ class WholeProgram(_Program):
     """The compiled program of a part of a model without a sequence."""
 
     def __init__(
-        self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, check: Callable[[], None]
+        self,
+        gm: fx.GraphModule,
+        config: AutoSPConfig,
+        axis: Axis,
+        border: Border,
+        whole: WholeCalls,
+        check: Callable[[], None],
     ) -> None:
         super().__init__(gm, config, axis, border)
-        self._check, self._is_first = check, True
+        self._names = [str(node.target) for node in gm.graph.find_nodes(op="placeholder")]
+        self._generators = devices_of(draws_alike(gm))
+        self._whole, self._check, self._is_first = whole, check, True
 
     def __call__(self, *inputs: Any) -> Any:
+        if self._config.compare_ranks and torch.is_grad_enabled():  # to evaluate, one rank may run it alone
+            each = zip(self._names, inputs, self._is_parameter, strict=True)
+            self._whole.add([(name, x) for name, x, is_weight in each if not is_weight], self._generators)
         if not self._is_first:
-            self._check()  # by the second step every part of the model has been compiled
+            self._check()  # from the second call on, every part of the model is compiled
         self._is_first = False
         return self.run(*self._entered(inputs, is_sharded=False))

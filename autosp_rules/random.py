@@ -1,4 +1,4 @@
-"""Which draws ranks must make alike, and which cannot be those of one device; the rules are in `rules.random`."""
+"""Which random draws must be equal on all ranks, and which cannot equal one device's; see `rules.random`."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ class RefuseOwnDraws:
 
 
 def draws_alike(program: fx.GraphModule) -> list[fx.Node]:
-    """What must draw the same numbers on every rank: all but draws on chunks, and the seeds of those."""
+    """Returns nodes that must draw the same numbers on every rank: all but draws on chunks, and seeds of those."""
     nodes = (node for node in program.graph.nodes if DrawByRank.seed_id not in node.meta.get("fxrewrite", ()))
     return [node for node in nodes if is_random(node) and not draws_on_chunk(node)]

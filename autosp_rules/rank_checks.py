@@ -1,12 +1,16 @@
-"""What all ranks of an axis must share when they call a program: the batch, the weights, the random generators.
+"""Checks what all ranks of an axis must share when they call a program: batch, weights, random generators.
 
-    checks = RankChecks(program, axis)
+    checks = RankChecks(program, axis, WholeCalls())
     checks.before(inputs)        at every call, before the program runs
 
 Graphs are compared when they are compiled; what only a call shows is compared here. The first call waits for the other
-ranks and names the first difference. Every later call sends a few numbers around the axis in the background, which the
-next call reads: hashes of integer inputs, sums over a sample of floating ones, the states of generators where the
+ranks, and names the first difference. Every later call sends a few numbers around the axis in the background, and the
+next call reads them: hashes of integer inputs, sums over a sample of floating ones, the states of generators if the
 program draws numbers that all ranks must share, and at calls 1, 2, 4, 8, ... a checksum of all parameters.
+
+A program that runs whole has no collectives, and one rank may run it alone, as to log or to evaluate. So it sends
+nothing: WholeCalls folds what it was called with in training into a few numbers, which the next program that is sharded
+sends with its own.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ from fxrewrite.graph import source_line
 from fxrewrite.ops import fake_value, is_parameter
 from fxrewrite.spmd import Axis, BackgroundComparison, agree, fingerprint, parameter_checksum
 
-__all__ = ["RankChecks", "is_due", "say_not_compiled"]
+__all__ = ["RankChecks", "WholeCalls", "devices_of", "is_due", "say_not_compiled"]
 
 _SECONDS = 3600.0
-"""By so much a rank may be slower than another to compile."""
+"""Timeout in seconds: how long to wait for the slowest rank to finish compiling."""
 _SAMPLERS = (
     "sample by the data axis, as DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
     "rank=mesh.get_local_rank('dp')), or let autosp_rules.integrations share a trainer's batches"
@@ -40,32 +44,85 @@ _SEEDS = (
     "seed all ranks alike, torch.manual_seed(seed), and let what only some ranks draw, such as a data loader's order, "
     "draw by a torch.Generator of its own"
 )
+_MODULUS = 2**51 - 129
+"""Twice a number below it, and a fingerprint of 52 bits, add up to what a float64 number holds exactly."""
 
 
 def is_due(call: int) -> bool:
-    """Whether this call, counted from 1, is one of those at which costly checks are made: 1, 2, 4, 8, ..."""
+    """Whether costly checks are made at this call, counted from 1: at 1, 2, 4, 8, ..."""
     return call & (call - 1) == 0
 
 
-class RankChecks:
-    """Compares the ranks at every call of one program; raises AutoSPError on every rank where they differ."""
+class WholeCalls:
+    """What programs that run whole were called with since it was last compared, folded into four numbers."""
 
-    def __init__(self, program: fx.GraphModule, axis: Axis, *, every_call: bool) -> None:
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._numbers = torch.zeros(4, dtype=torch.float64)
+        """Of integers, of generators, and of floating inputs the value and the scale, in which each counts for 1."""
+        self._names: dict[str, None] = {}
+
+    def add(self, inputs: Sequence[tuple[str, Any]], generators: Sequence[torch.device]) -> None:
+        """Fold in one call: its inputs, but for parameters, and the devices whose generators it draws from."""
+        for name, x in inputs:
+            if type(x) is not torch.Tensor or not x.numel():
+                continue
+            value, scale = fingerprint(x)
+            if x.is_floating_point() or x.is_complex():
+                scale = scale.clamp_min(1e-300)  # of zeros alone
+                self._fold(None, None, value / scale + scale.log(), torch.ones_like(scale))
+            else:
+                self._fold(value, None, None, None)
+            self._names[name] = None
+        for device in generators:
+            self._fold(None, _generator_number(device), None, None)
+
+    def _fold(self, *new: torch.Tensor | None) -> None:
+        """Exact numbers so that their order counts, the others by addition; on a GPU if one of them is on a GPU."""
+        devices = [self._numbers.device, *(x.device for x in new if x is not None)]
+        home = max(devices, key=lambda d: d.type != "cpu")
+        numbers = list(self._numbers.to(home, non_blocking=True))
+        for i, x in enumerate(new):
+            if x is not None and i < 2:
+                numbers[i] = (2 * numbers[i] + x.to(home, non_blocking=True).reshape(())).fmod(_MODULUS)
+            elif x is not None:
+                numbers[i] = numbers[i] + x.to(home, non_blocking=True)
+        self._numbers = torch.stack(numbers)
+
+    def take(self) -> list[tuple[str, str, torch.Tensor]]:
+        """Label, hint and numbers of each comparison, the same number of them on every rank; then starts again."""
+        integers, generators, value, scale = self._numbers
+        names = f" ({', '.join(self._names)})" if self._names else ""
+        self._clear()
+        return [
+            (f"integer inputs of graphs that run whole{names}", _SAMPLERS, integers),
+            ("the random number generators, which must draw alike for graphs that run whole", _SEEDS, generators),
+            (f"floating inputs of graphs that run whole{names}", _SAMPLERS, torch.stack([value, scale])),
+        ]
+
+
+class RankChecks:
+    """Compares the ranks at every call of one program; raises AutoSPError on every rank if they differ."""
+
+    def __init__(self, program: fx.GraphModule, axis: Axis, whole: WholeCalls, *, every_call: bool) -> None:
         inputs = program.graph.find_nodes(op="placeholder")
-        self._axis, self._every_call = axis, every_call
+        self._axis, self._whole, self._every_call = axis, whole, every_call
         self._names = [str(node.target) for node in inputs]
         self._is_parameter = [is_parameter(node) for node in inputs]
         self._drawn = draws_alike(program)
-        self._devices = sorted({_device_of(node) for node in self._drawn}, key=str)
+        self._devices = devices_of(self._drawn)
         self.calls = 0
-        self._sent_in = 0
+        self._home: torch.device | None = None
+        """Where numbers were sent from in the last call."""
         self._pending: tuple[BackgroundComparison, torch.Tensor, list[str], list[str], list[int]] | None = None
 
     def before(self, inputs: Sequence[Any]) -> None:
-        """Compare the call that is made now with those of the other ranks, and read the comparison of the last one.
+        """Compares the present call with those of the other ranks, and reads the comparison of the last call.
 
         Raises:
-            AutoSPError: on every rank, where the ranks differ in this call (the first) or in the one before.
+            AutoSPError: on every rank, if the ranks differ in this call (the first) or in the one before.
         """
         self.calls += 1
         self.settle()
@@ -76,7 +133,7 @@ class RankChecks:
             self._send(inputs)
 
     def settle(self) -> None:
-        """Read the comparison that is on its way, if one is."""
+        """Reads the pending comparison, if there is one."""
         if self._pending is None:
             return
         comparison, values, labels, hints, scales = self._pending
@@ -92,27 +149,38 @@ class RankChecks:
                 self._axis,
                 text,
                 timeout=_SECONDS,
-                differ=f"differ in {labels[first]} of call {self._sent_in} of a program",
+                differ=f"differ in {labels[first]}",
                 absent="did not call what it had compiled",
                 hint=hints[first],
             )
         except FxRewriteError as error:
             raise AutoSPError.of(str(error)) from error
-        raise AutoSPError.of(  # another rank than this one's neighbours differs
-            f"the ranks of axis {self._axis.name} differ in {labels[first]} of call {self._sent_in} of a program",
+        raise AutoSPError.of(  # this rank equals its neighbours; others differ
+            f"the ranks of axis {self._axis.name} differ in {labels[first]}",
             hint=hints[first],
         )
+
+    def finish(self) -> None:
+        """Compare what programs that run whole were called with since the last call of this one."""
+        self.settle()
+        if self._every_call and self._home is not None:
+            self._send(())
+            self.settle()
 
     def _each(self, inputs: Sequence[Any]) -> list[tuple[str, Any, bool]]:
         return list(zip(self._names, inputs, self._is_parameter, strict=True))
 
     def _send(self, inputs: Sequence[Any]) -> None:
-        tensors = [(name, x, p) for name, x, p in self._each(inputs) if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        """Start comparing this call, or no call but those of programs that run whole where inputs are empty."""
+        each = self._each(inputs) if inputs else []
+        tensors = [(name, x, p) for name, x, p in each if type(x) in (torch.Tensor, torch.nn.Parameter)]
+        of_call = f" of call {self.calls} of a program"
         parts: list[torch.Tensor] = []
         labels: list[str] = []
         hints: list[str] = []
         scales: list[int] = []
 
+        # A pair of numbers is compared relative to its second one, a single number exactly (see BackgroundComparison).
         def add(label: str, hint: str, numbers: torch.Tensor) -> None:
             pair = numbers.numel() == 2
             scales.extend([len(labels) + 1, len(labels) + 1] if pair else [-1])
@@ -123,29 +191,37 @@ class RankChecks:
         if self._every_call:
             for name, x, is_weight in tensors:
                 if not is_weight and x.numel():
-                    add(f"input {name}", _SAMPLERS, fingerprint(x))
+                    add(f"input {name}{of_call}", _SAMPLERS, fingerprint(x))
             if is_due(self.calls):
                 weights = [(name, x) for name, x, is_weight in tensors if is_weight and not x.is_complex()]
                 sums = parameter_checksum(x for _, x in weights)
                 for (name, _), checksum in zip(weights, sums, strict=True):
-                    add(f"parameter {name}", _WEIGHTS, checksum)
-        home = max((x.device for _, x, _ in tensors), key=lambda d: d.type != "cpu", default=torch.device("cpu"))
-        for device in self._devices:
+                    add(f"parameter {name}{of_call}", _WEIGHTS, checksum)
+            for part in self._whole.take():
+                add(*part)
+        last = self._home or torch.device("cpu")
+        home = max((x.device for _, x, _ in tensors), key=lambda d: d.type != "cpu", default=last)
+        for device in self._devices if inputs else ():
             draws = f"%{self._drawn[0].name} {source_line(self._drawn[0])}"
-            state = torch.tensor([float(_hash(_state_of(device)))], dtype=torch.float64)
-            add(f"the random number generators, which must draw alike for {draws},", _SEEDS, state)
+            label = f"the random number generators, which must draw alike for {draws},{of_call}"
+            add(label, _SEEDS, _generator_number(device))
         if parts:
+            self._home = home
             values = torch.cat([part.to(home, non_blocking=True) for part in parts])
-            self._sent_in = self.calls
             self._pending = (BackgroundComparison(self._axis, values), values, labels, hints, scales)
 
 
+def devices_of(drawn: Sequence[fx.Node]) -> list[torch.device]:
+    """The devices whose generators these nodes draw from."""
+    return sorted({_device_of(node) for node in drawn}, key=str)
+
+
 def say_not_compiled(axis: Axis, error: Exception) -> None:
-    """Let the ranks that have compiled know, before their first call, that this one could not."""
+    """Tells the ranks that have compiled, before their first call, that this one could not."""
     try:
         _agree_on_call(axis, f"could not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     except AutoSPError:
-        return  # which is what the others raise
+        return  # the other ranks raise the same
 
 
 def _agree_on_call(axis: Axis, text: str) -> None:
@@ -163,7 +239,7 @@ def _agree_on_call(axis: Axis, text: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """An input's shape, and a hash of its entries where they are integers."""
+    """Returns an input's shape, and a hash of its entries if they are integers."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     exact = not (value.is_floating_point() or value.is_complex())
@@ -173,6 +249,11 @@ def _shown(value: Any) -> str:
 
 def _hash(integers: torch.Tensor) -> int:
     return int(fingerprint(integers)[0].item())
+
+
+def _generator_number(device: torch.device) -> torch.Tensor:
+    """A float64 number of the state of a device's generator."""
+    return fingerprint(_state_of(device))[:1]
 
 
 def _device_of(node: fx.Node) -> torch.device:

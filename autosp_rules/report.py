@@ -32,7 +32,7 @@ class Collective(BaseModel):
     """forward, backward, or again: what the backward pass recomputes"""
     count: int
     bytes_sent: int
-    """bytes that one rank sends, with a ring where all ranks take part"""
+    """bytes that one rank sends, assuming a ring in which all ranks take part"""
 
 
 class LeftAlone(Event, frozen=True):
@@ -53,7 +53,7 @@ class AutoSPReport(EventLog):
     tokens_per_rank: int = 0
     """tokens of the batch whose hidden states one rank holds, with the padding of uneven chunks"""
     whole_share: float = 0.0
-    """of the operations of matrix products, the share that every rank computes whole, 0 to 1"""
+    """share of the FLOPs of matrix products that every rank computes whole, 0 to 1"""
     rewrites: dict[str, int]
     slices: int
     collectives: list[Collective]
@@ -61,9 +61,9 @@ class AutoSPReport(EventLog):
     seconds: float = 0.0
     """time of the transform, without the inner compiler"""
     graph_break: str = ""
-    """why the graph ends before the compiled function does, with the line; empty where it does not"""
+    """why the graph ends before the compiled function does, with the line; empty if it does not"""
     bytes_gathered_at_break: int = 0
-    """bytes of values that are gathered for the code after the break, whole on each rank"""
+    """bytes of values that are gathered, whole on each rank, for the code after the break"""
 
     @staticmethod
     def of_graph_left_alone(axis: Axis, why: str, graph_break: str = "") -> AutoSPReport:
@@ -81,7 +81,7 @@ class AutoSPReport(EventLog):
         return report.at_break(graph_break, 0)
 
     def at_break(self, graph_break: str, num_bytes: int) -> AutoSPReport:
-        """The report of a graph that ends at this break, if it does."""
+        """Returns the report with this graph break, if there is one."""
         if not graph_break:
             return self
         return self.model_copy(update={"graph_break": graph_break, "bytes_gathered_at_break": num_bytes})
@@ -111,7 +111,7 @@ class AutoSPReport(EventLog):
 
 
 def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int, seconds: float) -> AutoSPReport:
-    """The report of a transformed graph."""
+    """Returns the report of a transformed graph."""
     rewrites = {entry.rule: entry.rewrites for entry in report.rules if entry.rewrites}
     return AutoSPReport(
         axis=axis.name,
@@ -133,7 +133,7 @@ def whole_share(report: Report) -> float:
 
 
 def _refusals(report: Report) -> list[str]:
-    """Each reason once, with its first place and how often it came."""
+    """Returns each reason once, with its first place and its count."""
     same: dict[tuple[str, str], list[Refusal]] = {}
     for refusal in report.refusals:
         same.setdefault((refusal.rule, refusal.reason), []).append(refusal)
@@ -172,7 +172,7 @@ def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
 
 
 def _requiring_grad(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes through which a gradient flows to a parameter or input, under the grad mode of their region."""
+    """Returns nodes through which a gradient flows to a parameter or input, under the grad mode of their region."""
     grads: set[fx.Node] = set()
     enabled = torch.is_grad_enabled()
     for node in gm.graph.nodes:

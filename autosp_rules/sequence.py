@@ -1,22 +1,23 @@
-"""Where sharding starts: at the first operators that make hidden states of what the model is called with.
+"""Where sharding starts: at the first operators that compute hidden states from the model's inputs.
 
     embedding(weight, ids)     ->  embedding(weight, redistribute(ids, R -> S))
     linear(features, weight)   ->  linear(redistribute(features, R -> S), weight)
 
-Every value is traced to where its numbers come from: the model alone (parameters, positions, tables), the call, or
-hidden states. Two kinds of operator start hidden states, whatever model they stand in:
+Every value is traced to its origin: the model only (parameters, positions, tables), the call, or hidden states. Two
+kinds of operators start hidden states, in any model:
 
 - a lookup by integers that come from the call: token ids, shifted labels, hashed ids, positions counted from a mask;
 - a projection or norm over the last dimension of floating values [batch, sequence, features] that come from the call:
   `inputs_embeds`, one-hot vectors, patches and frames after their convolution, an encoder's states.
 
-The sequence is the last dimension of ids, and the dimension beside the features; it is followed through transposes
-from the inputs on. Of a floating input that is passed as [a, b, features] it is the longer of a and b. `sequence_dim`
-says it where that is not so. Whether a dimension is symbolic says nothing: batches come in several sizes, too. All this
-decides only what is fast: layouts are exact whatever is sharded.
-A length that the ranks do not divide is cut into padded chunks, with a line; a shorter one than there are ranks stays
-whole beside a longer one, with a line. A call of one token runs whole on every rank, with a line.
-All else is sharded because something sharded asks for it. Rotary tables, learned positions and shifted labels are
+The sequence is the last dimension of ids, or the dimension next to the features; it is followed through transposes
+from the inputs on. For a floating input [a, b, features] it is the longer of a and b; `sequence_dim` overrides that.
+Whether a dimension is symbolic does not matter, because batch sizes vary, too. All this decides only what is fast:
+results are exact whatever is sharded.
+A length that the number of ranks does not divide is sharded in padded chunks, with a line in the report. A length
+shorter than the number of ranks stays whole if there is a longer one, with a line. A call of one token runs whole on
+every rank, with a line.
+Everything else is sharded because a sharded value requires it. Rotary tables, learned positions and shifted labels are
 computed from whole inputs and sliced, so a label is shifted before it is sliced.
 Numerics: exact. Source: AutoSP (arXiv 2604.27089, section 3), which slices ids, labels and positions at the inputs.
 """
@@ -34,7 +35,7 @@ from torch import fx
 
 from fxrewrite import Edit, Event, Report
 from fxrewrite.graph import Fact, source_line
-from fxrewrite.ops import bind, is_parameter, key
+from fxrewrite.ops import Trait, bind, factors, has_trait, is_parameter, key
 from fxrewrite.spmd import (
     Axis,
     Call,
@@ -56,25 +57,18 @@ from fxrewrite.spmd import (
 __all__ = ["OneToken", "Padded", "ShardInputs", "TooShort", "along_sequence", "tokens_per_rank"]
 
 _TOKENS = Fact[int]("tokens per rank")
-"""Known of the output: tokens of the batch in a rank's chunks."""
+"""Fact of the output node: number of tokens of the batch in a rank's chunks."""
 _LENGTHS = Fact["tuple[tuple[Size, bool], ...]"]("lengths")
-"""Known of the output: lengths of the sequences where sharding starts, and whether their chunks are padded."""
+"""Fact of the output node: lengths of the sequences where sharding starts, and whether their chunks are padded."""
 _LOOKUPS = {"aten::embedding": ("weight", "indices"), "aten::index": ("self", "indices")}
 """Operators that look up rows of a table, and the names of the table and the ids."""
-_PROJECTIONS = {
-    **dict.fromkeys(("aten::linear", "aten::layer_norm", "aten::rms_norm"), "input"),
-    **dict.fromkeys(("aten::matmul", "aten::mm"), "self"),
-    "aten::addmm": "mat1",
-}
-"""Operators over the last dimension of a value, and the name of the value."""
-_SAME_VALUE = {
-    f"aten::{name}" for name in ("view", "reshape", "flatten", "expand", "unsqueeze", "to", "contiguous", "clone")
-}
-"""Operators through which a value is still the same numbers in the same order."""
+_NORMS = ("aten::layer_norm", "aten::rms_norm")
+_SAME_NUMBERS: tuple[Trait, ...] = ("same", "cast", "reshape", "squeeze", "expand")
+"""Traits of operators through which a value is still the same numbers in the same order."""
 
 
 class Origin(IntEnum):
-    """Where the numbers of a value come from; of several operands the highest counts."""
+    """Where the numbers of a value come from; the highest among several operands counts."""
 
     MODEL = 0
     CALL = 1
@@ -83,7 +77,7 @@ class Origin(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Where a value comes from, and which of its dimensions is the sequence as far as that could be followed."""
+    """The origin of a value, and which of its dimensions is the sequence, as far as that could be followed."""
 
     origin: Origin = Origin.MODEL
     dim: int | None = None
@@ -91,7 +85,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Hidden states start at `node`; `reader`, itself or what makes it two-dimensional, reads `value`."""
+    """Hidden states start at `node`; `reader`, which is `node` or a view before it, reads `value`."""
 
     node: fx.Node
     reader: fx.Node
@@ -100,6 +94,7 @@ class Start:
 
     @property
     def length(self) -> Size:
+        """Size of the sequence dimension."""
         return _shape(self.value)[self.dim]
 
 
@@ -147,7 +142,7 @@ class TooShort(Event, frozen=True):
 
 
 class ShardInputs:
-    """The step of a plan that shards the sequence where hidden states start."""
+    """A step that shards the sequence where hidden states start."""
 
     def __init__(self, name: str, rules: LayoutRules, sequence_dim: int | None = None) -> None:
         self.name = name
@@ -155,6 +150,7 @@ class ShardInputs:
         self.sequence_dim = sequence_dim
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Inserts a redistribution at every start, reports padding, and returns the number of starts."""
         axis = SpmdContext.required(context, self.name).axis
         starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
         if not starts and _is_one_token(edit):
@@ -195,7 +191,7 @@ class ShardInputs:
 
 
 def _note_joined(edit: Edit, axis: Axis) -> None:
-    """Tokens may be joined to a sequence, a class token, a prompt or an image's: that makes another sequence."""
+    """Records lengths of longer sequences: tokens may be joined to one, as a class token, a prompt or an image's."""
     output = edit.graph.output_node()
     for node in edit.nodes() if _LENGTHS.of(output) else ():
         if key(node) != "aten::cat" or not _is_tensor(node) or not _is_floating(node):
@@ -210,9 +206,9 @@ def _note_joined(edit: Edit, axis: Axis) -> None:
 
 
 def along_sequence(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Layout]) -> Layout:
-    """What was computed whole from sharded values is sharded again where it is as long as a sequence.
+    """Returns the placement of a value that was computed whole from sharded ones: sharded if as long as a sequence.
 
-    That is a guess at what is fast; the results are the same.
+    That is a guess at what is fast; results are exact either way.
     """
     lengths = _LENGTHS.of(node.graph.output_node()) or ()
     found = (
@@ -225,12 +221,12 @@ def along_sequence(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node
 
 
 def tokens_per_rank(gm: fx.GraphModule) -> int:
-    """Tokens of the batch in a rank's chunks, from where sharding started; 0 where no sequence was found."""
+    """Returns the number of tokens of the batch in a rank's chunks; 0 if no sequence was found."""
     return _TOKENS.of(gm.graph.output_node()) or 0
 
 
 class _Tracing:
-    """One walk over a graph, in the order in which it runs."""
+    """One pass over a graph, in the order in which it runs."""
 
     def __init__(self, rules: LayoutRules, sequence_dim: int | None) -> None:
         self._rules, self._sequence_dim = rules, sequence_dim
@@ -251,12 +247,12 @@ class _Tracing:
 
     def _followed(self, node: fx.Node) -> Trace:
         if not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
-            return Trace()  # a size, which says nothing of the numbers
+            return Trace()  # a size does not influence the numbers
         origin = max((self._trace(operand).origin for operand in node.all_input_nodes), default=Origin.MODEL)
         return Trace(origin, self._dim(node) if origin == Origin.CALL else None)
 
     def _dim(self, node: fx.Node) -> int | None:
-        """Where the sequence of the first operand that has one is in the result, by the operator's layout rule."""
+        """Returns where the first operand's sequence is in the result, by the operator's layout rule, or None."""
         if not isinstance(node.target, torch._ops.OpOverload) or not _is_tensor(node):
             return None
         call = Call.of(node)
@@ -276,10 +272,10 @@ class _Tracing:
         name, start = key(node), None
         if name in _LOOKUPS:
             start = self._lookup(node, *_LOOKUPS[name])
-        elif name in _PROJECTIONS:
-            start = self._projection(node, _PROJECTIONS[name])
+        elif name in _NORMS or has_trait(name, "product"):
+            start = self._projection(node, (factors(name) or ("input",))[0])
         if start is None or any(is_read_from_data(size) for size in _shape(start.value)):
-            return None  # a length that the data says is of something else
+            return None  # a data-dependent length is not that of the sequence
         return start
 
     def _lookup(self, node: fx.Node, table: str, indices: str) -> Start | None:
@@ -301,7 +297,7 @@ class _Tracing:
     def _projection(self, node: fx.Node, operand: str) -> Start | None:
         reader, value = node, bind(node)[operand]
         others = [n for n in node.all_input_nodes if n is not value]
-        while len(_shape(value)) == 2 and key(value) in _SAME_VALUE:
+        while len(_shape(value)) == 2 and has_trait(value, *_SAME_NUMBERS):
             reader, value = value, value.all_input_nodes[0]
         shape, trace = _shape(value), self._trace(value)
         if trace.origin != Origin.CALL or len(shape) != 3 or not _is_floating(value):
@@ -313,7 +309,7 @@ class _Tracing:
 
 
 def _is_one_token(edit: Edit) -> bool:
-    """Whether no tensor that is passed has two entries along one of its first two dimensions, and some has both."""
+    """Whether all tensors that are passed have size 1 in their first two dimensions, and there is such a tensor."""
     passed = (n for n in edit.nodes() if n.op == "placeholder" and _is_tensor(n) and not is_parameter(n))
     shapes = [_shape(node)[:2] for node in passed if len(_shape(node)) >= 2]
     return bool(shapes) and all(is_same_size(size, 1) for shape in shapes for size in shape)

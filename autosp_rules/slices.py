@@ -1,7 +1,7 @@
-"""Slices by what they slice: the names that AutoSP's users know.
+"""Names slices by what they slice, as AutoSP's users know them.
 
-Matches `redistribute(x, R -> S)` on integers, which are labels where a loss reads them as targets, else positions.
-The slice itself is that of `fxrewrite.spmd.lower`; here it gets its name in the report.
+Matches `redistribute(x, R -> S)` on integers: labels if a loss reads them as targets, otherwise positions. The slice
+itself is that of `fxrewrite.spmd.lower`; here it only gets its name in the report.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from fxrewrite import Constraint, Match, Pattern, Rule, RuleSet, where
+from fxrewrite.graph import reached
 from fxrewrite.ops import bind, key
 from fxrewrite.spmd import COLLECTIVE_CALLS, LOCAL_SHAPES, Replicated, Shard, moves, redistribution, take_chunk
 
@@ -23,16 +24,9 @@ def _is_integer(x: fx.Node) -> bool:
 @where.predicate("root", text="is_target")
 def _is_target(root: fx.Node) -> bool:
     """Whether a loss reads the value as its target, directly or through views and casts of one input."""
-    reached, todo = {root}, [root]
-    while todo:
-        node = todo.pop()
-        for user in node.users:
-            if key(user) == "aten::cross_entropy_loss" and bind(user)["target"] is node:
-                return True
-            if user not in reached and len(user.all_input_nodes) == 1:
-                reached.add(user)
-                todo.append(user)
-    return False
+    shown = reached([root], lambda node: [user for user in node.users if len(user.all_input_nodes) == 1])
+    losses = ((node, user) for node in shown for user in node.users if key(user) == "aten::cross_entropy_loss")
+    return any(bind(loss)["target"] is node for node, loss in losses)
 
 
 def _slice(name: str, *guards: Constraint) -> Rule:

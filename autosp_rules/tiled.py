@@ -1,11 +1,11 @@
-"""A function of a sequence runs a tile of it at a time, so that what it computes inside exists for one tile alone.
+"""Runs a function of a sequence one tile at a time, so that its intermediate values exist for one tile only.
 
     mlp(x)                               ->  cat([mlp(tile) for tile in split(x)])
     cross_entropy(head(x), t, "sum")     ->  sum(of the tiles) / count
 
-The backward pass runs a tile again for its gradients, then the tile before it (`torch.utils.checkpoint`), so all that
-fn reads gets the gradient it would get at once: sharded tensors, passed ones, parameters, used elsewhere too or not.
-The parameters are those of DeepSpeed's `sequence_tiled_compute`, so that calls written for it run.
+The backward pass recomputes a tile for its gradients, then the tile before it (`torch.utils.checkpoint`). So everything
+that fn reads gets its exact gradient: sharded tensors, passed tensors, parameters, whether used elsewhere or not.
+The arguments are those of DeepSpeed's `sequence_tiled_compute`, so that calls written for it run.
 Numerics: reassociates. Source: Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996 (tiled compute).
 """
 
@@ -37,27 +37,27 @@ def tiled_compute(
     shard_dimension: int = 1,
     count: torch.Tensor | float | None = None,
 ) -> torch.Tensor:
-    """What `fn(**kwargs_to_shard, **kwargs_to_pass)` returns, and its gradients, computed a tile at a time.
+    """Computes `fn(**kwargs_to_shard, **kwargs_to_pass)`, and its gradients, one tile at a time.
 
     Args:
-        fn: computes each part of the sequence on its own; called with the keyword arguments of a tile.
-        seqlen: size of the dimension that is cut.
-        shards: number of tiles; where it does not divide `seqlen`, tiles differ by one.
+        fn: computes each part of the sequence independently; called with the keyword arguments of a tile.
+        seqlen: size of the dimension that is split.
+        shards: number of tiles; if it does not divide `seqlen`, tile sizes differ by one.
         kwargs_to_shard: tensors that have the sequence as `shard_dimension`.
-        kwargs_to_pass: what every tile gets as it is.
-        grad_requiring_tensor_key: the sharded tensor that gets a gradient, as a check: it must be there and require
-            one. All others that require a gradient get theirs too.
-        compute_params: not needed, as parameters get their gradients in any case.
-        output_unshard_dimension: the dimension along which the tiles' results are put together again, where
-            `output_reduction` is None; results that are scalars are stacked.
-        output_reduction: None, "sum" of all results, or their "mean": where a tile's result is a scalar, that of its
-            tokens, tiles weigh as much as they are long.
+        kwargs_to_pass: arguments that every tile gets unchanged.
+        grad_requiring_tensor_key: as a check, the sharded tensor that must exist and require a gradient. All others
+            that require a gradient get theirs too.
+        compute_params: not needed, because parameters get their gradients in any case.
+        output_unshard_dimension: the dimension along which the tiles' results are concatenated, if `output_reduction`
+            is None; scalar results are stacked.
+        output_reduction: None, "sum" of all results, or "mean". If a tile's result is a scalar, it must be the mean
+            of the tile's tokens; tiles are then weighted by their lengths.
         shard_dimension: the dimension of the sequence.
-        count: how many tokens the "mean" is over, where some do not count; fn then returns sums, and the result is
-            their sum by this count: `(labels != -100).sum()`.
+        count: number of tokens of the "mean", if some do not count; then fn returns sums, and the result is their sum
+            divided by this count: `(labels != -100).sum()`.
 
     Raises:
-        AutoSPError: an argument that does not fit the others, or a result that does not fit its tile.
+        AutoSPError: arguments contradict each other, or a result does not fit its tile.
     """
     passed = dict(kwargs_to_pass or {})
     _check(seqlen, shards, kwargs_to_shard, passed, grad_requiring_tensor_key, output_reduction, shard_dimension, count)
@@ -78,7 +78,7 @@ def tiled_compute(
 
 
 def _sizes(length: int, parts: int) -> list[int]:
-    """`length` in so many parts that differ by one at most, the longer first."""
+    """Returns the sizes of `parts` parts of `length`, which differ by at most one, the longer ones first."""
     return [length // parts + (i < length % parts) for i in range(parts)]
 
 

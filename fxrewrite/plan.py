@@ -338,7 +338,7 @@ class _Stage:
 
 
 class Plan:
-    """Rule sets in sequence, each once or to a fixpoint; what `torch.compile` backends run.
+    """Rule sets in order, each once or to a fixpoint; what `torch.compile` backends run.
 
     A value: what changes it, such as `expect` and `>>`, gives another plan.
 

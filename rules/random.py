@@ -1,21 +1,22 @@
-"""Random draws when a value is sharded: the whole value's numbers, or each rank's own.
+"""Random draws on sharded values: either the whole value's numbers, or numbers of each rank's own.
 
     dropout(x, p, True)   ->  x * clone(dropout(ones(shape of x), p, True))             DRAW_WHOLE, before propagation
     dropout(x, p, True)   ->  x * dropout_by_rank(ones_like(x), p, True, seed, rank)    DrawByRank, on local shapes
     draw(x, ...)          ->  draw_by_rank(x, ..., seed, rank)                          DrawByRank, any other operator
 
-DRAW_WHOLE takes the draw off the value: what is drawn depends on sizes alone, so every rank draws the numbers of the
-whole value, as one device does, and what reads them takes its chunk. With one generator state the numbers are those of
-one device, element for element, at the price of drawing (and for a moment holding) all of them on every rank.
-DrawByRank gives every operator that draws on a chunk numbers that differ from rank to rank although all ranks are
-seeded alike, as replicated draws need it. A seed is drawn of the common generator, which stays alike on all ranks, and
-the operator becomes one without state: the same call by a generator seeded with `seed + rank`. Its gradient is that of
-the same call drawn again, so attention with dropout runs forward once more in the backward pass.
-Both are right under activation checkpointing: what is saved is the chunk of the noise, or the seed that it is made of.
-Matches dropout in training with 0 < p < 1, and DrawByRank whatever draws on a chunk: noise, `bernoulli`, `multinomial`,
-attention with dropout. Refuses, in these words: "takes a list of tensors"; "draws by a generator of its own".
-Numerics: exact; DrawByRank changes the numbers. inductor draws by a generator of its own, which gives one device's
-numbers of eager mode only with `torch._inductor.config.fallback_random = True`.
+DRAW_WHOLE separates the draw from the value. What is drawn depends on sizes only, so every rank draws the numbers of
+the whole value, as one device does, and consumers read their chunk. With the same generator state the numbers equal
+those of one device, element for element. The price: every rank draws (and for a moment holds) all of them.
+DrawByRank gives each operator that draws on a chunk different numbers on different ranks, although all ranks are seeded
+equally, which replicated draws need. A seed is drawn from the common generator, which stays equal on all ranks, and the
+operator becomes a stateless one: the same call with a generator seeded with `seed + rank`. Its gradient repeats the
+call with the same draws, so attention with dropout runs forward once more in the backward pass.
+Both are right under activation checkpointing: the chunk of the noise is saved, or the seed that reproduces it.
+DRAW_WHOLE matches dropout in training with 0 < p < 1. DrawByRank matches every operator that draws on a chunk: noise,
+`bernoulli`, `multinomial`, attention with dropout. It refuses, in these words: "takes a list of tensors"; "draws by a
+generator of its own".
+Numerics: exact; DrawByRank changes the numbers. inductor has its own generator, which gives the numbers of eager mode
+only with `torch._inductor.config.fallback_random = True`.
 Source: PyTorch, aten/src/ATen/native/Dropout.cpp.
 """
 
@@ -48,24 +49,24 @@ def _draws(p: float, train: bool) -> bool:
 
 @where.predicate("x", text="reads_data")
 def _reads_data(x: fx.Node) -> bool:
-    """Not what this rule itself makes: ones, in some memory order."""
+    """False for what this rule itself makes (ones, possibly permuted), so that it does not match its own result."""
     return key(x.all_input_nodes[0] if key(x) == "aten::permute" else x) != "aten::ones"
 
 
 def _saved(match: Match, made: fx.Proxy) -> fx.Proxy:
-    """A value that the backward reads and must not draw again."""
+    """Marks a value that the backward reads and must not draw again, so checkpointing saves it."""
     match.edit.set_meta(made.node, "recompute", CheckpointPolicy.MUST_SAVE)
     return made
 
 
 def _drawn(match: Match, made: fx.Proxy) -> fx.Proxy:
-    """A draw that is never repeated; nothing but what is made of it need be saved."""
+    """Clears the mark of a draw: it is never repeated, because the value made from it is saved instead."""
     match.edit.set_meta(made.node, "recompute", None)
     return made
 
 
 def _whole(match: Match, x: fx.Node, factory: Any) -> fx.Proxy:
-    """What `factory` makes in the shape and memory order of the whole value, on which the order of draws depends."""
+    """Calls `factory` with the whole value's shape and memory order; the order of draws follows the memory order."""
     value: torch.Tensor = x.meta["val"]
     strides = [size_hint(stride) for stride in torch.empty_like(value).stride()]
     order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
@@ -100,13 +101,14 @@ def draws_on_chunk(node: fx.Node) -> bool:
 
 
 class DrawByRank:
-    """The step after which no operator draws the same numbers on every rank for different chunks."""
+    """A step after which no operator draws the same numbers on different ranks for different chunks."""
 
     name = "draw_by_rank"
     seed_id = "random.draw_seed"
-    """Among the rules that made a node (`meta["fxrewrite"]`): it is a seed that each rank makes its own numbers of."""
+    """Rule id in `meta["fxrewrite"]` that marks a node as a common seed; each rank derives its own numbers from it."""
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Replaces the operators, and returns their number. Refuses one that cannot be made stateless."""
         drawn = [node for node in edit.nodes() if draws_on_chunk(node)]
         for node in drawn:
             edit.replace_uses(node, _drawn_by_rank(edit, node, SpmdContext.required(context, self.name)))
@@ -114,7 +116,7 @@ class DrawByRank:
         return len(drawn)
 
     def text(self) -> str:
-        return "what draws random numbers on a chunk draws by a generator seeded for this rank"
+        return "operators that draw on a chunk get a generator seeded for this rank"
 
 
 def _drawn_by_rank(edit: Edit, node: fx.Node, context: SpmdContext) -> fx.Node:
@@ -155,8 +157,10 @@ def _why_not_by_rank(node: fx.Node) -> str:
 
 @cache
 def by_rank(overload: OpOverload) -> OpOverload:
-    """`overload` without state: the operator of its arguments, a seed (an integer on the CPU, so that no accelerator is
-    waited for) and a rank, all positional, that draws by a generator of this seed and rank alone.
+    """Registers, once per overload, an operator equal to `overload` but stateless, and returns it.
+
+    Its arguments are those of `overload`, a seed (an integer tensor on the CPU, so that nothing waits for an
+    accelerator) and a rank, all positional. It draws from a generator of this seed and rank only.
     """
     schema = overload._schema
     name = "_".join(filter(None, (*schema.name.split("::"), schema.overload_name, "by_rank")))
@@ -229,7 +233,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Generator[None]:
-    """The default generator of the device draws from this seed, and goes on afterwards where it was."""
+    """Seeds the device's default generator for the duration of the block, and restores its state afterwards."""
     generator: torch.Generator = (
         torch.default_generator
         if device.type == "cpu"

@@ -1,6 +1,8 @@
 """Imports point down, rule sets live on what fxrewrite exports, and private torch has few doors."""
 
 import ast
+import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,19 @@ PRIVATE_TORCH = {
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
     "rules/attention/flex_operator.py": "flex attention as an operator: the public one takes no bodies and no tiles",
 }
+# What only rule sets know; `Sequence` of collections.abc is Python's.
+METHODS = re.compile(
+    r"sequence(?!matcher)|token|hidden.?state|ulysses|autosp|megatron|deepspeed|ddp|DistributedDataParallel|fsdp"
+    r"|zero[-_ ]?[123]|(data|tensor|sequence|context|expert|pipeline).?parallel",
+    re.IGNORECASE,
+)
+SAYS_METHODS = {
+    "fxrewrite/backends/data_parallel.py": "reads what torch's own data-parallel wrappers do to gradients",
+    "fxrewrite/backends/__init__.py": "exports that file",
+    "fxrewrite/ops/effects.py": "torch's `_sink_tokens`, which order effects",
+    "fxrewrite/ops/value.py": "Dynamo's `is_fsdp_module`",
+}
+PYTHONS_SEQUENCE = re.compile(r"\bSequence\b(?=[,\[]|$)")
 STABLE = (
     "torch._dynamo.mark_dynamic",  # documented for users of torch.compile
     "torch._ops",  # the classes of operators, for isinstance
@@ -158,3 +173,23 @@ def test_one_file_asks_which_torch_this_is() -> None:
         if name.startswith(("torch.__version__", "torch.version", "torch.torch_version"))
     }
     assert asking == {"fxrewrite/torch_versions.py"}
+
+
+def methods_said(path: Path) -> Iterator[str]:
+    """Lines of a file whose names, strings, docstrings or comments speak of a parallelism or of what it shards."""
+    with path.open() as lines:
+        for part in tokenize.generate_tokens(lines.readline):
+            text = PYTHONS_SEQUENCE.sub("", part.string)
+            yield from (
+                f"{path.relative_to(ROOT)}:{part.start[0] + offset}: {line.strip()}"
+                for offset, line in enumerate(text.splitlines())
+                if METHODS.search(line)
+            )
+
+
+def test_the_toolkit_knows_no_parallelism() -> None:
+    toolkit = [path for module, path in FILES.items() if module.startswith("fxrewrite")]
+    said = {str(path.relative_to(ROOT)): list(methods_said(path)) for path in toolkit}
+    wrong = [line for path, lines in said.items() if path not in SAYS_METHODS for line in lines]
+    assert not wrong, "\n".join(wrong)
+    assert not [path for path in SAYS_METHODS if not said.get(path)], "a file that no longer needs its exception"

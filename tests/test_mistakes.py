@@ -74,7 +74,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "expect a rule misspelt": (lambda: PLAN.expect("signs.drop_to"), "no rule or step 'signs.drop_to'; did you mean"),
     "a constant": (
         lambda: negate(lambda x: x * torch.ones(2)).apply(graph()),
-        r"signs.negate: a replacement used a tensor that is no value of the graph \(float32\[2\]\).*, at %neg_1",
+        r"signs.negate: a replacement used a tensor that is not a value of the graph \(float32\[2\]\).*, at %neg_1",
     ),
     "no such capture": (
         lambda: negate(lambda match: match["y"]).apply(graph()),

@@ -3,16 +3,16 @@
     strategy      the contract: when it serves a call, what it costs, and its rules
     ulysses       whole sequences of some heads on each rank, by all-to-all
     gather_kv     a rank's own queries against all keys, k and v gathered
-    ring          a rank's own queries, k and v on their way from rank to rank; or over groups of ranks
-    exchange      how values lie for a ring, and how they get there
+    ring          a rank's own queries; k and v are sent from rank to rank; or a ring over groups of ranks
+    exchange      the placement of values in a ring, and the operator that moves them there and back
     ring_kernel   the ring itself, forward and backward
     together      q, k and v in one collective
     skip          every attention but the last gives zeros, to measure memory
     choose        which strategy serves which call, and the events about it in the report
 
-What the user asked for is done or refused, else the cheapest that serves a call is taken. What a strategy does not
-rewrite, propagation does: the layout rule of attention (`rules.layouts.attention`) moves to the heads where they
-divide, and else keeps queries where they are.
+A strategy that the user requests is applied or refused; without a request, the cheapest strategy that serves a call is
+chosen. Propagation does the rest: the layout rule of attention (`rules.layouts.attention`) moves the shards to the
+heads if these divide over the axis, and otherwise leaves queries in place.
 """
 
 from functools import cache
@@ -40,7 +40,7 @@ _STRATEGIES = (ULYSSES, GATHER_KV, RING, RING_ULYSSES)
 
 @cache
 def choose_attention(asked: AttentionOption = "auto") -> RuleSet:
-    """In front of propagation: `asked` for every call, or the best for each."""
+    """Returns the rules that run before propagation: strategy `asked` for every call, or the cheapest for each."""
     return RuleSet(
         "choose_attention",
         ChooseAttention(_STRATEGIES, asked),
@@ -50,4 +50,4 @@ def choose_attention(asked: AttentionOption = "auto") -> RuleSet:
 
 
 ATTENTION_RULES = RuleSet("insert_attention_all_to_all", MoveTogether(), DescribeAttention())
-"""Behind propagation."""
+"""Runs after propagation."""

@@ -19,9 +19,10 @@ from autosp_rules.attention.strategy import (
     redistribution_of,
 )
 from autosp_rules.config import AttentionOption
+from autosp_rules.lengths import planned_size
 from autosp_rules.memory.costs import FLOPS_PER_BYTE_SENT, bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
-from fxrewrite.graph import planned_size, source_line
+from fxrewrite.graph import source_line
 from fxrewrite.spmd import Axis, Shard, SpmdContext, layout_of, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 
@@ -29,10 +30,11 @@ __all__ = ["AttentionRuns", "ChooseAttention", "DescribeAttention"]
 
 
 class ChooseAttention:
-    """The step that chooses a strategy for every attention of the graph.
+    """A step that chooses a strategy for every attention of the graph.
 
-    The one that the user asked for; else the one that costs least: the bytes that a rank sends, forward and backward,
-    as the operations that take as long, and the operations of the busiest rank. Of equals the first, which is ulysses.
+    That is the strategy that the user requested, or else the one with the least estimated time: bytes that a rank
+    sends, forward and backward, converted to FLOPs, plus the FLOPs of the busiest rank. Of equals the first, ulysses,
+    wins.
     """
 
     name = "choose_strategy"
@@ -42,6 +44,7 @@ class ChooseAttention:
         self._asked = asked
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Stores a choice for every attention, or refuses the requested strategy. Changes no node."""
         axis = SpmdContext.required(context, self.name).axis
         for node in attentions(edit.nodes()):
             choose(edit, node, self._choice(node, AttentionCall.of(node), axis))
@@ -78,19 +81,20 @@ class ChooseAttention:
 
     def text(self) -> str:
         names = ", ".join(self._strategies)
-        return f"for each attention the cheapest that serves it, or as asked ({self._asked}): {names}"
+        return f"the cheapest strategy that serves each attention, or the requested one ({self._asked}): {names}"
 
 
 def _time(cost: Cost, longer: float) -> float:
-    """In operations by token: as many as take as long as sending the bytes, and those of the busiest rank.
+    """Returns the estimated time in FLOPs per token: communication converted by the machine's FLOPs-per-byte ratio,
+    plus the compute of the busiest rank.
 
-    In a sequence `longer` times as long, a token sends as much and computes so many times as much.
+    In a sequence `longer` times as long, a token sends as much but computes `longer` times as much.
     """
     return (cost.forward + cost.backward) * FLOPS_PER_BYTE_SENT + _PASSES * cost.flops * longer
 
 
 _PASSES = 3.5
-"""Operations of forward and backward, in those of the forward."""
+"""FLOPs of forward and backward in units of the forward: flash attention has 2 products forward and 5 backward."""
 
 
 def _priced(cost: Cost, chosen: Cost) -> str:
@@ -120,18 +124,19 @@ class AttentionRuns(Event, frozen=True):
 
 
 class DescribeAttention:
-    """The step that reports what runs how, once layouts are known."""
+    """A step that reports how every attention runs, once placements are known."""
 
     name = "describe_attention"
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Adds a line to the report for every kind of call. Changes no node."""
         axis = SpmdContext.required(context, self.name).axis
         alike: dict[tuple[str, str, int, str], list[fx.Node]] = {}
         for node in edit.nodes():
             layout, choice = layout_of(node), choice_of(node)
             if isinstance(layout, Shard) and choice is not None:
                 how = _how(node, layout) if choice.sent is None else choice.strategy
-                why = choice.why if how == choice.strategy else "fewer bytes travel so"
+                why = choice.why if how == choice.strategy else "it sends fewer bytes"
                 sent = _bytes_sent(node, axis) if choice.sent is None else choice.sent
                 alike.setdefault((how, why, sent, choice.others), []).append(node)
         for (strategy, why, sent, others), (first, *more) in alike.items():
@@ -152,15 +157,15 @@ class DescribeAttention:
 
 
 def _how(node: fx.Node, layout: Shard) -> str:
-    """The strategy by which a call runs, told by where its result [..., H, S, D] is sharded."""
+    """Returns the strategy of a call, which follows from the sharded dimension of its result [..., H, S, D]."""
     from_behind = layout.dim - node.meta["val"].dim()
     return {-2: "gather_kv", -3: "ulysses"}.get(from_behind, "by the batch")
 
 
 def _bytes_sent(node: fx.Node, axis: Axis) -> int:
-    """Bytes that a rank sends to bring q, k and v to a call, and its result back."""
+    """Returns how many bytes a rank sends to move q, k and v to a call, and its result back."""
     q, k, v = (redistribution_of(operand) for operand in node.args[:3])
     moves: list[tuple[fx.Node, Any, Any]] = [(n, n.args[1], n.args[2]) for n in {q, k, v} if n is not None]
-    if q is not None:  # the result goes back the way that q came
+    if q is not None:  # the result is moved back as q was moved
         moves.append((node, q.args[2], q.args[1]))
     return round(sum(redistribution_bytes(bytes_of(x, size_hint), src, dst, axis.size) for x, src, dst in moves))

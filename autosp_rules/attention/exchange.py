@@ -1,14 +1,14 @@
-"""How queries, keys and values lie for a ring, and the operator that brings them there and back.
+"""The placement of queries, keys and values in a ring, and the operator that moves them there and back.
 
-    exchange([q, k, v], ...)          ->  what a rank has of them in the ring
+    exchange([q, k, v], ...)          ->  this rank's part of each in the ring
     exchange([out], ..., back=True)   ->  the rank's own rows again
 
-P ranks are R groups of U. In a group ranks trade rows for heads (Ulysses), so that each has the rows of its group and a
-U-th of the heads. Over the R groups halves of these rows are traded so that causal work is equal (zigzag): of 2R halves
-group g gets g, which reads the least of keys, and 2R - 1 - g, which reads the most.
-Shapes: [B, H, S / P, D] -> [B, H / U, S / R, D], for each value; what goes to a rank goes at once.
-Numerics: exact; the backward is the exchange the other way. Every size that differs between ranks is arithmetic on the
-rank's number, so that the body runs on simulated ranks as well.
+P ranks are R groups of U. Within a group, ranks trade rows for heads (Ulysses), so that each has the rows of its group
+and one U-th of the heads. Over the R groups, halves of these rows are traded so that causal work is equal (zigzag): of
+2R halves, group g gets half g, which reads few keys, and half 2R - 1 - g, which reads many.
+Shapes: [B, H, S / P, D] -> [B, H / U, S / R, D], for each value; all values for one rank are sent together.
+Numerics: exact; the backward is the exchange in the other direction. Every size that differs between ranks is computed
+from the rank's number, so that the body runs on simulated ranks as well.
 Source: USP (arXiv 2405.07719); zigzag: Llama 3 (arXiv 2407.21783, section 3.3.2).
 """
 
@@ -27,12 +27,12 @@ __all__ = ["EXCHANGE", "PLACE", "Ring", "exchange", "send"]
 
 
 PLACE = "SymInt rank, int num_ranks, int per_group, bool zigzag, str group"
-"""The fields of `Ring`, in the schema of an operator."""
+"""The fields of `Ring` in the schema of an operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A rank's place: P = `num_ranks` ranks as rings over groups of `per_group`; `zigzag` halves, if R > 1."""
+    """A rank's position: P = `num_ranks` ranks in rings over groups of `per_group`; `zigzag` trades halves if R > 1."""
 
     rank: Any
     num_ranks: int
@@ -42,20 +42,21 @@ class Ring:
 
     @property
     def num_groups(self) -> int:
+        """R, the number of groups, which is the length of a ring."""
         return self.num_ranks // self.per_group
 
     @property
     def group(self) -> Any:
-        """The number of the rank's group, its place in the ring."""
+        """The number of the rank's group, which is its position in the ring."""
         return self.rank // self.per_group
 
     @property
     def member(self) -> Any:
-        """The rank's number in its group, and that of the ring that it is part of."""
+        """The rank's number in its group, which is the number of its ring."""
         return self.rank % self.per_group
 
     def to(self, groups: Sequence[Any]) -> list[Any]:
-        """How many pieces go to each rank when one goes to each of these groups of the same ring."""
+        """Returns how many pieces each rank gets if each of these groups, in the same ring, gets one."""
         return [
             sum(_is(group, other // self.per_group) for group in groups) * _is(self.member, other % self.per_group)
             for other in range(self.num_ranks)
@@ -63,18 +64,18 @@ class Ring:
 
 
 def _is(a: Any, b: int) -> Any:
-    """1 where the numbers are equal, else 0."""
+    """Returns 1 if the numbers are equal, else 0, by arithmetic that also works on a symbolic rank."""
     difference = a - b
     return torch.sym_min(difference * difference, 1) * -1 + 1
 
 
 def send(pieces: torch.Tensor, ring: Ring, sent: Sequence[Any], received: Sequence[Any]) -> torch.Tensor:
-    """The pieces [n, ...] on their way, `sent[i]` of them to rank i and `received[i]` from it; to be waited for."""
+    """Starts to send the pieces [n, ...]: `sent[i]` to rank i, `received[i]` from it; the caller must wait."""
     return COLLECTIVES["all_to_all"](pieces.contiguous(), list(received), list(sent), ring.process_group)
 
 
 def _traded(values: Sequence[torch.Tensor], ring: Ring, sent: Sequence[Any], received: Sequence[Any]) -> Any:
-    """The values [n, ...], piece by piece, in one collective."""
+    """Trades the values [n, ...] piece by piece, in one collective."""
     rows = [x.reshape(x.shape[0], -1) for x in values]
     came = COLLECTIVES["wait"](send(torch.cat(rows, 1), ring, sent, received))
     parts = came.split([row.shape[1] for row in rows], 1)
@@ -96,12 +97,12 @@ def _rows_for_heads(values: Sequence[torch.Tensor], ring: Ring) -> list[torch.Te
 
 
 def _zigzag(values: Sequence[torch.Tensor], ring: Ring, *, back: bool) -> list[torch.Tensor]:
-    """Halves 2g and 2g + 1 of the rows for halves g and 2R - 1 - g, or back."""
+    """Trades halves 2g and 2g + 1 of the rows for halves g and 2R - 1 - g, or back."""
     group, last = ring.group, 2 * ring.num_groups - 1
     own, other = group * 2, group * 2 + 1
     sent = ring.to([torch.sym_min(half, half * -1 + last) for half in (own, other)])
     received = ring.to([group // 2, (group * -1 + last) // 2])
-    turned = own // ring.num_groups  # in the upper half of the groups the later half goes to the earlier group
+    turned = own // ring.num_groups  # in the upper half of the groups, the second half goes to the lower group
     cut = [x.unflatten(2, (2, -1)).movedim(2, 0) for x in values]
     if back:
         traded = [torch.roll(x, turned, 0) for x in _traded(cut, ring, received, sent)]
@@ -111,11 +112,11 @@ def _zigzag(values: Sequence[torch.Tensor], ring: Ring, *, back: bool) -> list[t
 
 
 def _exchange(values: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
-    """The values as the ring has them, or `back` as each rank has its rows; see the shapes of this module.
+    """Moves the values to their placement in the ring, or `back` to each rank's own rows; see the shapes above.
 
     Args:
-        values: of one batch and number of rows.
-        how: the place in the ring, see `Ring`, and `back`.
+        values: with the same batch size and number of rows.
+        how: the position in the ring, see `Ring`, and `back`.
     """
     *place, back = how
     ring, found = Ring(*place), list(values)
@@ -125,7 +126,7 @@ def _exchange(values: Sequence[torch.Tensor], *how: Any) -> list[torch.Tensor]:
         found = _zigzag(found, ring, back=back)
     if back and ring.per_group > 1:
         found = _rows_for_heads(found, ring)
-    return [x.clone(memory_format=torch.contiguous_format) for x in found]  # the parts of what came share memory
+    return [x.clone(memory_format=torch.contiguous_format) for x in found]  # received parts share memory
 
 
 exchange = torch.library.custom_op(
@@ -154,4 +155,4 @@ def _gradients(ctx: Any, given: list[torch.Tensor]) -> tuple[Any, ...]:
 
 exchange.register_autograd(_gradients, setup_context=_save)
 EXCHANGE = torch.ops.autosp.exchange.default
-"""The operator of `exchange`, as graphs call it."""
+"""The registered operator of `exchange`; graphs call this."""

@@ -1,11 +1,11 @@
-"""Attention with queries where they are, and k and v gathered: for any number of heads.
+"""Attention of sharded queries to gathered k and v, for any number of heads.
 
     attention(q, k, v, is_causal=True)  ->  attention(q, k, v, arange(L)[:, None] >= arange(S))
 
-Every rank attends from its own rows of q to all keys, which propagation does by itself where the heads do not divide
-over the axis; where it is chosen although they do, the gathers are written out. `is_causal` counts a rank's
-rows from 0, so the mask that it means is written out: over global positions, of which a rank computes its rows alone,
-[L / P, S] bools. A mask that is given is sliced by rows, or computed by rows.
+Every rank attends from its own rows of q to all keys. Propagation does that by itself if the heads do not divide over
+the axis; if this strategy is chosen although they do, the rule inserts the gathers. `is_causal` counts a rank's rows
+from 0, so it becomes an explicit mask over global positions, of which a rank computes only its rows, [L / P, S] bools.
+A mask that the model has is sliced by rows, or computed per row.
 Numerics: reassociates; a kernel that takes a mask may sum in another order.
 Source: PyTorch, torch/nn/functional.py (scaled_dot_product_attention says what is_causal means).
 """
@@ -61,14 +61,14 @@ def _why_not(call: AttentionCall, axis: Axis) -> str:
 
 
 def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
-    """Propagation gathers where the heads do not divide, or moves to a batch where that is cheaper."""
+    """If heads do not divide, propagation itself gathers k and v, or moves the shards to the batch if cheaper."""
     if asked or divides(call.heads, axis):
         return Choice("gather_kv", "", gather_keys.id)
     return Choice("gather_kv", "", causal_to_mask.id if call.is_causal else "")
 
 
 def _cost(call: AttentionCall, axis: Axis) -> Cost:
-    """The last rank has the rows that read the most keys."""
+    """Returns the cost; the last rank is busiest, because its rows read the most keys."""
     sent = redistribution_bytes(call.kv_bytes(), Shard(-2), Replicated(), axis.size)
     busiest = (2 - 1 / axis.size) if call.hides_later_keys else 1
     return Cost(sent, sent, busiest * call.flops / axis.size)

@@ -1,18 +1,18 @@
-"""Attention over a ring: every rank keeps its rows of q, and keys travel; alone, or over groups that share the heads.
+"""Attention over a ring: every rank keeps its rows of q, and keys are sent around; or over groups that share the heads.
 
     attention(q, k, v, mask, sinks)  ->  attend_over_ring(q, k, v, leaves, mask, sinks)       before propagation
     attend_over_ring(...)            ->  exchange(ring_attention(exchange(q, k, v, sinks)))   on local shapes
 
-`ring` serves any number of heads, with k and v as they are before they are repeated, holds one chunk of k and v where
-gather_kv holds them whole, and balances causal work. `ring_ulysses` takes P = R x U ranks as R groups of U: all-to-all
-over the heads in a group, a ring over the groups, so that P may exceed the number of heads; U is the largest divisor of
-P below P that divides the heads. A mask is taken as an expression of rows and columns (`rules.masks.reading`),
-is_causal as the comparison of their positions. Where P does not divide the length, the mask also hides the padding of
-the last chunks; where groups have an odd number of rows, halves cannot be traded, and the last group does most of
-causal work. Sinks stay with the rows of q; each row's takes its share once, after all keys came.
+`ring` serves any number of heads and takes k and v before they are repeated. It holds one chunk of k and v where
+gather_kv holds all of them, and balances causal work. `ring_ulysses` treats P = R x U ranks as R groups of U:
+all-to-all over the heads within a group, a ring over the groups, so that P may exceed the number of heads; U is the
+largest divisor of P below P that divides the heads. The mask must be an expression of rows and columns
+(`rules.masks.reading`); is_causal becomes the comparison of their positions. If P does not divide the length, the mask
+also hides the padding of the last chunks. If groups have an odd number of rows, halves cannot be traded, and the last
+group does most of the causal work. Sinks stay with the rows of q; each row includes its sink once, after all keys.
 Refuses, in these words: "q has rank 3"; "queries and keys have lengths 16 and 24"; "dropout draws in the scores";
-without sinks "the mask is added to the scores"; "5 heads are no multiple of 2 kv heads"; why a mask cannot be read; "3
-ranks cannot be split into two or more groups of two or more that share 4 heads". Then another strategy serves.
+without sinks "the mask is added to the scores"; "5 heads are not a multiple of 2 kv heads"; why a mask cannot be read;
+"3 ranks cannot be split into two or more groups of two or more that share 4 heads". Then another strategy is chosen.
 Numerics: reassociates; rows that keep no key are 0, as from the operator.
 Source: Ring Attention (arXiv 2310.01889), USP (arXiv 2405.07719).
 """
@@ -83,7 +83,7 @@ def attend_over_ring(
     per_group: int,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention, on whole values; sharded on the sequence it becomes a ring over groups of `per_group` ranks."""
+    """Attention on whole values; sharded on the sequence, it is lowered to a ring over groups of `per_group` ranks."""
     return attention_by_rows(q, k, v, leaves, mask, scale, sinks)[0]
 
 
@@ -120,7 +120,7 @@ def _to_ring(name: str) -> Rule:
 
 
 def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy], str, MaskKind | None]:
-    """What may be attended to: the leaves, the expression of them, and what it means."""
+    """Returns the mask as leaves, expression and meaning."""
     if is_causal:
         q, k = (match[name].meta["val"] for name in "qk")
         columns, rows = (
@@ -133,7 +133,7 @@ def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy
     read = read_mask(mask.node)
     assert not isinstance(read, str), "a ring is chosen for masks that can be read"
     text = read.text
-    if mask.dtype != torch.bool:  # beside sinks so low a number hides, which -inf says of a part of the keys too
+    if mask.dtype != torch.bool:  # with sinks so low a number hides; -inf says so for parts of the keys too
         text = f"where(gt({text}, {torch.finfo(mask.dtype).min / 2}), {text}, -inf)"
     return read.leaves(match), text, kind_of(mask.node)
 
@@ -194,7 +194,7 @@ def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float
 
 
 def _without_padding(match: Match, leaves: Any, mask: str, held: Size) -> tuple[list[fx.Proxy], str]:
-    """The mask over all `held` rows and columns, of which those behind the length are padding, that no row keeps."""
+    """Extends the mask to all `held` rows and columns; those beyond the length are padding, which no row keeps."""
     device, length = match["q"].meta["val"].device, global_shape(match["q"])[2]
     nodes = entry_nodes(match.edit, SpmdContext.required(match.context, lower_ring.id).axis)
     entries = match.proxy(nodes.of_all_chunks(length, device))
@@ -217,7 +217,7 @@ def _without_padding(match: Match, leaves: Any, mask: str, held: Size) -> tuple[
 
 
 def _moved(match: Match, values: list[Any], how: tuple[Any, ...], *, back: bool) -> list[Any]:
-    """The values as the ring has them, or back."""
+    """Moves the values to their placement in the ring, or back."""
     moved = match.call(EXCHANGE, values, *how, back)
     _, _, per_group, zigzag, _ = how
     held = sum(_bytes(x) for x in values)
@@ -227,7 +227,7 @@ def _moved(match: Match, values: list[Any], how: tuple[Any, ...], *, back: bool)
 
 
 def _sends_of_ring(k: Any, v: Any, num_groups: int) -> Sends:
-    """k and v go to the others forward; in the backward too, and their gradients home, in float32 at least."""
+    """k and v go to all other groups forward, and again in the backward, where their gradients return in float32."""
     chunk, size = _bytes(k) + _bytes(v), k.node.meta["val"].element_size()
     forward = round(collective_bytes("all_gather", chunk, num_groups))
     return Sends("ring", forward, forward + num_groups * chunk * max(4, size) // size)
@@ -247,7 +247,7 @@ RING_RULES = RuleSet("lower_ring", lower_ring, needs=(LOCAL_SHAPES,), precedes=(
 
 
 def _why_no_ring(call: AttentionCall, axis: Axis) -> str:
-    """What a ring of any kind cannot do."""
+    """Says why no kind of ring can serve the call; empty if one can."""
     length, num_keys = call.q.shape[-2], call.k.shape[-2]
     heads, kv_heads = (size_hint(n) for n in (call.heads, call.kv_heads))
     if any(x.dim() != 4 for x in (call.q, call.k, call.v)):
@@ -257,7 +257,7 @@ def _why_no_ring(call: AttentionCall, axis: Axis) -> str:
     if not is_same_size(length, num_keys):
         return f"queries and keys have lengths {size_hint(length)} and {size_hint(num_keys)}"
     if heads % kv_heads or not is_same_size(call.v.shape[1], call.kv_heads):
-        return f"{heads} heads are no multiple of {kv_heads} kv heads"
+        return f"{heads} heads are not a multiple of {kv_heads} kv heads"
     return f"dropout draws in the scores (p = {call.dropout_p})" if call.dropout_p else _why_no_mask(call)
 
 
@@ -278,27 +278,28 @@ def _why_no_groups(call: AttentionCall, axis: Axis) -> str:
 
 
 def _per_group(heads: int, num_ranks: int) -> int:
-    """The most ranks, less than all, that can share the heads; 1 where none can."""
+    """Returns the largest number of ranks, fewer than all, that can share the heads; 1 if there is none."""
     return max((u for u in range(1, num_ranks) if num_ranks % u == 0 and heads % u == 0), default=1)
 
 
 def _halves(call: AttentionCall, axis: Axis, per_group: int) -> str:
-    """Whether groups trade halves of rows: "none" without a mask, "traded", or "odd" where rows have no halves."""
+    """Returns whether groups trade halves of rows: "none" without a mask, "traded", or "odd" if rows have no halves."""
     if not call.is_causal and call.mask is None:
         return "none"
     return "odd" if _rows(call, axis) * per_group % 2 else "traded"
 
 
 def _rows(call: AttentionCall, axis: Axis) -> int:
-    """Of a rank, with padding."""
+    """Rows per rank, padding included."""
     return -(-size_hint(call.q.shape[2]) // axis.size)
 
 
 def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Cost:
-    """Keys of a group go round; q, k, v and the result go to where the ring has them, and dk and dv back in float32."""
+    """Returns the cost: keys of a group go around the ring, q, k, v and the result are exchanged, dk and dv return in
+    float32."""
     num_groups, heads = axis.size // per_group, math.lcm(size_hint(call.kv_heads), per_group)
     share, halves = _rows(call, axis) / size_hint(call.q.shape[2]), _halves(call, axis, per_group)
-    qo, chunk = call.qo_bytes * share, call.kv_bytes(heads) * share  # of a group's more rows, and fewer heads
+    qo, chunk = call.qo_bytes * share, call.kv_bytes(heads) * share  # U times the rows, 1 / U of the heads
     to_heads = collective_bytes("all_to_all", qo + chunk, per_group)
     to_halves = qo + chunk if halves == "traded" else 0
     wide = max(4, call.q.element_size()) / call.q.element_size()

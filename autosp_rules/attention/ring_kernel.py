@@ -1,13 +1,13 @@
-"""Ring attention: keys and values travel from rank to rank, and what each rank reads of them is merged.
+"""Ring attention: keys and values are sent from rank to rank, and each rank merges the results of its queries.
 
-    for each of R groups: send k, v to the next; attend to those at hand; merge by logsumexp; take those that came
+    for each of R groups: send k, v to the next; attend to the present ones; merge by logsumexp; receive the next
 
-The transfer of the next k and v starts before the present ones are read. Where no kernel reads them, scores are held of
-a block of rows at a time. Of a mask a rank computes the blocks of its own rows, from leaves that are whole on every
-rank; keys that it hides from a block of rows are left out.
-Kept for the backward: q, k, v and the sinks of a rank's own rows, the result, its logsumexp. In it dk and dv travel
-along with k and v, and one step further, home. They and dq are summed over the steps in float32 at least, and rounded
-at the end; what the kernel for CPUs adds in a step it has rounded itself.
+The transfer of the next k and v starts before the present ones are read. If no kernel reads them, scores are computed
+for a block of rows at a time. A rank computes the blocks of the mask for its own rows from leaves that are replicated;
+keys that the mask hides from a whole block of rows are skipped.
+The backward saves q, k, v and the sinks of a rank's own rows, the result and its logsumexp. There dk and dv are sent
+along with k and v, and one step further, to their owner. They and dq are summed over the steps in at least float32, and
+rounded at the end; the CPU kernel itself rounds what it adds in each step.
 Shapes: as `exchange` gives them, q [B, H / U, S / R, E], k [B, KV / U, S / R, E], v [B, KV / U, S / R, D].
 Numerics: reassociates; sums over keys are sums over blocks of keys.
 Source: Ring Attention (arXiv 2310.01889); PyTorch, torch/distributed/tensor/experimental/_context_parallel.
@@ -30,7 +30,7 @@ __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
 
 
 def _to_next(values: Sequence[torch.Tensor], ring: Ring) -> torch.Tensor:
-    """The values on their way to the next group of the ring, in one piece."""
+    """Starts to send the values to the next group of the ring, in one piece."""
     ahead, behind = ((ring.group + step) % ring.num_groups for step in (1, ring.num_groups - 1))
     return send(torch.cat([x.reshape(1, -1) for x in values], 1), ring, ring.to([ahead]), ring.to([behind]))
 
@@ -41,7 +41,7 @@ def _arrived(sent: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 def _of_group(leaf: torch.Tensor, dim: int, group: Any, ring: Ring) -> torch.Tensor:
-    """What a group has of the rows or columns of a leaf, in its order."""
+    """Returns a group's rows or columns of a leaf, in the group's order."""
     if leaf.dim() < -dim or leaf.shape[dim] == 1:
         return leaf
     if not ring.zigzag:
@@ -68,21 +68,24 @@ def _attend(
     sinks: torch.Tensor | None,
     *place: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a rank's queries read from all keys, and the logsumexp of their scores, which has no gradient.
+    """Returns the attention of a rank's queries to all keys, and the logsumexp of their scores, without a gradient.
 
     Args:
         q, k, v: of a rank in the ring; see the shapes of this module.
         leaves: of the mask, for all rows, columns and heads; they broadcast to [B, H, S, S].
-        mask: an expression of them, as `rules.masks.expressions` reads it; "" hides nothing. It is bool, or there are
-            sinks: a row whose keys are all hidden by one finite number attends to all alike, which parts cannot tell.
-        scale: of the scores.
-        sinks: a score more for each row of q, [B, H / U, S / R, 1], of a key whose value is 0; it is in the logsumexp.
-        place: in the ring; see `autosp_rules.attention.exchange.Ring`.
+        mask: an expression of them, as `rules.masks.expressions` reads it; "" hides nothing. It must be bool, or there
+            must be sinks: a row whose keys are all hidden by one finite number attends to all of them equally, but
+            parts of the keys do not show that.
+        scale: factor of the scores.
+        sinks: an additional score for each row of q, [B, H / U, S / R, 1], of a key whose value is 0; the logsumexp
+            includes it.
+        place: position in the ring; see `autosp_rules.attention.exchange.Ring`.
     """
     ring = Ring(*place)
     own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
     found: tuple[torch.Tensor, torch.Tensor] | None = None
     held = [k, v]
+    # Step s attends to the keys of group g - s, while the keys of the next step arrive.
     for step in range(ring.num_groups):
         coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
         source = (ring.group + (ring.num_groups - step)) % ring.num_groups
@@ -110,10 +113,11 @@ def _gradients_of(
     scale: float,
     *place: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of a rank's q, k and v."""
+    """Returns the gradients of a rank's q, k and v."""
     ring = Ring(*place)
     own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
     held, dq, home = [k, v], torch.zeros_like(q, dtype=lse.dtype), None
+    # The gradients of a chunk follow it around the ring; each group adds its part and sends them on.
     for step in range(ring.num_groups):
         coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
         source = (ring.group + (ring.num_groups - step)) % ring.num_groups
@@ -127,7 +131,8 @@ def _gradients_of(
             held = _arrived(coming, held)
     assert home is not None, "a ring has a group"
     dk, dv = _arrived(home, [k, v])
-    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)  # what came is one piece of memory
+    # dk and dv arrived in one piece of memory, so they are copied.
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
 _MASK = "Tensor[] leaves, str mask, float scale"
@@ -176,4 +181,4 @@ def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 ring_attention.register_autograd(_gradients, setup_context=_save)
 RING_ATTENTION = torch.ops.autosp.ring_attention.default
-"""The operator of `ring_attention`, as graphs call it."""
+"""The registered operator of `ring_attention`; graphs call this."""

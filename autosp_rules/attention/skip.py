@@ -1,11 +1,11 @@
-"""Every attention but the last computes nothing: to measure whether a length fits into memory, in a part of the time.
+"""Every attention but the last computes nothing, to measure in less time whether a length fits into memory.
 
     attention(q, k, v, ...)  ->  skipped_attention(q, k, v)
 
-Matches the last form of every kind of attention, on local shapes and behind everything else: what is sent to and from a
-call is sent, and what layers keep is kept, by the tags of the call. Only what a ring sends inside a call is not.
-For the backward q, k, v, the result and its logsumexp are kept, as attention keeps them; masks are not.
-Refuses a call whose result does not have the dimensions of q, and leaves it.
+Matches the final form of every kind of attention, on local shapes and after all other rules. Communication before and
+after a call is kept, and so is what layers save, by the tags of the call. Only what a ring sends inside a call is not
+sent. The backward saves q, k, v, the result and its logsumexp, as attention does; masks are not saved.
+A call whose result does not have the dimensions of q is left alone.
 Shapes: q [..., H, S, E], k [..., KV, T, E], v [..., KV, T, D] -> out [..., H, S, D], lse [..., H, S].
 Numerics: none; results and gradients are not the model's, and the report says so first.
 Source: DeepSpeed, deepspeed/runtime/sequence_parallel/ulysses_sp.py (skip_all_but_last_attention_debug_mode).
@@ -30,9 +30,9 @@ __all__ = ["SKIP_ALL_BUT_LAST", "AttentionSkipped"]
 
 @torch.library.custom_op("autosp::skipped_attention", mutates_args=())
 def skipped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros where attention has its result and the logsumexp of its scores; see the shapes of this module."""
+    """Returns zeros in the shapes of attention's result and the logsumexp of its scores; see the shapes above."""
     *outer, length, _ = q.shape
-    out = q.new_zeros(*outer[:-1], length, *outer[-1:], v.shape[-1])  # heads behind rows, as attention leaves them
+    out = q.new_zeros(*outer[:-1], length, *outer[-1:], v.shape[-1])  # strides as attention's: heads follow rows
     return out.transpose(-3, -2) if outer else out, q.new_zeros(q.shape[:-1], dtype=lse_dtype(q.dtype))
 
 
@@ -40,7 +40,7 @@ def skipped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tupl
 def skipped_attention_backward(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Zeros where attention has the gradients of q, k and v."""
+    """Returns zeros in the shapes of the gradients of q, k and v."""
     return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
 
@@ -82,11 +82,12 @@ class AttentionSkipped(Event, frozen=True):
 
 
 class SkipAllButLast:
-    """The step that puts `skipped_attention` in place of every attention but the last of the graph."""
+    """A step that replaces every attention of the graph but the last by `skipped_attention`."""
 
     name = "skip_all_but_last_attention"
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Replaces the attentions, puts a warning first in the report, and returns how many were replaced."""
         attentions = [node for node in edit.nodes() if key(node) in ATTENTION]
         skipped = [node for node in attentions[:-1] if _is_like_q(node)]
         for node in skipped:
@@ -99,11 +100,11 @@ class SkipAllButLast:
         return len(skipped)
 
     def text(self) -> str:
-        return "every attention but the last gives zeros"
+        return "every attention but the last returns zeros"
 
 
 def _is_like_q(node: fx.Node) -> bool:
-    """Whether the result has the dimensions of q but for the last."""
+    """Whether the result has the dimensions of q, except the last."""
     value: Any = node.meta["val"]
     out = value if isinstance(value, torch.Tensor) else value[0]
     q: Any = node.all_input_nodes[0].meta["val"]

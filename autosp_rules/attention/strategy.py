@@ -1,4 +1,4 @@
-"""What every way to run attention over a sharded sequence offers: when it can, what it costs, the rules that it needs.
+"""The contract of strategies for attention over a sharded sequence: when one can serve a call, its cost, its rules.
 
 A strategy is chosen for each call before layouts are propagated, from shapes and the axis alone. The choice is a fact
 of the call, which the strategy's rules read.
@@ -48,10 +48,11 @@ class AttentionCall:
     enable_gqa: bool
     hides_later_keys: bool
     flops: float
-    """Of one device, forward, without what a causal mask hides."""
+    """FLOPs of the call on one device, forward, without what a causal mask hides."""
 
     @staticmethod
     def of(node: fx.Node) -> AttentionCall:
+        """Reads the operands and options of a call of `rules.attention.operator.ATTEND`."""
         q, k, v, mask, sinks, dropout_p, is_causal, _, enable_gqa = bind(node).values()
         q, k, v = (x.meta["val"] for x in (q, k, v))
         hides, flops = hides_later_keys(node), attention_flops(node, size_hint)
@@ -59,31 +60,34 @@ class AttentionCall:
 
     @property
     def heads(self) -> Size:
+        """Number of query heads; 1 for operands without heads."""
         return self.q.shape[-3] if self.q.dim() > 2 else 1
 
     @property
     def kv_heads(self) -> Size:
+        """Number of key heads before repeating; 1 for operands without heads."""
         return self.k.shape[-3] if self.k.dim() > 2 else 1
 
     @property
     def result_numel(self) -> int:
+        """Number of entries of the result, at the traced size."""
         return size_hint(self.q.numel()) // size_hint(self.q.shape[-1]) * size_hint(self.v.shape[-1])
 
     def kv_bytes(self, heads: int | None = None) -> float:
-        """k and v, whole; with so many heads."""
+        """Bytes of whole k and v, if they had `heads` heads."""
         repeats = 1 if heads is None else heads / size_hint(self.kv_heads)
         return repeats * self.q.element_size() * (size_hint(self.k.numel()) + size_hint(self.v.numel()))
 
     @property
     def qo_bytes(self) -> float:
-        """q, the result, and sinks if there are any, whole."""
+        """Bytes of whole q and result, and of sinks if there are any."""
         sinks = 0 if self.sinks is None else size_hint(self.sinks.meta["val"].numel())
         return self.q.element_size() * (size_hint(self.q.numel()) + self.result_numel + sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a call costs: bytes that a rank sends, forward and backward, and operations of the busiest rank, forward."""
+    """Cost of a call: bytes that a rank sends, forward and backward, and forward FLOPs of the busiest rank."""
 
     forward: float
     backward: float
@@ -92,15 +96,15 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A strategy for one call, why it was chosen, and the id of the rule that the call must go through first."""
+    """A strategy for one call, why it was chosen, and the id of the rule that must rewrite the call first."""
 
     strategy: str
     why: str
     rewrite: str = ""
     others: str = ""
-    """What the other strategies would cost, or why they cannot."""
+    """What the other strategies would cost, or why they cannot serve the call."""
     sent: int | None = None
-    """Bytes that a rank sends forward, where no redistribution shows them."""
+    """Bytes that a rank sends forward, if no redistribution shows them."""
 
 
 CHOICE = Fact[Choice]("attention choice")
@@ -113,21 +117,21 @@ class AttentionStrategy:
 
     name: str
     why_not: Callable[[AttentionCall, Axis], str]
-    """Why it cannot serve a call; nothing where it can."""
+    """Says why the strategy cannot serve a call; empty if it can."""
     choose: Callable[[AttentionCall, Axis, bool], Choice]
-    """The choice of it, for a call that it serves; the last argument is whether the user asked for it."""
+    """Returns the choice of this strategy for a call that it serves; the bool says whether the user requested it."""
     cost: Callable[[AttentionCall, Axis], Cost]
     rules: tuple[Rule, ...] = ()
-    """In front of propagation, on calls whose choice asks for them."""
+    """Rules that run before propagation, on calls whose choice needs them."""
 
 
 def redistribution_of(operand: Any) -> fx.Node | None:
-    """The move in front of an attention's operand; None where it does not move."""
+    """Returns the redistribution that produces an attention's operand, or None."""
     return operand if operand.target is redistribute else None
 
 
 def divides(count: Size, axis: Axis) -> bool:
-    """Whether as many heads divide over the axis."""
+    """Whether that many heads divide over the axis."""
     return require_divisible(count, axis.size)
 
 
@@ -142,7 +146,7 @@ def choose(edit: Edit, node: fx.Node, choice: Choice) -> None:
 
 
 def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:
-    """The call that a strategy's rule made of the matched one, under the same choice, which is now fulfilled."""
+    """Copies the matched call's choice to its replacement, and marks the pending rewrite as done."""
     choice = choice_of(match.root)
     assert choice is not None, "rules of a strategy match chosen calls"
     choose(match.edit, attended.node, replace(choice, rewrite=""))
@@ -150,7 +154,7 @@ def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:
 
 
 def needs(rewrite: str) -> Constraint:
-    """Whether what was chosen for the call asks for this rule."""
+    """Whether the call's choice requires this rule."""
 
     @where.predicate("root", text=f"needs[{rewrite}]")
     def asks(root: fx.Node) -> bool:

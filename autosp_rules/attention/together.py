@@ -1,9 +1,9 @@
-"""What is moved to an attention travels together: q, k and v in one all-to-all, or k and v in one all-gather.
+"""Coalesces the redistributions of an attention's operands: q, k and v in one all-to-all, or k and v in one all-gather.
 
     sdpa(redistribute(q), redistribute(k), redistribute(v))
     ->  a, b, c = bundle([q, k, v]);  sdpa(redistribute(a), redistribute(b), redistribute(c))
 
-A value that is read before all are there, as k that another layer attends to as well, travels alone.
+A value with a user before all others are computed, such as k that another layer attends to as well, is sent alone.
 Numerics: exact.
 """
 
@@ -25,11 +25,12 @@ __all__ = ["MoveTogether"]
 
 
 class MoveTogether:
-    """The step that puts a bundle in front of the redistributions of each attention's operands."""
+    """A step that coalesces the redistributions of each attention's operands by a `bundle`."""
 
     name = "autosp.move_together"
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        """Coalesces redistributions, and returns the number of new bundles."""
         SpmdContext.required(context, self.name)
         position = {node: number for number, node in enumerate(edit.nodes())}
         writes = [number for node, number in position.items() if mutates(node)]
@@ -40,7 +41,8 @@ class MoveTogether:
         return changes
 
     def _bundle(self, edit: Edit, moved: list[fx.Node], position: dict[fx.Node, int], writes: list[int]) -> int:
-        moved = [node for node in moved if node in position]  # of another bundle are those that were made here
+        moved = [node for node in moved if node in position]  # nodes made here belong to another bundle
+        # The collective runs after the last value is computed, so no user may come earlier, and no write be in between.
         last = max((position[_value(node)] for node in moved), default=0)
         moved = [node for node in moved if all(position.get(user, last) > last for user in node.users)]
         end = max((position[node] for node in moved), default=0)
@@ -57,11 +59,11 @@ class MoveTogether:
         return 1
 
     def text(self) -> str:
-        return "q, k and v of an attention that move alike: bundle([q, k, v]) in front of their redistributions"
+        return "coalesces redistributions of q, k and v of an attention: bundle([q, k, v]) before them"
 
 
 def _alike(attention: fx.Node) -> Iterator[list[fx.Node]]:
-    """The redistributions in front of an attention, in groups that one collective can serve."""
+    """Yields groups of redistributions of an attention's operands that one collective can serve."""
     found = dict.fromkeys(redistribution_of(operand) for operand in attention.args[:3])
     alike: dict[tuple[object, ...], list[fx.Node]] = {}
     for node in found:
@@ -72,7 +74,7 @@ def _alike(attention: fx.Node) -> Iterator[list[fx.Node]]:
 
 
 def _collective(moved: fx.Node) -> str:
-    """The one collective that a redistribution becomes, if it can be shared; else ""."""
+    """Returns the kind of collective that a redistribution is lowered to, if it can be coalesced; else ""."""
     _, src, dst, _ = moved.args
     if isinstance(src, Shard) and isinstance(dst, Replicated):
         return "all_gather"

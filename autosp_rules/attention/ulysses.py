@@ -1,12 +1,12 @@
-"""Attention by all-to-all (Ulysses): whole sequences of some heads each, where the heads divide over the axis.
+"""Attention by all-to-all (Ulysses): each rank has whole sequences of some heads, if the heads divide over the axis.
 
     attention(q, k, v, enable_gqa=True)  ->  attention(q, repeat_kv(k), repeat_kv(v), enable_gqa=True)
 
-Propagation finds that attention needs the sequence whole and its heads do not need each other, and so moves q, k, v
-and the result between sequence and heads: k and v before they are repeated for grouped queries
-(`rules.attention.groups`), 0.625 of the bytes with 32 / 8 heads. KV heads that do not divide over the axis are repeated
-to lcm(KV, P) heads, the fewest that give each rank those that its queries read.
-What the three operands need goes in one collective (`together`), two a layer.
+Attention needs whole sequences, but its heads are independent. So propagation moves q, k, v and the result between
+sequence and heads: k and v before they are repeated for grouped queries (`rules.attention.groups`), 0.625 of the bytes
+with 32 / 8 heads. KV heads that do not divide over the axis are repeated to lcm(KV, P) heads, the fewest with which
+each rank gets those that its queries read.
+The three operands share one coalesced collective (`together`), so a layer has two.
 Shapes: k [B, KV, S, D] -> [B, lcm(KV, P), S, D].
 Numerics: reassociates; a gradient of k or v is summed over the repeats. Source: DeepSpeed-Ulysses (arXiv 2309.14509,
 section 3).

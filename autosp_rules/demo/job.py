@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 PAD, MASK, VOCABULARY = 256, 257, 258
-"""Token ids beside the 256 bytes, and how many ids there are."""
+"""Token ids besides the 256 bytes, and how many ids there are."""
 
 
 class JobError(ValueError):
@@ -108,7 +108,7 @@ def _piece(path: Path, length: int, choose: random.Random) -> bytes:
 
 
 def parse_override(flag: str, text: str) -> tuple[str, Any]:
-    """`hidden_size=256` as name and Python value; what is no literal is a string. `flag` is what it was given to."""
+    """`hidden_size=256` as name and Python value; anything but a literal is a string. `flag` is the option's name."""
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise JobError(f"{flag} {text} is not of the form key=value")

@@ -1,1 +1,1 @@
-"""What a layer keeps for backward and what it computes again: costs, tags, tiles, offload, logits."""
+"""What a layer saves for backward and what it recomputes: costs, tags, tiles, offload, logits."""

@@ -1,8 +1,8 @@
-"""Activation checkpointing as tags: what a layer keeps for its backward pass, by what it costs to compute again.
+"""Activation checkpointing by tags: what each layer saves for its backward pass, chosen by the cost to recompute it.
 
 A layer is what runs under one entry of a list of modules. Its nodes get the tags that AOTAutograd carries into the
-joint graph and its partitioner obeys: `recompute` on what is computed again, `MUST_SAVE` on what is not, one
-`ac_graph_id` a layer. So it works in every backend on AOTAutograd; one without, such as "eager", reads no tags.
+joint graph for its partitioner: `recompute` on recomputed values, `MUST_SAVE` on saved ones, one `ac_graph_id` per
+layer. So it works with every backend on AOTAutograd; a backend without it, such as "eager", ignores tags.
 
     "none"       no tags, and no event in the report: the partitioner decides
     "attention"  kept: the layer's input, attention's result and its log-sum-exp
@@ -11,9 +11,9 @@ joint graph and its partitioner obeys: `recompute` on what is computed again, `M
     "auto"       nothing is computed again where all fits into a quarter of the device's memory; else "attention", and
                  so many of the most expensive values that what is computed again takes at most 8 % of a step
 
-What is computed again may have been sent: an all-to-all in front of attention is then sent again, as the report says.
-What draws random numbers or has effects never runs twice. A layer that checkpoints by itself, or in part, keeps its
-own choice, and all others are decided. A program for any length is decided for a long one.
+Recomputing may include sending: an all-to-all before attention is then sent again, and the report says so. A value that
+draws random numbers or has effects is never recomputed. A layer that checkpoints by itself, or in part, keeps its own
+choice; the option applies to all others. A program for any length is decided for a long one.
 Numerics: exact. Source: Chen et al., Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174); Korthikanti et
 al., Reducing Activation Recomputation in Large Transformer Models (arXiv 2205.05198).
 """
@@ -63,30 +63,30 @@ __all__ = [
 CheckpointOption: TypeAlias = Literal["auto", "none", "attention", "full"] | Annotated[int, Field(ge=0, strict=True)]
 
 _OVERHEAD = 0.08
-"""Of a step's operations, how many "auto" may add."""
+"""Largest share of a step's FLOPs that "auto" may add by recomputing."""
 _MEMORY_SHARE = 0.25
-"""Of the device's memory, how much activations may take before "auto" recomputes any."""
+"""Share of the device's memory that activations may take before "auto" recomputes any."""
 _STEP = 3.0
-"""A step's operations in forward passes: the backward pass is two of them."""
+"""FLOPs of a step in units of a forward pass: the backward pass counts as two."""
 _ITEM = "operator.getitem"
 _ENTRY = re.compile(r"^.*?(?:\.|\[')\d+(?=\.|'\]|$)")
-"""The path of a module up to the first entry of a list, as in `L['self'].model.layers.0`."""
+"""Path of a module up to the first entry of a list, as in `L['self'].model.layers.0`."""
 
 
 def is_recomputed(node: fx.Node) -> bool:
-    """Whether the node's tag says that the backward pass computes it again."""
+    """Whether the node's tag makes the backward pass recompute it."""
     return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def checkpoint_text(program: fx.GraphModule) -> str:
-    """What ranks must tag alike, as what one of them sends again all of them do; empty if nothing is tagged."""
+    """Returns a digest of the tags, which must be equal on all ranks because recomputing may send; "" without tags."""
     again = " ".join(node.name for node in program.graph.nodes if is_recomputed(node))
     return f"recomputed {hashlib.sha256(again.encode()).hexdigest()[:16]}\n" if again else ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A value that a layer could keep: what that saves, given those chosen before it, and takes."""
+    """A value that a layer could save, with the FLOPs that this avoids (given earlier choices) and its bytes."""
 
     node: fx.Node
     cost: float
@@ -99,24 +99,24 @@ class _Choice:
 
 @dataclass(slots=True, eq=False)
 class _Layer:
-    """The nodes of a layer that may run twice, in order, and those of them that are kept."""
+    """The nodes of a layer that may run twice, in order, and those of them that are saved."""
 
     nodes: list[fx.Node]
     kept: set[fx.Node] = field(default_factory=set[fx.Node])
 
     @property
     def results(self) -> list[fx.Node]:
-        """What is read outside the layer."""
+        """The values that are read outside the layer."""
         inside = set(self.nodes)
         return [node for node in self.nodes if any(user not in inside for user in node.users)]
 
     @property
     def input_bytes(self) -> int:
-        """The size of the hidden states, which one layer hands to the next."""
+        """Bytes of the hidden states, which one layer passes to the next."""
         return max((bytes_of(node) for node in self.results), default=0)
 
     def again(self, kept: set[fx.Node]) -> set[fx.Node]:
-        """What the backward pass computes again when it finds no more than `kept`."""
+        """Returns what the backward pass recomputes if only `kept` is saved."""
         inside = set(self.nodes)
         return computed_again(self.nodes, lambda node: node in kept or node not in inside)
 
@@ -127,7 +127,7 @@ class _Layer:
         return sum(kept_bytes(node) for node in self.kept if key(node) != _ITEM)
 
     def signature(self) -> object:
-        """Equal for layers that compute the same on values of the same sizes and keep the same."""
+        """Returns a key that is equal for layers with the same computation, sizes and saved values."""
         at = {node: index for index, node in enumerate(self.nodes)}
         return tuple(
             (key(n), bytes_of(n), n in self.kept, tuple(at.get(read, -1) for read in n.all_input_nodes))
@@ -135,7 +135,7 @@ class _Layer:
         )
 
     def read_bytes(self) -> int:
-        """Bytes that the backward pass reads of the layer: what is kept when nothing is computed again."""
+        """Bytes that the backward pass reads of the layer, which is what is saved if nothing is recomputed."""
         inside = set(self.nodes)
         read = read_in_backward(self.nodes)
         return sum(kept_bytes(node) for node in (read & inside) | set(self.results))
@@ -179,7 +179,7 @@ class Checkpointed(Event, frozen=True):
         if self.found is not None and isinstance(self.option, int) and self.found.kept_bytes > self.option:
             said += f"; the inputs of the layers alone take {self.found.kept_bytes:,} bytes, more than the budget"
         if self.num_own:
-            said += f"; {self.num_own} x a layer that checkpoints by itself, and its own choice stands"
+            said += f"; {self.num_own} x a layer that checkpoints by itself keeps its own choice"
         return f"checkpoint={self.option!r}{self.planned}: {said}"
 
 
@@ -207,7 +207,7 @@ class FindUnreadTags:
 
 
 class TagCheckpoints:
-    """The step that tags every layer as `option` says, and reports what that keeps, computes and sends again."""
+    """A step that tags every layer as `option` says, and reports what is saved, recomputed and sent again."""
 
     name = "checkpoint"
 
@@ -215,6 +215,7 @@ class TagCheckpoints:
         self.option: CheckpointOption = option
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Tags nodes, adds a line to the report, and returns the number of tagged nodes."""
         if self.option == "none":
             return 0
         nodes = edit.nodes()
@@ -250,15 +251,16 @@ _ALL_FITS = "nothing is recomputed: what the layers keep takes less than a quart
 
 def _why_no_layer(nodes: Sequence[fx.Node]) -> str:
     if any(map(is_recomputed, nodes)):
-        return "the model checkpoints by itself, and its own choice stands"
+        return "the model checkpoints by itself and keeps its own choice"
     return "no layer found, nothing is tagged: a layer is an entry of a list of modules"
 
 
 def _layers(nodes: Sequence[fx.Node]) -> tuple[list[_Layer], int]:
-    """Runs of nodes under one entry of a list of modules, and how many others have tags of their own.
+    """Returns runs of nodes under one entry of a list of modules, and how many other entries have their own tags.
 
-    A node that no module owns belongs to who reads it.
+    A node without a module belongs to its readers.
     """
+    # Users come after their operands, so walk backwards: a node without a module gets the owner of its readers.
     owners: dict[fx.Node, str] = {}
     for node in reversed(nodes):
         stack = node.meta.get("nn_module_stack")
@@ -299,17 +301,18 @@ def _fits(nodes: Sequence[fx.Node], layers: Iterable[_Layer]) -> bool:
 
 
 def _memory_of(device: torch.device) -> int:
-    """Bytes of memory of the device, or of this machine."""
+    """Returns bytes of memory of the device, or of this machine for CPUs."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _choices(layer: _Layer) -> list[_Choice]:
-    """What the layer could keep besides, each time what saves most for a byte."""
+    """Returns what else the layer could save, greedily by cost avoided per byte."""
     kept, found = set(layer.kept), list[_Choice]()
     cost = layer.cost(kept)
     while cost > 0:
+        # Only values that cost FLOPs or communication are worth saving; saving one may make others free.
         options = [n for n in layer.nodes if n in layer.again(kept) and (flops_of(n) or is_received(n))]
         made = [_Choice(node, cost - layer.cost(kept | _parts(node)), kept_bytes(node)) for node in options]
         best = max(made, key=lambda choice: choice.worth, default=None)
@@ -322,7 +325,7 @@ def _choices(layer: _Layer) -> list[_Choice]:
 
 
 def _all_choices(layers: Sequence[_Layer]) -> list[tuple[_Layer, _Choice]]:
-    """The choices of all layers, what is worth most first; layers that are alike are looked at once."""
+    """Returns the choices of all layers, the most worthwhile first; structurally equal layers are evaluated once."""
     known: dict[object, list[tuple[int, _Choice]]] = {}
     found: list[tuple[_Layer, _Choice]] = []
     for layer in layers:
@@ -335,7 +338,7 @@ def _all_choices(layers: Sequence[_Layer]) -> list[tuple[_Layer, _Choice]]:
 
 
 def _keep_until_cheap(layers: Sequence[_Layer], allowed: float) -> None:
-    """Afterwards what is computed again costs no more than `allowed`, if keeping values can bring it there."""
+    """Saves values until recomputing costs at most `allowed`, or nothing useful is left to save."""
     left = sum(layer.cost(layer.kept) for layer in layers) - allowed
     for layer, choice in _all_choices(layers):
         if left <= 0:
@@ -345,7 +348,7 @@ def _keep_until_cheap(layers: Sequence[_Layer], allowed: float) -> None:
 
 
 def _keep_what_fits(layers: Sequence[_Layer], budget: int) -> None:
-    """Afterwards the layers keep values of at most `budget` bytes besides their inputs, which are kept in any case."""
+    """Saves values of at most `budget` bytes in total, including the layers' inputs, which are saved in any case."""
     left = budget - sum(layer.kept_bytes() for layer in layers)
     for layer, choice in _all_choices(layers):
         if choice.num_bytes <= left:
@@ -354,7 +357,7 @@ def _keep_what_fits(layers: Sequence[_Layer], budget: int) -> None:
 
 
 def _parts(node: fx.Node) -> set[fx.Node]:
-    """A value, or the values that a node returns together."""
+    """Returns a value, or the values that a node returns together."""
     return {node, *(user for user in node.users if key(user) == _ITEM)}
 
 
@@ -385,7 +388,7 @@ def _tag(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> int:
             elif node in again or not (cost_of(node) or is_received(node)):
                 policy = CheckpointPolicy.PREFER_RECOMPUTE
             else:
-                continue  # nobody reads it in the backward pass: neither kept nor computed again
+                continue  # the backward pass does not read it: neither saved nor recomputed
             edit.set_meta(node, "recompute", policy)
             edit.set_meta(node, "ac_graph_id", numbers[layer])
             tagged += 1
@@ -393,9 +396,9 @@ def _tag(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> int:
 
 
 def _numbered(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> dict[object, int]:
-    """Numbers of the layers, in the order in which they run; the model's own regions get theirs among them.
+    """Numbers the layers in the order in which they run, together with the model's own regions.
 
-    The partitioner keeps what a region reads of one with a lower number.
+    The partitioner saves what a region reads of one with a lower number.
     """
     regions: dict[fx.Node, object] = {node: layer for layer in layers for node in layer.nodes}
     regions |= {node: node.meta["ac_graph_id"] for node in nodes if "ac_graph_id" in node.meta}

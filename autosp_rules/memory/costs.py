@@ -1,6 +1,6 @@
-"""What a node of a program costs: floating-point operations, bytes, and what its backward pass reads.
+"""Costs of a program's nodes: FLOPs, bytes, and what the backward pass reads.
 
-A program for any length costs what it does at a long one (`fxrewrite.graph.planned_size`): what is decided stays.
+A program for any length has the costs of a long one (`autosp_rules.lengths.planned_size`), because decisions are final.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
-from fxrewrite.graph import PLANNED_LENGTH, Fact, planned_size, product, size_hint
-from fxrewrite.ops import bind, is_maybe_view, is_random, is_view, key, mutated
-from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes
+from fxrewrite.graph import Fact, product, reached, size_hint
+from fxrewrite.ops import bind, has_trait, is_maybe_view, is_random, is_view, key, mutated
+from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes, operations
 from rules.attention.operator import ATTEND
 from rules.masks.kinds import kind_of
 from rules.random import by_rank
@@ -50,54 +51,24 @@ ATTENTION = frozenset(
         "higher_order::flex_attention",
     }
 )
-"""Operators that are attention, by their keys; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
+"""Keys of operators that are attention; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
 
 FLOPS_PER_BYTE_SENT = 2000.0
-"""How many operations take as long as sending a byte: half of 1e15 a second by 250 GB a second, an H100 on NVLink."""
-
-_PRODUCTS = {
-    "aten::linear": "input",
-    "aten::matmul": "self",
-    "aten::mm": "self",
-    "aten::bmm": "self",
-    "aten::addmm": "mat1",
-    "aten::baddbmm": "batch1",
-    "aten::_grouped_mm": "self",
-    "aten::grouped_mm": "self",
-}
-"""Products of matrices, and the operand whose last dimension is contracted."""
-
-
-def _aten(names: str) -> frozenset[str]:
-    return frozenset(f"aten::{name}" for name in names.split())
-
+"""FLOPs that take as long as sending one byte: half of 1e15 FLOP/s by 250 GB/s, an H100 on NVLink."""
 
 _EXCHANGES = frozenset({"autosp::exchange"})
 """Operators that send and wait in one."""
-_MAY_SHOW = _aten("contiguous dropout flatten ravel reshape reshape_as to type_as")
-"""They show their operand's memory where that is possible, dropout in evaluation, and else copy it."""
-_READS_NOTHING = _aten("""
-    _to_copy add add_ arange cat clone constant_pad_nd copy cumsum flip full full_like mean neg ones ones_like
-    repeat roll rsub stack sub sum tril triu zeros zeros_like
-""") | frozenset({*_EXCHANGES, *map(key, COLLECTIVES.values())})
-_READS_RESULT = _aten("_softmax dropout exp log_softmax relu rsqrt sigmoid sqrt softmax tanh")
-"""Of dropout in training the noise is read, which is as large as the result."""
-_READS_OPERANDS = _aten("""
-    abs addcdiv addcmul binary_cross_entropy binary_cross_entropy_with_logits clamp clamp_max clamp_min conv1d conv2d
-    conv3d convolution cos cross_entropy_loss div dot einsum elu embedding erf gather gelu group_norm hardswish index
-    index_add index_select layer_norm leaky_relu log log1p log_sigmoid masked_fill maximum minimum mish mse_loss mul mv
-    nll_loss repeat_interleave rms_norm scatter scatter_add silu sin smooth_l1_loss softplus square where
-""") | frozenset({*_PRODUCTS, "fxrewrite_rules::tiled_mlp"})
+_SAVES_NOTHING = _EXCHANGES | set(map(key, COLLECTIVES.values()))
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
-"""Operators that read nothing where this argument is a number."""
+"""Operators whose backward reads nothing if this argument is a number."""
 _KINDS: dict[Any, Any] = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
 _MANY = 1024
-"""Ranks of an all-reduce, whose call does not say how many take part: of many, each sends about twice what it has."""
+"""Ranks assumed for an all-reduce, whose call does not state them; with many, each sends about twice what it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sends:
-    """What an operator that communicates inside sends: bytes of a rank at the size at hand, the most that any sends."""
+    """What an operator with communication inside sends: bytes per rank at the traced size, the most of any rank."""
 
     kind: str
     forward: int
@@ -108,17 +79,17 @@ _SENDS = Fact[Sends]("sends")
 
 
 def set_sends(edit: Edit, node: fx.Node, sends: Sends) -> None:
-    """Write down what the operator sends, for its costs and the report."""
+    """Records what the operator sends, for its cost and the report."""
     edit.set_fact(node, _SENDS, sends)
 
 
 def sends_of(node: fx.Node) -> Sends | None:
-    """What an operator sends inside; None for one that does not."""
+    """Returns what an operator sends inside; None for one that does not."""
     return _SENDS.of(node)
 
 
 def bytes_sent(node: fx.Node) -> int:
-    """Bytes that a rank sends to others in the node, a collective or an operator that sends inside."""
+    """Returns how many bytes a rank sends in the node: a collective, or an operator that sends inside."""
     sends = sends_of(node)
     if sends is not None:
         return sends.forward * bytes_of(node) // bytes_of(node, size_hint)
@@ -131,26 +102,26 @@ def bytes_sent(node: fx.Node) -> int:
 
 
 def is_received(node: fx.Node) -> bool:
-    """Whether the node's value has come from other ranks."""
+    """Whether the node's value came from other ranks."""
     return key(node) in _EXCHANGES or node.target is COLLECTIVES["wait"]
 
 
 def bytes_of(node: fx.Node, size: Callable[[Size], int] = planned_size) -> int:
-    """Bytes of the node's tensors; of a symbolic size those that a program is planned for."""
+    """Returns the bytes of the node's tensors; symbolic sizes are by default those that a program is planned for."""
     value = node.meta.get("val")
     tensors: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
     return sum(size(t.numel()) * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
 def planned_for(nodes: Iterable[fx.Node]) -> str:
-    """For which length the costs of the nodes are, where that is not the one at hand; else empty."""
+    """Says for which length the costs of the nodes are, if it is not the traced one; else empty."""
     sizes = (value.numel() for node in nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
     is_longer = any(planned_size(size) != size_hint(size) for size in sizes)
     return f" (for a length of {PLANNED_LENGTH:,}, as it is a symbol)" if is_longer else ""
 
 
 def flops_of(node: fx.Node) -> float:
-    """Multiplications and additions of products of matrices, convolutions and attention; 0 for what is cheap."""
+    """Returns the FLOPs of matrix products, convolutions and attention; 0 for cheap operators."""
     name = key(node)
     if name in ATTENTION:
         return attention_flops(node)
@@ -163,25 +134,22 @@ def flops_of(node: fx.Node) -> float:
     if name == "fxrewrite_rules::tiled_cross_entropy":
         x, weight = (operand.meta["val"] for operand in _operands(node, 2))
         return 2.0 * planned_size(x.shape[0]) * planned_size(weight.numel())
-    if name in _PRODUCTS:
-        operand = bind(node)[_PRODUCTS[name]].meta["val"]
-        return 2.0 * planned_size(value.numel()) * planned_size(operand.shape[-1])
     if name.startswith("aten::conv"):
         weight = bind(node)["weight"].meta["val"]
         return 2.0 * planned_size(value.numel()) * planned_size(product(weight.shape[1:]))
-    return 0.0
+    return operations(node, planned_size)
 
 
 def cost_of(node: fx.Node) -> float:
-    """Operations of the node, with what it sends counted as the operations that take as long."""
+    """Returns the node's FLOPs, plus its communication converted to FLOPs."""
     return flops_of(node) + FLOPS_PER_BYTE_SENT * bytes_sent(node)
 
 
 def attention_flops(node: fx.Node, size: Callable[[Size], int] = planned_size) -> float:
-    """Multiplications and additions of attention, forward, without what a causal mask hides.
+    """Returns attention's FLOPs, forward, without what a causal mask hides.
 
-    Of a call on whole values those of one device; on a rank's, those of that rank, on average over the ranks, with all
-    keys that come round a ring.
+    For a call on whole values, those of one device; for a local call, those of that rank, averaged over the ranks, with
+    all keys that pass through a ring.
     """
     given = bind(node)
     q, k, v = (operand.meta["val"] for operand in list(given.values())[:3])
@@ -191,52 +159,48 @@ def attention_flops(node: fx.Node, size: Callable[[Size], int] = planned_size) -
 
 
 def hides_later_keys(node: fx.Node) -> bool:
-    """Whether rows of attention read no key behind them, the first rows the fewest: by `is_causal`, or the mask."""
+    """Whether rows of attention read no later key, so that the first read the fewest: by `is_causal` or the mask."""
     given = bind(node)
-    mask = given.get("attn_mask", node)  # where it is no operand, the node says what it means
+    mask = given.get("attn_mask", node)  # if the mask is not an operand, the node has its meaning
     kind = None if mask is None else kind_of(mask)
     return given.get("is_causal", False) or (kind is not None and kind.hides_later_keys)
 
 
 def backward_reads(node: fx.Node) -> list[fx.Node]:
-    """The values that the node's backward pass reads, never fewer than it does: operands and result, where nothing else
-    is known.
+    """Returns the values that the node's backward pass reads, or a superset: operands and result if nothing is known.
 
-    What an operator makes and keeps to itself, such as the statistics of a norm, is no value of the graph.
+    Values that an operator makes and saves by itself, such as the statistics of a norm, are not nodes of the graph.
     """
     name = key(node)
     other = _OF_A_NUMBER.get(name)
     if (
         not _has_gradient(node)
         or (_shows(node) and not mutated(node))
-        or name in _READS_NOTHING
+        or name in _SAVES_NOTHING
+        or has_trait(name, "saves_nothing")
         or (other is not None and not isinstance(bind(node)[other], fx.Node))
     ):
         return []
-    if name in _READS_RESULT:
+    if has_trait(name, "saves_result"):
         return [node]
-    return node.all_input_nodes if name in _READS_OPERANDS else [*node.all_input_nodes, node]
+    is_known = has_trait(name, "saves_operands") or name == "fxrewrite_rules::tiled_mlp"
+    return node.all_input_nodes if is_known else [*node.all_input_nodes, node]
 
 
 def read_in_backward(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """What the backward passes of the nodes read: the nodes that made the memory of it."""
+    """Returns what the backward passes of the nodes read, as the nodes that made its memory."""
     return {base_of(read) for node in nodes for read in backward_reads(node)}
 
 
 def computed_again(nodes: Iterable[fx.Node], is_kept: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """What the backward passes of the nodes compute again, when they find what is kept."""
-    found = set[fx.Node]()
-    todo = [read for node in nodes for read in backward_reads(node)]
-    while todo:
-        node = todo.pop()
-        if node not in found and not is_kept(node):
-            found.add(node)
-            todo += node.all_input_nodes
-    return found
+    reads = (read for node in nodes for read in backward_reads(node))
+    walk = reached(reads, lambda node: [] if is_kept(node) else node.all_input_nodes)
+    return {node for node in walk if not is_kept(node)}
 
 
 def kept_bytes(node: fx.Node) -> int:
-    """Bytes of a value, of attention with the log-sum-exp, a number of at least four bytes for each of its rows."""
+    """Returns the bytes of a value; for attention including the log-sum-exp, at least four bytes per row."""
     if key(node) not in ATTENTION or not isinstance(node.meta["val"], torch.Tensor):
         return bytes_of(node)
     out = node.meta["val"]
@@ -244,7 +208,7 @@ def kept_bytes(node: fx.Node) -> int:
 
 
 def base_of(node: fx.Node) -> fx.Node:
-    """The node that made the memory which the node shows."""
+    """Returns the node that made the memory of which this node is a view."""
     while _shows(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -252,7 +216,8 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def _shows(node: fx.Node) -> bool:
     """Whether the node shows the memory of its first operand, or a copy where that is not possible."""
-    return is_view(node) and not is_random(node) and (key(node) in _MAY_SHOW or not is_maybe_view(node))
+    is_operand = has_trait(node, "same", "cast", "reshape") or key(node) == "aten::dropout"  # in evaluation
+    return is_view(node) and not is_random(node) and (is_operand or not is_maybe_view(node))
 
 
 def _has_gradient(node: fx.Node) -> bool:
@@ -262,5 +227,5 @@ def _has_gradient(node: fx.Node) -> bool:
 
 
 def _operands(node: fx.Node, count: int) -> list[fx.Node]:
-    """The first operands, which may be one value."""
+    """Returns the first operands, which may be equal."""
     return [operand for operand in node.args[:count] if isinstance(operand, fx.Node)]

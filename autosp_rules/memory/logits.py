@@ -1,7 +1,7 @@
-"""The graph returns its loss alone: the logits that the loss is made of become None among the outputs.
+"""Drops logits from the graph's outputs: those from which the loss is computed become None.
 
-What returns logits holds all of them, [B, S / P, V] on every rank, and their gradient. Where nobody reads them, the
-loss can be computed in tiles (`rules.tiling.loss`). A model's output then has `logits=None`.
+A model that returns its logits holds all of them, [B, S / P, V] on every rank, and their gradient. If nobody reads
+them, the loss can be computed in tiles (`rules.tiling.loss`). The model's output then has `logits=None`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch.fx.node import map_arg
 from autosp_rules.memory.costs import bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import Fact, is_same_size, source_line
-from fxrewrite.ops import bind, is_view, key, value
+from fxrewrite.ops import bind, has_trait, is_view, key, value
 
 __all__ = ["DropLogits", "FindHeldLogits", "LogitsDropped", "LogitsHeld", "LogitsNoOutput"]
 
 _SPELLED = {"aten::log_softmax", "aten::logsumexp"}
 """Operators in which a cross entropy is written out."""
-_CASTS = {"aten::to", "aten::clone", "aten::contiguous"}
 _LOSSES = {"aten::cross_entropy_loss": "self", "aten::nll_loss_nd": "self", "aten::nll_loss": "self"}
 
 
@@ -47,7 +46,7 @@ class LogitsNoOutput(Event, frozen=True):
 
     def __str__(self) -> str:
         besides = f", and %{self.other_user} reads them besides their loss" if self.other_user else ""
-        return f"logits='drop' changes nothing: the logits %{self.node} are no output{besides}"
+        return f"logits='drop' changes nothing: the logits %{self.node} are not an output{besides}"
 
 
 class LogitsHeld(Event, frozen=True):
@@ -129,14 +128,14 @@ def _hint(graph: fx.Graph) -> str:
     if spelled is None:
         return "pass labels, so that the model computes its loss, or use logits='keep'"
     return (
-        f"a loss of %{spelled.name} ({key(spelled)}) that is no cross entropy needs the logits: write it as "
+        f"a loss of %{spelled.name} ({key(spelled)}) that is not a cross entropy needs the logits: write it as "
         "F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='none'), which is minus the log "
         "probability of each label, or use logits='keep'"
     )
 
 
 def _heads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Logits of each loss, in whatever shape and type, each made of the one before alone: the first of these by all."""
+    """Maps the logits of each loss, in every shape and dtype between head and loss, to the first of them."""
     heads: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if key(node) in _LOSSES:
@@ -148,16 +147,16 @@ def _heads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _read(node: fx.Node) -> fx.Node | None:
-    """The tensor that the node reads, where it is one alone."""
+    """Returns the tensor that the node reads, if it is exactly one."""
     tensors = [n for n in node.all_input_nodes if isinstance(value(n), torch.Tensor)]
     return tensors[0] if len(tensors) == 1 else None
 
 
 def _head_shown(node: fx.Node, heads: Mapping[fx.Node, fx.Node]) -> fx.Node | None:
-    """The logits that the node is, or has as another view, copy or type of all of them."""
+    """Returns the logits that the node is, or of which it is a view, copy or cast with all entries."""
     while node not in heads:
         before = _read(node)
-        if before is None or not (is_view(node) or key(node) in _CASTS):
+        if before is None or not (is_view(node) or has_trait(node, "same", "cast")):
             return None
         if not is_same_size(value(before).numel(), value(node).numel()):
             return None

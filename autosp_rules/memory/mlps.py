@@ -1,11 +1,11 @@
-"""Which MLPs are computed a tile of rows at a time, by `rules.tiling.mlp`.
+"""Chooses which MLPs are computed a tile of rows at a time, by `rules.tiling.mlp`.
 
-    None       none
-    n bytes    those whose inner linears compute more than n bytes; what layers keep is chosen after that
-    "auto"     those of which it costs nothing and is worth it, in tiles of 128 MiB: the backward pass computes the
-               inside again in any case (`checkpoint`), and reads more of it than of all else in the layer
+    None       no MLP
+    n bytes    MLPs whose inner linears compute more than n bytes; checkpointing is decided after that
+    "auto"     MLPs for which it is free and worthwhile, in tiles of 128 MiB: the backward pass recomputes the
+               intermediate values anyway (`checkpoint`), and reads more of them than of the rest of the layer
 
-What is held inside is what the backward pass reads of it.
+The intermediate values that count are those that the backward pass reads.
 Numerics: reassociates, as the rule. Source: Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996 (TiledMLP).
 """
 
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field
 from torch import fx
 
+from autosp_rules.lengths import planned_size
 from autosp_rules.memory.checkpoint import is_recomputed
 from autosp_rules.memory.costs import (
     base_of,
@@ -29,7 +30,7 @@ from autosp_rules.memory.costs import (
     read_in_backward,
 )
 from fxrewrite import Edit, Event, Report, RuleSet, where
-from fxrewrite.graph import Fact, planned_size, source_line
+from fxrewrite.graph import Fact, source_line
 from fxrewrite.ops import bind, key
 from rules.tiling.mlp import Mlp, mlp_of, tiled_mlp_rules
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile
@@ -47,7 +48,7 @@ def _is_chosen(root: fx.Node) -> bool | str:
 
 
 def tile_mlps(option: Literal["auto"] | int) -> RuleSet:
-    """The MLPs that `AutoSPConfig.mlp_tile` means, in tiles; "auto" reads the tags of `TagCheckpoints`."""
+    """Returns the rules that tile the MLPs of `AutoSPConfig.mlp_tile`; "auto" reads the tags of `TagCheckpoints`."""
     choice = ChooseMlps(option)
     return RuleSet("tile_mlps", choice, tiled_mlp_rules(choice.tile_bytes, _is_chosen))
 
@@ -86,7 +87,7 @@ class MlpsWhole(Event, frozen=True):
 
 
 class ChooseMlps:
-    """The step that marks the last linears of MLPs to compute in tiles, and reports what these hold then."""
+    """A step that marks the last linears of MLPs to tile, and reports how many bytes these then hold."""
 
     name = "choose_mlps"
 
@@ -95,6 +96,7 @@ class ChooseMlps:
         self.tile_bytes = TILE_BYTES if isinstance(option, str) else option
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Marks the MLPs, and adds lines to the report. Changes no node."""
         nodes = edit.nodes()
         found = {node: mlp_of(node) for node in nodes if flops_of(node)}
         large = {node: mlp for node, mlp in found.items() if isinstance(mlp, Mlp) and self._is_large(mlp)}
@@ -126,7 +128,7 @@ class ChooseMlps:
 
 
 class _Held:
-    """What backward passes read, in bytes: of the inside of an MLP, and of all else in its layer."""
+    """Bytes that backward passes read: of the inside of an MLP, and of the rest of its layer."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
         self._again = computed_again(nodes, _is_kept)
@@ -139,7 +141,7 @@ class _Held:
         return sum(kept_bytes(node) for node in mlp.inside if node in self._read)
 
     def why_whole(self, last: fx.Node, mlp: Mlp) -> str:
-        """Why tiles would cost operations, or save nothing; empty where they pay."""
+        """Says why tiles would cost FLOPs or save nothing; empty if they are worthwhile."""
         inner = [node for node in mlp.inside if flops_of(node)]
         if not self._again.issuperset(inner):
             return "the backward pass does not compute its inside again, and tiles would"
@@ -153,7 +155,7 @@ class _Held:
 
 
 def _is_kept(node: fx.Node) -> bool:
-    """Whether the backward pass finds the value: untagged, or what a later layer that is computed again reads."""
+    """Whether the backward pass finds the value: it is untagged, or a later recomputed layer reads it."""
     made = base_of(node)
     layer = made.meta.get("ac_graph_id", 0)
     later = (is_recomputed(user) and user.meta.get("ac_graph_id", 0) > layer for user in made.users)
@@ -161,7 +163,7 @@ def _is_kept(node: fx.Node) -> bool:
 
 
 def _why_none(found: Mapping[fx.Node, Mlp | str]) -> str:
-    """Why the linear that reads most, which stands at the end of an MLP, is not the end of one with tiles."""
+    """Says why the linear with the largest input, which is the last of an MLP, is not the end of a tiled one."""
     linears = {node: bind(node) for node in found if key(node) in ("aten::linear", "aten::addmm")}
     read = {node: bytes_of(given["input" if "input" in given else "mat1"]) for node, given in linears.items()}
     last = max(read, key=lambda node: read[node], default=None)

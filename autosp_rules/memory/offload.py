@@ -1,11 +1,11 @@
-"""What a compiled program keeps for its backward pass waits in host memory.
+"""Offloads what a compiled program saves for its backward pass to host memory.
 
     offloaded(run)(*inputs)     every value that `run` saves for backward goes to the host at once and comes back when
                                 the backward pass reads it; inputs stay, as parameters and the batch are held anyway
 
-Which values are saved is the partitioner's choice, and so that of `AutoSPConfig.checkpoint`: with "attention", a
-layer's input and attention's result. Copies are enqueued on the stream that computes, from and to pinned memory: in
-order without waiting, and not beside the computation.
+The partitioner chooses which values are saved, guided by `AutoSPConfig.checkpoint`: with "attention", a layer's input
+and attention's result. Copies from and to pinned memory are enqueued on the computing stream: in order without waiting,
+but not overlapped with computation.
 Source: torch.autograd.graph.save_on_cpu, which moves parameters too; Bekman et al., Arctic Long Sequence Training,
 arXiv 2506.13996 (activation offload).
 """
@@ -21,13 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 __all__ = ["MIN_BYTES", "offloaded"]
 
 MIN_BYTES = 2**16
-"""A smaller value stays: to send it takes longer than to compute with it."""
+"""Smallest value, in bytes, that is offloaded; a smaller one takes longer to send than to compute with."""
 
 _OnHost: TypeAlias = tuple[torch.device, torch.Tensor]
 
 
 def offloaded(run: Callable[..., Any], min_bytes: int = MIN_BYTES) -> Callable[..., Any]:
-    """`run`, with what it saves for backward, from `min_bytes` bytes on, in host memory until it is read."""
+    """Returns `run` with host memory for the values of at least `min_bytes` bytes that it saves for backward."""
 
     def call(*inputs: Any) -> Any:
         held = {_storage(value) for value in inputs if isinstance(value, torch.Tensor)}
@@ -59,5 +59,5 @@ def _storage(value: torch.Tensor) -> int:
 
 
 def _is_dense(value: torch.Tensor) -> bool:
-    """Whether a copy has the same strides, which the compiled backward pass counts on."""
+    """Whether a copy has the same strides, on which the compiled backward pass relies."""
     return torch.empty_like(value, device="meta").stride() == value.stride()

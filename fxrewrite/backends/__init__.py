@@ -1,4 +1,4 @@
-"""Outside compilers, one per file."""
+"""Adapters of outside compilers, one per file."""
 
 from typing import TYPE_CHECKING
 

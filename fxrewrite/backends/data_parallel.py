@@ -1,6 +1,6 @@
-"""Data-parallel wrappers of torch that are at work around a compiled program: which ranks they reduce gradients over.
+"""Data-parallel wrappers of torch around a compiled program: over which ranks they reduce gradients.
 
-The only file that reads the state of DistributedDataParallel, FSDP and fully_shard.
+This is the only file that reads the state of DistributedDataParallel, FSDP and fully_shard.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ __all__ = ["GradientReduction", "gradient_reductions", "keep_graph_whole_under_d
 
 @dataclass(frozen=True, slots=True)
 class GradientReduction:
-    """What a wrapper does to gradients in the backward pass: `factor` times their sum over `ranks`."""
+    """How a wrapper reduces gradients in the backward pass: `factor` times their sum over `ranks`."""
 
     by: str
-    """The wrapper, as its user writes it."""
+    """Name of the wrapper as users write it."""
     ranks: frozenset[int]
-    """Of the default process group."""
+    """Ranks of the default process group."""
     factor: float
 
     @property
     def is_mean(self) -> bool:
+        """Whether the wrapper averages over its ranks."""
         return self.factor == 1 / len(self.ranks)
 
 
 def keep_graph_whole_under_ddp() -> None:
-    """Set `torch._dynamo.config.optimize_ddp` to False: Dynamo then compiles a model under DDP as one graph.
+    """Sets `torch._dynamo.config.optimize_ddp` to False, so that Dynamo compiles a model under DDP as one graph.
 
-    Otherwise it splits each graph at DDP's buckets, the first of which has 1 MiB, and calls the parts with fake
+    Otherwise Dynamo splits each graph at DDP's buckets, the first of which has 1 MiB, and calls the parts with fake
     tensors. Other models of the process that are compiled under DDP lose the overlap of backward and all-reduce.
     """
     torch._dynamo.config.optimize_ddp = False
 
 
 def gradient_reductions(parameters: Sequence[torch.Tensor]) -> list[GradientReduction]:
-    """What DistributedDataParallel, FSDP and fully_shard do to the gradients of these parameters, each way once.
+    """Returns how DistributedDataParallel, FSDP and fully_shard reduce these parameters' gradients, each way once.
 
-    To be called inside of the wrapped module's forward.
+    Must be called inside the wrapped module's forward.
     """
     known = {id(parameter) for parameter in parameters}
     return list(dict.fromkeys([*_of_ddp(known), *_of_fsdp1(), *_of_fsdp2(known)]))
@@ -59,7 +60,7 @@ def _of_ddp(known: set[int]) -> list[GradientReduction]:
 
 
 def _of_fsdp1() -> list[GradientReduction]:
-    """FSDP 1 sets views as parameters, which do not tell where they come from: the modules whose forward runs now."""
+    """Finds FSDP 1 by the modules whose forward runs now, because its parameters are views without a known origin."""
     if "torch.distributed.fsdp" not in sys.modules:
         return []
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -70,7 +71,7 @@ def _of_fsdp1() -> list[GradientReduction]:
     while frame is not None:
         module = frame.f_locals.get("self")
         if frame.f_code.co_name == "forward" and isinstance(module, FullyShardedDataParallel):
-            is_hybrid = module.sharding_strategy in hybrid  # within and across groups, which cover all ranks
+            is_hybrid = module.sharding_strategy in hybrid  # reduces within and across groups, which cover all ranks
             ranks = range(dist.get_world_size()) if is_hybrid else dist.get_process_group_ranks(module.process_group)
             found.append(GradientReduction("FullyShardedDataParallel", frozenset(ranks), 1 / len(ranks)))
         frame = frame.f_back
@@ -94,7 +95,7 @@ def _of_fsdp2(known: set[int]) -> list[GradientReduction]:
 
 
 def _param_groups(state: Any) -> list[Any]:
-    """FSDPParamGroups of the state of one module: one in torch 2.11, several from 2.13 on."""
+    """Returns the FSDPParamGroups of one module's state: one in torch 2.11, several from 2.13 on."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         group = getattr(state, "_fsdp_param_group", None)

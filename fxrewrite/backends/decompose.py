@@ -1,7 +1,7 @@
-"""Operators that a rewrite brings behind autograd, in the smaller ones that inductor expects there.
+"""Decomposes operators that a rewrite adds after autograd to the smaller ones that inductor expects there.
 
-Inductor has `silu`, `linear` or `layer_norm` decomposed while the model is traced, and cannot compile them afterwards.
-A rule that says one of them can run behind autograd all the same: what it made is decomposed by inductor's own table.
+Inductor decomposes `silu`, `linear` or `layer_norm` while the model is traced, and cannot compile them afterwards. With
+this, rules that add one of them can run after autograd: what they added is decomposed by inductor's own table.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["decompose"]
 
 
 def decompose(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> int:
-    """Afterwards none of `nodes` calls an operator that inductor decomposes; returns how many did.
+    """Decomposes those of `nodes` that call an operator which inductor decomposes; returns their number.
 
     Args:
-        gm: a graph behind autograd, with fake values under `meta["val"]`.
-        nodes: those to look at, the ones that a rewrite made.
+        gm: a graph after autograd, with fake values under `meta["val"]`.
+        nodes: the nodes to consider: those that a rewrite made.
     """
     table = select_decomp_table()
     changed = 0
@@ -44,12 +44,12 @@ def decompose(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> int:
 
 
 def _is_composite(target: OpOverload) -> bool:
-    """Whether the operator is made of others by its definition, as `linear` is, so that tracing never shows it."""
+    """Whether the operator is defined by others, as `linear` is, so that tracing never shows it."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
 
 
 def _inline(node: fx.Node, table: dict[Any, Callable[..., Any]]) -> None:
-    """Replace the node by what its operator decomposes to."""
+    """Replaces the node by the decomposition of its operator."""
     inputs = node.all_input_nodes
     values = [ops.value(used) for used in inputs]
 
@@ -73,7 +73,7 @@ def _inline(node: fx.Node, table: dict[Any, Callable[..., Any]]) -> None:
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)
     else:
-        for user in list(node.users):  # several outputs: every user takes one
+        for user in list(node.users):  # several outputs: every user is a getitem
             user.replace_all_uses_with(result[user.args[1]])
             graph.erase_node(user)
     graph.erase_node(node)

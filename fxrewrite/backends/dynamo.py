@@ -1,4 +1,4 @@
-"""Dynamo: a backend that rewrites its graphs; and what we read of it, such as why a graph ended."""
+"""Dynamo: a backend that rewrites its graphs, and information that Dynamo has, such as why a graph ended."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _PACKAGES = {"iree_boo": "iree-turbine", "iree_turbine": "iree-turbine", "openvi
 
 
 def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler function of a torch.compile backend name, or the callable itself.
+    """Returns the compiler function of a torch.compile backend name, or the callable itself.
 
-    Raises FxRewriteError with the names that exist, or with the package that brings the backend.
+    Raises FxRewriteError with the names that exist, or with the package that provides the backend.
     """
     if callable(inner):
         return inner
@@ -55,9 +55,9 @@ def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
 
 
 def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphModule:
-    """The graph that torch.compile would give a backend for `model(**inputs)`; nothing of it is run.
+    """Returns the graph that torch.compile would pass to a backend for `model(**inputs)`, without running it.
 
-    Raises FxRewriteError where the model does not compile to one graph, with Dynamo's reason.
+    Raises FxRewriteError with Dynamo's reason if the model does not compile to one graph.
     """
     graphs: list[fx.GraphModule] = []
 
@@ -76,7 +76,7 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
     return graphs[0]
 
 
-class _Captured(Exception):  # noqa: N818  # no error: how a backend can end a compilation
+class _Captured(Exception):  # noqa: N818  # not an error: the way in which a backend can end a compilation
     """Ends a compilation whose graph was captured."""
 
 
@@ -85,7 +85,7 @@ def _first_line(error: Exception) -> str:
 
 
 def graph_break_reason(gm: fx.GraphModule) -> str:
-    """Why Dynamo ended this graph before the function did, with the user's line; empty for a whole graph."""
+    """Returns why Dynamo ended this graph before the function did, with the user's line; empty for a whole graph."""
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ""
@@ -95,10 +95,10 @@ def graph_break_reason(gm: fx.GraphModule) -> str:
 
 
 def untraced_callers() -> list[str]:
-    """Functions, with lines, that Dynamo runs as they are on the way to what a backend compiles now, outermost first.
+    """Returns functions, with lines, that run uncompiled above the function being compiled now, outermost first.
 
     A function that Dynamo cannot trace, as it breaks within a `with` or a loop, is no graph: those that it calls are
-    compiled in its place, each as a graph of its own without a break. torch's own wrappers (modules, DDP, FSDP) are
+    compiled in its place, each as a graph of its own without a break. torch's own wrappers of modules are
     not counted, which run hooks and nothing else.
     """
     frame, found = sys._getframe(1), list[str]()
@@ -120,7 +120,7 @@ def _is_in(frame: FrameType, place: str) -> bool:
 
 
 def graph_break_hint(reason: str) -> str:
-    """What helps against a graph break with this reason of Dynamo's."""
+    """Returns advice against a graph break with this reason from Dynamo."""
     return next((hint for words, hint in _BREAK_HINTS if words in reason.lower()), _ANY_BREAK_HINT)
 
 
@@ -136,14 +136,14 @@ _ANY_BREAK_HINT = "use torch.compile(..., fullgraph=True) to see the break, and 
 
 
 class RewritingBackend(Generic[R]):
-    """A torch.compile backend: every graph that Dynamo captures is rewritten, then compiled by an inner backend.
+    """A torch.compile backend: it rewrites every graph that Dynamo captures, and passes it to an inner backend.
 
-    Made by `rewriting_backend`. Two of them never share what was compiled.
+    Made by `rewriting_backend`. Two of them never share compiled code.
 
     Attributes:
         inner: name or function of the inner backend.
         graph: the graph that is rewritten: "torch" or "aten".
-        reports: what `apply` returned, one for each graph that was compiled, in order; recompilations append.
+        reports: what `apply` returned, one per compiled graph, in order; recompilations append.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class RewritingBackend(Generic[R]):
         on_report: Callable[[R], None] | None,
     ) -> None:
         if graph not in get_args(Graph):
-            raise FxRewriteError(f'graph={graph!r} is no graph that a backend rewrites; pass "torch" or "aten"')
+            raise FxRewriteError(f'graph={graph!r} is not a graph that a backend rewrites; pass "torch" or "aten"')
         find_backend(inner)
         self.inner = inner
         self.graph = graph
@@ -170,7 +170,7 @@ class RewritingBackend(Generic[R]):
         return f"<RewritingBackend graph={self.graph!r}, inner={inner!r}>"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """The compiled program; `options` are the `mode` and `options` of `torch.compile`, for the inner backend."""
+        """Returns the compiled program; `options` are the `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
         program = normalized(gm) if self.graph == "aten" else gm
         report = rewrite(self._apply, program, self._context)
@@ -188,17 +188,17 @@ def rewriting_backend(
     context: Any = None,
     on_report: Callable[[R], None] | None = None,
 ) -> RewritingBackend[R]:
-    """The backend for `torch.compile(model, backend=...)` that runs `apply` and then compiles with `inner`.
+    """Returns a backend for `torch.compile(model, backend=...)` that runs `apply` and then compiles with `inner`.
 
-    Compile caches stay right: the inner backend sees, and keys, the graph as rewritten.
+    Compile caches stay right: the inner backend sees, and keys, the rewritten graph.
 
     Args:
         apply: rewrites a module in place, and returns what it did: `plan.apply`.
         inner: a backend's name, or its function `(gm, example_inputs, **options)`; gets `mode=` and `options=` of
-            `torch.compile` where they are given.
-        graph: "torch" is Dynamo's graph as it is, in the functions that the model calls; "aten" its normal form, see
+            `torch.compile` if they are given.
+        graph: "torch" is Dynamo's graph as it is, with the functions that the model calls; "aten" its normal form, see
             `fxrewrite.capture.normalize`. Autograd comes after both.
-        context: handed to `apply`.
+        context: passed to `apply`.
         on_report: called with what `apply` returned, before the inner backend starts.
 
     Raises:
@@ -211,9 +211,9 @@ def rewriting_backend(
 def inner_compiler(
     inner: str | Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
-    """The inner backend with the mode and the options of `torch.compile`, given as torch itself gives them.
+    """Returns the inner backend with the mode and options of `torch.compile` bound, in the way torch itself does it.
 
-    Raises FxRewriteError where it does not exist.
+    Raises FxRewriteError if it does not exist.
     """
     if inner == "inductor":  # its function knows neither; torch.compile turns both into patches of its configuration
         return torch._TorchCompileInductorWrapper(mode, options, None)
@@ -223,7 +223,7 @@ def inner_compiler(
 
 
 def refuse_precompile() -> None:
-    """Raises FxRewriteError where torch keeps compiled code without asking by which backend it was compiled."""
+    """Raises FxRewriteError if torch keeps compiled code under a key that does not include the backend."""
     if torch._dynamo.config.caching_precompile:
         raise FxRewriteError(
             "torch._dynamo.config.caching_precompile keeps compiled code under nothing but the function's name and "
@@ -232,24 +232,25 @@ def refuse_precompile() -> None:
 
 
 def normalized(gm: fx.GraphModule) -> fx.GraphModule:
-    """The normal form of a Dynamo graph, with what AOTAutograd reads of one that comes from Dynamo.
+    """Returns the normal form of a Dynamo graph, with the attributes that AOTAutograd reads of Dynamo's graphs.
 
-    It reads where inputs come from, to guard those that alias and to know the parameters, which CUDA graphs need not
-    copy. And it hashes the module for its cache, so there must be no ShapeEnv on it, of which no two are equal.
+    AOTAutograd reads where inputs come from, to guard inputs that alias, and to know the parameters, which CUDA graphs
+    need not copy. It also hashes the module for its cache, so the module must not have a ShapeEnv, as no two are equal.
     """
     normal = normalize(gm)
     vars(normal)["shape_env"] = None
     _keep_marks(normal, gm)
+    # AOTAutograd needs a source for every attribute; tracing may have added constants.
     sources = getattr(gm, "_param_name_to_source", None)
     if sources is not None:
         constants = [name for name, _ in (*normal.named_parameters(), *normal.named_buffers())]
-        found = {name: EphemeralSource(name) for name in constants}  # tracing made them: no source, each its own
+        found = {name: EphemeralSource(name) for name in constants}  # made by tracing: each is its own source
         vars(normal)["_param_name_to_source"] = {**found, **sources}
     return normal
 
 
 def _keep_marks(new: fx.GraphModule, gm: fx.GraphModule) -> None:
-    """Say in `new` what Dynamo says in `gm` beside its graph: where inputs come from, and why the graph ended."""
+    """Copies what Dynamo records besides the graph from `gm` to `new`: sources of inputs, and why the graph ended."""
     inputs = (module.graph.find_nodes(op="placeholder") for module in (new, gm))
     for placeholder, original in zip(*inputs, strict=True):
         if hasattr(original, "_dynamo_source"):

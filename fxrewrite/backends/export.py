@@ -1,4 +1,4 @@
-"""torch.export: a plan on an exported program, whose signature stays right."""
+"""torch.export: applies a plan to an exported program, and keeps its signature right."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _KINDS = (
 def apply_to_export(
     apply: Apply[R], program: ExportedProgram, *, context: Any = None, on_report: Callable[[R], None] | None = None
 ) -> ExportedProgram:
-    """A program with the rewritten graph, checked by torch.export's verifier; `program` is as it was.
+    """Returns a program with the rewritten graph, checked by torch.export's verifier; `program` is not changed.
 
-    Inputs keep their names and order, also those that nothing reads any more. Outputs stand where they stood; the
-    signature names the values that they are now. Parameters, buffers and constants are those of `program`.
+    Inputs keep their names and order, even if nothing reads them any more. Outputs keep their positions; the signature
+    names their new values. Parameters, buffers and constants are those of `program`.
 
     Args:
         apply: rewrites a module in place, and returns what it did: `plan.apply`.
         program: any dialect that torch.export makes: as exported, or decomposed.
-        context: handed to `apply`.
+        context: passed to `apply`.
         on_report: called with what `apply` returned.
 
     Raises:
-        FxRewriteError: the rewritten graph would break the signature; says at which output or module call. Or `program`
+        FxRewriteError: the rewritten graph would break the signature; names the output or module call. Or `program`
             is not an exported program.
     """
     if not isinstance(program, ExportedProgram):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -87,7 +87,7 @@ def apply_to_export(
 
 
 def _copy_entry(entry: ModuleCallEntry) -> ModuleCallEntry:
-    """The entry with names of its own: the program renames them in place. Tree specifications are shared."""
+    """Returns the entry with its own copy of the names, which the program changes in place; tree specs are shared."""
     signature = entry.signature
     if signature is not None:
         inputs, outputs = ([copy.copy(arg) for arg in args] for args in (signature.inputs, signature.outputs))
@@ -102,13 +102,13 @@ def _signature(old: ExportGraphSignature, gm: fx.GraphModule) -> ExportGraphSign
 
 
 def _output_spec(old: OutputSpec, output: Any) -> OutputSpec:
-    """The output's specification with the name of what stands there now.
+    """Returns the output's specification with the name of its new value.
 
     Raises:
-        FxRewriteError: a value of another kind stands there.
+        FxRewriteError: the new value is of another kind.
     """
     if not isinstance(old.arg, tuple(kind for kind, _ in _KINDS)):
-        return old  # constants, tokens and custom objects: no rule makes or moves them
+        return old  # constants, custom objects and what orders effects: no rule makes or moves them
     found: ArgumentSpec | None = None
     if isinstance(output, fx.Node):
         found = next((kind(output.name) for kind, of in _KINDS if isinstance(ops.value(output), of)), None)
@@ -116,17 +116,17 @@ def _output_spec(old: OutputSpec, output: Any) -> OutputSpec:
         what = "a constant" if found is None else type(found).__name__.removesuffix("Argument")
         raise FxRewriteError(
             f"the plan breaks the program's signature: its {old.kind.name} %{old.arg.name} is a "
-            f"{type(old.arg).__name__.removesuffix('Argument')}, and {output} ({what}) would stand there; "
+            f"{type(old.arg).__name__.removesuffix('Argument')}, and {output} ({what}) would take its place; "
             "the program is as before"
         )
     return dataclasses.replace(old, arg=found)
 
 
 def _check_module_calls(program: ExportedProgram, gm: fx.GraphModule) -> None:
-    """Refuse to remove what a module call that the user asked to preserve takes or gives back.
+    """Refuses to remove an input or result of a module call whose signature the user asked to preserve.
 
     Raises:
-        FxRewriteError: a value that such a call's signature names is not in the graph any more.
+        FxRewriteError: a value that such a signature names is no longer in the graph.
     """
     names = {node.name for node in gm.graph.nodes}
     for entry in program.module_call_graph:

@@ -1,18 +1,17 @@
-"""Inductor: a plan as one of its custom graph passes, installed for a scope and told apart in its caches.
+"""Inductor: a plan as one of its custom graph passes, installed for a scope and part of its cache keys.
 
     pre_grad          Dynamo's graph, before autograd; not functional
     joint             forward and backward in one ATen graph, before they are split; `joint_post` is after the patterns
     post_grad_pre     a forward or a backward graph, functional ATen, before inductor's own patterns
     post_grad_post    the same, after them
 
-The pass runs when something is compiled. What was compiled before, or comes out of a cache, is not touched: a function
-that ran already must be compiled anew inside of the scope. Inductor calls it for the body of every higher-order
-operator, and then for the graph around it.
+The pass runs when something is compiled. Code that was compiled before, or comes from a cache, is not affected: a
+function that ran already must be compiled anew inside the scope. Inductor calls the pass for the subgraph of every
+higher-order operator, and then for the graph around it.
 
-Scope and threads: inductor's configuration belongs to a thread (in torch 2.11 to the process), and so does what is
-installed. Kernels compiled by worker processes are not concerned, they come after the passes. Compiling whole graphs in
-another process (TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS) drops passes behind autograd without a word, so that is
-refused.
+Scope and threads: inductor's configuration is thread-local (in torch 2.11 process-wide), and so is what is installed.
+Worker processes only compile kernels, after the passes. Compiling whole graphs in another process
+(TORCHINDUCTOR_FX_COMPILE_MODE=SUBPROCESS) would silently drop passes after autograd, so that is refused.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ SLOTS: Mapping[str, str] = MappingProxyType(
         "post_grad_post": "post_grad_custom_post_pass",
     }
 )
-"""Our name of a slot -> inductor's, which is also the key in `torch.compile(options={...})`."""
+"""Our name of a slot -> inductor's name, which is also the key in `torch.compile(options={...})`."""
 OVERLAP: Mapping[str, Any] = MappingProxyType(
     {
         "reorder_for_compute_comm_overlap": True,
@@ -59,7 +58,7 @@ OVERLAP: Mapping[str, Any] = MappingProxyType(
         ],
     }
 )
-"""Options of `torch.compile` under which collectives start early and are waited for late, within the peak of memory.
+"""Options of `torch.compile` with which collectives start early and are waited for late, without more peak memory.
 
 Source: PyTorch, torch/_inductor/config.py, which recommends these passes in this order.
 """
@@ -72,7 +71,7 @@ class GraphPass(PickledByUuid, CustomGraphPass, Generic[R]):
 
     Attributes:
         slot: where it runs.
-        reports: what `apply` returned, one for each graph that was compiled; none for graphs out of a cache.
+        reports: what `apply` returned, one per compiled graph; none for graphs from a cache.
     """
 
     def __init__(self, slot: Slot, apply: Apply[R], digest: str | None, context: Any = None) -> None:
@@ -85,7 +84,7 @@ class GraphPass(PickledByUuid, CustomGraphPass, Generic[R]):
         self._uuid = _uuid(digest, context)
 
     def __call__(self, graph: fx.Graph) -> None:
-        """Rewrite one graph in place, its module with it; behind autograd, decompose what came in.
+        """Rewrites one graph and its module in place; after autograd, also decomposes what the rewrite added.
 
         Raises:
             InvariantError: the graph belongs to no module, or to several.
@@ -100,26 +99,26 @@ class GraphPass(PickledByUuid, CustomGraphPass, Generic[R]):
                 decompose(module, [node for node in module.graph.nodes if node not in nodes])
 
     def uuid(self) -> str | None:
-        """What stands for the pass in cache keys; None keeps everything that it compiles out of the caches."""
+        """Returns the key of the pass in caches; None keeps everything that it compiles out of the caches."""
         return self._uuid
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # inductor copies its configuration, and the pass in it must stay the one that has the reports
+        return self  # inductor copies its configuration, but the reports must arrive in this object
 
 
 @contextlib.contextmanager
 def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any = None) -> Generator[GraphPass[R]]:
-    """Inside of the scope inductor runs `apply` on every graph that it compiles, behind the passes installed before.
+    """In the scope, inductor runs `apply` on every graph that it compiles, after passes that were installed before.
 
-    Afterwards the slot is as it was. Scopes nest; the outer one's pass runs first.
+    Afterwards the slot has its old value. Scopes nest; the outer one's pass runs first.
 
     Args:
         slot: one of `SLOTS`.
-        apply: rewrites one module in place, and returns what it did. It need not go into bodies of higher-order
-            operators, for which inductor calls it by itself.
-        digest: equal for equal rewrites and no others, in every process: `plan.digest()`. None means that nothing
-            may be cached.
-        context: handed to `apply`; part of the key in the caches, and nothing is cached if it has no identity.
+        apply: rewrites one module in place, and returns what it did. It need not enter subgraphs of higher-order
+            operators, for which inductor calls it.
+        digest: a key that is equal exactly for equal rewrites, in every process: `plan.digest()`. None means that
+            nothing may be cached.
+        context: passed to `apply`; part of the key in the caches, and nothing is cached if it has no identity.
 
     Raises:
         FxRewriteError: no such slot; or graphs are compiled in another process, where the pass would not run.
@@ -138,7 +137,7 @@ def installed(slot: Slot, apply: Apply[R], digest: str | None, *, context: Any =
 
 
 def _uuid(digest: str | None, context: Any) -> str | None:
-    """The digest of rewrite and context together; None if either has none."""
+    """Returns a digest of rewrite and context together; None if either has none."""
     if not digest or context is None:
         return digest or None
     try:
@@ -149,6 +148,6 @@ def _uuid(digest: str | None, context: Any) -> str | None:
 
 
 def _compiles_elsewhere() -> bool:
-    from torch._inductor import compile_fx  # loads all of inductor, which warns of deprecations in torch itself
+    from torch._inductor import compile_fx  # lazy: loads all of inductor, with torch's own deprecation warnings
 
     return compile_fx.fx_compile_mode is compile_fx.FxCompileMode.SUBPROCESS

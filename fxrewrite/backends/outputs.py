@@ -1,4 +1,4 @@
-"""Rewriting on behalf of a compiler, which holds a graph to what it promised."""
+"""Rewrites on behalf of a compiler, and keeps the graph's promises to its caller."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Apply", "rewrite"]
 
 R = TypeVar("R")
 Apply: TypeAlias = Callable[[fx.GraphModule, Any], R]
-"""What rewrites a module in place and says what it did: `plan.apply`."""
+"""Rewrites a module in place, and returns what it did: `plan.apply`."""
 
 
 def rewrite(apply: Apply[R], gm: fx.GraphModule, context: Any) -> R:
-    """`apply(gm, context)`; afterwards `gm`, and every body of a higher-order operator in it, keeps what it promised.
+    """Returns `apply(gm, context)`; afterwards `gm` and all its HOP subgraphs keep the promises about their outputs.
 
     Raises:
-        InvariantError: the number of inputs or outputs is another one; `gm` is not usable any more.
+        InvariantError: the number of inputs or outputs changed; `gm` must not be used any more.
     """
     promises = [(module, Promise(module)) for module in gm.modules() if isinstance(module, fx.GraphModule)]
     report = apply(gm, context)

@@ -1,7 +1,7 @@
-"""Adapters for inner backends that do not compile every graph: those without gradients, those with few operators.
+"""Adapters for inner backends that cannot compile every graph: only without gradients, or only some operators.
 
-- `plan.backend(under_autograd("openvino"))` trains in a compiler of inference graphs;
-- `autosp(under_autograd(in_parts("iree_turbine")))` trains in one that does not know collectives either.
+- `plan.backend(under_autograd("openvino"))` trains with a compiler of inference graphs;
+- `plan.backend(under_autograd(in_parts("iree_turbine")))` trains with one that does not know collectives either.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Compiler = Callable[..., Any]
 
 
 def under_autograd(inner: str | Compiler) -> Compiler:
-    """A backend that trains: AOTAutograd traces the forward and the backward graph, and `inner` compiles each.
+    """Returns a backend that trains: AOTAutograd traces the forward and backward graphs, and `inner` compiles each.
 
     Args:
         inner: name or function of a backend that compiles graphs of aten operators; it needs no gradients.
@@ -46,12 +46,12 @@ def under_autograd(inner: str | Compiler) -> Compiler:
 
         return aot_autograd(fw_compiler=compile_one)(gm, list(example_inputs))
 
-    compile_both.__qualname__ = f"under_autograd({_name(inner)})"  # AutoSP compares it between ranks
+    compile_both.__qualname__ = f"under_autograd({_name(inner)})"  # ranks compare the name
     return compile_both
 
 
 def in_parts(inner: str | Compiler, leave: Callable[[fx.Node], bool] | None = None) -> Compiler:
-    """A backend that compiles with `inner` what is between the nodes to leave, and runs those as they are.
+    """Returns a backend that runs the nodes to leave as they are, and compiles the parts between them with `inner`.
 
     The order of the graph is kept, so ranks that compile equal graphs run their collectives in the same order. A part
     is compiled in its first call, with the tensors of the call, and again for other shapes, dtypes, strides or values
@@ -59,8 +59,8 @@ def in_parts(inner: str | Compiler, leave: Callable[[fx.Node], bool] | None = No
 
     Args:
         inner: name or function of a backend.
-        leave: the nodes that `inner` does not compile; None is `is_custom`. Arithmetic of sizes is always left, and so
-            is `operator.getitem` of what a node that is left returns.
+        leave: the nodes that `inner` does not compile; None is `is_custom`. Arithmetic on sizes is always left, and so
+            is `operator.getitem` on a result of a node that is left.
 
     Raises:
         FxRewriteError: no such backend.
@@ -80,7 +80,7 @@ def in_parts(inner: str | Compiler, leave: Callable[[fx.Node], bool] | None = No
 
 
 def is_custom(node: fx.Node) -> bool:
-    """Whether a call is of an operator outside aten and prims: a collective, a custom or a higher-order operator.
+    """Whether a node calls an operator outside aten and prims: a collective, a custom or a higher-order operator.
 
     Python functions of torch and of `operator`, and methods of tensors, are not custom.
     """
@@ -98,13 +98,14 @@ _KNOWN_MODULES = ("torch", "_operator", "operator", "math", "builtins", "")
 
 
 def _split(gm: fx.GraphModule, leave: Callable[[fx.Node], bool]) -> tuple[fx.GraphModule, list[str]]:
-    """The graph as calls of submodules, and the names of those that hold no node to leave."""
+    """Splits the graph into submodules; returns it with the names of the parts that contain no node to leave."""
     left: set[fx.Node] = set()
     number: dict[fx.Node, int] = {}
     kinds: list[bool] = []
     for node in gm.graph.nodes:
         if not node.op.startswith("call_"):
             continue
+        # A getitem stays with its source, so that no part receives a tuple.
         takes_apart = node.all_input_nodes[:1] if _is_getitem(node) else []
         is_left = leave(node) or ops.is_scalar(node) or any(source in left for source in takes_apart)
         if is_left:
@@ -122,7 +123,7 @@ def _is_getitem(node: fx.Node) -> bool:
 
 
 class _Part(nn.Module):
-    """A part of a graph, compiled in its first call with such inputs."""
+    """A part of a graph, compiled in its first call with inputs of these shapes."""
 
     def __init__(self, gm: fx.GraphModule, compile_part: Compiler) -> None:
         super().__init__()
@@ -149,10 +150,10 @@ class _Part(nn.Module):
 
 
 def _compiled_alone(compile_part: Compiler, part: fx.GraphModule, tensors: list[torch.Tensor]) -> Callable[..., Any]:
-    """The compiled part, made in a thread of its own.
+    """Compiles the part in a thread of its own.
 
-    A first call comes from inside an autograd function or from the autograd engine, where dispatch is restricted and
-    AOTAutograd, which is half of many backends, cannot trace. All that is state of the thread.
+    The first call comes from inside an autograd function or from the autograd engine, where dispatch is restricted, and
+    AOTAutograd, on which many backends rely, cannot trace. All that is thread-local state.
     """
     is_grad_enabled = torch.is_grad_enabled()
 
@@ -165,7 +166,7 @@ def _compiled_alone(compile_part: Compiler, part: fx.GraphModule, tensors: list[
 
 
 def _with_numbers(gm: fx.GraphModule, values: Sequence[Any]) -> fx.GraphModule:
-    """A copy in which inputs that are no tensors, which few backends take, are constants."""
+    """Returns a copy in which inputs that are not tensors are constants, because few backends accept such inputs."""
     new = copy_module(gm)
     for placeholder, value in zip(new.graph.find_nodes(op="placeholder"), values, strict=True):
         if not isinstance(value, torch.Tensor):
@@ -182,7 +183,7 @@ def _replace_by(placeholder: fx.Node, value: Any) -> None:
 
 
 def _strides(node: fx.Node) -> tuple[int, ...] | None:
-    """The strides that the rest of the graph was traced with, where they are known."""
+    """Returns the strides with which the rest of the graph was traced, if they are known."""
     value = ops.value(node)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
@@ -191,7 +192,7 @@ def _strides(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _with_strides(result: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-    """The result with these strides: many backends return what is contiguous, and `aten.view` after them refuses it."""
+    """Returns the result with these strides: many backends return contiguous tensors, which `aten.view` may refuse."""
     if strides is None or result.stride() == strides:
         return result
     return torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device).copy_(result)

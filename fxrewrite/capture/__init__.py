@@ -1,4 +1,4 @@
-"""From the graph that Dynamo or export gives to one spelling: pre-dispatch ATen with autograd above it."""
+"""From the graph of Dynamo or export to one normal form: pre-dispatch ATen, which autograd still differentiates."""
 
 from fxrewrite.capture.normalize import normalize
 

@@ -1,9 +1,9 @@
-"""Autocast written out: the casts that torch.autocast makes stand in the graph, and no mode makes any more of them.
+"""Makes autocast explicit: the casts that torch.autocast makes become nodes, and no autocast mode is left.
 
     autocast on: linear(x, w)    ->    linear(to(x, bfloat16), to(w, bfloat16))
 
-Which operators cast, and to what, is asked of torch's own autocast kernels, which call the operator again on what they
-have cast. An operator without such a kernel may be made of operators that have one: it is taken apart where it is.
+Torch's own autocast kernels decide which operators cast, and to what; they call the operator again on the cast
+operands. An operator without such a kernel may consist of operators that have one; then it is decomposed.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _KEYS = {
 
 
 def casts(gm: fx.GraphModule) -> bool:
-    """Whether autocast is on as the graph is compiled, or somewhere in it."""
+    """Whether autocast is on while the graph is compiled, or is switched on in it."""
     return bool(_enabled()) or any(node.target is ENTER for node in nodes_of(gm))
 
 
 def _enabled() -> dict[str, torch.dtype]:
-    """The kinds of devices whose operators cast at the moment, and what to."""
+    """Returns the device types whose operators currently cast, with the dtypes that they cast to."""
     kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
     if unknown := [kind for kind in kinds if kind not in _KEYS]:
         refuse(f"autocast on {unknown[0]} has no normal form", hint="cast the model, model.to(torch.bfloat16)")
@@ -47,7 +47,7 @@ def _enabled() -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def without_autocast() -> Generator[None]:
-    """Nothing casts within."""
+    """Disables autocast for the duration of the block."""
     with contextlib.ExitStack() as stack:
         for kind in _enabled():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -55,14 +55,14 @@ def without_autocast() -> Generator[None]:
 
 
 def drop_regions(graph: fx.Graph) -> None:
-    """Take out the switches of autocast: for a graph whose casts are written out."""
+    """Removes the switches of autocast from a graph whose casts are explicit."""
     for node in reversed(graph.nodes):
         if node.target in (ENTER, EXIT):
             graph.erase_node(node)
 
 
 def shield(graph: fx.Graph) -> None:
-    """Make the graph run without autocast, also where it is called under it as now."""
+    """Makes the graph run without autocast, even if its caller, as now, is under autocast."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     for kind, dtype in _enabled().items():
         with graph.inserting_before(first):
@@ -72,26 +72,28 @@ def shield(graph: fx.Graph) -> None:
 
 
 class Regions:
-    """The autocast regions that are open while a graph is traced; a tracer itself only records that they are."""
+    """The autocast regions that are open while a graph is traced; a tracer only records that they exist."""
 
     def __init__(self) -> None:
         self._open: list[torch.autocast] = []
 
     def enter(self, *options: Any) -> torch.autocast:
+        """Enters a region with the arguments of torch.autocast."""
         self._open.append(torch.autocast(*options))
         return self._open[-1].__enter__()
 
     def exit(self) -> None:
+        """Leaves the innermost region."""
         self._open.pop().__exit__(None, None, None)
 
     def close(self) -> None:
-        """Leave all of them, also where tracing ended with an error."""
+        """Leaves all regions, also after an error."""
         while self._open:
             self.exit()
 
 
 class Casting(fx.Interpreter):
-    """Runs a graph of ATen operators as autocast does, in such a way that a tracer records the casts."""
+    """Runs a graph of ATen operators as autocast does, so that a tracer records the casts."""
 
     _at: fx.Node
 
@@ -100,10 +102,12 @@ class Casting(fx.Interpreter):
         self._outside = _enabled()
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs the node, and remembers it for error messages."""
         self._at = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the operator's autocast kernel if it has one; decomposes it if an operator inside has one."""
         if isinstance(target, HigherOrderOperator) and _enabled() != self._outside:
             refuse(
                 f"the higher-order op {target.name()} in an autocast region has no normal form",
@@ -113,14 +117,14 @@ class Casting(fx.Interpreter):
         if isinstance(target, OpOverload) and (enabled := _enabled()):
             kind = next((kind for kind in enabled if _has_kernel(target, kind, args, kwargs)), None)
             if kind is not None:
-                with torch._C.DisableTorchFunction():  # a tracer's would call the operator, not its kernel
+                with torch._C.DisableTorchFunction():  # a tracer's mode would call the operator, not its kernel
                     return target._op_dk(_KEYS[kind], *args, **kwargs)
             if target._can_decompose() and _casts_inside(target, args, kwargs):
                 return self._in_parts(target, args, kwargs)
         return super().call_function(target, args, kwargs)
 
     def _in_parts(self, target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives whose parts cast: the operators that it is made of run one by one."""
+        """Runs the operators into which an operator decomposes one by one, because some of them cast."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         places = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
@@ -143,7 +147,7 @@ def _has_kernel(target: OpOverload, kind: str, args: tuple[Any, ...], kwargs: di
 
 
 def _casts_inside(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the operator does something else on these arguments than it does without autocast."""
+    """Whether the operator calls other operators or dtypes on these arguments than it does without autocast."""
     if target._schema.is_mutable:
         return False
     with disable_proxy_modes_tracing(), torch.no_grad():
@@ -155,14 +159,14 @@ def _casts_inside(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 class _Calls(TorchDispatchMode):
-    """Keeps the operators that are called, with the dtypes that they are called on."""
+    """Records the operators that are called, with the dtypes of their operands."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[OpOverload, list[torch.dtype]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim":  # questions about a tensor, which the kernels ask
+        if func.namespace != "prim":  # queries of a tensor's properties by the kernels
             self.seen.append((func, [tensor.dtype for tensor in _tensors((args, kwargs))]))
         return func(*args, **(kwargs or {}))
 

@@ -1,11 +1,11 @@
-"""A custom `torch.autograd.Function` in the normal graph: one node with two bodies in ATen, so its own backward stays.
+"""A custom `torch.autograd.Function` in the normal graph: one node with two ATen subgraphs, so it keeps its backward.
 
 Dynamo calls `autograd_function_apply(fwd_body, bwd_body, *operands)`, where
 
     fwd_body(*operands)                  -> (results, saved values)
-    bwd_body(*gradients, *saved values)  -> one gradient for each operand, None for what has none
+    bwd_body(*gradients, *saved values)  -> one gradient for each operand, or None
 
-and autograd calls the second body where it would otherwise differentiate the first. Source: PyTorch,
+where autograd calls the second subgraph instead of differentiating the first. Source: PyTorch,
 torch/_functorch/autograd_function.py (`AutogradFunctionApply`).
 """
 
@@ -38,7 +38,7 @@ Normalize = Callable[[fx.GraphModule], fx.GraphModule]
 
 @dataclass(frozen=True, slots=True)
 class CustomFunction:
-    """One call of a custom function: its bodies and what goes into and comes out of them."""
+    """One call of a custom function: its subgraphs, their inputs and results."""
 
     forward: fx.GraphModule
     backward: fx.GraphModule
@@ -49,37 +49,37 @@ class CustomFunction:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """The forward body's inputs, one for each operand."""
+        """The inputs of the forward subgraph, one for each operand."""
         return self.forward.graph.find_nodes(op="placeholder")
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """What the forward body gives to the graph: its nodes, and plain values."""
+        """The results that the forward subgraph returns to the graph: its nodes, and plain values."""
         return tuple(_given(self.forward)[0])
 
     @property
     def saved(self) -> tuple[Any, ...]:
-        """What the forward body gives to the backward body: its nodes, and plain values."""
+        """The values that the forward subgraph saves for the backward subgraph: its nodes, and plain values."""
         return tuple(_given(self.forward)[1])
 
     @property
     def incoming(self) -> list[fx.Node]:
-        """The backward body's inputs that are gradients, one for each result."""
+        """The inputs of the backward subgraph that are gradients, one for each result."""
         return self.backward.graph.find_nodes(op="placeholder")[: len(self.results)]
 
     @property
     def restored(self) -> list[fx.Node]:
-        """The backward body's inputs that were saved, one for each saved value."""
+        """The inputs of the backward subgraph that were saved, one for each saved value."""
         return self.backward.graph.find_nodes(op="placeholder")[len(self.results) :]
 
     @property
     def outgoing(self) -> tuple[Any, ...]:
-        """The gradients that the backward body gives, one for each operand; None where it has none."""
+        """The gradients that the backward subgraph returns, one for each operand, or None."""
         return tuple(_given(self.backward))
 
 
 def custom_function(node: fx.Node) -> CustomFunction | None:
-    """The custom function that `node` calls, None where it calls something else."""
+    """Returns the custom function that `node` calls; None if it calls something else."""
     if node.target is not APPLY:
         return None
     forward, backward, *operands = node.args
@@ -101,13 +101,13 @@ def _body(node: fx.Node, argument: Any) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class NormalBodies:
-    """The bodies of custom functions in ATen, by the bodies that Dynamo traced; others are ATen already."""
+    """ATen versions of custom functions' subgraphs, by the subgraphs that Dynamo traced; others are ATen already."""
 
     by_body: Mapping[fx.GraphModule, fx.GraphModule] = field(default_factory=dict[fx.GraphModule, fx.GraphModule])
 
     @staticmethod
     def of(gm: fx.GraphModule, normalize: Normalize) -> NormalBodies:
-        """Those of all custom functions that Dynamo's graph, and the bodies in it, call."""
+        """Normalizes the subgraphs of all custom functions that Dynamo's graph calls, nested ones included."""
         found: dict[fx.GraphModule, fx.GraphModule] = {}
         for node in nodes_of(gm):
             function = custom_function(node)
@@ -116,12 +116,12 @@ class NormalBodies:
                 forward, backward = _detached(function.forward), _detached(function.backward, function.results)
                 _drop_unread_results(node, function, forward, backward)
                 found[function.forward] = normalize(forward)
-                with without_autocast():  # backward runs under whatever mode it is called under, as Dynamo's body does
+                with without_autocast():  # backward runs in its caller's mode, as Dynamo's subgraph does
                     found[function.backward] = normalize(backward)
         return NormalBodies(found)
 
     def call(self, meta: Mapping[str, Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """What a call with this metadata gives on these arguments; the running tracer records one of normal bodies."""
+        """Runs a call with this metadata on these arguments; the running tracer records a call of normal subgraphs."""
         forward, backward = (copy_module(self.by_body.get(body, body)) for body in args[:2])
         tags = {tag: meta[tag] for tag in CHECKPOINT_TAGS if tag in meta}
         for inner in forward.graph.nodes:
@@ -148,10 +148,10 @@ def _record(forward: fx.GraphModule, backward: fx.GraphModule, operands: tuple[A
 def _drop_unread_results(
     node: fx.Node, function: CustomFunction, forward: fx.GraphModule, backward: fx.GraphModule
 ) -> None:
-    """Remove from the copied bodies the last results that nobody reads, where no gradient of theirs is read either.
+    """Removes from the copied subgraphs the last results that nobody reads and whose gradients nobody reads.
 
-    torch 2.12 makes it unnecessary. In 2.11 all that a forward computes is a result, so that what it wrote in place is
-    one twice, and the gradient of one of the two is lost.
+    torch 2.12 makes this unnecessary. In 2.11 everything that a forward computes is a result, so a value that it wrote
+    in place is a result twice, and the gradient of one of the two is lost.
     """
     gradients = backward.graph.find_nodes(op="placeholder")[: len(function.results)]
     results, saved = _given(forward)
@@ -170,7 +170,7 @@ def _refuse_unknown_convention(node: fx.Node, function: CustomFunction) -> None:
     unknown = sorted(node.kwargs.keys() - _OPTIONS)
     if unknown:
         refuse(
-            f"a custom autograd function is called in a way that is not known ({', '.join(unknown)})",
+            f"a custom autograd function is called with unsupported options ({', '.join(unknown)})",
             node=node,
             hint="use torch 2.13, or rewrite the model without it",
         )
@@ -183,7 +183,7 @@ def _refuse_unknown_convention(node: fx.Node, function: CustomFunction) -> None:
 
 
 def _is_written_input(result: Any) -> bool:
-    """Whether a result is an input that the body writes to; with torch 2.13 as the oldest, `dirty_idx` says so."""
+    """Whether a result is an input that the subgraph writes to. From torch 2.13 on, `dirty_idx` says so."""
     if not isinstance(result, fx.Node) or result.target != "view_as":
         return False
     source = result.args[0]
@@ -195,9 +195,9 @@ def _is_written_input(result: Any) -> bool:
 
 
 def _detached(body: fx.GraphModule, results: Sequence[Any] = ()) -> fx.GraphModule:
-    """A copy in which nothing requires gradients: autograd runs both bodies with gradients disabled.
+    """Returns a copy in which nothing requires gradients, because autograd runs both subgraphs without gradients.
 
-    Its first inputs are gradients of `results`; Dynamo leaves no value on those that the body does not read.
+    Its first inputs are gradients of `results`; Dynamo leaves no value on those that the subgraph does not read.
     """
     body = copy_module(body)
     inputs = body.graph.find_nodes(op="placeholder")

@@ -1,12 +1,12 @@
-"""In-place operations on intermediate values made functional: a write gives a new value, and its views are read anew.
+"""Makes in-place operations on intermediate values functional: a write makes a new value, and its views are read again.
 
     x.mul_(y); z = x.view(-1)     ->    x_1 = mul(x, y); z = view(x_1, -1)
     x[:, :4].copy_(y); z = 2 * x  ->    x_1 = slice_scatter(x, y, 1, 0, 4); z = 2 * x_1
 
-Gradients stay what they were: autograd itself takes a write to a view for a scatter into what it is a view of.
-Written in place, as before, remains what this cannot be said of: memory of the graph's inputs, whose writes the caller
-sees; memory that autograd reads and that is written behind its back (under no_grad, through detach); memory with a
-view or a write of which no functional form is known here.
+Gradients stay the same: autograd itself treats a write to a view as a scatter into its base.
+Some writes stay in place, because a functional form would not be equal or is unknown: writes to memory of the graph's
+inputs, which the caller sees; writes that autograd does not see (under no_grad, through detach) to memory that it
+reads; and memory with a view or a write that has no functional form here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.graph.sizes import is_same_size
-from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated
+from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated, operators
 
 __all__ = ["Functional", "Memory", "functional_writes"]
 
@@ -30,27 +30,27 @@ aten = torch.ops.aten
 
 @dataclass(eq=False)
 class Memory:
-    """The values that share one memory, of one graph."""
+    """The values of one graph that share one memory."""
 
     position: dict[fx.Node, int]
-    """Of all nodes of the graph."""
+    """Position of every node of the graph."""
     members: dict[fx.Node, fx.Node | None] = field(default_factory=dict[fx.Node, "fx.Node | None"])
-    """In graph order: each value, and what it is a view of; a write counts as a view of what it writes to."""
+    """Each value and its base, in graph order (None: it made the memory). A write counts as a view of its target."""
     writes: list[fx.Node] = field(default_factory=list[fx.Node])
 
     def path(self, member: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-        """(view, what it is a view of) from a member up to the value that made the memory."""
+        """Yields (view, its base) from a member up to the value that made the memory."""
         while (base := self.members[member]) is not None:
             yield member, base
             member = base
 
     def is_read_after(self, member: fx.Node, node: fx.Node) -> bool:
-        """Whether the member, or a view of it, is read after `node` ran."""
+        """Whether the member, or a view of it, is read after `node`."""
         late = any(self.position[user] > self.position[node] for user in member.users)
         return late or any(self.is_read_after(user, node) for user in member.users if self.members.get(user) is member)
 
     def has_functional_form(self) -> bool:
-        """Whether all that is written to it can be said without writing."""
+        """Whether all writes to this memory have an equal functional form."""
         made = [member for member, base in self.members.items() if base is None]
         if len(made) != 1 or made[0].op != "call_function":
             return False
@@ -66,9 +66,9 @@ class Memory:
 
 
 def functional_writes(graph: fx.Graph) -> dict[fx.Node, Memory]:
-    """The writes of a graph of ATen operators that can be functional, each with the memory that it writes to.
+    """Returns the writes of an ATen graph that can be made functional, each with the memory that it writes to.
 
-    Nodes must carry fake values in `meta["val"]` that share memory where the values do.
+    Nodes must have fake values in `meta["val"]` that share memory where the real values do.
     """
     if not any(mutated(node) for node in graph.nodes):
         return {}
@@ -78,19 +78,21 @@ def functional_writes(graph: fx.Graph) -> dict[fx.Node, Memory]:
 
 
 class Functional(fx.Interpreter):
-    """Runs a graph with the given writes, which `functional_writes` found in it, in functional form."""
+    """Runs a graph with these writes, which `functional_writes` found, in functional form."""
 
     _at: fx.Node
 
     def __init__(self, gm: fx.GraphModule, writes: dict[fx.Node, Memory]) -> None:
-        super().__init__(gm, garbage_collect_values=False)  # views of what is written run again
+        super().__init__(gm, garbage_collect_values=False)  # views of written memory run again
         self._writes = writes
 
     def run_node(self, n: fx.Node) -> Any:
+        """Runs the node, and remembers it, because calls need their node's memory."""
         self._at = n
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Replaces a write by its functional form, and updates the values of all views of that memory."""
         memory = self._writes.get(self._at)
         if memory is None:
             return super().call_function(target, args, kwargs)
@@ -100,18 +102,18 @@ class Functional(fx.Interpreter):
         return value
 
     def _scatter(self, memory: Memory, value: Any) -> set[fx.Node]:
-        """Put the value where the current node writes, and up into all that this is a view of; those members."""
+        """Puts the value where the current node writes, and into all its bases; returns the changed members."""
         changed = {self._at}
         for view, base in memory.path(self._at):
             put = _inverse_of(view, base)
-            assert put is not None, "functional_writes has asked for it"
+            assert put is not None, "functional_writes has checked it"
             named: Any = self.map_nodes_to_values(_arguments(view), view)  # pyright: ignore[reportArgumentType]
             value = self.env[base] = put(self.env[base], value, named)
             changed.add(base)
         return changed
 
     def _read_anew(self, memory: Memory, changed: set[fx.Node]) -> None:
-        """Run the views again that were made before the current node and are read after it."""
+        """Runs the views again that were made before the current node and are read after it."""
         for view in memory.members:
             if view is self._at:
                 return
@@ -121,18 +123,20 @@ class Functional(fx.Interpreter):
                 self.env[view] = args[0] if view in self._writes else super().call_function(again, args, kwargs)
 
 
-# which values share memory
+# Which values share memory.
 
 
 def _memories(graph: fx.Graph) -> list[Memory]:
     position = {node: at for at, node in enumerate(graph.nodes)}
     found: dict[StorageWeakRef, Memory] = {}
+    # A node's base is the operand (or write target) with the same storage that is known already. Fake values share
+    # storage exactly where the real ones do.
     for node in graph.nodes:
         written = mutated(node)
         for storage in _storages(node):
             bases = [n for n in (*written, *node.all_input_nodes) if storage in _storages(n)]
             if not bases and isinstance(node.meta["val"], (list, tuple)):
-                continue  # several new results: the memory of each begins where it is taken out
+                continue  # several new results: each has its own memory from its getitem on
             memory = found.setdefault(storage, Memory(position))
             memory.members[node] = next((base for base in bases if base in memory.members), None)
         for target in written:
@@ -152,13 +156,13 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
     return (v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
 
 
-# what autograd sees
+# What autograd sees.
 
 
 def _written_behind_autograd(graph: fx.Graph, memories: list[Memory]) -> set[Memory]:
-    """Memories that carry gradients and are written where autograd does not look, which leaves their gradients alone.
+    """Returns the memories that need gradients and are written where autograd does not look.
 
-    A functional write there would cut the gradient off. Whether a value carries a gradient is estimated from above.
+    A functional write would cut their gradient off. The set of values that need gradients is overestimated.
     """
     memory_of = {member: memory for memory in memories for member in memory.members}
     carrying: set[fx.Node | Memory] = set()
@@ -166,6 +170,8 @@ def _written_behind_autograd(graph: fx.Graph, memories: list[Memory]) -> set[Mem
     written_below_view: set[Memory] = set()
     found: set[Memory] = set()
     grad_enabled = torch.is_grad_enabled()
+    # Follow grad mode through the graph. A write is hidden from autograd if it runs without gradients, or goes through
+    # a view that was made without them.
     for node in graph.nodes:
         if node.target is torch._C._set_grad_enabled:
             grad_enabled = bool(node.args[0])
@@ -189,14 +195,14 @@ def _requires_grad(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr") and isinstance(value, torch.Tensor) and value.requires_grad
 
 
-# functional forms
+# Functional forms.
 
 
 def _written_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the written value is afterwards: of its own dtype and shape, whatever the functional form gives."""
+    """Returns the written value in its own dtype and shape, whatever the functional form returns."""
     written = args[0]
     form = _functional_form(target)
-    assert form is not None, "functional_writes has asked for it"
+    assert form is not None, "functional_writes has checked it"
     positional = [a for a in target._schema.arguments[len(args) :] if not a.kwarg_only and a.name not in kwargs]
     value = form(*args, *(a.default_value for a in positional), **kwargs)
     if value.dtype != written.dtype:
@@ -205,7 +211,7 @@ def _written_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _copy(written: Any, source: Any, non_blocking: bool = False) -> Any:
-    """The value of `source` in memory of its own; a cast or a scatter makes new memory anyway."""
+    """Returns the value of `source` in its own memory; a cast or a scatter makes new memory anyway."""
     source = source if source.device == written.device else aten.to.device(source, written.device, source.dtype)
     return source if source.dtype != written.dtype else aten.clone.default(source)
 
@@ -225,7 +231,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {
 
 
 def _functional_form(target: Any) -> Callable[..., Any] | None:
-    """What computes the value that an operator writes to its first argument; None where nothing does."""
+    """Returns a function of the value that an operator writes to its first argument; None if there is none."""
     if target in _FORMS:
         return _FORMS[target]
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.inplace_view in target.tags:
@@ -245,10 +251,10 @@ def _signature(overload: torch._ops.OpOverload) -> list[tuple[str, str]]:
     return [("", str(written.type)), *((argument.name, str(argument.type)) for argument in others)]
 
 
-# views, backwards
+# Inverses of views.
 
 Inverse = Callable[[Any, Any, dict[str, Any]], Any]
-"""(what is viewed, new value of the view, arguments of the view by name) -> new value of what is viewed."""
+"""(base, new value of the view, arguments of the view by name) -> new value of the base."""
 
 
 def _put_slice(base: Any, value: Any, named: dict[str, Any]) -> Any:
@@ -289,18 +295,16 @@ _INVERSES: dict[str, Inverse] = {
     "aten::mT": lambda _, value, __: aten.transpose.int(value, -2, -1),
     "aten::permute": _permute_back,
     "aten::unsqueeze": lambda _, value, named: aten.squeeze.dim(value, named["dim"]),
-    **dict.fromkeys(
-        (f"aten::{name}" for name in ("view", "reshape", "flatten", "unflatten", "squeeze", "view_as", "ravel")),
-        _reshape,
-    ),
-    **dict.fromkeys((f"aten::{name}" for name in ("split", "split_with_sizes", "chunk")), _join),
+    **dict.fromkeys(operators("reshape"), _reshape),
+    "aten::squeeze": _reshape,
+    **dict.fromkeys(operators("split"), _join),
     "aten::unbind": lambda _, value, named: aten.stack.default(value, named["dim"]),
     "operator.getitem": _put_item,
 }
 
 
 def _inverse_of(view: fx.Node, base: fx.Node) -> Inverse | None:
-    """How a new value of `view` makes a new value of `base`; None where this is not known."""
+    """Returns how a new value of `view` gives a new value of `base`; None if that is unknown."""
     if mutated(view) == (base,) or _is_same_view(view.meta.get("val"), base.meta.get("val")):
         return lambda _, value, __: value
     if _dtypes(view) != _dtypes(base):
@@ -317,7 +321,7 @@ def _dtypes(node: fx.Node) -> set[torch.dtype]:
 
 
 def _is_same_view(a: Any, b: Any) -> bool:
-    """Whether two tensors on one memory see the same of it; never adds a guard."""
+    """Whether two tensors on one memory are the same view of it; never adds a guard."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.dim() != b.dim():
         return False
     sizes_a = (*a.shape, *a.stride(), a.storage_offset())

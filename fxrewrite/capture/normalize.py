@@ -1,9 +1,9 @@
-"""Dynamo's graph (torch IR, any spelling) to one spelling: pre-dispatch ATen, with autograd still above it.
+"""From Dynamo's graph (torch IR, any spelling) to the normal form: pre-dispatch ATen, still above autograd.
 
-Kept: the calling convention (placeholders, their names and metadata, and the outputs), symbolic shapes, source lines
-(`stack_trace`, `nn_module_stack`, `from_node`) and gradient checkpointing, whose bodies are inlined and whose nodes
-carry the tags that AOTAutograd itself would give them. Gone: bodies of other wrappers, vmap, the casts that autocast
-leaves unsaid, writes to intermediate values. The only file that runs torch's tracer over a whole graph.
+Kept: the calling convention (placeholders with names and metadata, outputs), symbolic shapes, source lines
+(`stack_trace`, `nn_module_stack`, `from_node`) and gradient checkpointing: its subgraphs are inlined, and their nodes
+get the tags that AOTAutograd itself would give them. Removed: subgraphs of other wrappers, vmap, implicit casts of
+autocast, writes to intermediate values. This is the only file that runs torch's tracer over a whole graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["normalize"]
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
 _NORMAL = "fxrewrite_normal"
-"""In the metadata of a module that is normal, and stays so whatever rules write: they write ATen."""
+"""Metadata key of a module that is in normal form; rules keep it so, because they write ATen."""
 _checkpoint_ids = itertools.count(1)
 
 _INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -47,21 +47,22 @@ _WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
     torch.ops.higher_order.wrap_with_autocast: torch.autocast,
     _INVOKE: nullcontext,
 }
-"""Higher-order ops that run their body under a mode: what makes the mode of the arguments before the body."""
+"""Higher-order ops that run their subgraph in a mode, each with the function that makes this mode of its arguments."""
 _TRANSFORMS = {"_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level"}
-"""Functions with which Dynamo writes the start of a transform of torch.func; that of vmap is traced by itself."""
+"""Functions with which Dynamo begins a transform of torch.func; vmap is handled apart."""
 _NO_HIGHER_ORDER_OP = {
-    "flex_attention": "its score and mask functions index the whole sequence; use attn_implementation='sdpa'",
+    "flex_attention": "its score and mask functions index whole keys and values; use attn_implementation='sdpa'",
 }
 
 
 def normalize(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm`'s computation as pre-dispatch ATen over the same inputs and outputs; `gm` is not changed.
+    """Returns `gm`'s computation as pre-dispatch ATen with the same inputs and outputs; `gm` is not changed.
 
-    Placeholders must carry fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; sizes that they
-    hold as symbols stay symbols of the same ShapeEnv. A graph that is compiled under torch.autocast is normalized under
-    it, too. A graph that this function made, rewritten or not, is normal already and is copied: tracing a lowered
-    graph again would compute this rank's number in advance.
+    Placeholders must have fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; symbolic sizes stay
+    symbols of the same ShapeEnv. A graph that is compiled under torch.autocast is normalized under it, too. A graph
+    that
+    this function made, rewritten or not, is only copied: tracing a lowered graph again would turn this rank's number
+    into a constant.
 
     Raises:
         RefusedError: the graph has a higher-order op that is neither a plain activation checkpoint nor a custom
@@ -79,11 +80,14 @@ def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
     inliner = _Inliner(gm)
     inliner.bodies = NormalBodies.of(gm, functools.partial(_normalized, is_body=True))
     normal = _traced(inliner, placeholders)
+    # Casts become visible only when the ATen graph runs under autocast, so it is traced a second time.
     if casts(normal):
         normal = _traced(_CastingInliner(normal), placeholders)
         drop_regions(normal.graph)
-        if not is_body:  # what calls the body is shielded
+        if not is_body:  # the graph that calls the subgraph is shielded
             shield(normal.graph)
+    # Only the ATen graph shows which values share memory, so writes are found after tracing and made functional by
+    # tracing again.
     if writes := functional_writes(normal.graph):
         normal = _traced(_FunctionalInliner(normal, writes), placeholders)
     normal.meta = dict(gm.meta)
@@ -94,7 +98,7 @@ def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
 
 
 def _traced(program: _Inliner, placeholders: Sequence[fx.Node]) -> fx.GraphModule:
-    """What the program does with the placeholders' fake values, as a graph with placeholders that look like them."""
+    """Traces the program on the placeholders' fake values; the graph's placeholders keep their names and metadata."""
     inputs = [_fake_value(node) for node in placeholders]
     try:
         with fx_traceback.preserve_node_meta():
@@ -110,7 +114,7 @@ def _traced(program: _Inliner, placeholders: Sequence[fx.Node]) -> fx.GraphModul
     finally:
         program.regions.close()
     for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-        # the tracer's own fake value: under torch.compile it lives in another mode than Dynamo's example value
+        # The tracer's own fake value: under torch.compile its mode differs from that of Dynamo's example value.
         node.meta = {**original.meta, "val": node.meta.get("val"), "is_parameter": is_parameter(original)}
         node._rename(original.name)
         node.target = node.name
@@ -125,10 +129,10 @@ def _fake_value(node: fx.Node) -> Any:
 
 
 class _Inliner(fx.Interpreter):
-    """Runs a Dynamo graph with the bodies of wrappers inlined, those of plain activation checkpoints also tagged.
+    """Runs a Dynamo graph with subgraphs of wrappers inlined; those of plain activation checkpoints are also tagged.
 
     Attributes:
-        tags: metadata of all nodes that the graph becomes.
+        tags: metadata for all nodes that the graph becomes.
     """
 
     bodies = NormalBodies()
@@ -153,7 +157,7 @@ class _Inliner(fx.Interpreter):
             return self._inlined(body, *operands, *named.values(), tags=_tags())
         if is_per_rank(target):
             refuse(
-                "the graph is lowered over a mesh axis already",
+                "the graph is already lowered over a mesh axis",
                 node=self.current,
                 hint="state all axes in one plan, a.on('dp') >> b.on('sp'), or lower the graph that was normalized",
             )
@@ -181,11 +185,11 @@ class _Inliner(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def _unwrapped(self, wrapper: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
-        """What the body of a wrapper gives, under the mode that the wrapper sets."""
+        """Runs the subgraph of a wrapper in the mode that the wrapper sets."""
         at = next(at for at, value in enumerate(args) if isinstance(value, fx.GraphModule))
         options, body, operands = args[:at], args[at], args[at + 1 :]
         if wrapper is _INVOKE:
-            operands = operands[1:]  # the first one names the body
+            operands = operands[1:]  # the first one names the subgraph
         mode = _WRAPPERS[wrapper](*options)
         with mode:
             return self._inlined(body, *operands, *kwargs.values())
@@ -196,7 +200,7 @@ class _Inliner(fx.Interpreter):
         return inner.run(*operands)
 
     def _tag_new_nodes(self) -> None:
-        """The tracer copies the current metadata, which torch sets anew for each node that runs, to what it records."""
+        """Adds the tags to the current metadata, which torch sets per node and the tracer copies to new nodes."""
         if self.tags and self.current.meta:
             fx_traceback.get_current_meta().update(self.tags)
 
@@ -204,7 +208,7 @@ class _Inliner(fx.Interpreter):
         self._tag_new_nodes()
         value = self.current.meta.get("example_value")
         if target == "item" and isinstance(value, torch.SymFloat):
-            return float(value)  # a Python float that dynamic=True passes as a 0-d tensor: a constant, guarded as one
+            return float(value)  # with dynamic=True a Python float is a 0-dim tensor; it is a guarded constant
         return super().call_method(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
@@ -213,13 +217,13 @@ class _Inliner(fx.Interpreter):
 
 
 class _CastingInliner(Casting, _Inliner):
-    """Runs a graph that is ATen already, with the casts of autocast."""
+    """Runs a graph in ATen with the casts of autocast."""
 
 
 class _FunctionalInliner(Functional, _Inliner):
-    """Runs a graph that is ATen already, with writes in functional form."""
+    """Runs a graph in ATen with writes in functional form."""
 
 
 def _tags() -> dict[str, Any]:
-    """The tags of a checkpoint's nodes, which AOTAutograd's partitioner obeys; each call is a region of its own."""
+    """Returns tags of a checkpoint's nodes for AOTAutograd's partitioner; each call is a region of its own."""
     return {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": next(_checkpoint_ids)}

@@ -1,8 +1,8 @@
-"""torch.vmap undone: what a Dynamo graph computes on batched values becomes operators on whole tensors.
+"""Removes torch.vmap: what a Dynamo graph computes on batched values becomes operators on whole tensors.
 
-Dynamo writes a vmap as switches around ordinary calls (`_vmap_increment_nesting`, `_add_batch_dim`, ...). The calls
-between an outermost pair of switches are traced by functorch itself, which puts in the batching rule of each operator;
-autograd stays above, since what it traces to is differentiable again.
+Dynamo writes a vmap as switches around ordinary calls (`_vmap_increment_nesting`, `_add_batch_dim`, ...). functorch
+itself traces the calls between an outermost pair of switches, and applies the batching rule of each operator. The
+result is differentiable, so autograd still works on it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _OPEN, _CLOSE = predispatch._vmap_increment_nesting, predispatch._vmap_decrement
 
 
 def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
-    """`gm` with each outermost vmap as one call, which a tracer sees as operators on whole tensors.
+    """Returns `gm` with each outermost vmap as one call, which a tracer sees as operators on whole tensors.
 
-    `gm` itself where it has none. Raises RefusedError for a vmap whose function switches a mode of autograd.
+    Returns `gm` itself if it has no vmap. Raises RefusedError for a vmap whose function switches an autograd mode.
     """
     if not gm.graph.find_nodes(op="call_function", target=_OPEN):
         return gm
@@ -51,10 +51,12 @@ def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _call_region(graph: fx.Graph, gm: fx.GraphModule, nodes: Sequence[fx.Node], copies: dict[fx.Node, fx.Node]) -> None:
-    """Put one call of the nodes, as a graph of their own, at the end of `graph`."""
+    """Appends one call of the nodes, as a graph of their own, to `graph`."""
     for node in nodes:
         if sets_mode(node) or isinstance(node.target, HigherOrderOperator):
-            refuse("a vmap whose function is no plain composition of operators", node=node, hint="write it with loops")
+            refuse(
+                "a vmap whose function is not a plain composition of operators", node=node, hint="write it with loops"
+            )
     within = set(nodes)
     inputs = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in within))
     results = [node for node in nodes if any(user not in within for user in node.users)]

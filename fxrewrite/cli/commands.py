@@ -236,7 +236,7 @@ def _explanation(explanation: Explanation) -> dict[str, Any]:
                 "node": miss.root.name,
                 "source": source_line(miss.root),
                 "passed": miss.failure.passed,
-                "tests": miss.num_tests,
+                "conditions": miss.num_conditions,
                 "reason": miss.reason,
                 "expected": miss.failure.expected,
                 "found": miss.failure.found,

@@ -1,4 +1,4 @@
-"""Facts about FX graphs: one spelling, canonical text, what changed, where a node comes from, how large a value is."""
+"""Facts about FX graphs: canonical text, differences, where a node comes from, sizes, and transactions that edit."""
 
 from fxrewrite.graph.bodies import bodies, nodes_of
 from fxrewrite.graph.closed import ClosedValues, LargeValueError, OpenValueError, expression, symbols_of
@@ -8,12 +8,12 @@ from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.graph.sizes import PLANNED_LENGTH, Size, divide_exactly, is_same_size, planned_size, product, size_hint
+from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, size_hint
 from fxrewrite.graph.source import copied_meta, source_line
 from fxrewrite.graph.text import graph_text
+from fxrewrite.graph.walk import operands_first, reached
 
 __all__ = [
-    "PLANNED_LENGTH",
     "ClosedValues",
     "Edit",
     "Fact",
@@ -31,8 +31,9 @@ __all__ = [
     "input_name",
     "is_same_size",
     "nodes_of",
-    "planned_size",
+    "operands_first",
     "product",
+    "reached",
     "size_hint",
     "source_line",
     "symbols_of",

@@ -1,4 +1,4 @@
-"""The bodies of higher-order operators: graph modules that a graph holds as attributes."""
+"""Subgraphs of higher-order operators: graph modules that a graph holds as attributes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["bodies", "nodes_of"]
 
 
 def bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """(path, body) of every graph module that the graph reads, each once; not the bodies in them."""
+    """Yields (path, subgraph module) for every graph module that the graph reads, each once, without nested ones."""
     if not any(isinstance(module, fx.GraphModule) for module in gm.modules() if module is not gm):
         return
     seen: set[fx.GraphModule] = set()
@@ -23,7 +23,7 @@ def bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
 
 
 def nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The nodes of the graph, then those of every body below it."""
+    """Yields the nodes of the graph, then those of every subgraph, nested ones included."""
     yield from gm.graph.nodes
     for _, body in bodies(gm):
         yield from nodes_of(body)

@@ -1,7 +1,7 @@
-"""Values of nodes that depend on sizes alone, at lengths of one's choice.
+"""Evaluates nodes that depend on sizes only, at any lengths.
 
-A causal mask, a position, a rotary table without its frequencies: no input's data goes into them, so what they are can
-be found out by computing them, also at lengths that the graph was not traced with.
+A causal mask, positions, a rotary table without its frequencies: they do not depend on an input's data, so computing
+them shows what they are, also at lengths with which the graph was not traced.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite.graph.sizes import Size
+from fxrewrite.graph.walk import operands_first
 from fxrewrite.ops import is_pure, is_random, value
 from fxrewrite.torch_versions import hint_of_expression
 
@@ -23,28 +24,28 @@ __all__ = ["ClosedValues", "LargeValueError", "OpenValueError", "expression", "s
 
 
 class OpenValueError(ValueError):
-    """The value of a node depends on an input's data, on a random number, or on what cannot be computed apart."""
+    """The node's value depends on an input's data or a random number, or cannot be computed in isolation."""
 
 
 class LargeValueError(OpenValueError):
-    """The value of a node is larger than what is computed while a graph is compiled."""
+    """The node's value is too large to be computed while a graph is compiled."""
 
 
 _MOST_ENTRIES = 1 << 26
-"""Of a value that is computed."""
+"""Largest value (elements) that is computed at compile time: 64 Mi elements take 64 to 512 MiB."""
 
 
 class ClosedValues:
-    """Computes nodes on the CPU, with `lengths` for the graph's symbols; the others have their hints."""
+    """Computes nodes on the CPU, with `lengths` for the graph's symbols; other symbols have their hints."""
 
     def __init__(self, lengths: Mapping[sympy.Symbol, int]) -> None:
         self._lengths = lengths
         self.others: set[sympy.Symbol] = set()
-        """Symbols without a length that something was computed with."""
+        """Symbols without a given length whose hints were used."""
         self._known: dict[fx.Node, Any] = {}
 
     def __call__(self, node: fx.Node) -> Any:
-        """The value of `node`. Raises OpenValueError, with the node that is open, or is too large."""
+        """Returns the value of `node`. Raises OpenValueError, which names the node that is open or too large."""
         order = self._order(node)
         for check in (self._check_closed, self._check_size):
             for current in order:
@@ -55,21 +56,11 @@ class ClosedValues:
 
     def _order(self, node: fx.Node) -> list[fx.Node]:
         """What is to be computed for `node`, operands first."""
-        order: dict[fx.Node, None] = {}
-        todo = [node]
-        while todo:
-            current = todo[-1]
-            missing = [n for n in self._operands(current) if n not in self._known and n not in order]
-            if missing and current not in order:
-                todo += missing
-                continue
-            todo.pop()
-            if current not in self._known:
-                order[current] = None
-        return list(order)
+        order = operands_first(node, lambda n: [] if n in self._known else self._operands(n))
+        return [n for n in order if n not in self._known]
 
     def size(self, size: Size) -> int:
-        """The size at the lengths of this object."""
+        """Returns the size at the lengths of this object."""
         if isinstance(size, int):
             return size
         self.others |= symbols_of(size) - self._lengths.keys()
@@ -92,7 +83,7 @@ class ClosedValues:
         made = value(node)
         entries = math.prod(map(self.size, made.shape)) if isinstance(made, torch.Tensor) else 1
         if entries > _MOST_ENTRIES:
-            raise LargeValueError(f"%{node.name} has {entries:,} entries, of which {_MOST_ENTRIES:,} may be computed")
+            raise LargeValueError(f"%{node.name} has {entries:,} entries, the limit is {_MOST_ENTRIES:,}")
 
     def _compute(self, node: fx.Node) -> Any:
         made = value(node)
@@ -101,7 +92,7 @@ class ClosedValues:
         return self.call(node, lambda n: self._known[n])
 
     def call(self, node: fx.Node, operand: Callable[[fx.Node], Any]) -> Any:
-        """What the node's function gives for these operands, on the CPU. Raises OpenValueError where it raises."""
+        """Calls the node's function on these operands, on the CPU. Raises OpenValueError if the function raises."""
         args, kwargs = map_arg((node.args, node.kwargs), operand)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": "cpu"}
@@ -112,17 +103,10 @@ class ClosedValues:
 
 
 def expression(node: fx.Node) -> str:
-    """What a node computes, written out from the inputs on: nodes with one text compute the same values."""
+    """Returns the computation of a node as text, from the inputs on; equal texts mean equal values."""
     numbers: dict[fx.Node, int] = {}
     lines: list[str] = []
-    todo = [node]
-    while todo:
-        current = todo[-1]
-        missing = [n for n in current.all_input_nodes if n not in numbers]
-        if current in numbers or missing:
-            todo = [*todo, *missing] if missing else todo[:-1]
-            continue
-        todo.pop()
+    for current in operands_first(node):
         numbers[current] = len(numbers)
         args, kwargs = map_arg((current.args, current.kwargs), lambda n: f"%{numbers[n]}")
         given = (args, kwargs) if current.op == "call_function" else value(current)
@@ -131,5 +115,5 @@ def expression(node: fx.Node) -> str:
 
 
 def symbols_of(size: Size) -> set[sympy.Symbol]:
-    """The symbols that a size is made of; none for a number."""
+    """Returns the symbols in a size; none for a number."""
     return set() if isinstance(size, int) else {s for s in size.node.expr.free_symbols if isinstance(s, sympy.Symbol)}

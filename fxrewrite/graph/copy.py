@@ -1,4 +1,4 @@
-"""A copy of a graph module that can be rewritten while the original stays."""
+"""Copies a graph module, so that the copy can be rewritten and the original stays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["copy_module"]
 
 
 def copy_module(gm: fx.GraphModule) -> fx.GraphModule:
-    """A module with a copy of the graph and of every body of a higher-order operator in it.
+    """Returns a module with a copy of the graph and of all subgraphs of higher-order operators.
 
-    Nodes keep their names, metadata is copied one level deep; parameters, buffers and fake values are shared.
+    Nodes keep their names. Metadata is copied one level deep; parameters, buffers and fake values are shared.
     """
     graph = copy.deepcopy(gm.graph)
     for old, node in zip(gm.graph.nodes, graph.nodes, strict=True):

@@ -1,4 +1,4 @@
-"""What a transform did to a graph, and nothing else."""
+"""The difference between a graph before and after a transform."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _TYPE = re.compile(r"^(\s*\S+?): .*? = ")
 
 
 def graph_diff(before: fx.GraphModule, after: fx.GraphModule, *, context: int = 2) -> str:
-    """The lines that differ, each with the rule that made it and `context` lines around; "" where nothing differs.
+    """Returns the lines that differ, with the rules that made them and `context` lines around; "" if nothing differs.
 
-    Two nodes are the same when they make the same call, by the same rules, on the same values: neither another number
-    nor another shape is a difference. Values are numbered as in `after`; those that are gone are `%-0`, `%-1`, ...
+    Two nodes are equal if they make the same call, by the same rules, on equal values; another number or shape is not a
+    difference. Values are numbered as in `after`; removed values are `%-0`, `%-1`, ...
     """
     old, new = _lines(before), _lines(after)
+    # Match lines without value numbers, renumber the old lines as the new ones, then compare with numbers.
     pairs = _matched([_anonymous(line) for line in old], [_anonymous(line) for line in new])
     old = _renamed(old, {i: new[j] for i, j in pairs})
     marked: list[tuple[str, str]] = []
@@ -47,15 +48,15 @@ def _untyped(line: str) -> str:
 
 
 def _anonymous(line: str) -> str:
-    """The line without what depends on the rest of the graph: numbers of values, and types."""
+    """Returns the line without what depends on the rest of the graph: numbers of values, and types."""
     return _NUMBERED.sub("%_", _untyped(line))
 
 
 def _matched(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
-    """Indices of equal lines, in order.
+    """Returns the indices of equal lines, in order.
 
-    Lines that occur once on both sides, such as a call with a parameter, are matched first (a patience diff): between
-    them little is left, where difflib alone takes quadratic time on layers that look alike.
+    Lines that occur once on both sides, such as a call with a parameter, are matched first (a patience diff). Little is
+    left between them, whereas difflib alone takes quadratic time on layers that are structurally equal.
     """
     once = {line for line, count in Counter(old).items() if count == 1}
     once &= {line for line, count in Counter(new).items() if count == 1}
@@ -76,7 +77,7 @@ def _common(old: Sequence[str], new: Sequence[str]) -> list[tuple[int, int]]:
 
 
 def _renamed(old: list[str], match: Mapping[int, str]) -> list[str]:
-    """The lines of `old` with each value named as in its match, or as one that is gone."""
+    """Returns the lines of `old`, with each value named as in its match, or as a removed value."""
     names: dict[str, str] = {}
     num_gone = 0
     for i, line in enumerate(old):
@@ -91,7 +92,7 @@ def _renamed(old: list[str], match: Mapping[int, str]) -> list[str]:
 
 
 def _removed_first(marked: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Each run of changes as what went, then what came."""
+    """Sorts each run of changes: removed lines, then added lines."""
     ordered: list[tuple[str, str]] = []
     for _, run in groupby(marked, key=lambda entry: entry[0] == " "):
         ordered += sorted(run, key=lambda entry: entry[0] == "+")

@@ -1,4 +1,4 @@
-"""One hash for a graph, to compare what ranks compiled."""
+"""A hash of a graph, to check that all ranks compiled the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["graph_digest"]
 
 
 def graph_digest(gm: fx.GraphModule) -> str:
-    """The sha256 of the graph's canonical text: equal in every process for equal graphs.
+    """Returns the sha256 of the graph's canonical text, which is equal in every process for equal graphs.
 
     Parameters and constants of more than eight elements count by name, type and shape, not by content.
     """

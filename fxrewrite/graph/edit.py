@@ -1,7 +1,7 @@
-"""The one place that mutates FX graphs: a transaction that ends committed, or with the graph exactly as before.
+"""The only place that mutates FX graphs: a transaction that is committed, or restores the graph exactly.
 
-Undo replays a journal backwards and costs what was changed, not the size of the graph. Nodes are erased at commit only,
-so nothing that a rule holds in its hands disappears under it.
+Undo replays a journal backwards, and costs what was changed, not the size of the graph. Nodes are erased at commit
+only, so a node that a rule holds stays valid during the transaction.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _COMPUTE: Any = object()
 class Edit:
     """One transaction on the graph of `gm`.
 
-    `with Edit(gm) as edit:` commits at the end of the block: the touched nodes are checked, erasures carried out, and
-    the module is recompiled once. Any exception, also one from the checks, undoes everything and propagates.
+    `with Edit(gm) as edit:` commits at the end of the block: it checks the touched nodes, erases nodes, and recompiles
+    the module once. Any exception, also one from the checks, undoes everything and propagates.
 
-    Bodies of higher-order operators are graphs of their own; `edit.parts()` gives this transaction and theirs, which
-    end with it.
+    Subgraphs of higher-order operators are graphs of their own; `edit.parts()` yields this transaction and theirs,
+    which end with it.
 
     Attributes:
-        path: where the module is in the one that the transaction began with; empty for that one.
+        path: where the module is in the module that the transaction began with; empty for that one.
         graph: the graph under edit.
-        erased: nodes that will be erased at commit; they have neither arguments nor users any more.
-        fake_mode: the graph's own fake tensor mode, None when its nodes carry no fake values.
+        erased: nodes that will be erased at commit; they no longer have arguments or users.
+        fake_mode: the graph's own fake tensor mode; None if its nodes have no fake values.
     """
 
     def __init__(self, gm: fx.GraphModule, path: str = "", *, bodies: bool = True) -> None:
@@ -94,7 +94,7 @@ class Edit:
                 part._undo(0)
 
     def parts(self) -> Iterator[Edit]:
-        """This transaction, and one for each body of a higher-order operator below; they commit together."""
+        """Yields this transaction, and one per subgraph of a higher-order operator, nested ones included."""
         yield self
         if self._bodies is None:
             prefix = f"{self.path}." if self.path else ""
@@ -109,25 +109,25 @@ class Edit:
 
     @functools.cached_property
     def is_aten(self) -> bool:
-        """Whether the graph calls overloads of ATen, as normalized and exported ones do, or functions of torch."""
+        """Whether the graph calls overloads of ATen, as normalized and exported graphs do, not functions of torch."""
         calls = (n for n in self.graph.nodes if n.op == "call_method" or "::" in ops.key(n))
         first = next(calls, None)
         return first is not None and isinstance(first.target, torch._ops.OpOverload)
 
     @property
     def num_changes(self) -> int:
-        """Number of journal records so far; unchanged means that nothing was changed."""
+        """Number of journal records so far; if it is unchanged, nothing was changed."""
         return len(self._journal)
 
     def nodes(self) -> list[fx.Node]:
-        """The nodes of the graph as it is now, in order, without those that only wait to be erased."""
+        """Returns the nodes of the graph as it is now, in order, without nodes that will be erased at commit."""
         erased = self.erased
         return [node for node in self.graph.nodes if node not in erased] if erased else list(self.graph.nodes)
 
     def calls(self) -> Iterator[tuple[str, Any, Collection[fx.Node]]]:
-        """The call nodes of `nodes()` in groups (opcode, target, nodes), each group in no particular order.
+        """Yields the call nodes of `nodes()` in groups (opcode, target, nodes); a group has no particular order.
 
-        FX keeps the functions that a graph calls in a table, so this does not walk the graph.
+        FX keeps a table of the functions that a graph calls, so this does not walk the graph.
         """
         erased = self.erased
         for (op, target), found in list(self.graph._find_nodes_lookup_table.table.items()):
@@ -142,7 +142,7 @@ class Edit:
                     yield op, name, group
 
     def savepoint(self) -> Savepoint:
-        """`with edit.savepoint():` is a part that is undone alone when an exception leaves the block."""
+        """Returns a context manager: an exception that leaves its block undoes only the changes made in it."""
         return Savepoint(self)
 
     def call(
@@ -157,21 +157,21 @@ class Edit:
         rule: str = "",
         val: Any = _COMPUTE,
     ) -> fx.Node:
-        """A new call node; afterwards it is in the graph with source line, rule name and `val`.
+        """Inserts a new call node with source line, rule name and `val`, and returns it.
 
         Args:
-            target: what is called; a string is a tensor method.
-            args: positional arguments, nodes and plain values.
+            target: the callee; a string is a tensor method.
+            args: positional arguments: nodes and plain values.
             kwargs: keyword arguments.
-            before: the node in front of which it is inserted; exactly one of `before` and `after`.
-            after: the node behind which it is inserted; behind a placeholder means behind the last one.
-            like: the node it stands for, whose stack trace, module stack and checkpoint tags it takes over.
-            rule: id of the rule that makes it, put in front of `like`'s in `meta["fxrewrite"]`.
-            val: its fake value. By default only this operator is run on the arguments' values, under the graph's
-                own fake mode and without adding shape guards; in a graph without values it has none.
+            before: insert before this node; give exactly one of `before` and `after`.
+            after: insert after this node; after a placeholder means after the last one.
+            like: the node that it replaces, from which it inherits stack trace, module stack and checkpoint tags.
+            rule: id of the rule that makes it, put before the rules of `like` in `meta["fxrewrite"]`.
+            val: its fake value. By default only this operator is run on the values of the arguments, under the graph's
+                own fake mode and without adding shape guards; in a graph without values it gets none.
 
         Raises:
-            InvariantError: neither or both of `before` and `after`; an argument has no value to compute `val` from.
+            InvariantError: neither or both of `before` and `after` are given, or an argument has no fake value.
         """
         if (before is None) == (after is None):
             raise InvariantError(f"new node {ops.key(target)}: give exactly one of before= and after=")
@@ -182,10 +182,10 @@ class Edit:
         op = "call_method" if isinstance(target, str) else "call_function"
         name = self._names.get(target)
         if name is None:
-            name = self._names[target] = graph._target_to_str(target).replace(".", "_")  # as FX does for every name
+            name = self._names[target] = graph._target_to_str(target).replace(".", "_")  # FX would derive it per node
         with graph.inserting_before(before):
             node = graph.create_node(op, target, name=name)
-        node._update_args_kwargs(tuple(args), dict(kwargs) if kwargs else {})  # create_node walks them with pytree
+        node._update_args_kwargs(tuple(args), dict(kwargs) if kwargs else {})  # create_node is slow: it uses pytree
         self._journal.append(("create", node))
         meta = node.meta
         if like is not None:
@@ -206,11 +206,11 @@ class Edit:
         return node
 
     def attach(self, module: torch.nn.Module, name: str) -> fx.Node:
-        """A `get_attr` node that reads the module; it is in front of all calls, and the module an attribute of `gm`.
+        """Adds the module as an attribute of `gm`, and returns a `get_attr` node for it, placed before all calls.
 
         Args:
-            module: a body of a higher-order operator.
-            name: what the attribute is called, with a number behind it.
+            module: a subgraph of a higher-order operator.
+            name: name of the attribute, to which a number is appended.
         """
         path = next(path for path in (f"{name}_{i}" for i in itertools.count()) if not hasattr(self.gm, path))
         self.gm.add_module(path, module)
@@ -220,60 +220,59 @@ class Edit:
         return node
 
     def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
-        """Afterwards the node has these arguments; keyword arguments stay as they are when `kwargs` is None."""
+        """Sets the arguments of the node; its keyword arguments stay if `kwargs` is None."""
         self._journal.append(("args", node, node.args, node.kwargs))
         node.args = tuple(args)
         if kwargs is not None:
             node.kwargs = dict(kwargs)
 
     def replace_uses(self, old: fx.Node, new: fx.Node, users: Iterable[fx.Node] | None = None) -> None:
-        """Afterwards `users` (all of them when None, but never `new` itself) read `new` where they read `old`."""
+        """Makes `users` (all if None, but never `new` itself) read `new` instead of `old`."""
         for user in list(old.users if users is None else users):
             if user is not new:
                 self._journal.append(("args", user, user.args, user.kwargs))
                 user.replace_input_with(old, new)
 
     def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
-        """Afterwards `node.meta[key]` is `value`."""
+        """Sets `node.meta[key]` to `value`."""
         self._journal.append(("meta", node, key, node.meta.get(key, _ABSENT)))
         node.meta[key] = value
 
     def set_fact(self, node: fx.Node, fact: Fact[T], value: T) -> None:
-        """Afterwards `fact.of(node)` is `value`."""
+        """Sets `fact.of(node)` to `value`."""
         known = facts_of(self.graph).setdefault(fact, {})
         self._journal.append(("fact", node, known, known.get(node, _ABSENT)))
         known[node] = value
 
     def derive(self, fact: Fact[T], how: Callable[[fx.Node], T | None]) -> None:
-        """From now on, in this graph, every node that is made gets the fact that `how(node)` gives, unless None.
+        """From now on, every new node in this graph gets the fact `how(node)`, unless that is None.
 
-        The node has its arguments and its fake value. What `how` raises undoes the rewrite that made the node.
+        `how` sees the node with its arguments and fake value. If it raises, the rewrite that made the node is undone.
         """
         self._derived[fact] = how
 
     def underive(self, fact: Fact[Any]) -> None:
-        """From now on the fact is not derived any more; nodes that are made know nothing of it."""
+        """Stops deriving the fact for new nodes."""
         self._derived.pop(fact, None)
 
     def before_commit(self, check: Callable[[Edit], None]) -> None:
-        """When the transaction ends, `check(edit)` runs first; what it raises undoes everything. A check runs once."""
+        """Runs `check(edit)` before the transaction commits; if it raises, everything is undone. Each runs once."""
         if check not in self._checks:
             self._checks.append(check)
 
     def forget(self) -> None:
-        """Afterwards nothing is known of this graph, nor derived; undoing does not bring it back."""
+        """Drops all facts of this graph, and stops deriving them; undo does not restore them."""
         self._derived.clear()
         forget_facts(self.graph)
 
     def shared(self, key: Any, make: Callable[[], T]) -> T:
-        """What steps and rules of this transaction share under `key`, such as nodes that are made once; made on first
-        use."""
+        """Returns what this transaction's steps and rules share under `key`; `make` makes it on first use."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
 
     def erase(self, node: fx.Node) -> None:
-        """Take an unused node out of the computation; it leaves the graph at commit.
+        """Marks an unused node as erased; it leaves the graph at commit.
 
         Raises:
             InvariantError: the node still has users.
@@ -286,18 +285,18 @@ class Edit:
         self.erased.add(node)
 
     def _run(self, node: fx.Node) -> Any:
-        """The node's value: only its operator is run, on fake values."""
+        """Computes the node's value by running its operator on fake values; equal calls are run once."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore[reportArgumentType]
         same = (node.target, _identity(args), _identity(kwargs))
         if same in self._runs:
             return self._runs[same][0]
         result = self._call(node.target, args, kwargs)
         if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
-            self._runs[same] = (result, args, kwargs)  # holds the arguments: the key has their addresses
+            self._runs[same] = (result, args, kwargs)  # keeps the arguments alive, because the key has their addresses
         return result
 
     def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        """What the node would give on these values of its inputs, and its others as they are; nothing is changed."""
+        """Returns the node's result if some inputs had these values, and the others their own; changes nothing."""
 
         def value_of(used: fx.Node) -> Any:
             return values[used] if used in values else self._input_value(used)
@@ -306,7 +305,7 @@ class Edit:
         return self._call(node.target, args, kwargs)
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """The result on fake values, under the graph's own mode and without guards."""
+        """Calls the target on fake values, under the graph's own mode and without adding guards."""
         mode = self.fake_mode
         assert mode is not None
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
@@ -326,7 +325,7 @@ class Edit:
         )
 
     def _adopted(self, fake: FakeTensor) -> FakeTensor:
-        """The value in the graph's own mode: make_fx with real inputs gives every node a mode of its own."""
+        """Converts the value to the graph's mode, because make_fx with real inputs gives every node its own mode."""
         mode = self.fake_mode
         assert mode is not None
         symbolic = any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride()))
@@ -336,7 +335,7 @@ class Edit:
             return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)  # pyright: ignore[reportReturnType]
 
     def _attribute(self, path: str) -> Any:
-        """The fake value of a parameter, a buffer or a submodule that a `get_attr` node reads."""
+        """Returns the fake value of the parameter, buffer or submodule that a `get_attr` node reads."""
         if path not in self._attributes:
             found: Any = self.gm
             for atom in path.split("."):
@@ -348,7 +347,7 @@ class Edit:
         return self._attributes[path]
 
     def _check(self) -> None:
-        """Every node that was touched reads nodes of this graph that come before it, and every new one has a value."""
+        """Checks that every touched node reads only earlier nodes of this graph, and that every new one has a value."""
         erased = self.erased
         for record in self._journal:
             kind, node = record[0], record[1]
@@ -359,14 +358,14 @@ class Edit:
                     raise InvariantError(f"%{node.name} reads %{used.name}, which is not in the graph any more")
                 if not used < node:
                     raise InvariantError(
-                        f"%{node.name} reads %{used.name}, which is defined behind it; insert the new node later"
+                        f"%{node.name} reads %{used.name}, which is defined after it; insert the new node later"
                     )
             if kind == "create" and self.fake_mode is not None and ops.value(node) is ops.MISSING:
                 raise InvariantError(f"new node %{node.name} has no value; pass val= or let it be computed")
         for node in self.erased:
             if node.users:
                 users = ", ".join(f"%{user.name}" for user in node.users)
-                raise InvariantError(f"%{node.name} is to be erased, but {users} came to use it")
+                raise InvariantError(f"%{node.name} is to be erased, but {users} use it")
 
     def _commit(self) -> None:
         for node in self.erased:
@@ -377,7 +376,7 @@ class Edit:
             self.gm.recompile()
 
     def _undo(self, mark: int) -> None:
-        """Take back the records from `mark` on, last first."""
+        """Undoes the records from `mark` on, last first."""
         journal = self._journal
         while len(journal) > mark:
             kind, node, *before = journal.pop()
@@ -409,7 +408,7 @@ class Edit:
 
 
 class Savepoint:
-    """A part of a transaction; see `Edit.savepoint`. A class, since one is made for every rewrite."""
+    """A part of a transaction that can be undone alone; see `Edit.savepoint`. A class, as every rewrite makes one."""
 
     __slots__ = ("_edit", "_mark")
 
@@ -428,9 +427,9 @@ class Savepoint:
 
 
 def _values_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
-    """The fake mode of the graph's values and the metadata key they are under.
+    """Returns the fake mode of the graph's values, and the metadata key that holds them.
 
-    Values come on every node or on none, so the search ends at the first call without one.
+    Either all nodes have values or none has, so the search ends at the first call without one.
     """
     for node in graph.nodes:
         found = ops.value(node)
@@ -442,12 +441,13 @@ def _values_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:
-    """The value without the history that led to it; whether it requires gradients stays known."""
+    """Returns the value without its autograd history, but with its requires_grad."""
     return value.detach().requires_grad_() if value.requires_grad else value
 
 
 def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
-    """Free the name of a node that never was, so that doing the same again gives the same names."""
+    """Frees the name of an undone node, so that repeating the edit gives the same names."""
+    # FX has no public way to give a name back.
     names = graph._graph_namespace
     names._obj_to_name.pop(node, None)
     names._used_names.discard(node.name)
@@ -459,7 +459,7 @@ def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _identity(value: Any) -> Any:
-    """A key that is equal for the same values, tensors and symbols by address: layers that repeat are run once."""
+    """Returns a key of arguments, tensors and symbols by address; layers that repeat the same call compute it once."""
     if isinstance(value, (list, tuple)):
         return type(value).__name__, tuple(map(_identity, value))
     if isinstance(value, dict):

@@ -1,12 +1,12 @@
-"""What steps and rules know of a graph's values beyond what torch reads: typed facts, one store for each graph.
+"""Typed facts about the values of a graph, beyond what torch reads; each graph has one store.
 
-    PLACEMENT = Fact[Placement]("placement")     declared once, by the module that gives it its meaning
-    PLACEMENT.of(node)                           read by whoever has the node; None where nothing is known
-    edit.set_fact(node, PLACEMENT, Shard(1))     written through the transaction, which takes it back if it is undone
+    PLACEMENT = Fact[Placement]("placement")     declared once, by the module that defines its meaning
+    PLACEMENT.of(node)                           read anywhere; None if nothing is known
+    edit.set_fact(node, PLACEMENT, Shard(1))     written through the transaction, and undone with it
 
-A fact says nothing of nodes that rules make, unless a step has said how it is derived for each of them (`edit.derive`),
-as their fake value is. A transaction starts without facts; those that it found stay readable after it, until the next
-one on the same graph.
+New nodes have no facts, unless a step has defined how to derive a fact for them (`edit.derive`), as their fake value is
+derived. A transaction starts without facts; its facts stay readable after it, until the next transaction on the same
+graph.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["Fact", "facts_of", "forget_facts"]
 
 T = TypeVar("T")
 _STORE = "_fxrewrite_facts"
-"""Name of the attribute of an `fx.Graph` that holds its facts; copies of the graph do not get it."""
+"""Attribute of an `fx.Graph` that holds its facts; copies of the graph do not get it."""
 
 
 class Fact(Generic[T]):
-    """One kind of fact; its values are of type T.
+    """One kind of fact; its values have type T.
 
     Args:
         name: a noun, for messages and for canonical text.
@@ -36,7 +36,7 @@ class Fact(Generic[T]):
         self.name, self.shown = name, shown
 
     def of(self, node: fx.Node) -> T | None:
-        """What is known of the node, None where nothing is."""
+        """Returns the fact for the node, or None if nothing is known."""
         return facts_of(node.graph).get(self, {}).get(node)
 
     def __repr__(self) -> str:
@@ -44,10 +44,10 @@ class Fact(Generic[T]):
 
 
 def facts_of(graph: fx.Graph) -> dict[Fact[Any], dict[fx.Node, Any]]:
-    """The facts of a graph's last transaction, or of the one under way."""
+    """Returns the facts of a graph's current or last transaction."""
     return graph.__dict__.setdefault(_STORE, {})
 
 
 def forget_facts(graph: fx.Graph) -> None:
-    """Afterwards nothing is known of the graph's nodes."""
+    """Drops all facts of the graph."""
     graph.__dict__.pop(_STORE, None)

@@ -1,4 +1,4 @@
-"""Names of a graph's inputs, as the model and its caller know them."""
+"""Names of a graph's inputs as the model and its caller know them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _CONTAINER = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 def input_name(placeholder: fx.Node) -> str:
-    """What an input is called: `layers.0.q_proj.weight` for a parameter or buffer, `input_ids` for an argument.
+    """Returns the name of an input: `layers.0.q_proj.weight` for a parameter or buffer, `input_ids` for an argument.
 
-    Dynamo spells the path of an input out in its name, `L_self_modules_layers_modules_0_..._parameters_weight_`; any
-    other graph's inputs are called as they are. A symbolic size is called by its symbol.
+    Dynamo encodes the path of an input in its name, `L_self_modules_layers_modules_0_..._parameters_weight_`; inputs of
+    other graphs keep their names. A symbolic size is named by its symbol.
     """
     value = placeholder.meta.get("val", placeholder.meta.get("example_value"))
     if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:

@@ -1,7 +1,7 @@
-"""Is what a graph computes linear in some of its inputs? Answered from a table of operators; unknown ones say no.
+"""Whether a graph is linear in some of its inputs, decided from a table of operators; unknown operators are not linear.
 
-Gradients over a mesh axis are sums of what the ranks hold, or multiples of it. A backward that is linear in them may be
-given either; one that is not (it clips, it takes a sign) must be given the gradient itself.
+Gradients over a mesh axis are either Partial, so that their sum over the ranks is the gradient, or multiples of it. A
+backward that is linear in them accepts either; one that is not (it clips, it takes a sign) needs the gradient itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from fxrewrite import ops
 __all__ = ["is_linear", "is_linear_in"]
 
 Fact: TypeAlias = Literal["zero", "constant", "linear", "other"]
-"""What a value is as a function of the inputs: zero, independent of them, linear in them, or not known to be so."""
+"""A value as a function of the inputs: zero, independent of them, linear in them, or not known to be linear."""
 
-_SAME = """
-    clone contiguous detach expand flatten flip gather index index_select mean movedim narrow neg permute repeat
-    reshape roll select slice split split_with_sizes squeeze sum t to transpose unbind unflatten unsqueeze view chunk
-    cumsum swapaxes view_as expand_as reshape_as tril triu alias type_as sum_to_size diagonal unfold _to_copy
+_MOVES = ops.operators("same", "detach", "cast", "reshape", "squeeze", "expand", "permute", "slice", "split")
+_SUMS = """
+    cumsum diagonal expand_as flip gather index index_select mean movedim neg repeat roll select sum sum_to_size
+    swapaxes t tril triu unbind unfold
 """
 _JOINTLY: dict[str, tuple[str, ...]] = {
-    **{f"aten::{name}": ("self",) for name in _SAME.split()},
+    **dict.fromkeys(_MOVES, ("self",)),
+    **{f"aten::{name}": ("self",) for name in _SUMS.split()},
     **{f"aten::{name}": ("self", "other") for name in ("add", "sub", "rsub", "where")},
     **{f"aten::{name}": ("self", "src") for name in ("scatter_add", "slice_scatter", "select_scatter")},
     **{f"aten::{name}": ("tensors",) for name in ("cat", "stack")},
@@ -35,24 +36,19 @@ _JOINTLY: dict[str, tuple[str, ...]] = {
     "aten::index_put": ("self", "values"),
     "operator.getitem": ("a",),
 }
-"""The arguments in which an operator is linear, taken together, while its others are constant."""
+"""Arguments in which an operator is linear jointly, if its other arguments are constant."""
 _EACH: dict[str, tuple[str, ...]] = {
-    **{f"aten::{name}": ("self", "other") for name in ("mul", "matmul")},
-    **{f"aten::{name}": ("self", "mat2") for name in ("mm", "bmm")},
-    "aten::linear": ("input", "weight"),
-    "aten::mv": ("self", "vec"),
-    "aten::dot": ("self", "tensor"),
+    **{name: ops.factors(name) or () for name in ops.operators("product")},
+    "aten::mul": ("self", "other"),
     "aten::outer": ("self", "vec2"),
 }
 """The arguments in each of which an operator is linear while its others are constant."""
-_ZEROS = ("aten::zeros", "aten::zeros_like", "aten::new_zeros")
-_SHAPE_ONLY = ("aten::ones_like", "aten::full_like", "aten::new_ones", "aten::new_full", "aten::sym_size")
 
 
 def is_linear(graph: fx.Graph, inputs: Collection[fx.Node]) -> bool:
-    """Whether every output of the graph is a linear function of `inputs`, the other inputs being fixed.
+    """Whether every output of the graph is a linear function of `inputs`, for fixed other inputs.
 
-    The graph is ATen with fake values; False where it is not known.
+    The graph must be ATen with fake values; False if linearity is not known.
     """
     facts: dict[fx.Node, Fact] = {}
     for node in graph.nodes:
@@ -66,16 +62,17 @@ def is_linear(graph: fx.Graph, inputs: Collection[fx.Node]) -> bool:
 
 
 def is_linear_in(node: fx.Node, operands: Collection[fx.Node]) -> bool:
-    """Whether a call is linear in `operands`, its other operands being fixed; False where it is not known."""
+    """Whether a call is linear in `operands`, for fixed other operands; False if that is not known."""
     return _fact(node, {n: "linear" if n in operands else "constant" for n in node.all_input_nodes}) == "linear"
 
 
 def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact:
     name = ops.key(node)
-    if node.op == "get_attr" or name in _SHAPE_ONLY:
+    filled = ops.filled_with(node)
+    if node.op == "get_attr" or name == "aten::sym_size":
         return "constant"
-    if name in _ZEROS:
-        return "zero"
+    if filled is not None and not isinstance(filled, fx.Node):
+        return "zero" if filled == 0 else "constant"
     if node.op != "call_function" or not ops.is_pure(node):
         return "other"
     found: Fact = "other"
@@ -127,7 +124,7 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 
 def _is_float(node: fx.Node) -> bool:
-    """Whether the node gives floating-point or complex tensors: a cast to integers is not linear."""
+    """Whether the node returns floating-point or complex tensors; a cast to integers is not linear."""
     value = ops.value(node)
     values = value if isinstance(value, (list, tuple)) else [value]
     return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))

@@ -1,8 +1,8 @@
-"""What a graph promises its caller about inputs and outputs, kept across a rewrite.
+"""What a graph promises its caller about inputs and outputs, preserved across a rewrite.
 
-The same inputs and as many outputs. An output that had memory of its own still has: `x + 0` is a new tensor that the
-caller may write to, `x` is not, and a body of `torch.cond` may not return its input at all. An output that required
-gradients still does: a body of `invoke_subgraph` is asked for that.
+The inputs stay, and so does the number of outputs. An output that had its own memory still has: `x + 0` is a new tensor
+that the caller may write to, `x` is not, and a subgraph of `torch.cond` must not return its input at all. An output
+that required gradients still does: `invoke_subgraph` requests that of its subgraph.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fxrewrite.graph.edit import Edit
 __all__ = ["FRESH", "Promise"]
 
 FRESH = "plan.fresh_output"
-"""What stands in the place of a rule's id on the copy of an output."""
+"""Takes the place of a rule's id on the copy of an output."""
 
 
 class Promise:
-    """The inputs of a graph, and for each output what it shares memory with and whether it requires gradients."""
+    """The inputs of a graph, and for each output what shares memory with it and whether it requires gradients."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
@@ -36,7 +36,7 @@ class Promise:
         self._differentiable = [_requires_grad(output) for output in self._outputs]
 
     def keep(self, edit: Edit) -> None:
-        """Copy outputs that share more memory than before, and let values require gradients that did.
+        """Copies outputs that share more memory than before, and restores requires_grad of outputs that had it.
 
         Raises:
             InvariantError: the graph has other inputs, or another number of outputs.
@@ -55,18 +55,19 @@ class Promise:
         for output, required in zip(outputs, self._differentiable, strict=True):
             if required and not _requires_grad(output):
                 ops.value(output).requires_grad_()
+        # An output that shares more memory than before could show the caller's writes elsewhere, so it is copied.
         aliased = self._aliased(outputs)
         if aliased:
             self._copy(edit, aliased)
 
     def _aliased(self, outputs: list[Any]) -> list[int]:
-        """Places of the outputs that must be copied: those that were most on their own come first."""
+        """Returns indices of the outputs that must be copied; the copy of a changed output is preferred."""
         shared = _shared(outputs)
         copied: set[fx.Node | int] = set()
         order = sorted(
             range(len(outputs)), key=lambda index: (outputs[index] is self._outputs[index], len(self._shared[index]))
         )
-        for index in order:  # outputs that are another node now come first: the others stand where they stood
+        for index in order:  # changed outputs come first, so that the others are kept
             if not shared[index] - copied <= self._shared[index]:
                 copied.add(index)
         return [index for index in range(len(outputs)) if index in copied]
@@ -75,7 +76,7 @@ class Promise:
         end = self._gm.graph.output_node()
         outputs, spec = tree_flatten(end.args)
         for index in indices:
-            like = self._outputs[index]  # what was fresh says where it came from, the input that stands there does not
+            like = self._outputs[index]  # the old output has the source line; an input returned instead has none
             outputs[index] = edit.call(
                 torch.ops.aten.clone.default, (outputs[index],), before=end, like=like, rule=FRESH
             )
@@ -96,7 +97,7 @@ def _requires_grad(output: Any) -> bool:
 
 
 def _shared(outputs: Sequence[Any]) -> list[frozenset[fx.Node | int]]:
-    """For each output, the inputs and attributes, and the other outputs (by place), whose memory it may share."""
+    """Returns, for each output, the inputs, attributes and other outputs (by index) whose memory it may share."""
     owners = [_owners(output) for output in outputs]
     users: defaultdict[fx.Node, set[int]] = defaultdict(set)
     for place, own in enumerate(owners):
@@ -113,7 +114,7 @@ def _shared(outputs: Sequence[Any]) -> list[frozenset[fx.Node | int]]:
 
 
 def _owners(output: Any) -> frozenset[fx.Node]:
-    """The nodes whose memory the output may be a view of, at least itself; none for what is not known as a tensor."""
+    """Returns the nodes of whose memory the output may be a view, at least itself; none if it is not a known tensor."""
     if not isinstance(output, fx.Node) or not isinstance(ops.value(output), torch.Tensor):
         return frozenset()
     return frozenset(node for node in ops.memory_origins(output) if not ops.is_view(node))

@@ -1,6 +1,6 @@
-"""Sizes that may be symbolic: comparing and dividing them without adding guards, and writing them as graph nodes.
+"""Symbolic sizes: compares and divides them without adding guards, and writes them as graph nodes.
 
-The only file that reads torch's symbolic-shape machinery.
+This is the only file that uses torch's symbolic-shape machinery.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from fxrewrite.torch_versions import hint_of_expression, hint_of_size
 
 __all__ = [
-    "PLANNED_LENGTH",
     "Size",
     "SizeNodes",
     "SizeReader",
@@ -33,7 +32,6 @@ __all__ = [
     "is_read_from_data",
     "is_same_size",
     "is_there",
-    "planned_size",
     "product",
     "require_divisible",
     "size_hint",
@@ -42,11 +40,9 @@ __all__ = [
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
 _GUESS = 1024
-"""For costs, of a size that data decide."""
-PLANNED_LENGTH = 32_768
-"""The length that a program for any length is planned for, where that at hand is shorter."""
-_PLANNED: WeakKeyDictionary[Any, dict[sympy.Expr, int]] = WeakKeyDictionary()
-"""Planned sizes by shape environment and expression: costs ask for few of them many times, and sympy takes its time."""
+"""The hint of a size that is read from data (entries)."""
+_LARGE: WeakKeyDictionary[Any, dict[tuple[sympy.Expr, int], int]] = WeakKeyDictionary()
+"""Hints of `size_hint(size, at_least)` by shape environment: costs ask for few of them often, and sympy is slow."""
 
 
 def is_same_size(a: Size, b: Size) -> bool:
@@ -65,74 +61,75 @@ def is_read_from_data(size: Size | torch.SymFloat) -> bool:
 
 
 def is_broadcast(size: Size, to: Size) -> bool:
-    """Whether a dimension of `size` is repeated where the result has `to`; sizes that broadcast are equal otherwise."""
+    """Whether a dimension of `size` is broadcast to `to`; the two are assumed to be compatible."""
     return is_same_size(size, 1) and not is_same_size(to, 1)
 
 
 def divide_exactly(a: Size, b: Size) -> Size | None:
-    """`a / b` where b divides a for every length that the graph admits, else None; never adds a guard."""
+    """Returns `a / b` if b divides a for every length that the graph admits, else None; never adds a guard."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
     if isinstance(b, int) and b == 1:
         return a
-    quotient: Any = a // b  # torch's stubs let it be a float
+    quotient: Any = a // b  # torch's stubs say that it may be a float
     return quotient if statically_known_true(quotient * b == a) else None
 
 
 def product(sizes: Iterable[Size]) -> Size:
+    """Returns the product of sizes; 1 if there are none."""
     result: Size = 1
     for size in sizes:
         result = result * size
     return result
 
 
-def size_hint(size: Size) -> int:
-    """The size of the inputs at hand, for messages and byte counts; adds no guard. A guess where data decide it."""
-    return size if isinstance(size, int) else hint_of_size(size, fallback=_GUESS)
+def size_hint(size: Size, at_least: int = 0) -> int:
+    """The size that the inputs at hand have, for messages and costs; adds no guard. A guess where data decide it.
 
-
-def planned_size(size: Size) -> int:
-    """The size for decisions that stay with the program, whatever it is called with; adds no guard.
-
-    A static size is itself. Where a size grows with a symbolic length, of several the largest, that length is taken to
-    be at least `PLANNED_LENGTH`; other symbols, such as a batch's, are as at hand.
+    Args:
+        size: a static size is itself.
+        at_least: for decisions that stay with a program whatever it is called with. Where a size grows with symbolic
+            dimensions of inputs, the largest of these is taken to have at least so many entries. The first dimension
+            of an input, which is a batch's, and every other symbol are as at hand.
     """
     if isinstance(size, int):
         return size
+    if not at_least:
+        return hint_of_size(size, fallback=_GUESS)
     shapes, expr = size.node.shape_env, size.node.expr
-    known = _PLANNED.setdefault(shapes, {})
-    if expr not in known:
-        known[expr] = _planned(expr, shapes)
-    return known[expr]
+    known = _LARGE.setdefault(shapes, {})
+    if (expr, at_least) not in known:
+        known[expr, at_least] = _large_hint(expr, shapes, at_least)
+    return known[expr, at_least]
 
 
-def _planned(expr: sympy.Expr, shapes: Any) -> int:
+def _large_hint(expr: sympy.Expr, shapes: Any, at_least: int) -> int:
     hints = {symbol: hint_of_expression(symbol, shapes, fallback=_GUESS) for symbol in expr.free_symbols}
-    lengths = [symbol for symbol in hints if _is_length(symbol, shapes)]
-    longest = max(lengths, key=lambda symbol: (hints[symbol], str(symbol)), default=None)
-    planned = {} if longest is None else {longest: sympy.Integer(max(hints[longest], PLANNED_LENGTH))}
-    return hint_of_expression(expr.xreplace(planned), shapes, fallback=_GUESS)
+    inner = [symbol for symbol in hints if _is_inner(symbol, shapes)]
+    largest = max(inner, key=lambda symbol: (hints[symbol], str(symbol)), default=None)
+    values = {} if largest is None else {largest: sympy.Integer(max(hints[largest], at_least))}
+    return hint_of_expression(expr.xreplace(values), shapes, fallback=_GUESS)
 
 
-def _is_length(symbol: sympy.Basic, shapes: Any) -> bool:
-    """Whether a symbol is the size of an input in a dimension that is not the first, which is the batch's."""
+def _is_inner(symbol: sympy.Basic, shapes: Any) -> bool:
+    """Whether a symbol is the size of an input in a dimension that is not the first."""
     return any(getattr(source, "idx", 0) for source in shapes.var_to_sources.get(symbol, ()))
 
 
 def require_divisible(size: Size, by: int) -> bool:
-    """Whether `by` divides the size of the inputs at hand; a symbolic size is guarded, so that a length
-    for which the answer differs is compiled anew instead of being run with the wrong graph."""
+    """Whether `by` divides the traced size. A symbolic size gets a guard, so that a length for which the answer
+    differs is compiled anew instead of running the wrong graph."""
     return bool(size % by == 0)
 
 
 def is_divided_by(size: Size, by: int) -> bool:
-    """Whether `by` divides the size of the inputs at hand. Only where it does, a symbolic size is guarded: a program
-    for sizes that are not divided serves those that are as well."""
+    """Whether `by` divides the traced size. A symbolic size gets a guard only if it does: a program for sizes that are
+    not divisible also serves those that are."""
     return size_hint(size) % by == 0 and require_divisible(size, by)
 
 
 class SizeReader:
-    """Reads, off what a graph is called with, sizes that are functions of its inputs' symbols."""
+    """Reads sizes that are functions of the symbols of a graph's inputs from actual inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._places: dict[sympy.Basic, tuple[int, int | None]] = {}
@@ -145,7 +142,7 @@ class SizeReader:
                     self._places.setdefault(size.node.expr, place)
 
     def __call__(self, size: Size, inputs: Sequence[Any]) -> int:
-        """The size, as a number, for these inputs of the graph."""
+        """Returns the size as a number for these inputs of the graph."""
         if isinstance(size, int):
             return size
         expr = size.node.expr
@@ -157,13 +154,13 @@ class SizeReader:
 
 
 class SizeNodes:
-    """Graph nodes that hold sizes, computed from the graph's inputs alone, shared, and placed before any other node.
+    """Graph nodes that hold sizes, computed from the graph's inputs only, shared, and placed before all other nodes.
 
-    Inputs keep their global shape whatever happens to the values between, so a size that is a function of the
-    inputs cannot change its meaning when a value becomes a shard.
+    Inputs keep their global shape whatever happens to the values between, so a size that is a function of the inputs
+    does not change its meaning when a value is sharded.
 
     `create(target, args, before)` makes a call_function node; the default writes to the graph at once. Symbols are read
-    from inputs that are integers, and with `of_tensors` where there is none from the shapes of inputs.
+    from integer inputs, and with `of_tensors` also from the shapes of inputs.
     """
 
     def __init__(self, graph: fx.Graph, create: Create | None = None, *, of_tensors: bool = True) -> None:
@@ -175,7 +172,7 @@ class SizeNodes:
         inputs = [(node, node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
         for node, value in inputs:
             if isinstance(value, torch.SymInt):
-                self._symbols.setdefault(value.node.expr, node)  # two symbols may have turned out to be one length
+                self._symbols.setdefault(value.node.expr, node)  # symbols may have been unified
         for node, value in inputs:
             if isinstance(value, torch.Tensor) and of_tensors:
                 for dim, size in enumerate(value.shape):
@@ -184,7 +181,7 @@ class SizeNodes:
 
     @property
     def anchor(self) -> fx.Node:
-        """The node in front of which sizes are written: behind those that stand in front, before all others."""
+        """The node before which sizes are written: after the front nodes that exist, before all others."""
         while self._front and not is_there(self._front[-1]):
             self._front.pop()
         if self._front:
@@ -192,20 +189,21 @@ class SizeNodes:
         return next(node for node in self._graph.nodes if node.op != "placeholder")
 
     def stand_in_front(self, node: fx.Node) -> fx.Node:
-        """From here on sizes are written behind `node`, which was written in front of `anchor`; the node."""
+        """Adds `node`, which was written before `anchor`, to the front nodes, and returns it; later sizes follow it."""
         self._front.append(node)
         return node
 
     def stand_first(self, node: fx.Node) -> fx.Node:
-        """From here on sizes are written behind `node`, which was written in front of all others; the node."""
+        """Adds `node`, which was written before all others, as the first front node, and returns it."""
         self._front.insert(0, node)
         return node
 
     def can_express(self, size: Size) -> bool:
+        """Whether the size is a function of the graph's inputs."""
         return isinstance(size, int) or size.node.expr.free_symbols <= self._symbols.keys()
 
     def __call__(self, size: Size) -> int | fx.Node:
-        """The int itself, or the node that computes `size` before any tensor is touched."""
+        """Returns the int itself, or a node that computes `size` before any tensor is touched."""
         if isinstance(size, int) or size.node.expr.is_Integer:
             return int(size)
         expr = size.node.expr
@@ -227,12 +225,12 @@ class SizeNodes:
 
 
 def is_there(node: fx.Node) -> bool:
-    """Whether a node that was written is still in its graph: what a transaction takes back, or erases, is not."""
+    """Whether a node is still in its graph; nodes that a transaction undid or erased are not."""
     return node.next.prev is node and bool(node.args)
 
 
 class _SizeTracer(GraphAppendingTracer):
-    """Puts what Python arithmetic on proxies makes before the anchor."""
+    """Inserts the result of Python arithmetic on proxies before the anchor."""
 
     def __init__(self, sizes: SizeNodes, graph: fx.Graph, create: Create) -> None:
         super().__init__(graph)
@@ -253,7 +251,7 @@ def _write(graph: fx.Graph) -> Create:
 
 
 def hoist_sizes(graph: fx.Graph) -> None:
-    """Make every integer node a function of the inputs alone (an unbacked size, read from data, stays as it is)."""
+    """Makes every integer node a function of the inputs only; an unbacked size, read from data, stays."""
     nodes = SizeNodes(graph)
     for node in list(graph.nodes):
         value = node.meta.get("val")

@@ -1,4 +1,4 @@
-"""Where in the user's program a node comes from, and what of that a node made from it takes over."""
+"""Where in the user's program a node comes from, and which metadata a node that replaces it inherits."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["CHECKPOINT_TAGS", "copied_meta", "source_line"]
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
-"""Metadata by which AOTAutograd's partitioner knows what belongs to a checkpoint, and to which one."""
+"""Metadata that tells AOTAutograd's partitioner that a node belongs to a checkpoint, and to which one."""
 _COPIED = (
     *("stack_trace", "nn_module_stack", "custom"),
     *CHECKPOINT_TAGS,
     *("partitioner_tag", "autograd_backward", "seq_nr"),
 )
-"""Where a node comes from, how it is checkpointed, and in a joint graph whether it is forward or backward."""
+"""Inherited metadata: source, checkpoint tags, and in a joint graph whether a node is forward or backward."""
 
 
 def copied_meta(like: fx.Node) -> dict[str, Any]:
-    """The metadata that a new node takes over from the node it stands for."""
+    """Returns the metadata that a new node inherits from the node that it replaces."""
     meta = like.meta
     return {name: meta[name] for name in _COPIED if name in meta}
 
 
 def source_line(node: fx.Node) -> str:
-    """The last user frame of the node's stack trace as "file.py:41"; empty when there is none.
+    """Returns the last user frame of the node's stack trace as "file.py:41"; empty if it has none.
 
-    Frames inside torch and in generated code are not the user's: a linear layer is reported where it is called.
+    Frames inside torch and in generated code are skipped: a linear layer is reported where the user calls it.
     """
     trace = node.meta.get("stack_trace")
     if not trace:

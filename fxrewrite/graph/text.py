@@ -1,13 +1,14 @@
-"""Canonical text of a graph: equal graphs give equal text, in every process, whatever their values happen to be named.
+"""Canonical text of a graph: equal graphs give equal text, in every process, whatever the names of their values.
 
-    %input_ids: i64[2, s0] = input
-    %embed_tokens.weight: f32[256, 64] = input
-    %0: f32[2, s0, 64] = aten.embedding(%embed_tokens.weight, %input_ids)  # S(1)
+    %ids: i64[2, s0] = input
+    %embed.weight: f32[256, 64] = input
+    %0: f32[2, s0, 64] = aten.embedding(%embed.weight, %ids)  # S(1)
     %1: f32[2, s0, 64] = _c10d_functional.all_reduce(%0, 'sum', sp)  # P(sum)
     return (%1,)
 
-Inputs keep their names, parameters of Dynamo in short. Values are numbered in order, and so are symbolic sizes, bodies
-of higher-order ops (`@0`, printed after the graph) and process groups whose mesh axis is unknown (`group0`).
+Inputs keep their names; names of parameters from Dynamo are shortened. Values are numbered in order, and so are
+symbolic sizes, subgraphs of higher-order ops (`@0`, printed after the graph) and process groups without a known mesh
+axis (`group0`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _DTYPES = {
     torch.uint8: "u8",
     torch.bool: "b8",
 }
-_END = 2**63 - 1  # how ATen writes "to the end" in a slice
+_END = 2**63 - 1  # ATen writes this for "to the end" in a slice
 _SYMBOL = re.compile(r"\b([a-z]+)\d+\b")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
@@ -58,17 +59,17 @@ def graph_text(
     axis_names: Mapping[str, str] | None = None,
     without: Collection[fx.Node] = (),
 ) -> str:
-    """The graph, one value a line; beside it, as asked, facts, the source line, the rules that made it.
+    """Returns the graph as text, one value per line, optionally with facts, source line, and the rules that made it.
 
-    `axis_names` maps process-group names to mesh axes where `meta["axis"]` does not name the axis. Nodes of `without`
-    are not written, such as those that a transaction under way is going to erase.
+    `axis_names` maps process-group names to mesh axes for nodes without `meta["axis"]`. Nodes in `without` are omitted,
+    such as those that a transaction is going to erase.
     """
     writer = GraphWriter(gm, facts=facts, source=source, rules=rules, axis_names=axis_names, without=without)
     return "\n".join(line for _, line in writer.lines())
 
 
 class GraphWriter:
-    """Names every value of a graph and of its bodies once, and writes nodes with those names."""
+    """Names every value of a graph and of its subgraphs once, and writes nodes with these names."""
 
     def __init__(
         self,
@@ -88,11 +89,11 @@ class GraphWriter:
         self._without = without
         self._graphs = [gm]
         self._num_values = 0
-        for graph in self._graphs:  # grows: naming a graph finds its bodies
+        for graph in self._graphs:  # grows: naming a graph finds its subgraphs
             self._name_values(graph)
 
     def lines(self) -> Iterator[tuple[fx.Node | None, str]]:
-        """Each line with the node that it shows; None for the headings of bodies."""
+        """Yields each line with the node that it shows; None for the headings of subgraphs."""
         for index, gm in enumerate(self._graphs):
             if index:
                 yield None, f"@{index - 1}:"
@@ -101,6 +102,7 @@ class GraphWriter:
                     yield node, ("  " if index else "") + self.line(gm, node)
 
     def line(self, gm: fx.GraphModule, node: fx.Node) -> str:
+        """Returns the line of one node, with the comments that were requested."""
         value = node.meta.get("val", node.meta.get("example_value"))
         kind = "" if value is None else f": {self._type(value)}"
         text = self._call(gm, node) if node.op == "output" else f"{self._names[node]}{kind} = {self._call(gm, node)}"
@@ -223,7 +225,7 @@ class GraphWriter:
         return type(value).__name__
 
     def _size(self, size: Any) -> str:
-        """The size with its symbols numbered in order of appearance, kind by kind (s: input, u: read from data)."""
+        """Returns the size with its symbols numbered in order of appearance, per kind (s: input, u: read from data)."""
         if not hasattr(size, "node"):
             return str(size)
         expr = size.node.expr
@@ -248,7 +250,7 @@ def _attribute(gm: fx.GraphModule, target: Any) -> Any:
 
 
 def _small_constant(value: Any) -> str:
-    """The elements of a lifted constant such as `torch.tensor(0.5)`; nothing for parameters and large tensors."""
+    """Returns the elements of a lifted constant such as `torch.tensor(0.5)`; empty for parameters and large tensors."""
     if not isinstance(value, torch.Tensor) or isinstance(value, torch.nn.Parameter) or value.numel() > 8:
         return ""
     return "" if type(value) is not torch.Tensor else f" {value.tolist()}"

@@ -1,4 +1,4 @@
-"""Finding patterns in graphs: one decision program for all rules, and an explanation that reads the same tests."""
+"""Finds patterns in graphs: one decision program for all rules, and explanations of failures by the same conditions."""
 
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match

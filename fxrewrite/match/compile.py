@@ -1,7 +1,7 @@
-"""A tree of tests as a Python function: an `if` for each test, values in local variables, a lookup where rules differ.
+"""Compiles a tree of conditions to a Python function: an `if` for each, values in local variables, tables at branches.
 
-The function is called with a root, and appends `(leaf, values by path)` for every leaf all of whose tests hold. The
-tests are those of tests.py; what is written out here is only what would cost a call.
+The function takes a root, and appends `(leaf, values by path)` for every leaf all of whose conditions hold. Conditions
+give their own code; lookups among several of them are written here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from fxrewrite import ops
-from fxrewrite.match.tests import ABSENT, Arguments, Path, Test, has_node, is_same, literal_outcomes, part
+from fxrewrite.match.conditions import NAMES, Arguments, Condition, Expressible, IsLiteral, IsOperator
+from fxrewrite.match.values import Path, literal_outcomes, part
 
 __all__ = ["Leaf", "Run", "Tree", "compile_tree"]
 
@@ -21,34 +21,35 @@ Leaf: TypeAlias = tuple[int, int]
 Run: TypeAlias = Callable[[fx.Node, list[tuple[Leaf, dict[Path, Any]]]], None]
 
 _MAX_DEPTH = 60
-"""Python takes a hundred levels of indentation; what is deeper goes on in a function of its own."""
+"""Indentation at which code continues in another function. Python's parser allows 100 levels; the rest is margin."""
 
 
 class Tree:
-    """Tests that share a beginning: (kind, path) -> value -> what comes after."""
+    """Conditions with common beginnings: (class, path) -> value -> what follows."""
 
     __slots__ = ("branches", "leaves")
 
     def __init__(self) -> None:
-        self.branches: dict[tuple[str, Path], dict[Any, tuple[Test, Tree]]] = {}
+        self.branches: dict[tuple[type[Condition], Path], dict[Any, tuple[Condition, Tree]]] = {}
         self.leaves: list[Leaf] = []
 
-    def insert(self, tests: Sequence[Test], leaf: Leaf) -> None:
+    def insert(self, conditions: Sequence[Condition], leaf: Leaf) -> None:
+        """Adds a list of conditions that ends at a leaf; a common beginning with earlier lists is shared."""
         tree = self
-        for test in tests:
-            targets = tree.branches.setdefault((test.kind, test.path), {})
-            tree = targets.setdefault(test.value, (test, Tree()))[1]
+        for condition in conditions:
+            targets = tree.branches.setdefault((type(condition), condition.path), {})
+            tree = targets.setdefault(condition.value, (condition, Tree()))[1]
         tree.leaves.append(leaf)
 
 
 def compile_tree(tree: Tree, root: Path) -> Run:
-    """The function that finds the leaves below a root whose operator is known."""
+    """Returns a function that finds the leaves below a root whose operator already chose this tree."""
     writer = _Writer()
     return writer.globals[writer.function(tree, {root: "root"})]
 
 
 def follow(table: Mapping[Any, Callable[..., None]], outcomes: Iterable[Any], *arguments: Any) -> None:
-    """Go on where the outcomes lead."""
+    """Calls the functions in the table that belong to the outcomes."""
     for outcome in outcomes:
         then = table.get(outcome)
         if then is not None:
@@ -56,7 +57,7 @@ def follow(table: Mapping[Any, Callable[..., None]], outcomes: Iterable[Any], *a
 
 
 def _is_plainly(frozen: Any, value: str) -> str:
-    """Code that is true only of that literal itself: most are one number, and need not be frozen to be compared."""
+    """Returns code that is true only for this literal; most literals are numbers, compared without being frozen."""
     kind, literal = frozen
     if literal is None:
         return f"{value} is None"
@@ -67,17 +68,12 @@ def _is_plainly(frozen: Any, value: str) -> str:
 
 
 class _Writer:
-    """Writes functions; constants and helpers are their globals."""
+    """Writes functions as text; constants and helpers are their globals."""
 
     def __init__(self) -> None:
         self.globals: dict[str, Any] = {
-            "ABSENT": ABSENT,
-            "Node": fx.Node,
+            **NAMES,
             "follow": follow,
-            "has_node": has_node,
-            "is_parameter": ops.is_parameter,
-            "is_same": is_same,
-            "key": ops.key,
             "outcomes": literal_outcomes,
             "part": part,
         }
@@ -86,7 +82,7 @@ class _Writer:
         self._count = 0
 
     def function(self, tree: Tree, known: dict[Path, str]) -> str:
-        """Write a function of the values that are known, and give its name."""
+        """Writes a function whose parameters are the known values, and returns its name."""
         outer, self._lines = self._lines, []
         name = self._new("f")
         self._line(0, f"def {name}({', '.join(known.values())}, found):")
@@ -100,7 +96,7 @@ class _Writer:
         return f"{prefix}{self._count}"
 
     def _constant(self, value: Any) -> str:
-        """The name of a global that is this object, which lives as long as the function."""
+        """Returns the name of a global that is this object; the function keeps the object alive."""
         name = self._constants.get(id(value))
         if name is None:
             name = self._constants[id(value)] = self._new("c")
@@ -121,7 +117,7 @@ class _Writer:
             self._branch(kind, path, list(targets.values()), dict(known), depth)
 
     def _value(self, path: Path, known: dict[Path, str], depth: int) -> str:
-        """The variable that holds the value at a path, assigned here if no test before has read it."""
+        """Returns the variable that holds the value at a path, and assigns it here if no earlier condition read it."""
         found = known.get(path)
         if found is None:
             assert path.parent is not None
@@ -131,59 +127,55 @@ class _Writer:
         return found
 
     def _branch(
-        self, kind: str, path: Path, targets: list[tuple[Test, Tree]], known: dict[Path, str], depth: int
+        self,
+        kind: type[Condition],
+        path: Path,
+        targets: list[tuple[Condition, Tree]],
+        known: dict[Path, str],
+        depth: int,
     ) -> None:
-        """All tests of one kind at one place."""
+        """Writes all conditions of one class at one path."""
         value = self._value(path, known, depth)
-        if kind == "operator" and len(targets) > 1:
+        # Several operators at one place: look the operator up instead of testing them in turn.
+        if kind is IsOperator and len(targets) > 1:
             self._line(depth, f"if isinstance({value}, Node):")
             self._follow(f"(key({value}),)", targets, known, depth + 1)
-        elif kind == "literal":
+            return
+        # A literal can have several outcomes (a dimension counted from either end), so it is looked up too.
+        if kind is IsLiteral:
             above = self._value(path.parent, known, depth) if path.parent is not None else "None"
             outcomes = f"outcomes({value}, {path.step!r}, {above})"
             if len(targets) > 1:
                 self._follow(outcomes, targets, known, depth)
+                return
+            literal, tree = targets[0]
+            frozen = self._constant(literal.value)
+            self._line(depth, f"if {_is_plainly(literal.value, value)} or {frozen} in {outcomes}:")
+            self._tree(tree, known, depth + 1)
+            return
+        # Other conditions are not exclusive, so each is an `if` of its own with its own copy of the known values.
+        for condition, tree in targets:
+            inside = dict(known)
+            if isinstance(condition, Arguments):
+                self._arguments(condition, value, inside, depth)
             else:
-                test, tree = targets[0]
-                frozen = self._constant(test.value)
-                self._line(depth, f"if {_is_plainly(test.value, value)} or {frozen} in {outcomes}:")
-                self._tree(tree, known, depth + 1)
-        else:
-            for test, tree in targets:
-                inside = dict(known)
-                if kind == "arguments":
-                    self._arguments(test, value, inside, depth)
-                else:
-                    self._line(depth, f"if {self._condition(test, value, inside, depth)}:")
-                self._tree(tree, inside, depth + 1)
+                assert isinstance(condition, Expressible)
+                code = condition.code(value, lambda other, inside=inside: self._value(other, inside, depth))
+                self._line(depth, f"if {code}:")
+            self._tree(tree, inside, depth + 1)
 
-    def _follow(self, outcomes: str, targets: list[tuple[Test, Tree]], known: dict[Path, str], depth: int) -> None:
-        """A function for each outcome, and a table that leads to it."""
-        table = {test.value: self.globals[self.function(tree, dict(known))] for test, tree in targets}
+    def _follow(self, outcomes: str, targets: list[tuple[Condition, Tree]], known: dict[Path, str], depth: int) -> None:
+        """Writes a function per outcome, and a call of the one that a table gives for the actual outcome."""
+        table = {condition.value: self.globals[self.function(tree, dict(known))] for condition, tree in targets}
         self._line(depth, f"follow({self._constant(table)}, {outcomes}, {', '.join(known.values())}, found)")
 
-    def _arguments(self, test: Test, value: str, known: dict[Path, str], depth: int) -> None:
-        arguments = Arguments(test.value)
+    def _arguments(self, condition: Arguments, value: str, known: dict[Path, str], depth: int) -> None:
+        """Reads all named arguments into variables at once; the block that follows has them."""
         read = self._new("r")
-        self._line(depth, f"{read} = {self._constant(arguments.read)}({value})")
+        self._line(depth, f"{read} = {self._constant(condition.reader.read)}({value})")
         self._line(depth, f"if {read} is not None:")
-        for name in arguments.mentioned:
-            known[test.path / name] = self._new("v")
-        if arguments.mentioned:
-            names = "".join(f"{known[test.path / name]}, " for name in arguments.mentioned)
+        for name in condition.names:
+            known[condition.path / name] = self._new("v")
+        if condition.names:
+            names = "".join(f"{known[condition.path / name]}, " for name in condition.names)
             self._line(depth + 1, f"{names}= {read}")
-
-    def _condition(self, test: Test, value: str, known: dict[Path, str], depth: int) -> str:
-        kind = test.kind
-        if kind in ("same", "other"):
-            other = self._value(test.value, known, depth)
-            return f"is_same({value}, {other})" if kind == "same" else f"{value} is not {other}"
-        return {
-            "operator": f"isinstance({value}, Node) and key({value}) == {test.value!r}",
-            "operators": f"isinstance({value}, Node) and key({value}) in {test.value!r}",
-            "node": f"isinstance({value}, Node)",
-            "param": f"isinstance({value}, Node) and is_parameter({value})",
-            "list": f"isinstance({value}, (list, tuple)) and len({value}) == {test.value!r}",
-            "plain": f"{value} is not ABSENT and not has_node({value})",
-            "optional": f"{value} is None or isinstance({value}, Node)",
-        }[kind]

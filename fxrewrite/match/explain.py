@@ -1,4 +1,4 @@
-"""Why a pattern did not match: the same tests, read one by one up to the first that fails."""
+"""Explains why a pattern does not match: the same conditions, evaluated one by one up to the first failure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.match.finish import Failure, complete, failed
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import Candidate, Path, holds
+from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 
 __all__ = ["Explanation", "Miss", "explain"]
@@ -21,29 +21,29 @@ __all__ = ["Explanation", "Miss", "explain"]
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """How far one root got, in the reading of the pattern that got furthest there."""
+    """How far a pattern got at one root, in the reading that got furthest."""
 
     root: fx.Node
     failure: Failure
-    num_tests: int
+    num_conditions: int
 
     def __str__(self) -> str:
         source = source_line(self.root)
         where = f"%{self.root.name} ({source})" if source else f"%{self.root.name}"
         hint = f"; {self.hint}" if self.hint else ""
-        return f"at {where}: {self.failure.passed} of {self.num_tests} tests hold, then {self.failure}{hint}"
+        return f"at {where}: {self.failure.passed} of {self.num_conditions} conditions hold, then {self.failure}{hint}"
 
     @property
     def reason(self) -> Reason:
-        """What kind of condition failed."""
+        """The kind of condition that failed."""
         return self.failure.reason
 
     @property
     def hint(self) -> str:
-        """What would make it match, where that can be said; else empty."""
+        """What would make the pattern match, if that is known; else empty."""
         instead = self.failure.instead
         if self.reason is Reason.OPERATOR and instead is not None:
-            if ops.is_view(instead) or ops.key(instead) in _CASTS:
+            if ops.is_view(instead) or ops.has_trait(instead, "same", "cast", "detach"):
                 return f"allow %{instead.name} with maybe() or chain(), or run rules.canonical.normal_forms first"
             return ""
         if self.reason is Reason.CONSTRAINT and "no value in its metadata" in self.failure.found:
@@ -51,7 +51,6 @@ class Miss:
         return _HINTS.get(self.reason, "")
 
 
-_CASTS = frozenset({"aten::to", "aten::_to_copy", "aten::contiguous", "aten::clone", "aten::detach"})
 _HINTS = {
     Reason.ARGUMENTS: "mention the argument in the pattern, or allow any with loose()",
     Reason.LITERAL: "capture it with Literal, or ignore it with ...",
@@ -65,9 +64,9 @@ class Explanation:
 
     Attributes:
         num_matches: roots at which the pattern matches.
-        num_anchors: roots that have the operator of the pattern's first output.
-        misses: the others, nearest first.
-        root_keys: the operators at which it could have matched.
+        num_anchors: nodes that call the operator of the pattern's first output.
+        misses: the roots at which it does not match, closest to a match first.
+        root_keys: the operators that the first output may have.
     """
 
     pattern: Pattern
@@ -90,7 +89,7 @@ class Explanation:
 
 
 def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
-    """Read the tests of the pattern at every node that has its root operator."""
+    """Evaluates the conditions of the pattern at every node that has the operator of its first output."""
     variants = lower(pattern)
     keys = tuple(dict.fromkeys(variant.root_key for variant in variants))
     matches = 0
@@ -106,17 +105,17 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
             matches += 1
         else:
             failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
-            misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_tests))
-    misses.sort(key=lambda miss: -miss.failure.passed / miss.num_tests)
+            misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_conditions))
+    misses.sort(key=lambda miss: -miss.failure.passed / miss.num_conditions)
     return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys)
 
 
 def _readings(pattern: Pattern, variant: Variant, node: fx.Node) -> Iterator[tuple[Match | Failure, int]]:
     total = sum(map(len, variant.stages)) + 1 + len(pattern.where)
     candidate = Candidate({Path.root(0): node})
-    for count, test in enumerate(variant.stages[0]):
-        if not holds(test, candidate):
-            yield failed(test, candidate, count, node), total
+    for count, condition in enumerate(variant.stages[0]):
+        if not condition.holds(candidate):
+            yield failed(condition, candidate, count, node), total
             return
     for result in complete(pattern, variant, candidate, len(variant.stages[0])):
         yield result, total

@@ -1,4 +1,4 @@
-"""From a root whose own tests hold to matches: further outputs, users outside, constraints."""
+"""From a root whose conditions hold to matches: chooses further outputs, checks outside users and constraints."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, RefusedError
 from fxrewrite.graph.source import source_line
+from fxrewrite.graph.walk import reached
+from fxrewrite.match.conditions import Condition
 from fxrewrite.match.lower import Link, Variant
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import REASONS, Candidate, Path, Test, found_text, holds, test_text
+from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import Siblings
 
@@ -27,11 +29,11 @@ class Failure:
     """The first condition that did not hold.
 
     Attributes:
-        passed: how many conditions hold before it.
-        reason: what kind of condition it is.
-        expected, found: in words.
-        node: where it was looked for.
-        instead: the value that stands there, if it is one of the graph.
+        passed: how many conditions held before it.
+        reason: the kind of condition.
+        expected, found: as text.
+        node: where the condition was evaluated.
+        instead: the value found there, if it is a node.
     """
 
     passed: int
@@ -45,15 +47,15 @@ class Failure:
         return f"expected {self.expected}, found {self.found}"
 
 
-def failed(test: Test, candidate: Candidate, passed: int, node: fx.Node) -> Failure:
-    """The failure of one test below the candidate."""
-    value = candidate.value(test.path)
+def failed(condition: Condition, candidate: Candidate, passed: int, node: fx.Node) -> Failure:
+    """The failure of one condition below the candidate."""
+    value = candidate.value(condition.path)
     instead = value if isinstance(value, fx.Node) else None
-    return Failure(passed, REASONS[test.kind], test_text(test), found_text(test, candidate), node, instead)
+    return Failure(passed, condition.reason, condition.expected(), condition.found(candidate), node, instead)
 
 
 def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int = 0) -> Iterable[Match | Failure]:
-    """The matches of one variant below a candidate that passed the tests of output 0, and what failed on the way."""
+    """Returns the matches of one variant for a candidate that meets those of output 0, and the failures met."""
     if variant.siblings is not None:
         return (_family(pattern, variant, variant.siblings, candidate, passed),)
     if len(variant.stages) == 1:
@@ -80,9 +82,9 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
             continue
         tried = True
         chosen = candidate.choose(index, node)
-        for count, test in enumerate(variant.stages[index]):
-            if not holds(test, chosen):
-                yield failed(test, chosen, passed + count, node)
+        for count, condition in enumerate(variant.stages[index]):
+            if not condition.holds(chosen):
+                yield failed(condition, chosen, passed + count, node)
                 break
         else:
             yield from _choose_outputs(variant, chosen, index + 1, passed + len(variant.stages[index]))
@@ -93,12 +95,13 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
 
 
 def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
-    """Nodes that can be the output: users of users ... of a known value, with the operators of the pattern."""
+    """Returns the nodes that may be the output: repeated users of a known value, by the operators of the pattern."""
     known = [(candidate.value(path), keys) for path, keys in link.choices]
     starts = [(value, keys) for value, keys in known if isinstance(value, fx.Node)]
     if not starts:
         return []
     start, keys = min(starts, key=lambda choice: len(choice[0].users))
+    # Climb from the value with the fewest users, so that a mask that all layers read is not walked through all of them.
     level = {start: None}
     for key in keys:
         level = {user: None for node in level for user in node.users if ops.key(user) in key}
@@ -110,6 +113,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
     inner: list[fx.Node] = [values[path] for path in variant.inner]
     nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *inner))
+    # An inner node with users outside the match must stay in the graph: only a pattern that says shared() allows it.
     kept: set[fx.Node] = set()
     for path, node in zip(variant.inner, inner, strict=True):
         if node.users.keys() <= nodes.keys() or node in outputs:
@@ -125,7 +129,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
         if any(captures[name] is None and name not in variant.literals for name in constraint.names):
-            continue  # a constraint speaks of what was captured
+            continue  # a constraint on an absent optional capture holds
         try:
             why_not = constraint.why_not(captures)
         except RefusedError as refusal:
@@ -142,7 +146,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
 
 
 def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, passed: int) -> Match | Failure:
-    """All siblings as one match, if this one is the last of them."""
+    """Returns all siblings as one match if this root is the last of them, so that a family is found once."""
     root = last.value(Path.root(0))
     own = _match(pattern, variant, last, passed)
     if isinstance(own, Failure):
@@ -151,12 +155,14 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
     assert isinstance(first, Siblings)
     shared = own.captures[first.on]
     found: list[Match] = []
+    # Collect siblings from the last to the first. A match that comes before `root` was found means that `root` is not
+    # the last sibling; then the last one reports the family.
     for node in reversed(_climb(link, last)):
         if node is root:
             found.append(own)
             continue
         candidate = Candidate({Path.root(0): node})
-        if not all(holds(test, candidate) for test in variant.stages[0]):
+        if not all(condition.holds(candidate) for condition in variant.stages[0]):
             continue
         sibling = _match(pattern, variant, candidate, passed)
         if isinstance(sibling, Match) and sibling.captures[first.on] is shared:
@@ -179,10 +185,4 @@ def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, pas
 
 def _with_inputs(kept: set[fx.Node], nodes: dict[fx.Node, None]) -> frozenset[fx.Node]:
     """What a kept node is computed from stays as well."""
-    stack = list(kept)
-    while stack:
-        for used in stack.pop().all_input_nodes:
-            if used in nodes and used not in kept:
-                kept.add(used)
-                stack.append(used)
-    return frozenset(kept)
+    return frozenset(reached(kept, lambda node: [used for used in node.all_input_nodes if used in nodes]))

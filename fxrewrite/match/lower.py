@@ -1,6 +1,6 @@
-"""From a pattern to its variants: one flat list of tests for each way in which alternatives can fall.
+"""Lowers a pattern to variants: a flat list of conditions for each combination of alternatives.
 
-Variants share their beginnings, so the decision program that merges them (program.py) tests those once.
+Variants share their beginnings, and the decision program that merges them (program.py) runs shared conditions once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,21 @@ from dataclasses import dataclass, field
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.match.tests import FIRST, Path, Test
+from fxrewrite.match.conditions import (
+    Another,
+    Arguments,
+    Condition,
+    IsList,
+    IsLiteral,
+    IsNode,
+    IsOneOf,
+    IsOperator,
+    IsOptionalNode,
+    IsParameter,
+    IsPlain,
+    Same,
+)
+from fxrewrite.match.values import FIRST, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import (
     Capture,
@@ -30,14 +44,14 @@ from fxrewrite.pattern.terms import (
 __all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
 
 MAX_VARIANTS = 512
-"""A pattern with more is refused: it is several rules."""
+"""Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a further output is found: by climbing from a value that an earlier output captured too.
+    """How to find a further output: climb from a value that an earlier output captured too.
 
-    Each choice is the path of such a value and the operators from its user up to the output; the matcher climbs from
+    Each choice is the path of such a value, and the operators from its user up to the output. The matcher climbs from
     the value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
     """
 
@@ -47,21 +61,21 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to read a pattern.
+    """One reading of a pattern.
 
     Attributes:
-        stages: tests by output; those of output 0 decide alone, the others follow once their output is chosen.
-        links: how the outputs 1, 2 ... are found.
-        captures: name -> path; None for a name of an alternative that is not taken.
-        inner: paths of operators below the outputs, users before what they use.
-        shared: those of them that may have users outside the match.
-        literals: captures for which None is a value like any other.
-        siblings: for a pattern of siblings, the way from what they share up to one of them.
+        stages: conditions per output; those of output 0 are evaluated first, the others once their output is chosen.
+        links: how to find the outputs 1, 2 ...
+        captures: name -> path; None if the name belongs to an alternative that this reading does not take.
+        inner: paths of the operators below the outputs, users before what they use.
+        shared: those of `inner` that may have users outside the match.
+        literals: captures for which None is an ordinary value.
+        siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
         outputs: paths of the outputs.
-        paths: all paths whose values make the match.
+        paths: all paths whose values belong to the match.
     """
 
-    stages: tuple[tuple[Test, ...], ...]
+    stages: tuple[tuple[Condition, ...], ...]
     links: tuple[Link, ...]
     captures: dict[str, Path | None]
     inner: tuple[Path, ...]
@@ -79,31 +93,40 @@ class Variant:
 
     @property
     def root_key(self) -> str:
-        """The operator of output 0: the first test of every variant."""
-        return self.stages[0][0].value
+        """The operator of output 0: the first condition of every variant."""
+        first = self.stages[0][0]
+        assert isinstance(first, IsOperator)
+        return first.operand
+
+
+_CAPTURED = {"node": IsNode, "literal": IsPlain, "optional": IsOptionalNode, "param": IsParameter, "any": None}
+"""What a capture of each kind asks of its value."""
 
 
 @dataclass(slots=True)
 class _Part:
-    """Tests and captures of one reading of one term."""
+    """Tests and captures of one reading of one term; `+` concatenates."""
 
-    tests: tuple[Test, ...] = ()
+    conditions: tuple[Condition, ...] = ()
     captures: tuple[tuple[str, Path], ...] = ()
     operators: tuple[tuple[Path, Op | Chain], ...] = ()
 
     def __add__(self, other: _Part) -> _Part:
-        return _Part(self.tests + other.tests, self.captures + other.captures, self.operators + other.operators)
+        return _Part(
+            self.conditions + other.conditions, self.captures + other.captures, self.operators + other.operators
+        )
 
 
 def lower(pattern: Pattern) -> tuple[Variant, ...]:
-    """All variants of a pattern, those that take optional steps and earlier options first.
+    """Returns all variants of a pattern; optional steps taken and earlier options come first.
 
     Raises:
-        RuleDefinitionError: there are more than MAX_VARIANTS, or an output has nothing in common with the others.
+        RuleDefinitionError: there are more than MAX_VARIANTS, or an output shares no captured value with the others.
     """
     captures = pattern.captures
     per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs)]
     variants: dict[tuple[object, ...], Variant] = {}
+    # Every combination of the outputs' readings is a variant; equal ones are merged.
     for parts in itertools.product(*per_output):
         variant = _variant(parts, pattern, captures)
         variants.setdefault((variant.stages, tuple(variant.captures.items())), variant)
@@ -113,16 +136,16 @@ def lower(pattern: Pattern) -> tuple[Variant, ...]:
 
 
 def _read(term: Term, path: Path) -> Iterator[_Part]:
-    """The readings of a term at a path."""
+    """Yields the readings of a term at a path."""
     if isinstance(term, Op):
         yield from _read_operator(term, path)
     elif isinstance(term, Capture):
-        test = {"node": "node", "literal": "plain", "optional": "optional", "param": "param", "any": ""}[term.kind]
-        yield _Part((Test(test, path),) if test else (), ((term.name, path),))
+        kind = _CAPTURED[term.kind]
+        yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
     elif isinstance(term, LiteralValue):
-        yield _Part((Test("literal", path, freeze(term.value)),))
+        yield _Part((IsLiteral(path, freeze(term.value)),))
     elif isinstance(term, ListOf):
-        head = _Part((Test("list", path, len(term.items)),))
+        head = _Part((IsList(path, len(term.items)),))
         items = [list(_read(item, path / index)) for index, item in enumerate(term.items)]
         for parts in _product(items):
             yield sum(parts, head)
@@ -143,7 +166,7 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
 
 def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
     names = tuple(name for name, _ in term.args)
-    is_called = (Test("operator", path, term.key), Test("arguments", path, names))
+    is_called = (IsOperator(path, term.key), Arguments(path, names))
     head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
     for order in _orders(term, names):
         arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
@@ -152,7 +175,7 @@ def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
 
 
 def _orders(term: Op, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """The orders in which the operands can stand; a number stands behind a value of the graph (see `Arguments`)."""
+    """Returns the possible orders of the operands; one order if one is a number, as `Arguments` puts numbers second."""
     pair = ops.exchangeable(term.key)
     if pair is None or term.loose or set(names) != {"self", *pair}:
         return [names]
@@ -172,13 +195,13 @@ def _is_number(term: Term) -> bool:
 
 
 def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:
-    """The longest run first."""
+    """Yields the readings of a chain, the longest run first."""
     steps = [path]
     for _ in range(term.most):
         steps.append(steps[-1] / FIRST)
     for length in range(term.most, term.least - 1, -1):
         run = steps[:length]
-        head = _Part(tuple(Test("operators", step, term.keys) for step in run), (), tuple((step, term) for step in run))
+        head = _Part(tuple(IsOneOf(step, term.keys) for step in run), (), tuple((step, term) for step in run))
         for part in _read(term.base, steps[length]):
             yield head + part
 
@@ -192,31 +215,35 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
     return itertools.product(*choices)
 
 
+# Combines one reading per output: equal names must be equal values, equal draws different nodes.
 def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[Capture, ...]) -> Variant:
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
-    stages: list[tuple[Test, ...]] = []
+    stages: list[tuple[Condition, ...]] = []
     links: list[Link] = []
     for index, part in enumerate(parts):
+        # Any further output is found by climbing from a value that an earlier output captured.
         if index:
             links.append(_link(index, part, captures, pattern, named_captures))
-        tests = list(part.tests)
+        conditions = list(part.conditions)
+        # The second occurrence of a name is not a capture but a condition for the first one's value.
         for name, path in part.captures:
             if name in captures:
-                tests.append(Test("same", path, captures[name]))
+                conditions.append(Same(path, captures[name]))
             else:
                 captures[name] = path
         for path, term in part.operators:
             if isinstance(term, Chain) or not ops.may_be_random(term.key):
-                continue  # equal pure terms are one value, computed once or twice; two draws are two values
+                continue  # equal pure terms may be one node or two; two draws must be two
             if term in drawn:
                 raise RuleDefinitionError(
                     f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
                     "twice or two draws; capture its result instead"
                 )
-            tests += [Test("other", path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
+            conditions += [Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
             drawn[term] = path
-        stages.append(tuple(tests))
+        stages.append(tuple(conditions))
+    # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
     named = {capture.name: captures.get(capture.name) for capture in named_captures}
@@ -242,7 +269,7 @@ def _above(path: Path) -> Iterator[Path]:
 
 
 def _climb_keys(path: Path, part: _Part) -> tuple[frozenset[str], ...]:
-    """The operators on the way from a path up to its output."""
+    """Returns the operators on the way from a path up to its output."""
     keys = {path: frozenset((term.key,) if isinstance(term, Op) else term.keys) for path, term in part.operators}
     return tuple(keys[above] for above in _above(path) if above in keys)
 

@@ -1,4 +1,4 @@
-"""A match: where a pattern was found and what it captured."""
+"""A match: where a pattern was found, and what it captured."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["Match"]
 
 
 def _not_replacing(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("match.call creates nodes for a replacement; outside of one there is nowhere to put them")
+    raise RuntimeError("match.call creates nodes of a replacement; outside a replacement they have no place in a graph")
 
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """One place where a pattern holds; the engine fills in `context` and `call`, for everybody else it is read-only.
+    """One place where a pattern holds. The engine sets `context`, `call`, `proxy` and `edit`; nobody else may write.
 
     Attributes:
         outputs: the nodes that the replacement replaces, in the order of the pattern's outputs.
         nodes: all matched nodes: the outputs, then inner nodes, users before what they use.
         kept: inner nodes that stay because they have users outside the match.
         captures: name -> node or Python value; None for a name of an alternative that was not taken.
-        refused: what a constraint refused; the match is counted, and not rewritten.
-        context: what was given to `plan.apply(gm, context=...)`.
+        refused: the refusal that a constraint raised; such a match is counted, and not rewritten.
+        context: the argument of `plan.apply(gm, context=...)`.
         call: in a replacement, `match.call(target, *args, **kwargs)` makes a node that calls any callable,
-            and gives its proxy.
-        proxy: in a replacement, the proxy of any node of the graph.
-        edit: in a replacement, the transaction that it is part of.
+            and returns its proxy.
+        proxy: in a replacement, returns the proxy of any node of the graph.
+        edit: in a replacement, the transaction that it belongs to.
     """
 
     outputs: tuple[fx.Node, ...]
@@ -50,10 +50,10 @@ class Match:
         return self.outputs[0]
 
     def __getitem__(self, name: str) -> Any:
-        """What was captured under the name: an `fx.Node` or a Python value.
+        """Returns what was captured under the name: an `fx.Node` or a Python value.
 
         Raises:
-            RuleDefinitionError: the pattern captures nothing of that name.
+            RuleDefinitionError: the pattern has no capture of that name.
         """
         if name not in self.captures:
             near = did_you_mean(name, self.captures) or f"; it captures {', '.join(self.captures)}"

@@ -1,4 +1,4 @@
-"""Which of several matches to rewrite when they consume the same nodes."""
+"""Chooses which of several matches to rewrite if they consume the same nodes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ __all__ = ["Overlap", "check_overlap", "choose"]
 
 Overlap: TypeAlias = Literal["first", "largest", "best_cover"]
 _MAX_EXACT = 40
-"""A knot of more matches is solved greedily: the exact cover takes exponential time."""
+"""Largest group of connected conflicts that is solved exactly, in matches; an exact cover takes exponential time."""
 
 
 def check_overlap(policy: str) -> None:
-    """Raises RuleDefinitionError where there is no such policy."""
+    """Raises RuleDefinitionError if there is no such policy."""
     if policy not in get_args(Overlap):
         raise RuleDefinitionError(f"overlap={policy!r} is none of {', '.join(map(repr, get_args(Overlap)))}")
 
 
 def choose(matches: Sequence[Match], policy: Overlap) -> list[int]:
-    """Indices of matches no two of which consume one node, in order.
+    """Returns indices of matches, in order, such that no two consume the same node.
 
     Args:
         matches: in the order in which they were found.
-        policy: "first" takes each that is still free, "largest" those that consume most nodes first, "best_cover" the
-            choice that consumes most nodes in all (greedily among more than 40 that hang together).
+        policy: "first" takes each match whose nodes are still free; "largest" considers matches that consume most
+            nodes first; "best_cover" maximizes the number of consumed nodes (greedily in groups of more than 40
+            connected conflicts).
     """
     consumed = [frozenset(match.nodes) - match.kept for match in matches]
     if policy == "first":
@@ -60,7 +61,7 @@ def _greedy(order: Sequence[int], consumed: Sequence[frozenset[object]]) -> list
 
 
 def _conflicts(consumed: Sequence[frozenset[object]]) -> nx.Graph[int]:
-    """An edge between each two matches that consume one node."""
+    """Returns the graph of conflicts: an edge connects two matches that consume the same node."""
     conflicts: nx.Graph[int] = nx.Graph()
     conflicts.add_nodes_from(range(len(consumed)))
     by_node: dict[object, list[int]] = {}
@@ -73,7 +74,7 @@ def _conflicts(consumed: Sequence[frozenset[object]]) -> nx.Graph[int]:
 
 
 def _heaviest(conflicts: nx.Graph[int], consumed: Sequence[frozenset[object]]) -> list[int]:
-    """The independent set that consumes most nodes: the heaviest clique of the complement."""
+    """Returns the independent set that consumes most nodes, as the heaviest clique of the complement."""
     compatible: nx.Graph[int] = nx.complement(conflicts)
     for index in compatible.nodes:
         compatible.nodes[index]["weight"] = len(consumed[index])

@@ -1,7 +1,7 @@
-"""One decision program for all rules of a set: a tree of tests per root operator, so that shared tests run once.
+"""One decision program for all rules of a set: a tree of conditions per root operator, which checks shared ones once.
 
-Where rules differ in an operator or a literal at one place, the tree looks the value up instead of trying the rules in
-turn: the time to look at a node does not grow with the number of rules. Trees are compiled to Python functions.
+Where rules differ in an operator or a literal at the same place, the tree looks the value up instead of trying one rule
+after the other, so the time per node does not grow with the number of rules. Trees are compiled to Python functions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fxrewrite.match.compile import Leaf, Tree, compile_tree
 from fxrewrite.match.finish import complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
-from fxrewrite.match.tests import Candidate, Path
+from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 
 __all__ = ["Program"]
@@ -31,7 +31,7 @@ class Program(Generic[Owner]):
     """The merged patterns of several owners (rules); earlier owners have priority.
 
     Attributes:
-        root_keys: for each owner, the operators at which its pattern can have its first output.
+        root_keys: for each owner, the operators that the first output of its pattern may have.
     """
 
     def __init__(self, owners: Iterable[tuple[Owner, Pattern]]) -> None:
@@ -45,11 +45,11 @@ class Program(Generic[Owner]):
             self.root_keys.append((owner, frozenset(v.root_key for v in variants)))
             for index, variant in enumerate(variants):
                 tree = trees.setdefault(variant.root_key, Tree())
-                tree.insert(variant.stages[0][1:], (rank, index))  # the operator of the root chose the tree
+                tree.insert(variant.stages[0][1:], (rank, index))  # without the root's operator, which chose the tree
         self._runs = {key: compile_tree(tree, _ROOT) for key, tree in trees.items()}
 
     def candidates(self, edit: Edit) -> list[fx.Node]:
-        """The nodes that `roots` has to look at, in graph order: calls of functions that some pattern begins with."""
+        """Returns the nodes that `roots` must look at, in graph order: calls that may be the root of some pattern."""
         runs, found = self._runs.keys(), list[fx.Node]()
         for op, target, nodes in edit.calls():
             if op != "call_function" or not runs.isdisjoint(ops.possible_keys(target)):
@@ -58,7 +58,7 @@ class Program(Generic[Owner]):
         return found
 
     def roots(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
-        """The nodes at which some pattern can have its first output, with their operators."""
+        """Yields the nodes that may be the first output of some pattern, with their operators."""
         runs = self._runs
         for node in nodes:
             key = ops.key(node)
@@ -66,7 +66,7 @@ class Program(Generic[Owner]):
                 yield node, key
 
     def find(self, node: fx.Node, key: str) -> Iterator[tuple[Owner, Match]]:
-        """The matches whose first output is this node with this operator, by priority of their owners."""
+        """Yields the matches whose first output is this node, in the priority of their owners."""
         run = self._runs.get(key)
         if run is None:
             return

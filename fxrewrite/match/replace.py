@@ -1,4 +1,4 @@
-"""Running a replacement: its torch calls on proxies become new nodes of the graph, through the transaction."""
+"""Runs a replacement: its torch calls on proxies become new nodes, created through the transaction."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _aten = torch.ops.aten
 
 
 class NodeProxy(fx.Proxy):
-    """A node in a replacement. Shape, dtype and device are read from its fake value, they make no nodes of their own;
-    only a symbolic size that is used becomes one.
+    """A node in a replacement. Shape, dtype and device come from its fake value and create no nodes; only a symbolic
+    size becomes a node when it is used.
     """
 
     tracer: Replacer
@@ -32,13 +32,13 @@ class NodeProxy(fx.Proxy):
     def __torch_function__(
         cls, orig_method: Any, types: Any, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None
     ) -> NodeProxy:
-        """FX's own looks for the tracer by mapping over all arguments, twice; this is the hot path of rewriting."""
+        """Replaces FX's version, which maps over all arguments twice to find the tracer; this is a hot path."""
         args, kwargs = args or (), kwargs or {}
         first = args[0] if args and isinstance(args[0], NodeProxy) else _first((*args, *kwargs.values()))
         return first.tracer.call(orig_method.__name__ if _is_method(orig_method) else orig_method, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Fields of a named tuple, as `torch.topk` gives one, and transposed views; methods are FX's business."""
+        """Supports fields of a named tuple, such as the result of `torch.topk`, and mT and T; FX handles methods."""
         target = self.node.target
         if isinstance(target, torch._ops.OpOverload):
             fields = [returned.name for returned in target._schema.returns]
@@ -61,6 +61,7 @@ class NodeProxy(fx.Proxy):
 
     @property
     def shape(self) -> _Shape:
+        """The shape; a symbolic size becomes a node when it is read."""
         return _Shape(self, self._tensor())
 
     @property
@@ -79,6 +80,7 @@ class NodeProxy(fx.Proxy):
         return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
+        """Returns the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
 
@@ -130,8 +132,8 @@ class Replacer(TracerBase):
 
     Args:
         edit: the transaction.
-        before: where the nodes go.
-        like: the node that they stand for.
+        before: the node before which new nodes are inserted.
+        like: the replaced node, whose metadata new nodes inherit.
         rule: id of the rule.
 
     Attributes:
@@ -150,24 +152,24 @@ class Replacer(TracerBase):
         self._proxies: dict[fx.Node, NodeProxy] = {}
 
     def proxy(self, node: fx.Node) -> NodeProxy:
-        """The proxy of a node; one for each node."""
+        """Returns the proxy of a node; each node has one proxy."""
         found = self._proxies.get(node)
         if found is None:
             found = self._proxies[node] = NodeProxy(node, self)
         return found
 
     def close(self) -> None:
-        """Let go of the proxies, which hold this in turn: one cycle less for the garbage collector at every rewrite."""
+        """Drops the proxies, which refer back to this object: one reference cycle less per rewrite."""
         self._proxies.clear()
 
     def wrap(self, value: Any) -> Any:
-        """A captured value as the replacement sees it: nodes become proxies, also inside of lists."""
+        """Converts a captured value to what the replacement receives: nodes become proxies, also inside lists."""
         if isinstance(value, fx.Node):
             return self.proxy(value)
         return map_arg(value, self.proxy)  # pyright: ignore[reportArgumentType]
 
     def unwrap(self, value: Any) -> Any:
-        """The other way round, with every shape written out; everything else is left as it is."""
+        """Converts proxies to nodes, and shapes to lists of sizes; leaves all else unchanged."""
         if isinstance(value, fx.Proxy):
             return value.node
         if isinstance(value, _Shape):
@@ -181,7 +183,7 @@ class Replacer(TracerBase):
             return slice(*map(self.unwrap, (value.start, value.stop, value.step)))
         if isinstance(value, torch.Tensor):
             raise RuleDefinitionError(
-                f"a replacement used a tensor that is no value of the graph ({_describe(value)}); make it in the "
+                f"a replacement used a tensor that is not a value of the graph ({_describe(value)}); make it in the "
                 "graph, match.call(torch.full, ...), or use a number"
             )
         return value
@@ -196,7 +198,7 @@ class Replacer(TracerBase):
         type_expr: Any | None = None,
         proxy_factory_fn: Callable[[fx.Node], fx.Proxy] | None = None,
     ) -> NodeProxy:
-        """A new node for a call on proxies; FX calls this."""
+        """Makes a new node for a call on proxies; FX calls this."""
         del name, type_expr, proxy_factory_fn
         if kind not in ("call_function", "call_method"):
             raise RuleDefinitionError(
@@ -205,7 +207,7 @@ class Replacer(TracerBase):
         return self.call(target, args, kwargs)
 
     def call(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NodeProxy:
-        """A new node that calls `target`; in a graph of ATen overloads, calls of torch functions become overloads."""
+        """Makes a node that calls `target`; in a graph of ATen overloads, torch functions become overloads."""
         unwrap = self.unwrap
         args = tuple([unwrap(item) for item in args])
         kwargs = {name: unwrap(item) for name, item in kwargs.items()} if kwargs else {}

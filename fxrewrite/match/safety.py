@@ -1,4 +1,4 @@
-"""Whether a match may be rewritten: effects in between, aliases, random draws, and where new nodes can stand."""
+"""Checks whether a match may be rewritten: effects in between, aliases, random draws, a place for the new nodes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 class Effects:
     """The nodes of a graph that write to memory or draw random numbers, in graph order.
 
-    Nearly always empty or short in a normalized graph, and then every check below is a glance at an empty list.
+    In a normalized graph both lists are empty or short, so every check below is cheap.
     """
 
     __slots__ = ("_erased", "draws", "writers")
@@ -49,7 +49,7 @@ class Effects:
         self.draws.sort()
 
     def add(self, nodes: Iterable[fx.Node], draws: Iterable[fx.Node]) -> None:
-        """Take in new nodes, and those of them that draw."""
+        """Adds new nodes, and those of them that draw."""
         for node in nodes:
             if _writes(node):
                 bisect.insort(self.writers, node)
@@ -64,14 +64,14 @@ class Effects:
                 self.draws.append(node)
 
     def between(self, nodes: list[fx.Node], first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-        """Those of `nodes` (writers or draws) that stand strictly between two nodes."""
+        """Yields those of `nodes` (writers or draws) that are strictly between two nodes."""
         if nodes:
             for index in range(bisect.bisect_right(nodes, first), bisect.bisect_left(nodes, last)):
                 if nodes[index] not in self._erased:
                     yield nodes[index]
 
     def after(self, nodes: list[fx.Node], first: fx.Node) -> Iterator[fx.Node]:
-        """Those of `nodes` that stand behind a node."""
+        """Yields those of `nodes` that are after a node."""
         return (node for node in nodes[bisect.bisect_right(nodes, first) :] if node not in self._erased)
 
 
@@ -81,10 +81,10 @@ def _writes(node: fx.Node) -> bool:
 
 
 def check_region(match: Match, effects: Effects) -> None:
-    """Refuse a match across a write: what was read before the write would be read after it.
+    """Refuses a match with a write between its nodes: the replacement would read after the write what was read before.
 
     Raises:
-        RefusedError: a node between the matched ones writes, or may write, to memory that the match reads.
+        RefusedError: a node between the matched nodes writes, or may write, to memory that the match reads.
     """
     if not effects.writers:
         return
@@ -102,7 +102,7 @@ def check_region(match: Match, effects: Effects) -> None:
 
 
 def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], effects: Effects) -> None:
-    """Refuse a replacement that shares memory otherwise than the original did, where something writes to it later.
+    """Refuses a replacement that shares memory differently from the original, if a later node writes to that memory.
 
     Raises:
         RefusedError: a later node writes, or may write, to memory that only one of the two shares.
@@ -111,6 +111,7 @@ def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], 
         return
     own_was = {node for node in match.nodes if node not in match.kept}
     own_is = set(created)
+    # Compare, per output, with what else old and new value share memory, and which outputs share memory mutually.
     was = [_shared_with(old, own_was) for old in match.outputs]
     is_now = [_shared_with(new, own_is) for new in results]
     paired = _share_each_other(match.outputs) != _share_each_other(results)
@@ -121,7 +122,7 @@ def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], 
 
 
 def check_writes(match: Match, created: list[fx.Node]) -> None:
-    """Refuse a replacement that writes to what it did not make: the graph's other users of it would read that.
+    """Refuses a replacement that writes to memory that it did not create, which other nodes may read.
 
     Raises:
         RefusedError: a new node writes to memory of a capture.
@@ -142,7 +143,7 @@ def check_writes(match: Match, created: list[fx.Node]) -> None:
 
 
 def _share_each_other(outputs: Sequence[fx.Node]) -> list[bool]:
-    """For each pair of outputs, whether they may share memory."""
+    """Returns, for each pair of outputs, whether they may share memory."""
     return [bool(ops.memory_origins(a) & ops.memory_origins(b)) for a, b in combinations(outputs, 2)]
 
 
@@ -159,10 +160,10 @@ def _check_later_writers(old: fx.Node, memory: AbstractSet[fx.Node], effects: Ef
 
 
 def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) -> None:
-    """Refuse a replacement that draws other random numbers than the match did, unless the rule declares it.
+    """Refuses a replacement that draws other random numbers than the match, unless the rule declares it.
 
     Raises:
-        RefusedError: draws are removed, added or reordered and `rng` does not say so.
+        RefusedError: draws are removed, added or reordered, and `rng` does not declare it.
     """
     drawn = (
         sorted(node for node in match.nodes if node not in match.kept and ops.is_random(node)) if effects.draws else []
@@ -174,7 +175,7 @@ def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) 
         moved = [d for d in effects.between(effects.draws, min(match.nodes), max(match.nodes)) if d not in match.nodes]
         if not moved:
             return
-        what = f"it draws random numbers before or after %{moved[0].name} where the original did otherwise"
+        what = f"it draws random numbers before or after %{moved[0].name} and the original does it the other way round"
     elif len(is_now) < len(was):
         if rng == "removes":
             return
@@ -184,19 +185,19 @@ def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) 
             return
         what = f"it adds random draws: {', '.join(was) or 'none'} before, {', '.join(is_now)} after"
     else:
-        what = f"it draws otherwise: {', '.join(was)} before, {', '.join(is_now)} after"
+        what = f"its draws differ: {', '.join(was)} before, {', '.join(is_now)} after"
     hint = 'declare it on the rule with rng="removes", "duplicates" or "changes" if that is meant'
     refuse(what, hint=hint, node=match.root, kind=Reason.DRAW, before=was, after=is_now)
 
 
 def insertion_point(match: Match) -> fx.Node:
-    """The node before which the new nodes go: behind all captures, before all users of the outputs.
+    """Returns the node before which new nodes are inserted: after all captures, before all users of the outputs.
 
-    With one output that is right behind it. With several it is the first output, or behind the last capture if that
-    is later.
+    With one output, that is right after it. With several outputs, it is the first output, or right after the last
+    capture if that is later.
 
     Raises:
-        RefusedError: some output is used before the last capture is computed: the match is not convex.
+        RefusedError: an output is used before the last capture is computed: the match is not convex.
     """
     if len(match.outputs) == 1:
         return match.root.next
@@ -234,14 +235,14 @@ def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
 
 
 def _from_outside(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """The inputs and attributes among them, without sizes and other numbers, which are no memory."""
+    """Returns the inputs and attributes among the nodes, without sizes and other numbers, which have no memory."""
     numbers = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
     from_outside = (node for node in nodes if node.op in ("placeholder", "get_attr"))
     return [node for node in from_outside if not isinstance(node.meta.get("val"), numbers)]
 
 
 def _may_be_one_memory(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two inputs may be views of each other: they were when traced, as for AOTAutograd, or nobody knows."""
+    """Whether two inputs may share memory: they did when traced (AOTAutograd keeps that), or it is unknown."""
     first, second = (node.meta.get("val") for node in (a, b))
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return True
@@ -249,7 +250,7 @@ def _may_be_one_memory(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes, what they read, and everything that any of those may be a view of."""
+    """Returns the nodes, their operands, and everything of which any of these may be a view."""
     found: set[fx.Node] = set()
     for node in nodes:
         for start in (node, *node.all_input_nodes):
@@ -258,9 +259,9 @@ def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _shared_with(node: fx.Node, own: AbstractSet[fx.Node]) -> set[fx.Node | None]:
-    """The nodes, other than `own`, whose memory this node may be a view of; empty for fresh memory.
+    """Returns the nodes, other than `own`, of which this node may be a view; empty for fresh memory.
 
-    None is among them where one of `own` decides only at run time whether it is a view.
+    The result contains None if one of `own` decides only at run time whether it is a view.
     """
     origins = ops.memory_origins(node)
     found: set[fx.Node | None] = {o for o in origins if o not in own and not ops.is_view(o)}

@@ -1,4 +1,4 @@
-"""What depends on how a value lies in memory: the operators below it are run on fake values that lie otherwise."""
+"""Whether strides matter: runs the operators that read a value on fake values with other strides."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["is_laid_out_alike", "stride_reader"]
 def is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors have equal strides, for every length that the graph admits.
 
-    The stride of a dimension of one entry says nothing. Source: torch._prims_common.check_significant_strides.
+    Strides of dimensions with one entry are ignored. Source: torch._prims_common.check_significant_strides.
     """
     pairs = zip(a.stride(), b.stride(), a.shape, strict=False)
     return a.ndim == b.ndim and all(m is n or is_same_size(m, n) or is_same_size(size, 1) for m, n, size in pairs)
 
 
 def stride_reader(edit: Edit, old: fx.Node, new: torch.Tensor) -> fx.Node | None:
-    """The first node that fails, or draws other random numbers, when `old` lies in memory as `new` does.
+    """Returns the first node that fails, or draws other random numbers, if `old` gets the strides of `new`; else None.
 
-    Operators are run in graph order, each once, until results lie as before. Bodies of higher-order operators and
-    Python callables are not looked into.
+    Runs affected operators in graph order, each once, until results have their old strides. HOP subgraphs and Python
+    callables are not entered.
     """
     values: dict[fx.Node, Any] = {old: new}
     waiting = list(old.users)
@@ -43,7 +43,7 @@ def stride_reader(edit: Edit, old: fx.Node, new: torch.Tensor) -> fx.Node | None
             return node
         try:
             result = edit.run_with(node, values)
-        except Exception:  # noqa: BLE001  # whatever it is, the operator cannot take such a value
+        except Exception:  # noqa: BLE001  # any error means that the operator does not accept these strides
             return node
         if isinstance(result, torch.Tensor) and not is_laid_out_alike(was, result):
             values[node] = result

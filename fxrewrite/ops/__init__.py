@@ -1,4 +1,4 @@
-"""What an operator is: canonical key, argument binding, effects, commutation. The leaf that all others trust."""
+"""Facts about operators: canonical keys, argument binding, effects, commutation. All other packages build on these."""
 
 from fxrewrite.ops.aten import emit_aten
 from fxrewrite.ops.binding import (
@@ -37,12 +37,15 @@ from fxrewrite.ops.effects import (
 )
 from fxrewrite.ops.keys import call_key, key, possible_keys
 from fxrewrite.ops.names import is_of_a_library, named_operator, no_operator
+from fxrewrite.ops.traits import DIM_ARGUMENTS, Trait, factors, filled_with, has_trait, operators, traits_of
 from fxrewrite.ops.value import MISSING, fake_value, is_parameter, is_scalar, value, value_key
 
 __all__ = [
+    "DIM_ARGUMENTS",
     "MISSING",
     "BindingError",
     "Layout",
+    "Trait",
     "bind",
     "bodies_of_communicating",
     "call_key",
@@ -54,7 +57,10 @@ __all__ = [
     "differentiating",
     "emit_aten",
     "exchangeable",
+    "factors",
     "fake_value",
+    "filled_with",
+    "has_trait",
     "is_barrier",
     "is_commutative",
     "is_maybe_view",
@@ -79,10 +85,12 @@ __all__ = [
     "mutates",
     "named_operator",
     "no_operator",
+    "operators",
     "overload_of",
     "possible_keys",
     "sets_mode",
     "spelling",
+    "traits_of",
     "updates_statistics",
     "value",
     "value_key",

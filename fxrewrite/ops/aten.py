@@ -1,4 +1,4 @@
-"""The ATen overloads that a torch call becomes, as tracing would give them: new nodes look like their neighbours."""
+"""Converts torch calls to ATen overloads as tracing does, so that new nodes are spelled like traced ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Emit = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emit: Emit) -> Any:
-    """Emit a torch call as ATen overloads; what is no single operator (a Python function) is emitted as it is.
+    """Emits a torch call as ATen overloads; a Python function that is not a single operator is emitted unchanged.
 
     Args:
         target: a function, overload packet, or the name of a tensor method.
@@ -61,7 +61,7 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
 
 
 _PLACES: dict[tuple[Layout, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
-"""Which arguments stand by position and which by keyword, by the way a call is written and its overload."""
+"""Names of positional and of keyword arguments, by the spelling of a call and its overload."""
 
 
 def _places(layout: Layout, overload: torch._ops.OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -79,7 +79,7 @@ def _places(layout: Layout, overload: torch._ops.OpOverload) -> tuple[tuple[str,
 
 
 def _emit_reflected(operator_key: str, number: Any, tensor: Any, emit: Emit) -> Any:
-    """A number on the left: `2 - x` and `2 / x`."""
+    """Emits arithmetic with a number on the left: `2 - x` and `2 / x`."""
     if operator_key == "aten::sub":
         return emit(_aten.rsub.Scalar, (tensor, number), {})
     if operator_key == "aten::div":
@@ -88,7 +88,7 @@ def _emit_reflected(operator_key: str, number: Any, tensor: Any, emit: Emit) -> 
 
 
 def _emit_index(tensor: Any, index: Any, emit: Emit) -> Any:
-    """`x[:, 0, None, ..., 2:]` as slices, selects and unsqueezes."""
+    """Emits `x[:, 0, None, ..., 2:]` as slices, selects and unsqueezes."""
     items = list(index) if isinstance(index, tuple) else [index]
     rank = value(tensor).ndim
     taken = sum(item is not None and item is not ... for item in items)
@@ -112,7 +112,7 @@ def _emit_index(tensor: Any, index: Any, emit: Emit) -> Any:
 
 
 def _is_basic(index: Any) -> bool:
-    """True for an index made of integers, slices, None and `...` that says something."""
+    """True for an index of integers, slices, None and `...` that is not a no-op."""
     items = index if isinstance(index, tuple) else (index,)
     plain = (int, slice, type(None), type(...), torch.SymInt)
     basic = all(

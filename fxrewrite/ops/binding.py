@@ -1,4 +1,4 @@
-"""Argument binding: the arguments of a call under their schema names, whatever way they were spelled."""
+"""Argument binding: the arguments of a call by their schema names, whatever the spelling of the call."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class BindingError(TypeError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """How the arguments of one way of writing a call map to schema names; one object for each way.
+    """How one spelling of a call maps its arguments to schema names; there is one object per spelling.
 
     Attributes:
         names: all names, in schema order.
-        given: the names that this spelling passes; the others are at their defaults.
+        given: the names that this spelling passes; the others have their defaults.
         defaults: the default of every name that has one, given or not.
         kinds: schema type per name ("Tensor", "float", "List[int]" ...); empty for Python callables.
-        overload: the torch overload that the call means, None for Python callables.
-        listed: given names typed as lists, which tuples become.
-        numbered: those of them typed as lists of integers, for which a bare integer means a list of one.
-        floats: given names for which 2 and 2.0 mean the same.
+        overload: the torch overload that the call means; None for Python callables.
+        listed: given names whose type is a list; tuples are converted to lists.
+        numbered: those whose type is a list of integers, for which a bare integer means a list of one.
+        floats: given names for which 2 and 2.0 are equal.
         base: every name in schema order with its default; a call overwrites the given ones, which keeps the order.
-        positions: (name, index in args) of what is passed by position.
-        keywords: (name, keyword) of what is passed by keyword.
-        plain: (position by name) for what is passed by position and needs no conversion.
-        written: the given names as they are written: by position, and by keyword, the keywords being the names.
-        is_plain: whether nothing that is given needs a conversion.
+        positions: (name, index in args) of positional arguments.
+        keywords: (name, keyword) of keyword arguments.
+        plain: name -> position, for positional arguments that need no conversion.
+        written: the given names as the call spells them: positional names, and keywords.
+        is_plain: whether no given argument needs a conversion.
         rest: name and first index of a list that is spread over the positional arguments.
         convert: name -> function of the Python value, for wrappers.
     """
@@ -76,7 +76,7 @@ class Layout:
         object.__setattr__(self, "is_plain", not converted and self.rest is None)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values by schema name, in schema order, defaults filled in."""
+        """Returns the values by schema name, in schema order, with defaults."""
         bound = dict(self.base)
         for name, index in self.positions:
             bound[name] = args[index]
@@ -99,22 +99,22 @@ class Layout:
 
 
 _LAYOUTS: dict[Any, Layout | None] = {}
-"""Layouts by (target, argument count, keyword names); None where the kinds of the arguments decide."""
+"""Layouts by (target, argument count, keyword names); None if the kinds of the arguments decide."""
 _TARGETS: dict[Any, Any] = {}
-"""Keeps the targets alive whose ids are in the tables."""
+"""Keeps the targets alive whose ids are keys of the tables."""
 _SOLE: ByTarget[torch._ops.OpOverload | Literal[False]] = ByTarget()
 _OVERLOADS: dict[Any, torch._ops.OpOverload | None] = {}
-"""Overloads by the kinds of the arguments: binding is the same for `gt.Tensor` and `gt.Scalar`."""
+"""Overloads by the kinds of the arguments, because binding does not distinguish `gt.Tensor` from `gt.Scalar`."""
 _BY_KINDS: dict[Any, Layout] = {}
-"""Layouts by the same and the kinds of the arguments."""
+"""Layouts by spelling and kinds of the arguments, where `_LAYOUTS` has None."""
 
 
 def bind(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a call node under their schema names, in schema order, with defaults filled in.
+    """Returns the arguments of a call node by schema name, in schema order, with defaults.
 
     `x.softmax(-1)`, `torch.softmax(x, dim=-1)` and `F.softmax(x, -1)` all give `{self: x, dim: -1, dtype: None}`.
     A bare integer for a list of integers becomes a list of one; spread sizes (`x.view(2, 3)`) become a list.
-    Cached per way of writing the call, about 2 us.
+    Cached per spelling of the call; takes about 2 us.
 
     Raises:
         BindingError: the arguments fit no signature of the target.
@@ -123,7 +123,7 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 
 def layout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
-    """The layout of one call, cached per (target, argument count, keyword names) unless argument kinds decide."""
+    """Returns the layout of a call, cached per (target, argument count, keyword names) unless argument kinds decide."""
     name = target if type(target) is str else id(target)  # as in ByTarget: an overload hashes slowly
     spelling = (name, len(args), *kwargs) if kwargs else (name, len(args))
     found = _LAYOUTS.get(spelling, _LAYOUTS)
@@ -139,30 +139,30 @@ def layout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 def spelling(node: fx.Node) -> tuple[Any, ...]:
-    """The way in which a call is written: its target, told apart by identity, argument count and keyword names."""
+    """Returns the spelling of a call: its target (by identity), argument count and keyword names."""
     target, kwargs = node.target, node.kwargs
     name = target if type(target) is str else id(target)
     return (name, len(node.args), *kwargs) if kwargs else (name, len(node.args))
 
 
 def is_settled(spelling: tuple[Any, ...]) -> bool:
-    """Whether all calls that are written so have one layout, and some such call was bound already."""
+    """Whether all calls with this spelling have the same layout, and one of them was bound already."""
     return _LAYOUTS.get(spelling) is not None
 
 
 def _kind(argument: Any) -> Any:
-    """What `fits` looks at, as a cache key."""
+    """Returns a cache key of all that `fits` reads of an argument."""
     if isinstance(argument, fx.Node):
         argument = value(argument)
     if isinstance(argument, (list, tuple)):
         return list, tuple(_kind(item) for item in argument)
     if type(argument) is int:
-        return int, argument < 0  # a wrapper may mean something else by a negative number
+        return int, argument < 0  # for a wrapper, a negative number may mean something else
     return type(argument)
 
 
 def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch._ops.OpOverload | None:
-    """The torch overload that a call means, None when it is no single operator (a Python callable)."""
+    """Returns the torch overload that a call means; None if it is not a single operator (a Python callable)."""
     if isinstance(target, torch._ops.OpOverload):
         return target
     sole = _SOLE.get(target)
@@ -180,7 +180,7 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _sole_overload(target: Any) -> torch._ops.OpOverload | Literal[False]:
-    """The overload of a function that has no other; False where there are several, or none, or arguments decide."""
+    """Returns the overload of a function that has only one; False if it has several or none, or arguments decide."""
     if isinstance(target, str) or keys.wrapper_of(target) is not None:
         return False
     schemas = _candidates(target, ())
@@ -189,7 +189,7 @@ def _sole_overload(target: Any) -> torch._ops.OpOverload | Literal[False]:
 
 
 def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Layout | None:
-    """The one layout of all calls written this way; None where the arguments themselves decide."""
+    """Returns the layout of all calls with this spelling; None if the arguments themselves decide."""
     wrapper = keys.wrapper_of(target)
     if (wrapper is not None and (wrapper.unless or wrapper.needs_default)) or (
         count and _packed_from(target) is not None
@@ -200,10 +200,11 @@ def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Layout | Non
 
 
 def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
-    """The first layout, in torch's order of overloads, that every argument fits."""
+    """Returns the first layout, in torch's order of overloads, that every argument fits."""
     if "::" not in keys.call_key(target, args, kwargs) and keys.wrapper_of(target) is not None:
         return _python_layout(target, len(args), tuple(kwargs))
     layouts = _layouts(target, len(args), tuple(kwargs), _spread_from(target, args))
+    # torch wraps a number into a 0-dim tensor only if no overload takes the number itself, hence two rounds.
     for numbers_as_tensors in (False, True):
         for layout in layouts:
             parameters = {p.name: p for p in schema_of(layout.overload).parameters} if layout.overload else {}
@@ -219,7 +220,7 @@ def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> La
 
 
 def _spread_from(target: Any, args: tuple[Any, ...]) -> int | None:
-    """Where a list starts that is spread over the positional arguments, as in `x.view(2, 3)`."""
+    """Returns where a list starts that is spread over the positional arguments, as in `x.view(2, 3)`, or None."""
     start = _packed_from(target)
     if start is None or len(args) <= start or isinstance(args[start], (list, tuple)):
         return None
@@ -244,7 +245,7 @@ def _packed_from(target: Any) -> int | None:
 
 
 def _layouts(target: Any, count: int, keywords: tuple[str, ...], rest: int | None = None) -> list[Layout]:
-    """The layouts of all signatures that take this many positional arguments and these keywords."""
+    """Returns the layouts of all signatures with this many positional arguments and these keywords."""
     wrapper = keys.wrapper_of(target)
     if wrapper is not None:
         return [_wrapped_layout(target, wrapper, count, keywords)]
@@ -284,7 +285,7 @@ def _candidates(target: Any, keywords: tuple[str, ...]) -> tuple[Schema, ...] | 
 def _layout(
     schema: Schema, count: int, keywords: tuple[str, ...], rest: int | None, extra: Mapping[str, Any]
 ) -> Layout | None:
-    """The layout of a call to one schema; None when the counts or the names do not fit it."""
+    """Returns the layout of a call to one schema; None if the counts or the names do not fit it."""
     names = schema.names
     positional = [p.name for p in schema.parameters if not p.keyword_only]
     from_rest: tuple[str, int] | None = None
@@ -294,6 +295,7 @@ def _layout(
         from_rest, count = (positional[rest], rest), rest
     if count > len(positional):
         return None
+    # Bind by position, then by keyword; Python bindings rename some keywords.
     positions = tuple((name, index) for index, name in enumerate(positional[:count]))
     by_keyword: list[tuple[str, str]] = []
     for keyword in keywords:
@@ -303,6 +305,7 @@ def _layout(
         if name not in names:
             return None
         by_keyword.append((name, keyword))
+    # Every name must be given once, or have a default; otherwise the call means another overload.
     taken = {name for name, _ in positions} | {name for name, _ in by_keyword} | set(extra)
     taken |= {from_rest[0]} if from_rest else set()
     given = tuple(name for name in names if name in taken)
@@ -333,14 +336,14 @@ def _layout(
 
 
 def _split_size(keyword: str, names: tuple[str, ...]) -> str:
-    """`torch.split` calls its argument `split_size_or_sections`, the two operators behind it otherwise."""
+    """Maps `split_size_or_sections`, the argument of `torch.split`, to the name that the meant operator gives it."""
     if keyword in ("split_size", "split_size_or_sections"):
         return next((name for name in names if name.startswith("split_size")), keyword)
     return "self" if keyword == "tensor" else keyword
 
 
 def _wrapped_layout(target: Any, wrapper: Wrapper, count: int, keywords: tuple[str, ...]) -> Layout:
-    """The layout of a Python wrapper, in terms of the operator that it wraps."""
+    """Returns the layout of a Python wrapper, in terms of the operator that it wraps."""
     schema = schemas_of(getattr(torch.ops.aten, wrapper.name))[0]
     signature = inspect.signature(target).parameters
     python_names = tuple(signature)
@@ -361,7 +364,7 @@ def _wrapped_layout(target: Any, wrapper: Wrapper, count: int, keywords: tuple[s
         elif source in signature:
             base[name] = signature[source].default
     given_names = {name for name, _ in positions} | {name for name, _ in by_keyword}
-    # The wrapper's own default may differ from the schema's (dropout's `training`): then the call gives it.
+    # The wrapper's own default may differ from the schema's (dropout's `training`): then the call passes it.
     given = tuple(
         p.name for p in schema.parameters if p.name in given_names or not _at_default(p, base[p.name], wrapper)
     )
@@ -395,7 +398,7 @@ def _at_default(parameter: Parameter, given: Any, wrapper: Wrapper) -> bool:
 
 
 def _python_layout(target: Any, count: int, keywords: tuple[str, ...]) -> Layout:
-    """The layout of a callable that is no torch operator, by its Python signature."""
+    """Returns the layout of a callable that is not a torch operator, from its Python signature."""
     try:
         parameters = list(inspect.signature(target).parameters.values()) if callable(target) else []
     except (TypeError, ValueError):  # builtins without a signature

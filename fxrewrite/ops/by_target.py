@@ -1,4 +1,4 @@
-"""A table by node target: targets are told apart by identity, since hashing a torch overload takes a microsecond."""
+"""A table keyed by node targets, compared by identity, because hashing a torch overload takes a microsecond."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Fact = TypeVar("Fact")
 
 
 class ByTarget(Generic[Fact]):
-    """Facts by target; names of methods are told apart by their text. Keeps its targets alive, so no id comes twice."""
+    """Facts by target; method names are compared as text. Keeps its targets alive, so that ids are not reused."""
 
     __slots__ = ("_facts", "_targets")
 
@@ -19,18 +19,18 @@ class ByTarget(Generic[Fact]):
         self._targets: dict[Any, Any] = {}
 
     def get(self, target: Any) -> Fact | None:
-        """The fact, or None."""
+        """Returns the fact, or None."""
         return self._facts.get(target if type(target) is str else id(target))
 
     def set(self, target: Any, fact: Fact) -> Fact:
-        """Keep the fact, and give it back."""
+        """Stores the fact, and returns it."""
         name = target if type(target) is str else id(target)
         self._targets[name] = target
         self._facts[name] = fact
         return fact
 
     def forget(self, target: Any) -> None:
-        """Afterwards `get` gives None."""
+        """Removes the fact of the target."""
         name = target if type(target) is str else id(target)
         self._facts.pop(name, None)
         self._targets.pop(name, None)

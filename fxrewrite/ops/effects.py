@@ -1,4 +1,4 @@
-"""What an operator does besides computing its result: mutation, randomness, aliasing; and whether operands commute."""
+"""Effects of an operator besides its result: mutation, randomness, aliasing; and whether its operands commute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[
 from fxrewrite.ops import keys
 from fxrewrite.ops.binding import BindingError, Layout, bind, layout_of
 from fxrewrite.ops.by_target import ByTarget
-from fxrewrite.ops.tables import COMMUTATIVE, OPERATORS
+from fxrewrite.ops.tables import OPERATORS
+from fxrewrite.ops.traits import operators
 
 __all__ = [
     "declare_per_rank",
@@ -90,38 +91,19 @@ _FUNCTIONAL_BODIES = frozenset(
         "wrap_with_set_grad_enabled",
     ]
 )
-"""Higher-order operators that do nothing but run their bodies."""
+"""Higher-order operators that only run their subgraphs, so their effects are those of the subgraphs."""
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")
     for name in ["add", "and", "concat", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub"]
 ) | {operator.itruediv, operator.ixor}
 _CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
-"""Parts of the names of operators that must stay where they are but change nothing."""
+"""Parts of the names of operators that must not be removed but change nothing."""
 _EFFECTS: ByTarget[tuple[bool, bool]] = ByTarget()
-_STATISTICS = ("aten::batch_norm", "aten::instance_norm", "aten::native_batch_norm")
-"""They write their running statistics while training, which their schemas do not say."""
-_MAYBE_VIEWS = frozenset(
-    f"aten::{name}"
-    for name in [
-        "atleast_1d",
-        "atleast_2d",
-        "atleast_3d",
-        "contiguous",
-        "einsum",
-        "flatten",
-        "ravel",
-        "reshape",
-        "reshape_as",
-        "resolve_conj",
-        "resolve_neg",
-        "sum_to_size",
-        "to",
-        "type_as",
-    ]
-)
-"""They give a view, or their input itself, where that is possible, and else a copy."""
+_COMMUTATIVE = operators("commutative")
+_MAYBE_VIEWS = operators("maybe_view")
+_STATISTICS = operators("statistics")
 _STATIC: dict[Any, tuple[bool, bool, bool]] = {}
-"""(mutates, random, view) per overload."""
+"""(mutates, random, view) by overload."""
 
 
 _MODE_SWITCHES = frozenset(
@@ -141,9 +123,9 @@ _VIRTUAL: set[Any] = set()
 
 
 def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
-    """State that a Python callable used as a node target has no effects and returns fresh memory; returns it.
+    """Declares that a Python callable has no effects and returns fresh memory when it is a node target; returns it.
 
-    Without it such a node counts as a barrier: no rewrite may match across it.
+    An undeclared callable is a barrier: no rewrite may match across it.
     """
     _PURE.add(target)
     _EFFECTS.forget(target)
@@ -151,49 +133,49 @@ def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def declare_per_rank(target: Callable[..., Any]) -> Callable[..., Any]:
-    """State that a callable has no effects and gives each rank another value, so nobody may compute it in advance."""
+    """Declares that a callable has no effects and returns another value on each rank, so it must not be precomputed."""
     _PER_RANK.add(target)
     return declare_pure(target)
 
 
 def is_per_rank(target: object) -> bool:
-    """Whether the callable gives each rank another value."""
+    """Whether the callable returns another value on each rank."""
     return target in _PER_RANK
 
 
 def declare_virtual(target: Callable[..., Any]) -> Callable[..., Any]:
-    """State that a callable stands for something else, without effects: rules replace it before a graph is complete.
+    """Declares that a callable is a placeholder without effects, which rules replace before a graph is complete.
 
-    What it computes on one device does not say what it stands for, so a rule over it cannot be verified there.
+    What it computes on one device does not define its meaning, so a rule on it cannot be verified there.
     """
     _VIRTUAL.update((target, f"{target.__module__}.{target.__qualname__}"))
     return declare_pure(target)
 
 
 def is_virtual(target: object) -> bool:
-    """Whether the callable, or the operator with this key, stands for something else."""
+    """Whether the callable, or the operator with this key, is such a placeholder."""
     return target in _VIRTUAL
 
 
 def exchangeable(operator_key: str) -> tuple[str, str] | None:
     """The two arguments of the operator that may trade places (its others at their defaults), if there are such."""
-    if operator_key in COMMUTATIVE:
+    if operator_key in _COMMUTATIVE:
         return "self", "other"
     return ("dim0", "dim1") if operator_key == "aten::transpose" else None
 
 
 def is_commutative(operator_key: str) -> bool:
     """True when `self` and `other` of the operator may trade places (its other arguments at their defaults)."""
-    return operator_key in COMMUTATIVE
+    return operator_key in _COMMUTATIVE
 
 
 def mutates(node: fx.Node) -> bool:
-    """True when running the node may change anything besides its own result: memory, or the state of torch."""
+    """True if running the node may change anything besides its own result: memory, or the state of torch."""
     return is_barrier(node) or bool(mutated(node))
 
 
 def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The argument nodes that the node writes to; empty for a barrier, of which nothing is known."""
+    """Returns the argument nodes that the node writes to; empty for a barrier, whose effects are unknown."""
     if node.op not in ("call_function", "call_method"):
         return ()
     if keys.key(node).startswith("operator.set") or node.target == "__setitem__":
@@ -228,11 +210,11 @@ _WRITING_FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.embedding: ("max_norm", ("weight",)),
     F.embedding_bag: ("max_norm", ("weight",)),
 }
-"""Functions of torch that write when an argument says so: its name, and what they write to."""
+"""Functions of torch that write if an argument says so: the name of that argument, and what they write to."""
 
 
 def _written_by_function(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """What a Python function of torch.nn.functional writes to, where an argument decides; None for all others."""
+    """Returns what a function of torch.nn.functional writes to, if an argument decides that; None for all others."""
     target = node.target
     if isinstance(target, str) or getattr(target, "__module__", "") != "torch.nn.functional":
         return None
@@ -259,7 +241,7 @@ def _parameters(target: Any) -> tuple[str, ...]:
 
 
 def updates_statistics(node: fx.Node) -> bool:
-    """Batch and instance norm write their running statistics while training."""
+    """True for batch and instance norms that write their running statistics, which they do in training."""
     if keys.key(node) not in _STATISTICS:
         return False
     bound = bind(node)
@@ -267,7 +249,7 @@ def updates_statistics(node: fx.Node) -> bool:
 
 
 def is_barrier(node: fx.Node) -> bool:
-    """True when nothing is known of the node's effects: unknown callables, changes of torch's state, submodules."""
+    """True if the node's effects are unknown: unknown callables, changes of torch's state, submodules."""
     if node.op == "call_module":
         return True
     if node.op != "call_function":
@@ -286,19 +268,19 @@ def is_barrier(node: fx.Node) -> bool:
 
 
 def _body_writes(node: fx.Node) -> bool:
-    """Whether a body of a higher-order operator writes; torch.export puts every no_grad region into one."""
+    """Whether a subgraph of a higher-order operator writes; torch.export puts every no_grad region into a subgraph."""
     bodies = _bodies(node)
     return bodies is None or any(mutates(inner) for body in bodies for inner in body.graph.nodes)
 
 
 def _body_draws(node: fx.Node) -> bool:
-    """Whether a body of a higher-order operator draws random numbers, or nobody can say."""
+    """Whether a subgraph of a higher-order operator draws random numbers, or that is unknown."""
     bodies = _bodies(node) if keys.key(node) in _FUNCTIONAL_BODIES else None
     return not bodies or any(is_random(inner) for body in bodies for inner in body.graph.nodes)
 
 
 def _bodies(node: fx.Node) -> list[fx.GraphModule] | None:
-    """The bodies that a node reads; None in a graph without a module, which does not hold them."""
+    """Returns the subgraphs that a node reads; None for a graph without a module, which has no access to them."""
     attributes = [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
     owner = node.graph.owning_module
     found: list[fx.GraphModule] = []
@@ -313,12 +295,12 @@ def _bodies(node: fx.Node) -> list[fx.GraphModule] | None:
 
 
 def sets_mode(node: fx.Node) -> bool:
-    """True when the node switches a mode of torch (autograd, autocast) and writes to no tensor."""
+    """True if the node switches a mode of torch (autograd, autocast) and writes to no tensor."""
     return node.target in _MODE_SWITCHES
 
 
 def is_random(node: fx.Node) -> bool:
-    """True when the node draws from a random number generator; dropout in evaluation, or with p = 0, does not, nor
+    """True if the node draws from a random number generator. Dropout in evaluation or with p = 0 does not draw, nor
     does a recurrent network without dropout."""
     if node.op not in ("call_function", "call_method"):
         return False
@@ -332,28 +314,28 @@ def is_random(node: fx.Node) -> bool:
 
 @functools.cache
 def may_be_random(operator_key: str) -> bool:
-    """True when some call of the operator draws random numbers."""
+    """True if some call of the operator draws random numbers."""
     if operator_key in _OTHERS_RANDOM:
         return True
     namespace, separator, name = operator_key.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return separator != ""  # nobody looked into the body of a higher-order operator
+        return separator != ""  # unknown, because the subgraph of a higher-order operator decides
     return any(_static(getattr(packet, overload))[1] for overload in packet.overloads())
 
 
 def may_have_effects(target: Any) -> bool:
-    """False when no call of the target mutates, draws or is a barrier, but for one with `out=`."""
+    """False if no call of the target mutates, draws or is a barrier, except calls with `out=`."""
     return may_write(target) or may_draw(target)
 
 
 def may_take_out(target: Any) -> bool:
-    """False when no call of the target writes to a keyword `out=`, or its schema says so, as overloads' do."""
+    """False if no call of the target writes to a keyword `out=`, or its schema says so, as overloads' schemas do."""
     return isinstance(target, str) or not (isinstance(target, torch._ops.OpOverload) or target in OPERATORS)
 
 
 def may_write(target: Any) -> bool:
-    """False when no call of the target mutates or is a barrier, but for one with `out=`; cached per target."""
+    """False if no call of the target mutates or is a barrier, except calls with `out=`; cached per target."""
     found = _EFFECTS.get(target)
     if found is None:
         found = _EFFECTS.set(target, _possible_effects(target))
@@ -361,7 +343,7 @@ def may_write(target: Any) -> bool:
 
 
 def may_draw(target: Any) -> bool:
-    """False when no call of the target draws random numbers; cached per target."""
+    """False if no call of the target draws random numbers; cached per target."""
     found = _EFFECTS.get(target)
     if found is None:
         found = _EFFECTS.set(target, _possible_effects(target))
@@ -393,7 +375,7 @@ def _possible_effects(target: Any) -> tuple[bool, bool]:
 
 
 def _is_idle(node: fx.Node) -> bool:
-    """True when the arguments switch the randomness off; where the call gives none that could, its defaults say so."""
+    """True if the arguments, or by default the schema, switch the randomness off; cached per spelling."""
     layout = layout_of(node.target, node.args, node.kwargs)
     if not _SWITCHES.isdisjoint(layout.given):
         return _switch_off(layout.bind(node.args, node.kwargs))
@@ -417,8 +399,8 @@ def _switch_off(bound: dict[str, Any]) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """True when the result may share memory with an argument: views, `reshape`, `getitem`, dropout in evaluation,
-    and operators that write to it.
+    """True if the result may share memory with an argument: views, `reshape`, `getitem`, dropout in evaluation,
+    and operators that write to an argument.
     """
     if node.op not in ("call_function", "call_method"):
         return False
@@ -426,12 +408,12 @@ def is_view(node: fx.Node) -> bool:
     if overload is None:
         return node.target not in _PURE
     if keys.key(node) in _STATISTICS:
-        return False  # a new value, whatever is written beside it
+        return False  # the result is new, although running statistics are written
     return _static(overload)[2] or bool(mutated(node))
 
 
 def memory_origins(node: fx.Node) -> set[fx.Node]:
-    """The node and everything that it may be a view of."""
+    """Returns the node and everything of which it may be a view."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
@@ -444,7 +426,7 @@ def memory_origins(node: fx.Node) -> set[fx.Node]:
 
 
 def is_maybe_view(node: fx.Node) -> bool:
-    """True when strides or arguments at run time decide whether the result shares memory, or nothing is known."""
+    """True if strides or arguments at run time decide whether the result shares memory, or nothing is known."""
     if not is_view(node) or mutated(node) or keys.key(node) == "operator.getitem":
         return False
     overload = _overload(node)
@@ -452,7 +434,7 @@ def is_maybe_view(node: fx.Node) -> bool:
 
 
 def is_pure(node: fx.Node) -> bool:
-    """True when the node may be removed, repeated or moved: no mutation, no randomness, no check that may raise."""
+    """True if the node may be removed, repeated or moved: no mutation, no randomness, no check that may raise."""
     if node.op in ("placeholder", "output", "call_module") or node.target in _side_effectful_functions:
         return False
     return not mutates(node) and not is_random(node)
@@ -466,14 +448,14 @@ def _overload(node: fx.Node) -> torch._ops.OpOverload | None:
     try:
         return layout_of(node.target, node.args, node.kwargs).overload
     except BindingError:
-        return None  # a higher-order operator, or a call that would fail when run: no schema, so nothing is known
+        return None  # a higher-order operator, or a call that would fail when run: nothing is known
 
 
 def _static(overload: torch._ops.OpOverload) -> tuple[bool, bool, bool]:
     facts = _STATIC.get(overload)
     if facts is None:
         schema = overload._schema
-        shares = any(r.alias_info is not None for r in schema.returns)  # also what it wrote to and gives back
+        shares = any(r.alias_info is not None for r in schema.returns)  # also an argument that it wrote to and returns
         facts = _STATIC[overload] = (
             schema.is_mutable,
             _SEEDED in overload.tags,

@@ -79,11 +79,11 @@ def _target_key(target: Any) -> str:
 
 
 def key(node_or_target: Any) -> str:
-    """The canonical key of what a node computes, the same for all its spellings.
+    """Returns the canonical key of what a node computes, equal for all its spellings.
 
     "aten::mul" for `torch.ops.aten.mul.Tensor`, `torch.mul`, `x.mul(y)` and `x * y` on tensors; an in-place
-    operator has its own key, "aten::mul_". Python arithmetic on numbers and symbolic sizes is "operator.mul";
-    callables that are no torch operator are "module.qualname"; nodes that call nothing give their opcode.
+    operator has its own key, "aten::mul_". Python arithmetic on numbers and symbolic sizes is "operator.mul".
+    Callables that are not torch operators are "module.qualname"; nodes that call nothing return their opcode.
 
     Args:
         node_or_target: an `fx.Node`, or the target of one. A string is a tensor method.
@@ -108,7 +108,7 @@ def key(node_or_target: Any) -> str:
 
 
 def possible_keys(target: Any) -> tuple[str, ...]:
-    """All keys that calls of a function can have; one, unless arguments or operands decide."""
+    """Returns all keys that calls of a function may have; one, unless arguments or operands decide."""
     found = key(target)
     if target in OPERATORS:
         return found, f"operator.{target.__name__}"
@@ -118,7 +118,7 @@ def possible_keys(target: Any) -> tuple[str, ...]:
 
 
 def _resolver(target: Any) -> str | Callable[[fx.Node], str]:
-    """The key of a function, or how to tell it from the node where arguments or operands decide."""
+    """Returns the key of a function, or, if arguments or operands decide, a function of the node that returns it."""
     found = key(target)
     if target in OPERATORS:
         on_numbers = f"operator.{target.__name__}"  # sizes are added and multiplied too
@@ -129,7 +129,7 @@ def _resolver(target: Any) -> str | Callable[[fx.Node], str]:
 
 
 def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The key of `target(*args, **kwargs)`, where the arguments decide between two operators."""
+    """Returns the key of `target(*args, **kwargs)`; for some targets the arguments decide between two operators."""
     found = key(target)
     wrapper = None if isinstance(target, str) else WRAPPERS.get(target)
     if wrapper is None:
@@ -143,7 +143,7 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> s
 
 
 def _by_argument(found: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """`split` with a list of sizes is the operator that tracing calls `split_with_sizes`."""
+    """Returns "aten::split_with_sizes", as tracing does, for `split` with a list of sizes."""
     if found == "aten::split":
         sizes = args[1] if len(args) > 1 else next((v for k, v in kwargs.items() if k.startswith("split_size")), None)
         if isinstance(sizes, (list, tuple)):
@@ -152,7 +152,7 @@ def _by_argument(found: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def wrapper_of(target: Any) -> Wrapper | None:
-    """The table entry of a Python function that wraps one ATen operator."""
+    """Returns the table entry of a Python function that wraps one ATen operator, or None."""
     return None if isinstance(target, str) else WRAPPERS.get(target)
 
 
@@ -164,5 +164,5 @@ def _parameter_names(target: Any) -> tuple[str, ...]:
 
 
 def is_scalar_argument(argument: Any) -> bool:
-    """True for an integer, a symbolic one, and a node known to hold one."""
+    """True for an integer, a symbolic integer, or a node known to hold one."""
     return is_scalar(argument) if isinstance(argument, fx.Node) else isinstance(argument, (int, torch.SymInt))

@@ -1,4 +1,4 @@
-"""Operators by name, as far as they are defined: by torch, and by the libraries that were imported."""
+"""Looks up operators by name, among those that torch and the imported libraries define."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fxrewrite.errors import did_you_mean
 __all__ = ["is_of_a_library", "named_operator", "no_operator"]
 
 _NAMESPACES_OF_TORCH = {"aten", "prim", "prims", "quantized", "inductor", "c10d", "_c10d_functional"}
-"""Of operators that exist once torch is imported."""
+"""Namespaces of operators that exist once torch is imported."""
 Operator = torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
 
 
 def named_operator(name: str) -> Operator | None:
-    """The operator called "aten::mul", or "mul" for short; None if nothing imported so far defines it."""
+    """Returns the operator named "aten::mul", or "mul" for short; None if nothing imported so far defines it."""
     namespace, separator, operator = name.rpartition("::")
     found = getattr(getattr(torch.ops, namespace if separator else "aten"), operator, None)
     return found if isinstance(found, Operator) else None
@@ -27,7 +27,7 @@ def is_of_a_library(target: object) -> bool:
 
 
 def no_operator(name: str) -> str:
-    """What to say about a name that is not that of an operator: the nearest names, or that a library is missing."""
+    """Returns a message about a name without an operator: the nearest names, or that a library is missing."""
     namespace, separator, operator = name.rpartition("::")
     known = {found.partition(".")[0] for found in torch._C._dispatch_get_all_op_names()}
     if separator and not any(found.startswith(f"{namespace}::") for found in known):

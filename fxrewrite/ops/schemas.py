@@ -1,4 +1,4 @@
-"""Which schema a call means: the overloads of an operator, and which of them the given arguments fit."""
+"""Schemas: the overloads of an operator, and which of them fit given arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NO_DEFAULT", "Parameter", "Schema", "fits", "schema_of", "schemas_of
 
 
 class _NoDefault:
-    """Stands for "has no default", which is not the default None."""
+    """Means "has no default", which differs from the default None."""
 
     def __repr__(self) -> str:
         return "NO_DEFAULT"
@@ -38,13 +38,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The arguments of one overload, and the overload itself when torch has it."""
+    """The arguments of one overload, and the overload itself if torch has it."""
 
     parameters: tuple[Parameter, ...]
     overload: torch._ops.OpOverload | None
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Names of the arguments, in schema order."""
         return tuple(p.name for p in self.parameters)
 
 
@@ -52,12 +53,12 @@ _ENUM_DEFAULTS: Mapping[tuple[str, int], Any] = {
     ("ScalarType", 4): torch.int64,
     ("MemoryFormat", 0): torch.contiguous_format,
 }
-"""Schemas give defaults of enumerations as numbers; these are the only ones that occur."""
+"""Values of defaults that schemas give as numbers of an enumeration; these are the only ones that occur."""
 
 
 @functools.cache
 def schema_of(overload: torch._ops.OpOverload) -> Schema:
-    """The schema of one overload."""
+    """Returns the schema of one overload."""
     parameters: list[Parameter] = []
     for argument in overload._schema.arguments:
         text = str(argument.real_type)
@@ -71,9 +72,9 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
 
 @functools.cache
 def schemas_of(packet: torch._ops.OpOverloadPacket, with_out: bool = False) -> tuple[Schema, ...]:
-    """All overloads of an operator that a graph may call, in torch's order.
+    """Returns all overloads of an operator that a graph may call, in torch's order.
 
-    TorchScript's overloads on plain numbers, lists and strings are left out where there is one on tensors.
+    If an overload takes tensors, TorchScript's overloads on plain numbers, lists and strings are left out.
     """
     overloads = [getattr(packet, name) for name in packet.overloads()]
     schemas = [schema_of(o) for o in overloads if any(a.is_out for a in o._schema.arguments) == with_out]
@@ -82,9 +83,9 @@ def schemas_of(packet: torch._ops.OpOverloadPacket, with_out: bool = False) -> t
 
 
 def fits(parameter: Parameter, given: Any) -> bool:
-    """True when a call may pass `given` for this parameter.
+    """True if a call may pass `given` for this parameter.
 
-    Nodes are judged by their fake value; nodes without one, and objects that are no plain Python values (the terms of a
+    Nodes are judged by their fake values. Nodes without one, and objects that are not plain Python values (terms of a
     pattern), fit everything.
     """
     if isinstance(given, fx.Node):

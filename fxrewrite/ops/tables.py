@@ -1,6 +1,6 @@
-"""What torch's schemas do not say: Python operators, aliases, and Python wrappers around one ATen operator.
+"""Tables of what torch's schemas do not say: Python operators, aliases, Python wrappers around one ATen operator.
 
-Every entry is held by a differential test (tests/ops/test_tables.py) that runs both spellings.
+A differential test (tests/ops/test_tables.py) runs both spellings of every entry.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
-__all__ = ["ALIASES", "CASTS", "COMMUTATIVE", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS", "Wrapper"]
+__all__ = ["ALIASES", "CASTS", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS", "Wrapper"]
 
 OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.add: "add",
@@ -87,7 +87,7 @@ ALIASES: Mapping[str, str] = {
     "swapdims": "transpose",
     "true_divide": "div",
 }
-"""ATen names with one meaning: each is mapped to the name that the Python operators and tracing produce."""
+"""Synonymous ATen names, each mapped to the name that Python operators and tracing produce."""
 
 CASTS: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -101,34 +101,8 @@ CASTS: Mapping[str, torch.dtype] = {
 }
 """Tensor methods that are `to(dtype)`."""
 
-COMMUTATIVE = frozenset(
-    f"aten::{name}"
-    for name in [
-        "add",
-        "mul",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-        "eq",
-        "ne",
-        "logical_and",
-        "logical_or",
-        "logical_xor",
-        "bitwise_and",
-        "bitwise_or",
-        "bitwise_xor",
-        "logaddexp",
-        "logaddexp2",
-        "hypot",
-        "gcd",
-        "lcm",
-    ]
-)
-"""Operators whose `self` and `other` may trade places, other arguments at their defaults."""
-
 RENAMED_KEYWORDS: Mapping[str, str] = {"input": "self", "axis": "dim", "keepdims": "keepdim", "x": "self"}
-"""Keywords of the Python bindings that the schema spells otherwise."""
+"""Keywords of the Python bindings that have another name in the schema."""
 
 VARARGS: Mapping[str, int] = {
     "view": 1,
@@ -148,7 +122,7 @@ VARARGS: Mapping[str, int] = {
     "rand": 0,
     "randn": 0,
 }
-"""Functions and methods whose list argument may be spread, with the position where it starts."""
+"""Functions and methods whose list argument may be spread, with the position where the list starts."""
 
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 
@@ -162,21 +136,21 @@ def _padding_index(value: Any) -> Any:
 
 
 def _is_negative(value: Any) -> bool:
-    """Python counts a negative padding index from the end; in the schema -1 means none."""
+    """True for a negative padding index: Python counts it from the end, but in the schema -1 means none."""
     return isinstance(value, int) and value < 0
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapper:
-    """A Python function that is one ATen operator under other argument names.
+    """A Python function that is one ATen operator with other argument names.
 
     Attributes:
         name: the ATen operator.
-        arguments: schema name -> name in the Python signature, for those that differ.
+        arguments: schema name -> name in the Python signature, if they differ.
         inplace: the Python argument that turns it into the in-place operator.
-        needs_default: Python arguments without a counterpart; any other value makes it another function.
-        unless: Python argument -> test of its value that makes it another function.
-        ignored: Python arguments that mean nothing to the result.
+        needs_default: Python arguments without a counterpart; with another value it is another function.
+        unless: Python argument -> test of its value; if true, it is another function.
+        ignored: Python arguments that do not affect the result.
         convert: schema name -> function of the Python value.
         constants: schema arguments that the wrapper does not offer.
     """
@@ -231,4 +205,4 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
     F.pad: Wrapper("pad", _UNARY),
     torch.Tensor.unflatten: Wrapper("unflatten"),
 }
-"""Python functions of torch whose whole meaning is one ATen operator; the others keep their own name as key."""
+"""Python functions of torch that are exactly one ATen operator; the key of other functions is their own name."""

@@ -1,4 +1,4 @@
-"""The fake value that tracing left on a node, whichever name it left it under."""
+"""The fake value that tracing left on a node, under whichever metadata key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MISSING", "fake_value", "is_parameter", "is_scalar", "value", "value
 
 
 class _Missing:
-    """Stands for "no value known", which is not the value None."""
+    """Means "no value known", which differs from the value None."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -24,7 +24,7 @@ _SCALARS = (int, float, bool, complex, torch.SymInt, torch.SymFloat, torch.SymBo
 
 
 def value(node: fx.Node) -> Any:
-    """`meta["val"]` (normalized and exported graphs) or `meta["example_value"]` (Dynamo); MISSING without either."""
+    """Returns `meta["val"]` (normalized and exported graphs) or `meta["example_value"]` (Dynamo), or else MISSING."""
     meta = node.meta
     if "val" in meta:
         return meta["val"]
@@ -32,7 +32,7 @@ def value(node: fx.Node) -> Any:
 
 
 def fake_value(node: fx.Node) -> Any:
-    """`value`, for rules that cannot go on without it.
+    """Returns `value`, for rules that cannot continue without it.
 
     Raises:
         RefusedError: the graph was traced without values.
@@ -48,25 +48,25 @@ def fake_value(node: fx.Node) -> Any:
 
 
 def value_key(node: fx.Node) -> str:
-    """The metadata name under which this node's graph keeps values: Dynamo's own graphs use "example_value"."""
+    """Returns the metadata key of this node's value; Dynamo's own graphs use "example_value"."""
     return "example_value" if "example_value" in node.meta and "val" not in node.meta else "val"
 
 
 def is_scalar(node: fx.Node) -> bool:
-    """True when the node is known to hold a Python number or a symbolic one."""
+    """True if the node is known to hold a Python number or a symbolic one."""
     return isinstance(value(node), _SCALARS)
 
 
 def is_parameter(node: fx.Node) -> bool:
-    """True when the node is known to read a parameter, a buffer or another tensor of the module itself.
+    """True if the node is known to read a parameter, a buffer or another tensor of the module itself.
 
-    That is a `get_attr` of a tensor, and an input that holds one: Dynamo leaves a fake parameter, and for buffers the
-    place in the module where an input comes from. `meta["is_parameter"]` says it where the graph alone does not:
+    That is a `get_attr` of a tensor, or an input that holds one: Dynamo leaves a fake parameter, and for buffers the
+    place in the module where an input comes from. If the graph alone does not tell, `meta["is_parameter"]` does:
     `fxrewrite.normalize` writes it, and for an exported program whoever has its signature. Graphs of AOTAutograd
-    under torch.compile do not tell parameters from other inputs.
+    under torch.compile do not distinguish parameters from other inputs.
     """
     if node.op == "get_attr":
-        return not isinstance(_attribute(node), torch.nn.Module)  # the body of a higher-order operator
+        return not isinstance(_attribute(node), torch.nn.Module)  # a module is the subgraph of a higher-order operator
     if node.op != "placeholder":
         return False
     if "is_parameter" in node.meta:
@@ -78,11 +78,11 @@ def is_parameter(node: fx.Node) -> bool:
     if source is None or not isinstance(found, torch.Tensor):
         return False
     place = source.guard_source
-    return place.is_unspecialized_nn_module() or place.is_fsdp_module()  # FSDP 1 sets views of its flat parameter
+    return place.is_unspecialized_nn_module() or place.is_fsdp_module()  # those wrappers set views of a flat parameter
 
 
 def _attribute(node: fx.Node) -> Any:
-    """What a `get_attr` reads; None where the graph belongs to no module."""
+    """Returns what a `get_attr` reads; None if the graph belongs to no module."""
     found: Any = node.graph.owning_module
     for name in str(node.target).split("."):
         found = getattr(found, name, None)

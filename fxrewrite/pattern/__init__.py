@@ -1,4 +1,4 @@
-"""What to look for in a graph: frozen terms, three ways to write them, constraints on what they capture."""
+"""Patterns: frozen terms, three ways to write them, and constraints on what they capture."""
 
 from fxrewrite.pattern import where
 from fxrewrite.pattern.combinators import Literal, Param, any_, cap, chain, either, loose, maybe, op, shared, siblings

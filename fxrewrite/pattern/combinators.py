@@ -1,4 +1,4 @@
-"""Combinators: terms for what a traced function cannot say."""
+"""Combinators: terms that a traced function cannot express."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Param:
 
 
 any_ = Ignore()
-"""Anything, not captured; the same as `...`."""
+"""Matches anything without capturing it; the same as `...`."""
 
 
 _KINDS: dict[type, CaptureKind] = {Literal: "literal", Maybe: "optional", Param: "param"}
 
 
 def cap(name: str, kind: type[Literal | Maybe | Param] | CaptureKind = "node") -> Capture:
-    """A capture; `kind` is "node", "optional", "param", "literal" or "any", or the annotation that means it."""
+    """Returns a capture; `kind` is "node", "optional", "param", "literal" or "any", or the equivalent annotation."""
     return Capture(name, _KINDS[kind] if isinstance(kind, type) else kind)
 
 
 def op(target: Any, *args: Any, **kwargs: Any) -> Op:
-    """A node that calls `target`, in any spelling.
+    """Returns a term for a node that calls `target`, in any spelling of the call.
 
     Args:
         target: a torch function or overload, any callable that nodes call, or a key: "aten::mul", "mul".
@@ -68,58 +68,58 @@ def _named(name: str) -> Any:
 
 
 def maybe(step: Term, without: Any = None) -> Maybe:
-    """An optional step: `maybe(scores + mask)` matches the sum, or `scores` alone with `mask` None.
+    """Returns an optional step: `maybe(scores + mask)` matches the sum, or `scores` alone with `mask` None.
 
     Args:
-        step: the step, an operator.
-        without: what stands there when the step is left out; by default the step's first operand.
+        step: an operator.
+        without: the term that matches when the step is absent; by default the step's first operand.
 
     Raises:
-        RuleDefinitionError: the step is no operator, or has no operand to stand for it.
+        RuleDefinitionError: the step is not an operator, or has no operand to use as `without`.
     """
     if not isinstance(step, Op):
         raise RuleDefinitionError(f"maybe() takes an operator, not {step!r}")
     if without is None:
         without = first_operand(step)
         if without is None:
-            raise RuleDefinitionError(f"maybe({step!r}): say with without= what stands there when the step is left out")
+            raise RuleDefinitionError(f"maybe({step!r}): state with without= what matches when the step is absent")
     return Maybe(step, as_term(without))
 
 
 def first_operand(step: Op) -> Term | None:
-    """The first argument of an operator that is a value of the graph."""
+    """Returns the first argument of an operator that is a value of the graph, or None."""
     return next((term for _, term in step.args if not isinstance(term, (LiteralValue, ListOf, Ignore))), None)
 
 
 def either(*options: Any) -> Either:
-    """The first of the options that matches: `either(x * c, x / c)`."""
+    """Returns a term that matches as the first of the options that does: `either(x * c, x / c)`."""
     if len(options) < 2:
         raise RuleDefinitionError("either() takes two options or more")
     return Either(tuple(as_term(option) for option in options))
 
 
 def shared(term: Term) -> Op:
-    """The same operator, allowed to have users outside the match; the node stays for them."""
+    """Returns the operator, allowed to have users outside the match; then the node stays in the graph for them."""
     if not isinstance(term, Op):
         raise RuleDefinitionError(f"shared() takes an operator, not {term!r}")
     return replace(term, shared=True)
 
 
 def loose(term: Term) -> Op:
-    """The same operator, with any further arguments: `loose(op("slice", cap("x")))` matches every slice."""
+    """Returns the operator with any further arguments allowed: `loose(op("slice", cap("x")))` matches every slice."""
     if not isinstance(term, Op):
         raise RuleDefinitionError(f"loose() takes an operator, not {term!r}")
     return replace(term, loose=True)
 
 
 def chain(base: Any, *targets: Any, least: int = 0, most: int = 8) -> Chain:
-    """A run of `least` to `most` operators among `targets` above `base`: `chain(x, "view", "transpose", most=3)`.
+    """Returns a run of `least` to `most` operators among `targets`, starting at `base`: `chain(x, "view", most=3)`.
 
-    Each reads the one before as its first operand; its other arguments may be anything. The longest run that fits is
-    the match; `match.nodes` has its nodes.
+    Each reads the previous one as its first operand; its other arguments may be anything. The longest run that fits
+    matches; `match.nodes` contains its nodes.
 
     Raises:
-        RuleDefinitionError: there is no target, or the bounds are no bounds.
+        RuleDefinitionError: there is no target, or not 0 <= least <= most.
     """
     if not targets or not 0 <= least <= most or most < 1:
         raise RuleDefinitionError(f"chain() takes operators and 0 <= least <= most, not {targets}, {least}, {most}")
@@ -133,13 +133,13 @@ def _key(target: Any) -> str:
 
 
 def siblings(each: Term, *, on: str, least: int = 2) -> Siblings:
-    """All values like `each` that read the capture `on`: `siblings(op("linear", cap("x"), cap("w", Param)), on="x")`.
+    """Returns all values like `each` that read the capture `on`: `siblings(op("linear", cap("x"), ...), on="x")`.
 
-    It is the whole output of a pattern. In the match `on` is one value and every other capture is a list with one item
-    for each sibling, in graph order; the replacement gives as many values. Constraints hold for each sibling.
+    It must be the only output of a pattern. In the match `on` is one value, and every other capture is a list with one
+    item per sibling, in graph order; the replacement returns as many values. Constraints must hold for each sibling.
 
     Raises:
-        RuleDefinitionError: `each` is no operator.
+        RuleDefinitionError: `each` is not an operator.
     """
     if not isinstance(each, (Op, Maybe, Either)):
         raise RuleDefinitionError(f"siblings() takes an operator, not {each!r}")

@@ -1,4 +1,4 @@
-"""What a function is, for digests: its code and the values it closes over, never where it happens to live in memory."""
+"""The identity of a function for digests: its code and the values it closes over, but never its address."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["NoIdentityError", "identity"]
 
 
 class NoIdentityError(TypeError):
-    """A value has no identity beyond its address, so a digest over it would lie."""
+    """A value is identified by its address only, so a digest of it would differ between processes."""
 
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type(...), torch.dtype, torch.device, torch.layout)
@@ -26,13 +26,13 @@ _BY_NAME = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescr
 
 
 def identity(value: Any) -> str:
-    """A text that is equal for equal values, in every process.
+    """Returns a text that is equal for equal values, in every process.
 
-    Functions give their bytecode, constants, defaults, closure and the globals that they name; functions among those
-    are followed, if they belong to the same top-level package.
+    For a function, it contains bytecode, constants, defaults, closure and the globals that it names. Functions among
+    these are included if they belong to the same top-level package.
 
     Raises:
-        NoIdentityError: the value, or one that it refers to, can only be told by its address.
+        NoIdentityError: the value, or one that it refers to, is identified by its address only.
     """
     return "\n".join(_parts(value, {}))
 
@@ -112,7 +112,7 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Iterator[st
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The globals that the code reads; names of attributes are not among them."""
+    """Returns the globals that the code reads; attribute names are excluded."""
     found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""A whole pattern: its outputs, its constraints, and the traced function that most patterns are written as."""
+"""A complete pattern: its outputs, its constraints, and how to trace it from a Python function."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fxrewrite.pattern.where import parse as parse_constraint
 __all__ = ["ROOT", "Pattern", "parse", "trace"]
 
 ROOT = "root"
-"""The first output, as constraints and replacements call it."""
+"""Name of the first output in constraints and replacements."""
 
 _KINDS: Mapping[Any, CaptureKind] = {
     inspect.Parameter.empty: "node",
@@ -33,8 +33,8 @@ class Pattern:
     """What a rule looks for.
 
     Attributes:
-        outputs: the values that the replacement replaces; everything else in the match goes with them.
-        where: constraints on the captures; one that is given as text is parsed.
+        outputs: the values that the replacement replaces; the rest of the match is removed with them.
+        where: constraints on the captures; texts are parsed.
     """
 
     outputs: tuple[Term, ...]
@@ -73,13 +73,13 @@ class Pattern:
         if not found:
             return
         if found != list(self.outputs):
-            raise RuleDefinitionError("siblings() are the only output of a pattern, and stand in nothing else")
+            raise RuleDefinitionError("siblings() must be the only output of a pattern, not a part of it")
         if Capture(found[0].on) not in self.captures:
             raise RuleDefinitionError(f"siblings(on={found[0].on!r}): the pattern captures no node of that name")
 
     @property
     def captures(self) -> tuple[Capture, ...]:
-        """All captures, in the order in which they stand in the text form."""
+        """All captures, in the order of the text form."""
         found = (term for output in self.outputs for term in subterms(output) if isinstance(term, Capture))
         return tuple(dict.fromkeys(found))
 
@@ -92,7 +92,7 @@ class Pattern:
 
 
 def _listed(where: Iterable[Any]) -> tuple[Any, ...]:
-    """The constraints as a tuple; a text alone would be read letter by letter."""
+    """Returns the constraints as a tuple; refuses a single string, which would be read letter by letter."""
     items = (where,) if isinstance(where, str) else tuple(where)
     wrong = [item for item in items if not isinstance(item, str) and not hasattr(item, "why_not")]
     if isinstance(where, str) or wrong:
@@ -112,12 +112,12 @@ def _is_anchored(term: Term) -> bool:
 
 
 def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) -> Pattern:
-    """The pattern that a Python function of its captures returns; a tuple means several outputs.
+    """Returns the pattern that a Python function of its captures returns; a tuple means several outputs.
 
     Parameters capture nodes, or what their annotation says: `Literal`, `Maybe` (a node or None), `Param`, `Any`.
 
     Raises:
-        RuleDefinitionError: an annotation means nothing here, a parameter is unused, or the function cannot be traced.
+        RuleDefinitionError: an annotation is not supported, a parameter is unused, or the function cannot be traced.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
@@ -136,13 +136,13 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
         captures.append(Capture(parameter.name, kind))
     try:
         result = function(**{capture.name: capture for capture in captures})
-    except (TypeError, AttributeError, RuleDefinitionError) as error:  # what torch says to a wrong call, or a term does
+    except (TypeError, AttributeError, RuleDefinitionError) as error:  # torch or a term rejected the call
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
     pattern = Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
     unused = set(captures) - set(pattern.captures)
     if unused:
-        raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} stand nowhere in {pattern}")
+        raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} do not occur in {pattern}")
     return pattern
 
 
@@ -151,10 +151,10 @@ def _is_tensor(annotation: Any) -> bool:
 
 
 def parse(text: str, where: Iterable[Constraint | str] = ()) -> Pattern:
-    """The pattern with one output, or several separated by commas in parentheses, that a text form means.
+    """Parses the text form of a pattern with one output, or with several, separated by commas in parentheses.
 
     Raises:
-        RuleDefinitionError: the text is no pattern; names the column.
+        RuleDefinitionError: the text is not a pattern; the message names the column.
     """
     term = parse_term(text)
     items = getattr(term, "items", None)

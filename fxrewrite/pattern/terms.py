@@ -1,8 +1,8 @@
-"""Pattern terms: frozen values that say what a part of a graph looks like.
+"""Pattern terms: frozen values that describe a part of a graph.
 
-A term can be computed with like a tensor: torch functions, operators and tensor methods on terms build larger terms,
-so a traced function, the combinators and the text form all end in the same values. Structure is meaning: two equal
-subterms are one value, whether the graph computes it once or twice.
+Terms behave like tensors: torch functions, operators and tensor methods on terms make larger terms. So a traced
+function, the combinators and the text form all give the same values. Terms are compared by structure: equal subterms
+are one value, whether the graph computes it once or twice.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
 
 
 class Term:
-    """Base of all pattern terms; torch functions, operators and tensor methods on terms build terms."""
+    """Base class of all pattern terms; torch functions, operators and tensor methods on terms make terms."""
 
     __slots__ = ()
 
@@ -77,19 +77,19 @@ def _arithmetic(function: Callable[..., Any], *, reflected: bool = False) -> Cal
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
     setattr(Term, f"__{_name.rstrip('_')}__", _arithmetic(getattr(operator, _name)))
     setattr(Term, f"__r{_name.rstrip('_')}__", _arithmetic(getattr(operator, _name), reflected=True))
-for _name in ("lt", "le", "gt", "ge", "neg", "invert", "abs"):  # eq and ne compare terms; a pattern says torch.eq
+for _name in ("lt", "le", "gt", "ge", "neg", "invert", "abs"):  # == and != compare terms; in a pattern write torch.eq
     setattr(Term, f"__{_name}__", _arithmetic(getattr(operator, _name)))
 
 
 @dataclass(frozen=True, slots=True)
 class Op(Term):
-    """A node with this operator whose arguments match; arguments that are not mentioned are at their defaults.
+    """A node with this operator whose arguments match; arguments that are not mentioned have their defaults.
 
     Attributes:
         key: canonical operator key.
         args: (schema name, term) in schema order.
-        shared: users outside the match are allowed; then the node stays for them.
-        loose: arguments that are not mentioned may be anything, not only at their defaults.
+        shared: users outside the match are allowed; then the node stays in the graph for them.
+        loose: arguments that are not mentioned may have any value.
     """
 
     key: str
@@ -100,10 +100,10 @@ class Op(Term):
 
 @dataclass(frozen=True, slots=True)
 class Capture(Term):
-    """Whatever stands here, by name; a name that occurs twice must meet the same value twice.
+    """Captures a value by name; a name that occurs twice must capture the same value twice.
 
-    `node`: a value of the graph. `optional`: one, or None. `param`: a parameter or buffer of the module. `literal`: a
-    Python value without nodes in it. `any`: anything.
+    `node`: a value of the graph. `optional`: a node or None. `param`: a parameter or buffer of the module. `literal`: a
+    Python value that contains no nodes. `any`: anything.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Capture(Term):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiteralValue(Term):
-    """A Python value equal to this one, in type too: 1, 1.0 and True differ (the schema type float takes integers)."""
+    """A Python value equal to this one, also in type: 1, 1.0 and True differ (the schema type float takes integers)."""
 
     value: Any
 
@@ -125,19 +125,19 @@ class LiteralValue(Term):
 
 @dataclass(frozen=True, slots=True)
 class Ignore(Term):
-    """Anything, not captured; written `...`."""
+    """Matches anything without capturing it; written `...`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListOf(Term):
-    """A list or tuple of exactly these items, at least one of which is no plain literal."""
+    """A list or tuple of exactly these items, at least one of which is not a plain literal."""
 
     items: tuple[Term, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Maybe(Term):
-    """`step`, or `base` where the graph leaves the step out; captures of the step alone are None then."""
+    """`step`, or `base` if the graph has no such step; then captures that occur only in the step are None."""
 
     step: Op
     base: Term
@@ -145,19 +145,19 @@ class Maybe(Term):
 
 @dataclass(frozen=True, slots=True)
 class Either(Term):
-    """The first of the options that matches; captures of the others are None."""
+    """The first of the options that matches; captures that occur only in other options are None."""
 
     options: tuple[Term, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Chain(Term):
-    """A run of operators from `base` up, each the first operand of the next; the longest run that fits.
+    """A run of operators from `base` upwards, each the first operand of the next; the longest run that fits.
 
     Attributes:
-        base: what the run starts at.
-        keys: the operators that it may consist of, with any arguments.
-        least, most: how many there are.
+        base: the term where the run starts.
+        keys: the operators that the run may consist of, with any arguments.
+        least, most: bounds of the length of the run.
     """
 
     base: Term
@@ -168,12 +168,12 @@ class Chain(Term):
 
 @dataclass(frozen=True, slots=True)
 class Siblings(Term):
-    """All values like `each` that read one value, as the outputs of a pattern; found at the last of them.
+    """All values like `each` that read one value, as the outputs of a pattern; the match is at the last of them.
 
     Attributes:
-        each: the operator; its captures are lists in the match, one item for each sibling in graph order.
-        on: the capture that they have in common.
-        least: fewer are no match.
+        each: the operator; in the match its captures are lists, with one item per sibling in graph order.
+        on: the capture that all siblings read.
+        least: the smallest number of siblings that match.
     """
 
     each: Term
@@ -182,7 +182,7 @@ class Siblings(Term):
 
 
 def freeze(value: Any) -> Any:
-    """A hashable form of a literal that tells types apart (1, 1.0, True; 0.0, -0.0; `x[0, 1]` and `x[[0, 1]]`).
+    """Returns a hashable form of a literal; types differ (1, 1.0, True; 0.0, -0.0; `x[0, 1]` and `x[[0, 1]]`).
 
     Raises:
         TypeError: the value is not hashable.
@@ -200,7 +200,7 @@ def freeze(value: Any) -> Any:
 
 
 def as_term(value: Any) -> Term:
-    """A term as it is; `...` is Ignore; a list with terms in it is ListOf; any other value must be equal."""
+    """Converts to a term: terms stay, `...` is Ignore, a list that contains terms is ListOf, others are literals."""
     if isinstance(value, Term):
         return value
     if value is ...:
@@ -219,7 +219,7 @@ def as_term(value: Any) -> Term:
 
 
 def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, shared: bool = False) -> Op:
-    """The term for a node that calls `target` with these arguments, in any spelling of the call.
+    """Returns the term for a node that calls `target` with these arguments, in any spelling of the call.
 
     Raises:
         RuleDefinitionError: the call fits no signature, or writes to memory.
@@ -259,7 +259,7 @@ def _holds_term(value: Any) -> bool:
 
 
 def subterms(term: Term) -> Iterator[Term]:
-    """The term and everything in it, outermost first."""
+    """Yields the term and all its subterms, outermost first."""
     yield term
     if isinstance(term, Op):
         parts: tuple[Term, ...] = tuple(part for _, part in term.args)

@@ -1,7 +1,7 @@
-"""The text form of patterns: `mul(x, sigmoid(x))`. Printing gives it, parsing gives the same pattern back.
+"""The text form of patterns: `mul(x, sigmoid(x))`. Parsing the printed form gives the same pattern.
 
-Operators of ATen stand by their name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node;
-`lit(name)`, `opt(name)`, `param(name)` and `any(name)` capture the other kinds; `...` ignores; `maybe`, `either`,
+ATen operators are written by name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node; `lit(name)`,
+`opt(name)`, `param(name)` and `any(name)` are the other kinds of captures; `...` matches anything; `maybe`, `either`,
 `shared`, `loose`, `chain` and `siblings` are the combinators.
 """
 
@@ -47,12 +47,12 @@ _COMBINATORS: dict[str, Callable[..., Term]] = {
     "siblings": siblings,
 }
 _WORDS = frozenset({*_PREFIXES, *_COMBINATORS, "op", "float"})
-"""Words of the language; an operator of that name stands as `op("aten::any", ...)`."""
+"""Reserved words; an operator with such a name is written `op("aten::any", ...)`."""
 _TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
 
 def term_text(term: Term) -> str:
-    """The text form of a term; parsing it gives the term back, except for literals that are Python objects."""
+    """Returns the text form of a term; parsing restores the term, unless it has literals that are Python objects."""
     if isinstance(term, Capture):
         return term.name if term.kind == "node" else f"{_KINDS[term.kind]}({term.name})"
     if isinstance(term, Ignore):
@@ -91,7 +91,7 @@ def _op_text(term: Op) -> str:
 
 @functools.cache
 def _positional(key: str, given: tuple[str, ...]) -> int:
-    """How many of the given arguments can stand without a name: the first ones of a schema that has them all."""
+    """Returns how many of the given arguments may be positional: the longest prefix of a schema that has them all."""
     namespace, separator, name = key.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -108,7 +108,7 @@ def _positional(key: str, given: tuple[str, ...]) -> int:
 
 
 def _index_text(index: Term) -> str:
-    """A tuple of indices stands without parentheses, since a list of indices means something else."""
+    """Writes a tuple of indices without parentheses, because a list of indices means something else."""
     if isinstance(index, LiteralValue) and isinstance(index.value, tuple):
         return ", ".join(map(_literal_text, index.value)) + ("," if len(index.value) == 1 else "")
     return term_text(index)
@@ -129,10 +129,10 @@ def _literal_text(value: Any) -> str:
 
 
 def parse_term(text: str) -> Term:
-    """The term that a text form means; nothing is evaluated but the vocabulary above.
+    """Parses the text form of a term; only the vocabulary above is evaluated.
 
     Raises:
-        RuleDefinitionError: the text is no expression of the pattern language; names the column.
+        RuleDefinitionError: the text is not an expression of the pattern language; the message names the column.
     """
     try:
         return as_term(_Parser(text).read(ast.parse(text, mode="eval").body))
@@ -165,7 +165,7 @@ class _Parser:
             value = getattr(torch, node.attr, None)
             if isinstance(value, _TORCH_VALUES):
                 return value
-            raise self.error(node, f"torch.{node.attr} is no dtype, layout or memory format")
+            raise self.error(node, f"torch.{node.attr} is not a dtype, layout or memory format")
         if isinstance(node, ast.Subscript):
             value = self.read(node.value)
             items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -188,7 +188,7 @@ class _Parser:
             return float(args[0])
         try:
             if name == "slice" and args and all(arg is None or type(arg) is int for arg in args):
-                return slice(*args)  # a bound of an index; the operator reads a value
+                return slice(*args)  # a Python slice as an index; the operator `slice` reads a value
             if name == "op":
                 return _named_op(*args, **kwargs)
             if name in _COMBINATORS:
@@ -199,7 +199,7 @@ class _Parser:
 
 
 def _named_op(key: str, *args: Any, **kwargs: Any) -> Op:
-    """`op` whose target may be a Python callable, by its dotted name, if its module is already imported."""
+    """Like `op`, but the target may be the dotted name of a Python callable whose module is already imported."""
     if "::" in key or "." not in key:
         return op(key, *args, **kwargs)
     module, _, name = key.rpartition(".")

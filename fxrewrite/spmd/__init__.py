@@ -29,7 +29,7 @@ from fxrewrite.spmd.lower.means import REDUCTIONS
 from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
 from fxrewrite.spmd.place import HELD, Place, inputs, module_input, module_output, outputs, param
 from fxrewrite.spmd.price import collective_bytes, redistribution_bytes
-from fxrewrite.spmd.products import attention_operations, declare_product
+from fxrewrite.spmd.products import attention_operations, declare_product, is_product, operations
 from fxrewrite.spmd.propagate import PropagateLayouts
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.registered import joined_layouts, registered_layouts
@@ -104,6 +104,7 @@ __all__ = [
     "inputs",
     "is_broadcast",
     "is_divided_by",
+    "is_product",
     "is_read_from_data",
     "is_same_layout",
     "is_same_size",
@@ -115,6 +116,7 @@ __all__ = [
     "module_output",
     "moves",
     "num_entries",
+    "operations",
     "outputs",
     "param",
     "parameter_checksum",

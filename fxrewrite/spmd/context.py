@@ -48,7 +48,7 @@ class SpmdContext:
 def contexts(mesh: DeviceMesh, *, strict: bool = False) -> dict[str, SpmdContext]:
     """What a plan over several axes is given: the context of each axis of the mesh, by its name.
 
-        plan = TENSOR_PARALLEL.on("tp") >> AUTOSP.on("sp")
+        plan = first.on("x") >> second.on("y")
         plan.apply(gm, context=contexts(mesh))
 
     Raises:

@@ -2,7 +2,7 @@
 
     deferred_gather(chunk, shape, layout, axis)     a DeferredGather; no communication, no memory but the chunk's
 
-A chunk that returns to eager code looks like a tensor of a smaller batch or of a shorter sequence: `logits[:, -1]` or
+A chunk that returns to eager code looks like a tensor of a smaller batch or of fewer rows: its last row `y[:, -1]` or
 a mean over it is silently wrong on every rank. A DeferredGather has the global shape. Any operator that reads it runs
 on the gathered value, which is kept from then on; what only renames it or casts it (detach, clone, to) stays deferred.
 Autograd sees an ordinary tensor: the gradient of the gathered value is reduced and scattered to the chunks.

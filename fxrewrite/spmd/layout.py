@@ -61,7 +61,7 @@ class Shard:
     """Rank r holds chunk r of dimension `dim`.
 
     The dimension reads as `outer x (P chunks)`: of each of its `outer` runs a rank holds one contiguous chunk. A
-    flattened batch of sequences `[B * S]` that is sharded on the sequence is `Shard(0, outer=B)`.
+    `[B, S]` that is sharded on S and then flattened to `[B * S]` is `Shard(0, outer=B)`.
 
     Where `uneven`, P need not divide the number of entries S of a run. Chunks then have `ceil(S / P)` entries, each of
     `inner` elements, and what lies beyond S, at the end of the last chunks, is padding: entries as finite as real

@@ -176,11 +176,11 @@ def parse(text: str) -> Notation:
 
 def _names(part: str, whole: set[str], text: str) -> tuple[str, ...]:
     names = []
-    for token in part.split():
-        if not re.fullmatch(r"!?[A-Za-z]+(\.\.\.)?", token):
-            raise ValueError(f"index notation {text!r}: {token!r} is not an index such as s, !s or b...")
-        name = token.removeprefix("!")
-        if token.startswith("!"):
+    for word in part.split():
+        if not re.fullmatch(r"!?[A-Za-z]+(\.\.\.)?", word):
+            raise ValueError(f"index notation {text!r}: {word!r} is not an index such as s, !s or b...")
+        name = word.removeprefix("!")
+        if word.startswith("!"):
             whole.add(name.removesuffix("..."))
         names.append(name)
     return tuple(names)

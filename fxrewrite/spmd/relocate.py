@@ -1,4 +1,4 @@
-"""Sequence mixing runs sharded: where operators need the sequence whole, a region moves to another dimension.
+"""Mixing along a sharded dimension: where operators need that dimension whole, a region moves to another one.
 
 Propagation keeps every value sharded where it started. An operator that must have that dimension whole is gathered:
 (P - 1) chunks travel. If it is independent in another dimension (heads, channels, the batch), two all-to-alls of
@@ -162,19 +162,19 @@ class _Relocation:
                     yield producer, part
 
     def _is_projection(self, node: fx.Node, indices: IndexMap) -> bool:
-        """Whether the node multiplies hidden states by the same matrix everywhere, as linear layers do: regions end
+        """Whether the node multiplies sharded values by one replicated matrix, as linear layers do: regions end
         there, or they would be the whole model."""
         if not is_product(node) or any(isinstance(give, Partial) for give in self.decisions[node].gives):
             return False
-        hidden, others = set[str](), list[set[str]]()
+        derived, others = set[str](), list[set[str]]()
         for operand, terms in zip(self._operands_of(node), indices.operands, strict=True):
             names = {index for dim in terms for index in dim}
             if operand in self.derived:
-                hidden |= names
+                derived |= names
             else:
                 others.append(names)
         kept = {index for terms in indices.results for dim in terms for index in dim}
-        return any(names.isdisjoint(hidden & kept) for names in others)
+        return any(names.isdisjoint(derived & kept) for names in others)
 
     # what of it moves
 

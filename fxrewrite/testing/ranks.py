@@ -51,7 +51,7 @@ class RankRun:
         """Each input's gradient, as one device has it.
 
         Every rank differentiates its own copy of the loss. So the gradient of what all ranks hold is the mean over
-        them, as data parallelism computes it; that of a chunk is what came to it, divided by the number of ranks.
+        them, which averaging over ranks gives; that of a chunk is what came to it, divided by the number of ranks.
         """
         found: list[torch.Tensor | None] = []
         for index, grads in enumerate(zip(*self.grads, strict=True)):

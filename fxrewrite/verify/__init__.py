@@ -1,4 +1,4 @@
-"""Is this rewrite rule true? It is tested on samples of its own pattern; what is wrong is shown as a program."""
+"""Tests whether a rewrite rule is true on samples of its own pattern; a counterexample is shown as a program."""
 
 from fxrewrite.verify.compare import Difference, Kind
 from fxrewrite.verify.draw import Draw, Sampler

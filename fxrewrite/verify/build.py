@@ -1,7 +1,7 @@
-"""From a reading and values for its captures to a graph that runs: the one place that makes samples.
+"""Builds a runnable graph from a reading of a pattern and values of its captures; all samples are made here.
 
-Arguments that are not decided yet are guessed call by call, and a call is tried on small real tensors at once: a wrong
-guess costs one operator, not a graph. Fake values, which are private to torch, are made of graphs that worked.
+Undecided arguments are guessed call by call, and each call is tried at once on small real tensors, so a wrong guess
+costs one operator and not a graph. Fake values, which are private to torch, are made only for graphs that worked.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from fxrewrite.verify.tensors import TensorSpec
 __all__ = ["Builder", "FakeMode", "NoSampleError"]
 
 FakeMode: TypeAlias = FakeTensorMode
-"""Torch's own, under a name that is not private: all graphs of a verification share one."""
+"""Torch's FakeTensorMode under a public name; all graphs of a verification share one."""
 
 _GUESSES = 24
+"""Number of guesses per call before the sample is given up."""
 _ABSENT: Any = object()
 
 
 class NoSampleError(ValueError):
-    """The reading with these values is no graph that runs; says which operator stood in the way."""
+    """The reading with these values gives no graph that runs; the message names the operator that failed."""
 
 
 class Builder:
-    """Builds one graph; `Builder(sample).module()` with every binding decided, or `Builder(sample, guesses)`.
+    """Builds one graph: `Builder(sample, mode).module()` if all bindings are decided, else with `guesses`.
 
     Attributes:
-        bindings: what the sample had, and what was guessed.
+        bindings: those of the sample, and those that were guessed.
     """
 
     def __init__(self, sample: Sample, mode: FakeMode, guesses: Guesses | None = None) -> None:
@@ -57,10 +58,10 @@ class Builder:
         self._terms: dict[Op, fx.Node] = {}
 
     def module(self) -> fx.GraphModule:
-        """The graph, with fake values.
+        """Returns the graph, with fake values.
 
         Raises:
-            NoSampleError: an operator does not take its arguments, or a constraint does not hold.
+            NoSampleError: an operator does not accept its arguments, or a constraint does not hold.
         """
         outputs = [
             self._call(term, f"out{i}") for i, term in enumerate(self.sample.reading.outputs) if isinstance(term, Op)
@@ -75,7 +76,7 @@ class Builder:
 
     @property
     def complete(self) -> Sample:
-        """The sample with what was guessed."""
+        """The sample with the guessed bindings."""
         return replace(self.sample, bindings=dict(self.bindings))
 
     def _call(self, term: Op, path: str) -> fx.Node:
@@ -91,7 +92,7 @@ class Builder:
             try:
                 node = self._attempt(term, path, ready, attempt)
                 self._check(set(self.bindings) - mark[0])
-            except TORCH_ERRORS as error:  # wrongly guessed, wrongly called, or what a predicate did not expect
+            except TORCH_ERRORS as error:  # a wrong guess, a wrong call, or a predicate that fails on it
                 problem = f"{term_text(term)}: {_first_line(error)}"
                 self._take_back(*mark)
             else:
@@ -100,7 +101,7 @@ class Builder:
         raise NoSampleError(problem)
 
     def _below(self, part: Term, path: str) -> Any:
-        """The operators in an argument, called; other parts of a list stay terms."""
+        """Returns an argument with its operators replaced by their calls; other parts of a list stay terms."""
         if isinstance(part, Op):
             return self._call(part, path)
         assert isinstance(part, ListOf)
@@ -110,7 +111,7 @@ class Builder:
         ]
 
     def _take_back(self, names: set[str], nodes: set[fx.Node]) -> None:
-        """Forget all bindings and nodes but these; inputs stand in front of nodes that are older."""
+        """Forgets all other bindings and nodes. Inputs are always before calls, so the last input is found again."""
         for name in [name for name in self.bindings if name not in names]:
             del self.bindings[name]
             self._nodes.pop(name, None)
@@ -170,7 +171,7 @@ class Builder:
             if name in self._decided:
                 binding = self._decided[name]
             elif self._guesses is None:
-                binding = ...  # what a shrunk sample dropped
+                binding = ...  # the shrunk sample dropped it
             else:
                 binding = self._guesses.value(part, term, parameter, context, self.bindings, attempt)
             self.bindings[name] = binding
@@ -198,7 +199,7 @@ class Builder:
         return node
 
     def _make(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        """A new node whose value is known: it is run."""
+        """Makes a new node and runs it, so its value is known."""
         op = "call_method" if isinstance(target, str) else "call_function"
         values, named = map_arg((args, dict(kwargs)), ops.value)  # pyright: ignore[reportArgumentType]
         result = _callable(target)(*values, **named)
@@ -207,12 +208,12 @@ class Builder:
         return node
 
     def _check(self, names: set[str]) -> None:
-        """Raise if a constraint on captures that are all known does not hold."""
+        """Raises if a constraint whose captures are all known does not hold."""
         if self._guesses is None:
             return
         for constraint in self._guesses.pattern.where:
             if isinstance(constraint, NoOtherUsers):
-                continue  # the users are not there yet
+                continue  # its users do not exist yet
             suffixes = {name.partition("@")[2] for name in names if name.partition("@")[0] in constraint.names}
             for suffix in suffixes:
                 found = {name: self._captured(name, suffix) for name in constraint.names}
@@ -227,7 +228,7 @@ class Builder:
         return self._nodes.get(with_suffix, self._nodes.get(name, _ABSENT))
 
     def _finished(self, outputs: list[fx.Node]) -> fx.Graph:
-        """The graph anew: with names as if no guess had failed, and fake values in place of the real ones."""
+        """Copies the graph: names become as if no guess had failed, and fake values replace the real ones."""
         graph = fx.Graph()
         new: dict[fx.Node, fx.Node] = {}
         inputs: set[str] = set()
@@ -235,7 +236,7 @@ class Builder:
             if node.op == "placeholder":
                 spec: TensorSpec = node.meta["spec"]
                 name = str(node.target)
-                while name in inputs:  # a sibling's `w@1` is called like another capture, `w_1`
+                while name in inputs:  # the input of a sibling's `w@1` may collide with the capture `w_1`
                     name += "_"
                 inputs.add(name)
                 new[node] = graph.placeholder(name)

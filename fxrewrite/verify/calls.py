@@ -1,4 +1,4 @@
-"""From an operator key and arguments by name back to a call, as tracing writes it or as a model's author does."""
+"""From an operator key and arguments by name back to a call, as a trace or as a model's author writes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, T
 __all__ = ["Emit", "Form", "NoCallError", "emit", "first_name", "signatures"]
 
 Form: TypeAlias = Literal["aten", "torch"]
-"""ATen overloads, or the functions and methods of torch."""
+"""ATen overloads, or functions and methods of torch."""
 Emit: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 _VALUES = ("Tensor", "List[Tensor]", "List[Optional[Tensor]]")
 _NEVER_CHOSEN = ("Device", "Layout", "Generator", "Dimname", "List[Dimname]", "Stream", "Storage")
@@ -29,12 +29,12 @@ _BUILTINS = {
         Parameter("arg1", "ScalarType", False, False, NO_DEFAULT),
     )
 }
-"""What builtins take that have no signature; `argN` is what `ops.bind` calls their arguments."""
+"""Parameters of builtins that have no signature; `argN` is the name that `ops.bind` gives their arguments."""
 _BY_KEY = {f"aten::{name}": function for function, name in reversed(list(OPERATORS.items()))}
 
 
 class NoCallError(ValueError):
-    """There is no way to call an operator like that."""
+    """An operator cannot be called in this way."""
 
 
 @functools.cache
@@ -45,10 +45,10 @@ def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
 
 
 def _function(key: str) -> Any:
-    """The Python callable of a dotted key, if its module is imported."""
+    """Returns the Python callable of a dotted key, if its module is imported."""
     module, _, name = key.rpartition(".")
     found: Any = sys.modules.get(module)
-    while found is None and "." in module:  # a method: the module is further up
+    while found is None and "." in module:  # a method: its module is the prefix before the class
         module, _, owner = module.rpartition(".")
         found, name = sys.modules.get(module), f"{owner}.{name}"
     for part in name.split("."):
@@ -75,10 +75,10 @@ def _python_signature(key: str) -> Schema:
 
 
 def signatures(term: Op) -> tuple[Schema, ...]:
-    """The signatures that the call of a term may mean; of Python callables the one there is, without kinds.
+    """Returns the signatures that a call of the term may have; of a Python callable its own, without kinds.
 
     Raises:
-        NoCallError: there is none.
+        NoCallError: there is no such signature.
     """
     packet = _packet(term.key)
     if packet is None:
@@ -94,7 +94,7 @@ def _takes(schema: Schema, term: Op, *, strict: bool) -> bool:
     given = dict(term.args)
     overload = schema.overload
     if overload is not None and (overload._schema.is_mutable or overload._overloadname.startswith("prim_")):
-        return False  # those of TorchScript alone; `to.prim_dtype` with None takes all memory there is
+        return False  # only for TorchScript; `to.prim_dtype` with None exhausts the memory
     parameters = {p.name: p for p in schema.parameters}
     if not given.keys() <= parameters.keys():
         return False
@@ -109,7 +109,7 @@ def _takes(schema: Schema, term: Op, *, strict: bool) -> bool:
 
 
 def _may_stand(term: Term, parameter: Parameter, *, strict: bool) -> bool:
-    """Whether the term can be an argument of this kind; not `strict`, a number may stand for a tensor."""
+    """Whether the term can be an argument of this kind; if not `strict`, a number may be given for a tensor."""
     takes_values, takes_lists = parameter.kind in _VALUES, parameter.kind.startswith("List[")
     if isinstance(term, ListOf):
         return takes_lists
@@ -129,7 +129,7 @@ def _may_stand(term: Term, parameter: Parameter, *, strict: bool) -> bool:
 
 
 def first_name(key: str) -> str:
-    """The name of the first argument of an operator; `arg0`, as `ops.bind` has it, of a builtin without a signature.
+    """Returns the name of an operator's first argument; `arg0`, as in `ops.bind`, for a builtin without a signature.
 
     Raises:
         NoCallError: there is no such callable.
@@ -140,10 +140,10 @@ def first_name(key: str) -> str:
 
 
 def emit(form: Form, key: str, schema: Schema, given: Mapping[str, Any], make: Emit) -> Any:
-    """Emit a call of this signature with these arguments by name; `make` makes every node.
+    """Emits a call with this signature and these arguments by name; `make` makes every node.
 
     Raises:
-        NoCallError: the operator cannot be called like that in this form.
+        NoCallError: the operator cannot be called in this way in this form.
     """
     packet = _packet(key)
     if packet is None:
@@ -173,7 +173,7 @@ def _emit_function(form: Form, key: str, given: Mapping[str, Any], make: Emit) -
 def _spellings(
     key: str, packet: torch._ops.OpOverloadPacket, given: Mapping[str, Any]
 ) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Calls of torch that may mean the operator: an operator of Python, a function, a method, torch.nn.functional."""
+    """Yields calls of torch that may mean the operator: a Python operator, a function, a method, nn.functional."""
     name = key.partition("::")[2]
     if key in _BY_KEY and given.keys() <= {"self", "other"}:
         yield _BY_KEY[key], tuple(given.values()), {}
@@ -193,5 +193,5 @@ def _spellings(
             function = getattr(module, name, None)
             if function is not None and callable(function):
                 yield function, tuple(args), kwargs
-        if callable(getattr(torch.Tensor, name, None)) and args:  # `mT` is none: it is a property
+        if callable(getattr(torch.Tensor, name, None)) and args:  # `mT` is a property, not a method
             yield name, tuple(args), kwargs

@@ -1,4 +1,4 @@
-"""Where two runs differ: shape, dtype, strides, value, errors, inputs written to, random numbers; within which bounds.
+"""Compares two runs: shape, dtype, strides, values, errors, writes to inputs, random numbers; each with its tolerance.
 
     numerics         values                                                gradients
     exact            equal bits; all NaN are equal, 0.0 and -0.0 are not   as for "reassociates"
@@ -6,14 +6,14 @@
     approximate      |difference| <= relative * magnitude, by dtype:       four times that
                      float64 1e-4, float32 1e-3, float16 and bfloat16 5e-2
 
-`eps` is that of the coarsest floating-point dtype among what is compared and the inputs; for float64 the bounds of
-"reassociates" are 1e-10 and 4e-10. `magnitude` is the largest finite value in the run of the original: of inputs,
-intermediate values and results. What is beyond the bound of "reassociates" is still rounding, and a remark, if it all
-but vanishes when the same entries are computed in a finer dtype. NaN and infinities stand at the same places whatever
-the numerics. Strides are compared where size and memory make them mean something, and are a remark unless more is
-asked: the strides of `x * y` follow the first operand, so a rule whose operands may trade places cannot keep them.
-That a result lies in the memory of an input, as in `clone(x) -> x`, is a remark: where something writes to that memory
-the engine refuses the match, and where the result leaves a graph with fake values it is copied.
+`eps` is that of the coarsest floating-point dtype among inputs and results; for float64 the bounds of "reassociates"
+are 1e-10 and 4e-10. `magnitude` is the largest finite value in the run of the original, among inputs, intermediate
+values and results. An error beyond the bound of "reassociates" still counts as rounding, and becomes a remark, if it
+almost vanishes when the same entries are computed in a finer dtype. NaN and infinities must be at the same places for
+all numerics. Strides are compared where size and memory make them meaningful; a difference is a remark unless strides
+are promised: the strides of `x * y` follow the first operand, so a rule whose operands may be swapped cannot keep them.
+It is a remark that a result shares the memory of an input, as in `clone(x) -> x`: the engine refuses the match if
+something writes to that memory, and copies the result where it leaves a graph with fake values.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ Kind: TypeAlias = Literal[
 _APPROXIMATE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 _REASSOCIATES_ULPS, _GRADIENT = 16.0, 4.0
 _FLOAT64 = 1e-10
-"""There is no finer dtype that would tell large rounding errors from others."""
+"""Bound for float64, relative to the magnitude: no finer dtype could tell large rounding errors from others."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One way in which the rewritten graph is another function.
+    """One way in which the rewritten graph computes another function.
 
     Attributes:
         kind: "value", "shape", "dtype", "strides", "gradient", "raises" (one raises, the other does not), "mutation"
-            (an input is written to), "random" (other random numbers are drawn), "outputs" (another number of them),
+            (an input is written to), "random" (other random numbers are drawn), "outputs" (their number differs),
             "invalid" (the graph is malformed, or the rewrite raised), "endless" (the rule fires again and again),
-            "memory" (a result lies in the memory of an input).
+            "memory" (a result shares the memory of an input).
         text: what was expected and found.
-        error: of values and gradients, the largest error; infinite where one of the two is not finite.
+        error: for values and gradients, the largest absolute error; infinite if one of the two is not finite.
     """
 
     kind: Kind
@@ -73,7 +73,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Promise:
-    """What a rule says of itself, and whether it keeps strides; `tolerance` replaces the table's bound."""
+    """What a rule promises, and whether it keeps strides; `tolerance` replaces the bound of the table."""
 
     numerics: str = "exact"
     rng: str = "preserves"
@@ -82,7 +82,7 @@ class Promise:
     tolerance: float | None = None
 
     def bound(self, dtypes: Sequence[torch.dtype], numerics: str) -> float:
-        """The largest error, by the magnitude."""
+        """Returns the largest allowed error, relative to the magnitude."""
         if self.tolerance is not None:
             return self.tolerance
         floating = [dtype for dtype in dtypes if dtype.is_floating_point] or [torch.float32]
@@ -94,7 +94,8 @@ class Promise:
 def compare(
     before: Observation, after: Observation, promise: Promise, inputs: Sequence[torch.Tensor], magnitude: float
 ) -> list[Difference]:
-    """All differences; values are not compared where the rule may draw other numbers, and one of the two drew."""
+    """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew."""
+    # If the original raises, the rewritten graph must raise too, but need not raise the same error.
     if before.error is not None or after.error is not None:
         if before.error is not None and after.error is not None:
             return []
@@ -111,7 +112,7 @@ def compare(
         return [*found, Difference("outputs", f"{len(before.results)} outputs became {len(after.results)}")]
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
     newly = sorted(after.borrowed - before.borrowed)
-    found += [Difference("memory", f"output {index} lies in the memory of an input", 0.0) for index in newly]
+    found += [Difference("memory", f"output {index} shares the memory of an input", 0.0) for index in newly]
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
         found += _compare_one(index, was, is_now, promise, inputs, magnitude, comparable)
     return found
@@ -152,7 +153,7 @@ def _compare_one(
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """The strides that mean something: of dimensions with several entries, in a tensor that has entries."""
+    """Returns the strides that matter: of dimensions with several entries, if the tensor has entries."""
     if not tensor.numel():
         return []
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
@@ -161,7 +162,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 def _compare_values(
     what: str, kind: Kind, was: torch.Tensor, is_now: torch.Tensor, bound: float | None, magnitude: float
 ) -> list[Difference]:
-    """`bound` None: equal bits."""
+    """Returns at most one difference; with `bound` None, bits must be equal."""
     was, is_now = was.detach(), is_now.detach()
     exact_dtype = torch.complex128 if was.dtype.is_complex or is_now.dtype.is_complex else torch.float64
     a, b = was.to(exact_dtype), is_now.to(exact_dtype)
@@ -196,7 +197,7 @@ def compare_gradients(
     promise: Promise,
     magnitude: float,
 ) -> list[Difference]:
-    """Differences between gradients; an original without gradients promises nothing."""
+    """Returns differences between gradients; none if the original has no gradients."""
     if before is None or isinstance(before, Exception):
         return []
     if isinstance(after, Exception):

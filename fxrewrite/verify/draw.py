@@ -1,4 +1,4 @@
-"""Where the chance of a sample comes from, and what a sampler draws with."""
+"""Random choices of a sample, and what a sampler draws with."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 _MOST = 8
 _SMALL, _LARGER = (1, 2, 3, 5), (4, 7, _MOST)
 _LONG = (41, 48, 64, 130)
-"""Longer than the vectors of a CPU kernel and than a block of 32 or 128 entries, one of them odd."""
+"""Long sizes: beyond the vectors of a CPU kernel and beyond blocks of 32 or 128 entries; one is odd."""
 Domain: TypeAlias = Literal["all", "finite", "moderate"]
-"""The values for which a rule holds, as `fxrewrite.Rule.domain` says it."""
+"""The values for which a rule holds, as in `fxrewrite.Rule.domain`."""
 _CONTENTS: tuple[Contents, ...] = (
     *("normal", "special", "hundreds", "normal"),
     *("integers", "far_from_zero", "ten_thousands", "zeros"),
 )
-"""Contents by the number of the sample, 8 and 5 (below) and 3 dtypes in turn: in 120 samples each meets each."""
+"""Contents by sample number. The cycles of 8 contents, 5 sizes (below) and 3 dtypes meet every combination in 120."""
 _SIZES: tuple[Literal["small", "long", "empty"], ...] = ("small", "long", "small", "empty", "small")
 
 
@@ -35,14 +35,14 @@ def _contents_of(index: int, domain: Domain) -> Contents:
 
 
 class Draw:
-    """What a sampler draws with; the same seed draws the same in every process.
+    """What a sampler draws with; the same seed draws the same values in every process.
 
     Attributes:
         dtype: the floating-point dtype of this sample.
-        dtypes: all that are tested.
-        most: no size is larger, but for one long dimension in every fifth sample; a counterexample is drawn again with
-            small ones.
-        contents: what most tensors of this sample hold; see `TensorSpec.contents`.
+        dtypes: all dtypes that are tested.
+        most: upper limit of sizes, except for one long dimension in every fifth sample; to shrink a counterexample, it
+            is drawn again with a small limit.
+        contents: what most tensors of this sample contain; see `TensorSpec.contents`.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class Draw:
         self.contents: Contents = _contents_of(index, domain)
         pool = [self._size(sizes) for _ in range(self.rng.choice((1, 1, 2, 3)))]
         self._pool = [size for size in pool if size <= most] or [1]
-        """Few sizes in a sample: then those that must be equal often are."""
+        """The few sizes of this sample, so that sizes which must be equal often are."""
         kind = _SIZES[index % len(_SIZES)]
         self._rare: int | None = 0 if kind == "empty" else None
-        """A size that one dimension has, and then those that are drawn to be equal to it."""
+        """A special size (0 or long) for one dimension, and then for those that are drawn to be equal to it."""
         if kind == "long" and most >= _MOST:
             self._rare = self.rng.choice(_LONG)
 
@@ -76,49 +76,49 @@ class Draw:
         return self.choice(*(_SMALL if self.flag(0.85) else _LARGER))
 
     def size(self, *, least: int = 1) -> int:
-        """A size of a dimension, `most` at most: one of the few of this sample. With `least=0` also 0, at times."""
+        """Draws a size of at most `most` from the few sizes of this sample; with `least=0`, sometimes 0."""
         if self._rare is not None and self._rare >= least and self.flag():
             rare, self._rare = self._rare, None
             return rare
         return self.rng.choice(self._pool)
 
     def shape(self, rank: int, *, least: int = 1) -> tuple[int, ...]:
-        """So many sizes."""
+        """Draws `rank` sizes."""
         return tuple(self.size(least=least) for _ in range(rank))
 
     def integer(self, low: int, high: int) -> int:
-        """An integer in low to high, both included."""
+        """Draws an integer from low to high, both included."""
         return self.rng.randint(low, high)
 
     def flag(self, probability: float = 0.5) -> bool:
-        """True with this probability."""
+        """Draws True with this probability."""
         return self.rng.random() < probability
 
     def choice(self, *options: T) -> T:
-        """One of the options."""
+        """Draws one of the options."""
         return self.rng.choice(options)
 
     def spec(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, is_param: bool = False) -> TensorSpec:
-        """A tensor of this shape in any layout, to be made later."""
+        """Draws a tensor of this shape in any memory layout, as a spec."""
         layouts: list[Layout] = ["contiguous", "contiguous", "contiguous", "transposed", "expanded"]
         layout, seed = self.rng.choice(layouts), self.rng.getrandbits(32)
         contents: Contents = self.contents if self.flag(0.8) or self.contents == "special" else "normal"
         return TensorSpec(tuple(shape), dtype or self.dtype, layout, contents, seed, is_param=is_param)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A tensor of this shape with any entries, in any layout; by default of the sample's dtype."""
+        """Draws a tensor of this shape with any entries and memory layout; by default with the sample's dtype."""
         return self.spec(shape, dtype).tensor()
 
     def indices(self, *shape: int, below: int) -> torch.Tensor:
-        """An int64 tensor of this shape with entries in 0 to `below` - 1."""
+        """Draws an int64 tensor of this shape with entries from 0 to `below` - 1."""
         generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
         return torch.randint(0, below, shape, generator=generator)
 
     def mask(self, *shape: int, probability: float = 0.5) -> torch.Tensor:
-        """A bool tensor of this shape whose entries are True with this probability."""
+        """Draws a bool tensor of this shape whose entries are True with this probability."""
         generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
         return torch.rand(shape, generator=generator) < probability
 
 
 Sampler: TypeAlias = Callable[[Draw], Mapping[str, Any]]
-"""Draws values for captures by name: a tensor, a list of tensors, None, or a Python value. The others are guessed."""
+"""Draws values of captures by name: a tensor, a list of tensors, None, or a Python value. Others are guessed."""

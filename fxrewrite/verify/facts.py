@@ -1,4 +1,4 @@
-"""What the constraints of a pattern say about its inputs before any graph is built: so that few guesses are wrong."""
+"""What the constraints of a pattern say about its inputs before a graph is built, so that few guesses are wrong."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ALSO = (torch.int64, torch.bool, torch.int32)
 
 
 class Facts:
-    """The constraints, by capture.
+    """The constraints of a pattern, by capture.
 
     Attributes:
-        constants: by capture, what a constraint on it compares with.
-        sizes: of those, what may be a size.
+        constants: for each capture, the constants that constraints compare it with.
+        sizes: those of the constants that may be sizes, and twice these.
     """
 
     def __init__(self, pattern: Pattern) -> None:
@@ -58,20 +58,20 @@ class Facts:
             self._ranks[left.name] = right.value
 
     def is_param(self, name: str) -> bool:
-        """Whether a constraint says that the capture is a parameter."""
+        """Whether a constraint requires the capture to be a parameter."""
         return name in self._params
 
     def tensor(
         self, name: str, context: Sequence[torch.Tensor], bound: Mapping[str, Any], draw: Draw, attempt: int
     ) -> TensorSpec:
-        """A guess at the tensor that is captured as `name`, for a call with these other tensors.
+        """Guesses the tensor that is captured as `name`, for a call with these other tensors.
 
         Args:
-            name: the capture without the number of a sibling; empty where the value is ignored.
+            name: the capture without the number of a sibling; empty if the value is ignored.
             context: tensors that the operator is called with.
             bound: specs of the captures so far.
-            draw: the chance.
-            attempt: how many guesses failed; later ones are bolder.
+            draw: random choices.
+            attempt: how many guesses failed; later guesses are bolder.
         """
         partner = self._partner(name, self._same_shape, bound)
         shape = partner.shape if partner is not None else _shape(self._ranks.get(name), context, draw)
@@ -103,7 +103,7 @@ def _shape(rank: int | None, context: Sequence[torch.Tensor], draw: Draw) -> tup
 
 
 def _related(shape: list[int], draw: Draw) -> list[int]:
-    """A shape that goes together with `shape`: equal, broadcast against it, a factor of a product, its last size."""
+    """Returns a shape that fits `shape`: equal, broadcast against it, a factor of a product, its last size."""
     way = draw.integer(0, 9)
     if way < 3 or not shape:
         return shape

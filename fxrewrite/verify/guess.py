@@ -1,4 +1,4 @@
-"""Values for what a pattern captures or ignores, guessed for the call that they stand in."""
+"""Guesses values of what a pattern captures or ignores, for the call in which they occur."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Guesses"]
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """Where values come from that are not decided yet.
+    """The source of values that are not decided yet.
 
     Attributes:
-        pattern: whose constraints must hold.
-        facts: what they say beforehand.
-        draw: the chance.
+        pattern: the pattern whose constraints must hold.
+        facts: what these constraints say in advance.
+        draw: random choices.
     """
 
     pattern: Pattern
@@ -42,7 +42,7 @@ class Guesses:
         bindings: Mapping[str, Any],
         attempt: int,
     ) -> Binding:
-        """A guess at the value of a capture, or of something ignored, as an argument of a call.
+        """Guesses the value of a capture, or of something ignored, as an argument of a call.
 
         Args:
             part: the capture, or `...`.
@@ -53,7 +53,7 @@ class Guesses:
             attempt: how many guesses failed.
 
         Raises:
-            NoValueError: arguments of this kind are not guessed.
+            NoValueError: arguments of this kind cannot be guessed.
         """
         draw = self.draw
         kind = part.kind if isinstance(part, Capture) else "any"

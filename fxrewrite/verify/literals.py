@@ -1,4 +1,4 @@
-"""Legal values of an argument that is a Python value: what is captured is drawn from them, what is ignored varies."""
+"""Legal Python values of an argument, drawn for literals that a pattern captures or ignores."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from fxrewrite.ops import DIM_ARGUMENTS, has_trait
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
 from fxrewrite.pattern.terms import LiteralValue
 from fxrewrite.pattern.where.facts import Predicate
@@ -17,9 +18,6 @@ from fxrewrite.verify.draw import Draw
 
 __all__ = ["NoValueError", "legal_value", "numbers_in"]
 
-_DIMS = frozenset({"dim", "dim0", "dim1", "dims", "start_dim", "end_dim", "source", "destination", "normalized_dim"})
-_MORE_DIMS = frozenset({"aten::unsqueeze", "aten::stack", "aten::diag_embed"})
-"""Their `dim` counts dimensions of the result, which has one more."""
 _FLOATS = (0.0, 0.5, 1.0, -2.0, 1e-6, 8.0)
 _INTEGERS = (0, 1, 2, 3, -1, -2)
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc"), "mode": ("constant", "reflect")}
@@ -27,14 +25,14 @@ _LAST = 2**63 - 1
 
 
 class NoValueError(ValueError):
-    """Nothing is known about what may stand there."""
+    """No legal values of this kind of argument are known."""
 
 
 def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor], draw: Draw) -> Any:
-    """A value that the operator may take as this argument, given the tensors that it is called with.
+    """Draws a value that the operator may accept as this argument, given the tensors that it is called with.
 
     Raises:
-        NoValueError: arguments of this kind are not guessed.
+        NoValueError: arguments of this kind cannot be guessed.
     """
     if parameter.optional and draw.flag(0.25):
         return None
@@ -46,7 +44,7 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
         return draw.flag()
     if kind == "float":
         return draw.choice(*_FLOATS)
-    if kind == "number" or kind == "Tensor":  # a number may stand for the second operand
+    if kind == "number" or kind == "Tensor":  # the second operand may be a number
         return draw.choice(*_FLOATS, *_INTEGERS)
     if kind == "ScalarType":
         return draw.choice(*draw.dtypes, draw.dtype)
@@ -66,8 +64,8 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
 
 
 def _integer(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> int:
-    rank = tensor.ndim + (key in _MORE_DIMS)
-    if name in _DIMS:
+    rank = tensor.ndim + has_trait(key, "new_dim")
+    if name in DIM_ARGUMENTS:
         return draw.integer(-max(rank, 1), max(rank, 1) - 1)
     sizes = [draw.choice(*tensor.shape)] if tensor.ndim else []
     sizes += [size // 2 for size in sizes]
@@ -80,7 +78,7 @@ def _integers(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> list[int
     if key == "aten::permute" or (name == "dims" and key not in ("aten::flip", "aten::roll", "aten::sum")):
         order = draw.rng.sample(range(rank), rank)
         return [dim - rank for dim in order] if draw.flag(0.2) else order
-    if name in _DIMS:
+    if name in DIM_ARGUMENTS:
         chosen = draw.rng.sample(range(rank), draw.integer(min(rank, 1), rank))
         return [dim - rank if draw.flag(0.4) else dim for dim in chosen]
     if name == "normalized_shape":
@@ -101,7 +99,7 @@ def _parts(size: int, draw: Draw) -> list[int]:
 
 
 def _reshaped(shape: list[int], draw: Draw) -> list[int]:
-    """A shape with as many entries: dimensions merged, cut, swapped, or one left for torch to work out."""
+    """Returns a shape with as many entries: dimensions merged, split, swapped, or one replaced by -1."""
     new = list(shape)
     for _ in range(draw.integer(0, 2)):
         way = draw.integer(0, 3)
@@ -122,7 +120,7 @@ def _reshaped(shape: list[int], draw: Draw) -> list[int]:
 
 
 def numbers_in(constraint: Any) -> Iterator[Any]:
-    """The constants that a constraint compares with: those of its text, and those that a predicate's code mentions."""
+    """Yields the constants that a constraint compares with: those of its text, or those in a predicate's code."""
     if isinstance(constraint, Predicate):
         code = getattr(constraint.function, "__code__", None)
         closed = inspect.getclosurevars(constraint.function).nonlocals.values() if code is not None else ()

@@ -1,4 +1,4 @@
-"""What can be seen of a graph when it runs: results, errors, gradients, writes to its inputs, random numbers drawn."""
+"""What a run of a graph shows: results, errors, gradients, writes to its inputs, random numbers drawn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxrewrite.verify.sample import TORCH_ERRORS
 __all__ = ["Observation", "Runner", "cotangents", "gradients", "largest_value", "observe", "run_here"]
 
 Runner: TypeAlias = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
-"""Runs a graph on inputs and gives its outputs as a flat list; on simulated ranks, those of all ranks."""
+"""Runs a graph on inputs, and returns its outputs as a flat list; on simulated ranks, those of all ranks."""
 _SEED = 0
 
 
@@ -25,11 +25,11 @@ class Observation:
 
     Attributes:
         results: outputs, detached; empty if it raised.
-        error: what it raised.
+        error: the exception that it raised.
         written: positions of inputs that it wrote to.
         draws: the state of the random number generator afterwards.
-        has_drawn: whether that state has changed.
-        borrowed: positions of results that lie in the memory of an input.
+        has_drawn: whether that state changed.
+        borrowed: positions of results that share the memory of an input.
     """
 
     results: tuple[Any, ...]
@@ -41,12 +41,12 @@ class Observation:
 
 
 def run_here(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """The outputs of a graph on this device."""
+    """Returns the outputs of a graph, run on this device."""
     return pytree.tree_leaves(gm(*inputs), is_leaf=lambda value: value is None)
 
 
 def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> Observation:
-    """Run a graph once, without gradients; `inputs` may be written to."""
+    """Runs a graph once, without gradients; it may write to `inputs`."""
     copies = [value.clone() for value in inputs]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(_SEED)
@@ -65,7 +65,7 @@ def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> 
 
 
 def _memory(value: Any) -> int:
-    """The address of the memory that a plain tensor lies in; 0 of anything else, and of a tensor without entries."""
+    """Returns the address of a plain tensor's memory; 0 for other values, and for a tensor without entries."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     return value.untyped_storage().data_ptr() if is_plain else 0
 
@@ -75,7 +75,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def cotangents(results: Sequence[Any]) -> list[torch.Tensor | None]:
-    """A random gradient for every floating-point result, the same for equal shapes."""
+    """Returns a random gradient for every floating-point result, equal for equal shapes."""
     generator = torch.Generator().manual_seed(_SEED)
     found: list[torch.Tensor | None] = []
     for result in results:
@@ -88,9 +88,9 @@ def cotangents(results: Sequence[Any]) -> list[torch.Tensor | None]:
 def gradients(
     gm: fx.GraphModule, inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], run: Runner
 ) -> list[torch.Tensor | None] | Exception | None:
-    """The gradient of every floating-point input; None where there is none, or the error that computing them raises.
+    """Returns the gradient of every input, None for those not floating-point, or the error that the run raises.
 
-    A gradient that does not arrive counts as one of zeros. None as a whole: no result can be differentiated.
+    A gradient that autograd does not compute counts as zeros. None as a whole: no result is differentiable.
     """
     leaves = [value.requires_grad_() if value.is_floating_point() else value for value in inputs]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -116,7 +116,7 @@ def gradients(
 
 
 class _Largest(fx.Interpreter):
-    """Runs a graph and keeps the largest finite magnitude of all values in it."""
+    """Runs a graph and records the largest finite magnitude among all its values."""
 
     largest = 0.0
 
@@ -130,7 +130,7 @@ class _Largest(fx.Interpreter):
 
 
 def largest_value(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
-    """The largest finite magnitude among inputs, intermediate values and results: what rounding errors scale with."""
+    """Returns the largest finite magnitude of inputs, intermediate values and results; rounding scales with it."""
     interpreter = _Largest(gm)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(_SEED)

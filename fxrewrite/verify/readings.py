@@ -1,4 +1,4 @@
-"""One way to read a pattern: every alternative decided, so that what is left is the text of a program."""
+"""Readings of a pattern: with every alternative decided, a pattern is the text of a program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Alternative", "Choose", "Reading", "Site", "read", "sites"]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A place where a pattern leaves a choice; equal terms are one site, wherever they stand."""
+    """A choice in a pattern; equal terms are one site, wherever they occur."""
 
     text: str
     options: tuple[str, ...]
@@ -42,9 +42,9 @@ class Reading:
     """A pattern without alternatives.
 
     Attributes:
-        outputs: terms of operators, captures, lists, literals and `...` alone.
+        outputs: terms that consist of operators, captures, lists, literals and `...` only.
         chosen: the alternatives that were taken.
-        siblings: the capture that siblings share; captures of each sibling but this one are called `name@1` ...
+        siblings: the capture that siblings share; the other captures of each sibling are named `name@1` ...
     """
 
     outputs: tuple[Term, ...]
@@ -53,7 +53,7 @@ class Reading:
 
 
 def sites(pattern: Pattern) -> tuple[Site, ...]:
-    """All places of the pattern where there is a choice."""
+    """Returns all sites of the pattern."""
     found = (site for output in pattern.outputs for term in subterms(output) for site in _sites_at(term))
     return tuple(dict.fromkeys(found))
 
@@ -81,7 +81,7 @@ def _commutes(term: Op) -> bool:
 
 
 def read(pattern: Pattern, choose: Choose) -> Reading:
-    """The reading in which `choose` decides every site that is reached."""
+    """Returns the reading in which `choose` decides every site that it reaches."""
     chosen: dict[Alternative, None] = {}
 
     def decide(site: Site) -> int:

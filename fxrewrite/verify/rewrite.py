@@ -1,4 +1,4 @@
-"""Is this rewrite rule true? Samples of the pattern, run before and after the rewrite, until one differs."""
+"""Tests a rewrite rule: runs samples of the pattern before and after the rewrite, until one differs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ from fxrewrite.verify.verdict import Counterexample, Verdict
 __all__ = ["verify_rewrite"]
 
 _PROPOSALS = 30
-"""Graphs proposed for each sample that is asked for, and for each alternative that was not met."""
+"""Graphs proposed per requested sample, and per alternative that did not occur yet."""
 _SHRINKING = 200
+"""Most samples that are tried to make a counterexample smaller."""
 
 
 def verify_rewrite(
@@ -59,11 +60,11 @@ def verify_rewrite(
     terminates: bool = True,
     imports: Sequence[str] = (),
 ) -> Verdict:
-    """Test a rule on graphs in which its pattern matches; the same arguments give the same verdict in every process.
+    """Tests a rule on graphs in which its pattern matches; equal arguments give equal verdicts in every process.
 
-    Graphs are made of the pattern itself, in ATen overloads and in torch functions: each with other sizes, dtypes,
-    layouts and entries, and with other legal values for what the pattern captures as a Python value or ignores. They
-    are run before and after the rewrite; `fxrewrite.verify.compare` says what is compared, and within which bounds.
+    Graphs are made from the pattern itself, in ATen overloads and in torch functions: each with other sizes, dtypes,
+    memory layouts and entries, and with other legal values of what the pattern captures as a Python value or ignores.
+    They are run before and after the rewrite; `fxrewrite.verify.compare` says what is compared, with which bounds.
 
     Args:
         rule_id: names the rule in the verdict.
@@ -72,15 +73,15 @@ def verify_rewrite(
         numerics, rng, shapes: what the rule promises, as in `fxrewrite.rule`.
         samples: how many graphs to rewrite and compare.
         dtypes: of the floating-point inputs.
-        grad: whether gradients are compared, at finite inputs.
-        seed: another one gives other samples.
-        sampler: draws captures that cannot be guessed, from a `Draw`; then an alternative that is never met is a
-            remark, else it is an error.
-        run: runs a graph, for example on simulated ranks; gradients are compared if its outputs can be differentiated.
-        strides: whether other strides of an output are a difference; else they are a remark.
-        domain: the values that inputs may hold: "all", "finite" (no NaN and no infinities), or "moderate" (of a size
+        grad: whether to compare gradients, at finite inputs.
+        seed: another seed gives other samples.
+        sampler: draws captures that cannot be guessed, from a `Draw`. With a sampler, an alternative that never occurs
+            is a remark; without, it is an error.
+        run: runs a graph, for example on simulated ranks; gradients are compared if its outputs are differentiable.
+        strides: whether different strides of an output are a difference; if not, they are a remark.
+        domain: the values that inputs may have: "all", "finite" (neither NaN nor infinities), or "moderate" (of a size
             around one).
-        tolerance: the largest error by the magnitude of the values, in place of the table's; not for "exact".
+        tolerance: the largest error relative to the magnitude, in place of the table's; not for "exact".
         terminates: whether the rule promises not to fire on its own result again and again.
         imports: modules that define operators of the rule, for counterexamples that call one.
 
@@ -96,7 +97,7 @@ def verify_rewrite(
         name = virtual[0].rpartition(".")[2]
         return Verdict(
             rule_id,
-            error=f"on one device {name} is not what it stands for, so nothing can be said of a rule over it there; "
+            error=f"on one device {name} is only a placeholder, so a rule on it cannot be tested there; "
             "pass run= to run the graphs on simulated ranks (fxrewrite.testing.run_on_ranks)",
         )
     trials = Trials(
@@ -116,7 +117,7 @@ def verify_rewrite(
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Torch logs a traceback where an operator refuses fake tensors, and warns of empty ones: part of the work here."""
+    """Silences torch, which logs a traceback if an operator rejects fake tensors, and warns of empty ones."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True
     try:
@@ -130,13 +131,13 @@ def _quiet() -> Generator[None]:
 def _dtype(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise FxRewriteError(f"{name!r} is no floating-point dtype; write float32, bfloat16 ...")
+        raise FxRewriteError(f"{name!r} is not a floating-point dtype; write float32, bfloat16 ...")
     return found
 
 
 @dataclass(slots=True)
 class _Search:
-    """Proposes samples, those of alternatives that were met least first, and counts what came of them."""
+    """Proposes samples, preferring alternatives that occurred least, and counts the outcomes."""
 
     rule_id: str
     trials: Trials
@@ -153,10 +154,11 @@ class _Search:
     problems: Counter[str] = field(default_factory=Counter[str])
 
     def verdict(self, samples: int) -> Verdict:
-        """The verdict after so many samples, or at the first difference."""
+        """Returns the verdict after `samples` comparisons, or at the first difference."""
         wanted = {Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))}
         limit, index, is_extended = _PROPOSALS * samples, 0, False
         while index < limit and (self.counts["compared"] < samples or wanted - self.met.keys()):
+            # Enough samples, but some alternatives did not occur yet: extend the search once, in proportion to these.
             if self.counts["compared"] >= samples and not is_extended:
                 is_extended = True
                 limit = min(limit, index + _PROPOSALS * len(wanted - self.met.keys()))
@@ -167,7 +169,7 @@ class _Search:
         return self._verdict(samples, None)
 
     def propose(self, index: int, *, most: int) -> Trial:
-        """Make and test the sample of this number."""
+        """Makes and tests the sample with this number."""
         draw = Draw(
             f"{self.seed}/{index}/{most}",
             self.dtypes[index % len(self.dtypes)],
@@ -227,7 +229,7 @@ class _Search:
             self.allowed[kind] = (number + 1, example or first)
 
     def _counterexample(self, index: int, first: Trial) -> Counterexample:
-        """The same kind of difference, on a sample as small as can be found."""
+        """Returns the same kind of difference on the smallest sample found."""
         latest = self._seen_in_values(first)
         if self.sampler is not None:
             latest = self._drawn_smaller(index, latest)
@@ -242,7 +244,7 @@ class _Search:
             return True
 
         assert latest.sample is not None
-        is_wrong(latest.sample.in_dtype(torch.float64))  # if so, rounding is no question any more
+        is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
         _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING)
         assert latest.sample is not None
         assert latest.before is not None
@@ -253,7 +255,7 @@ class _Search:
         return Counterexample(difference, text, tried)
 
     def _seen_in_values(self, first: Trial) -> Trial:
-        """What differs in gradients alone, as all is zero, mostly differs in values where nothing is."""
+        """Retries with other entries: if only gradients differ because all is zero, values mostly differ elsewhere."""
         assert first.sample is not None
         if first.differences[0].kind != "gradient":
             return first
@@ -261,7 +263,7 @@ class _Search:
         return trial if trial.differences and trial.differences[0].kind == "value" else first
 
     def _drawn_smaller(self, index: int, first: Trial) -> Trial:
-        """What a sampler gave is not changed, it is drawn again under a lower limit of sizes."""
+        """Draws again with smaller limits of sizes, because a sampler's values must not be changed."""
         for most in (1, 2, 3):
             for again in range(index, index + _PROPOSALS):
                 trial = self.propose(again, most=most)

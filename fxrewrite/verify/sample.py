@@ -1,4 +1,4 @@
-"""A sample: everything that determines one graph in which a pattern stands, and its inputs."""
+"""A sample: everything that determines a graph in which a pattern occurs, and its inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fxrewrite.verify.tensors import Contents, TensorSpec
 __all__ = ["TORCH_ERRORS", "Binding", "Sample"]
 
 Binding: TypeAlias = Any
-"""A TensorSpec, a list of them, a Python value, or `...` for what is left to the operator's default."""
+"""A TensorSpec, a list of these, a Python value, or `...` for the operator's default."""
 TORCH_ERRORS = (
     RuntimeError,
     TypeError,
@@ -26,7 +26,7 @@ TORCH_ERRORS = (
     AssertionError,
     ArithmeticError,
 )
-"""What an operator raises when it is called wrongly."""
+"""Exceptions that operators raise if they are called wrongly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +38,7 @@ class Sample:
         form: ATen overloads, or torch functions and methods.
         twice: whether equal pure terms are computed twice.
         exposed: whether values that may have other users are outputs too.
-        bindings: by capture, and by place for what the pattern ignores.
+        bindings: values by capture; for what the pattern ignores, by place.
     """
 
     reading: Reading
@@ -48,12 +48,12 @@ class Sample:
     bindings: Mapping[str, Binding]
 
     def with_binding(self, name: str, value: Binding) -> Sample:
-        """The same sample with one value replaced; one that is `...` is left to the operator's default."""
+        """Returns the sample with one value replaced; `...` means the operator's default."""
         bindings = {**self.bindings, name: value}
         return replace(self, bindings=bindings)
 
     def in_finer_dtype(self, finer: Mapping[torch.dtype, torch.dtype]) -> Sample:
-        """The same entries in other dtypes; a dtype that is captured, and that an input has, changes with it."""
+        """Returns the same entries in other dtypes; a captured dtype that an input has changes with it."""
         had = {spec.dtype for _, spec in self.specs()}
 
         def converted(spec: TensorSpec) -> TensorSpec:
@@ -68,7 +68,7 @@ class Sample:
         return replace(sample, bindings={**sample.bindings, **other})
 
     def in_dtype(self, dtype: torch.dtype) -> Sample:
-        """The same, drawn in one floating-point dtype, but for what a sampler gave."""
+        """Returns the sample drawn in one floating-point dtype, except tensors that a sampler gave."""
 
         def converted(spec: TensorSpec) -> TensorSpec:
             return replace(spec, dtype=dtype) if spec.dtype.is_floating_point and not spec.is_given else spec
@@ -76,7 +76,7 @@ class Sample:
         return self._with_specs(converted)
 
     def plain(self, contents: Contents) -> Sample:
-        """The same with contiguous inputs and other entries, but for those that a sampler gave."""
+        """Returns the sample with contiguous inputs and other entries, except tensors that a sampler gave."""
 
         def made_plain(spec: TensorSpec) -> TensorSpec:
             return spec if spec.is_given else replace(spec, layout="contiguous", contents=contents)
@@ -92,7 +92,7 @@ class Sample:
         return replace(self, bindings={name: changed(binding) for name, binding in self.bindings.items()})
 
     def specs(self) -> Iterator[tuple[str, TensorSpec]]:
-        """The names of the graph's inputs, in order, and how to make them."""
+        """Yields the names of the graph's inputs, in order, with their specs."""
         for name, binding in self.bindings.items():
             if isinstance(binding, TensorSpec):
                 yield name, binding

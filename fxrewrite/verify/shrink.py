@@ -1,4 +1,4 @@
-"""A counterexample made small: smaller sizes, plainer values, while the rule is still wrong in the same way."""
+"""Shrinks a counterexample: smaller sizes and plainer values, as long as the rule is wrong in the same way."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PLAINER: tuple[Contents, ...] = (
     *("hundreds", "ten_thousands", "far_from_zero", "special"),
 )
 _MOST_ENTRIES = 12
-"""Single entries are simplified in tensors that have no more."""
+"""Largest tensor, in entries, whose entries are simplified one by one."""
 
 
 def shrunk(sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int) -> tuple[Sample, int]:
-    """The smallest sample found for which `is_wrong` holds, and how many were tried; at most `steps`."""
+    """Returns the smallest sample found for which `is_wrong` holds, and the number of trials, at most `steps`."""
     tried = skipped = 0
     while True:
         candidates = list(_smaller(sample))
         for index in range(len(candidates)):
-            place = (skipped + index) % len(candidates)  # what failed for a larger sample is tried again last
+            place = (skipped + index) % len(candidates)  # candidates that failed for the previous sample come last
             if tried == steps:
                 return sample, tried
             tried += 1
@@ -40,7 +40,7 @@ def shrunk(sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int) ->
 
 
 def _smaller(sample: Sample) -> Iterator[Sample]:
-    """Samples that are one step simpler, the biggest steps first."""
+    """Yields samples that are one step simpler, the biggest steps first."""
     if sample.twice or sample.exposed:
         yield replace(sample, twice=False, exposed=False)
     for contents in _PLAINER[:-1]:
@@ -54,7 +54,7 @@ def _smaller(sample: Sample) -> Iterator[Sample]:
         if isinstance(value, list) and len(value) > 1 and isinstance(value[0], TensorSpec):
             yield sample.with_binding(name, value[:-1])
         elif not isinstance(value, TensorSpec) and value is not ...:
-            if "." in name:  # ignored by the pattern: the operator's own default
+            if "." in name:  # the pattern ignores it: try the operator's default
                 yield sample.with_binding(name, ...)
             yield from (sample.with_binding(name, simpler) for simpler in _simpler_literal(value))
 
@@ -66,7 +66,7 @@ def _free_specs(sample: Sample) -> Iterator[tuple[str, TensorSpec]]:
 
 
 def _with_sizes(sample: Sample) -> Iterator[Sample]:
-    """Every size, wherever it stands, made smaller at once; then single dimensions, then whole leading ones."""
+    """Yields samples with one size smaller wherever it occurs; then single dimensions; then without leading ones."""
     sizes = {size for _, spec in sample.specs() if not spec.is_given for size in spec.shape if size > 1}
     for size in sorted(sizes, reverse=True):
         for smaller in sorted({1, 2, size // 2, size - 1} - {0}):
@@ -108,7 +108,7 @@ def _reshaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
 
 
 def _with_contents(spec: TensorSpec, contents: Contents) -> TensorSpec:
-    """The spec with these contents, unless it has as plain ones already."""
+    """Returns the spec with these contents, unless its contents are as plain already."""
     is_plain = spec.data is not None or _PLAINER.index(spec.contents) <= _PLAINER.index(contents)
     return spec if is_plain else replace(spec, contents=contents)
 
@@ -131,7 +131,7 @@ def _simpler_spec(spec: TensorSpec) -> Iterator[TensorSpec]:
 
 
 def _simpler_literal(value: Any) -> Iterator[Any]:
-    """Values of the same type that say less."""
+    """Yields simpler values of the same type."""
     if isinstance(value, bool):
         yield from (False,) if value else ()
     elif isinstance(value, int):

@@ -1,4 +1,4 @@
-"""A counterexample as Python that anybody can run: inputs, both graphs as straight torch code, both results."""
+"""A counterexample as a Python program: inputs, both graphs as straight torch code, both results."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def snippet(
     difference: Difference,
     imports: Sequence[str] = (),
 ) -> str:
-    """Python source; afterwards `expected` and `found` are lists of results, of gradients, or the error raised.
+    """Returns Python source that sets `expected` and `found` to lists of results or gradients, or to the error.
 
-    Where the rewrite itself failed there is no `found`. Where an operator is called that a library defines, `imports`
-    are imported: those that may define it.
+    If the rewrite itself failed there is no `found`. If a graph calls an operator of a library, the program imports
+    `imports`, the modules that may define it.
     """
     is_same = difference.kind == "invalid"  # there is no rewritten graph to run
     names = [_identifier(name) for name, _ in inputs]
@@ -83,7 +83,7 @@ def snippet(
 
 
 def _function(name: str, gm: fx.GraphModule, modules: dict[str, None]) -> str:
-    """The graph as a function; values are called v0, v1 ... in order."""
+    """Returns the graph as a function; values are named v0, v1 ... in order."""
     numbers = itertools.count()
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
@@ -120,7 +120,7 @@ def _target_text(target: Any, modules: dict[str, None]) -> str:
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
-    """A value as Python; nodes by name."""
+    """Returns a value as Python source; nodes by name."""
     if isinstance(value, fx.Node):
         return names[value]
     if isinstance(value, (list, tuple)):
@@ -136,7 +136,7 @@ def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
 
 
 def _tensor_text(tensor: torch.Tensor) -> str:
-    """An expression that makes this tensor, strides and all."""
+    """Returns an expression that makes this tensor, including its strides."""
     if not tensor.numel():
         return f"torch.empty({list(tensor.shape)}, dtype={tensor.dtype})"
     base, is_expanded = tensor, False

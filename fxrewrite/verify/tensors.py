@@ -1,4 +1,4 @@
-"""An input of a sample as a value: shape, dtype, memory layout and contents, from which the tensor is made anew."""
+"""A specification of an input tensor, from which it can be made repeatedly: shape, dtype, memory layout, contents."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _LARGE: dict[Contents, tuple[float, float]] = {
     "ten_thousands": (1e4, 0.0),
     "far_from_zero": (1.0, 1e6),
 }
-"""Scale and mean of normal entries: exp overflows in float32 from 89 on and in float64 from 710 on, a mean of squares
-minus a squared mean cancels in float32 where the mean is large.
+"""Scale and mean of normal entries. exp overflows from 89 on in float32 and from 710 on in float64; a mean of squares
+minus a squared mean cancels in float32 if the mean is large.
 """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """One tensor that can be made as often as it is needed, with the same entries in every process.
+    """One tensor that can be made repeatedly, with the same entries in every process.
 
     Attributes:
         shape: sizes.
         dtype: of the entries.
-        layout: "contiguous", "transposed" (the last two dimensions lie the other way round in memory) or "expanded"
-            (the first dimension that has a size above 1 has stride 0).
+        layout: "contiguous", "transposed" (the last two dimensions are swapped in memory) or "expanded" (the first
+            dimension with a size above 1 has stride 0).
         contents: "normal"; "special" (with NaN, infinities and zeros of both signs); "integers", "ones", "zeros";
             or large: "hundreds" (normal times 1e2), "ten_thousands" (times 1e4), "far_from_zero" (with a mean of 1e6).
         seed: of the entries.
-        data: the entries themselves; then `layout`, `contents` and `seed` mean nothing.
-        is_given: whether a sampler gave it, so that nothing may be changed about it.
-        is_param: whether the graph says that it is a parameter.
+        data: the entries themselves; if set, `layout`, `contents` and `seed` are ignored.
+        is_given: whether a sampler made it, so that it must not be changed.
+        is_param: whether the graph marks it as a parameter.
     """
 
     shape: tuple[int, ...]
@@ -55,7 +55,7 @@ class TensorSpec:
         return stride_of(self.shape, self.layout) if self.data is None else tuple(self.data.stride())
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, in fresh memory."""
+        """Makes the tensor, in fresh memory."""
         if self.data is not None:
             return _in_fresh_memory(self.data)
         generator = torch.Generator().manual_seed(self.seed)
@@ -63,14 +63,14 @@ class TensorSpec:
         return entries.as_strided(self.shape, self.stride)
 
     def blank(self) -> torch.Tensor:
-        """A tensor of this shape, dtype and layout whose entries are harmless: indices in range, positive numbers."""
+        """Makes a tensor of this shape, dtype and strides with harmless entries: 0.5, or 0 for integers and bools."""
         entry = 0.5 if self.dtype.is_floating_point or self.dtype.is_complex else 0
         entries = torch.full((_span(self.shape, self.stride),), entry, dtype=self.dtype)
         return entries.as_strided(self.shape, self.stride)
 
 
 def stride_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    """The strides of a layout."""
+    """Returns the strides of a memory layout."""
     sizes = list(shape)
     if layout == "transposed" and len(sizes) > 1:
         sizes[-1], sizes[-2] = sizes[-2], sizes[-1]
@@ -86,7 +86,7 @@ def stride_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
 
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """How many entries of memory the tensor reaches over."""
+    """Returns how many entries of memory the tensor spans."""
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""One sample put to the test: built, matched, rewritten, run before and after, compared."""
+"""Tests one sample: builds, matches and rewrites it, runs it before and after, and compares."""
 
 from __future__ import annotations
 
@@ -29,25 +29,26 @@ Rewrite = Callable[[fx.GraphModule], int]
 _MOST_APPLICATIONS = 8
 _FINER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}
 _VANISHES = 1e-3
-"""A rounding error is smaller by this factor, and more, in the finer dtype: there are 13 bits and more between them."""
+"""Factor by which a rounding error shrinks in the finer dtype, at least: the finer has at least 13 bits more."""
 _AMPLIFIED = 16.0
-"""A rounding error is at most so many times the change of the original when its inputs change in the last bit."""
+"""Largest ratio of a rounding error to the change of the original when its inputs change in the last bit."""
 _PERTURBATIONS = 3
+"""Number of random changes of the inputs that estimate that sensitivity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trial:
-    """What came of one sample.
+    """The outcome of one sample.
 
     Attributes:
         status: "impossible" (no graph that runs), "unmatched", "refused", or "compared".
-        why: what stood in the way of a comparison.
-        sample: with everything decided that was guessed.
+        why: what prevented a comparison.
+        sample: with all guessed bindings.
         differences: what was found.
         remarks: differences that the rule's promise allows.
         raised: whether the original raises.
         graded: whether gradients were compared.
-        drawn: whether values were not compared.
+        drawn: whether values were not compared, because random numbers may differ.
         before, after: the graphs.
     """
 
@@ -69,7 +70,7 @@ class Trials:
 
     Attributes:
         pattern, rewrite: the rule.
-        promise: what it says of itself.
+        promise: what it promises.
         grad: whether gradients are compared.
         terminates: whether the rule must stop firing on its own results.
         run: runs the graphs; None runs them here.
@@ -87,7 +88,7 @@ class Trials:
     program: Program[str]
 
     def test(self, sample: Sample, guesses: Guesses | None = None, *, only: Kind | None = None) -> Trial:
-        """Test a sample; what it leaves open is guessed. With `only`, look for no more than shows this difference."""
+        """Tests a sample, guessing what it leaves open. With `only`, looks no further than this kind of difference."""
         trial = self._test(sample, guesses, only)
         if self.promise.numerics == "reassociates" and all(d.error < math.inf for d in trial.differences):
             return self._less_rounding(trial, only)
@@ -113,7 +114,7 @@ class Trials:
         except RefusedError as error:
             return Trial("refused", str(error), sample, before=before)
         except RuleDefinitionError:
-            raise  # not false: wrong as written
+            raise  # an invalid definition, which no sample can refute
         except (FxRewriteError, *TORCH_ERRORS) as error:
             return _compared(sample, before, after, [Difference("invalid", f"the rewrite raises {_said(error)}")])
         try:
@@ -123,10 +124,10 @@ class Trials:
         return self._compare(sample, before, after, only)
 
     def _less_rounding(self, trial: Trial, only: Kind | None) -> Trial:
-        """The trial, with differences as remarks if the same entries in a finer dtype show them to be rounding.
+        """Returns the trial, with differences turned into remarks if the same entries in a finer dtype show rounding.
 
-        Where the finer dtype is another graph, such as one with a constant of the coarser dtype in it, the original
-        says by itself what its rounding errors become.
+        If the graph in the finer dtype is not comparable, for example because it contains a constant of the coarser
+        dtype, the sensitivity of the original decides what counts as rounding.
         """
         if not trial.differences:
             return trial
@@ -143,7 +144,7 @@ class Trials:
         return replace(trial, differences=(), remarks=(*trial.remarks, *trial.differences)) if is_rounding else trial
 
     def _sensitivity(self, trial: Trial) -> tuple[float, float]:
-        """How much values and gradients of the original change when its inputs change by one unit in the last place."""
+        """Returns the change of values and gradients of the original if inputs change by one unit in the last place."""
         assert trial.sample is not None
         assert trial.before is not None
         specs, before, run = [spec for _, spec in trial.sample.specs()], trial.before, self.run or run_here
@@ -217,7 +218,7 @@ class Trials:
 
 
 def _in_last_place(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The tensor with each floating-point entry about one unit in the last place larger or smaller."""
+    """Changes each floating-point entry by about one unit in the last place, up or down."""
     if not value.is_floating_point():
         return value
     sign = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype) * 2 - 1
@@ -262,7 +263,7 @@ def _said(error: Exception) -> str:
 
 
 def _is_finite(inputs: list[torch.Tensor]) -> bool:
-    """Gradients at NaN and infinities are nobody's promise: autograd's own formulas differ there."""
+    """Gradients are compared at finite inputs only: elsewhere autograd's own formulas differ."""
     return all(bool(torch.isfinite(value).all()) for value in inputs)
 
 

@@ -1,4 +1,4 @@
-"""What a verification found: on how many samples, over which alternatives of the pattern, and where it went wrong."""
+"""The result of a verification: number of samples, alternatives that occurred, and the counterexample."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Counterexample", "Verdict"]
 
 @dataclass(frozen=True, slots=True)
 class Counterexample:
-    """The smallest sample that was found on which original and rewritten graph differ.
+    """The smallest sample found on which the original and the rewritten graph differ.
 
     Attributes:
-        difference: how.
-        snippet: Python that shows it: run, it prints both results, and leaves them in `expected` and `found`.
+        difference: how they differ.
+        snippet: a Python program that prints both results, and leaves them in `expected` and `found`.
         num_steps: how many samples were tried to make it small.
     """
 
@@ -30,20 +30,20 @@ class Counterexample:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What testing a rule found; a rule that passed was tested, not proved.
+    """The result of testing a rule; a rule that passed was tested, not proved.
 
     Attributes:
         rule: id of the rule.
-        samples: graphs that were rewritten and compared.
-        refused: graphs that match and that the rule left alone.
-        raised: of the samples, those on which the original raises; the rewritten graph must raise too.
-        gradients: of the samples, those whose gradients were compared.
-        drawn: of the samples, those whose values were not compared, since the rule may draw other numbers.
-        variants: alternatives of the pattern, each as "term: option", that were in a graph that matched.
-        uncovered: alternatives that were in none.
-        remarks: what a reader should know and is no error.
-        counterexample: where it is false; None where no difference was found.
-        error: why nothing can be said, or too little; empty otherwise.
+        samples: number of graphs that were rewritten and compared.
+        refused: number of graphs that match and that the rule left alone.
+        raised: number of samples on which the original raises; the rewritten graph must raise too.
+        gradients: number of samples whose gradients were compared.
+        drawn: number of samples whose values were not compared, because the rule may draw other numbers.
+        variants: alternatives of the pattern, each as "term: option", that occurred in a matching graph.
+        uncovered: alternatives that never occurred.
+        remarks: what a reader should know but is not an error.
+        counterexample: where the rule is false; None if no difference was found.
+        error: why the test says nothing, or too little; else empty.
     """
 
     rule: str
@@ -60,14 +60,14 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether it was tested enough and no difference was found."""
+        """Whether the rule was tested enough, and no difference was found."""
         return self.counterexample is None and not self.error
 
     def raise_if_false(self) -> None:
-        """Do nothing if it is ok.
+        """Raises if the rule is not ok.
 
         Raises:
-            VerificationError: it is not; the message is the whole verdict.
+            VerificationError: the rule is not ok; the message is the whole verdict.
         """
         if not self.ok:
             raise VerificationError(str(self))

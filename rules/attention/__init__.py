@@ -1,1 +1,1 @@
-"""Attention: how models write it, the one operator that it becomes, and the kernels that it is lowered to."""
+"""Attention: the spellings that models use, the one operator that they become, and the kernels that implement it."""

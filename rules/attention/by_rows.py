@@ -1,21 +1,21 @@
-"""Attention with a mask that is computed a block of rows at a time, forward and backward, and never held whole.
+"""Blockwise attention: the mask is computed per block of rows, forward and backward, and never held as a whole.
 
     attention(q, k, v, (c <= r) & padding)
             ->  attention_by_rows(q, k, v, [c, r, padding], "bitwise_and(le(x0, x1), x2)")
 
-Matches sinks, and a mask that is an expression of values by rows and values by columns (`rules.masks.reading`): causal,
-windows, chunks, documents, prefixes, padding, ALiBi, what comes of them by and, or, not and arithmetic, bool or added.
-A dense mask takes L * S bytes and more, and a copy of it in q's dtype is kept for the backward. Here the values of rows
-and columns are kept, L + S of them. Columns that a whole block of rows hides are left out, in tiles, by the bounds of
-the mask there (`rules.masks.bounds`): neither their scores nor the mask itself is computed. So causal masks cost half
-of the work, a window what it is wide, documents the sum of their squares. The device is waited for once, and for a mask
-that is added twice more, however many blocks there are.
+Matches sinks, and a mask that is an expression of per-row and per-column values (`rules.masks.reading`): causal,
+windows, chunks, documents, prefixes, padding, ALiBi, and combinations of them by and, or, not and arithmetic, bool or
+added. A dense mask takes at least L * S bytes, and its copy in q's dtype is kept for the backward. Here only the values
+of rows and columns are kept, L + S of them. Tiles of columns that every row of a block hides are skipped: the bounds of
+the mask (`rules.masks.bounds`) prove it, and neither their scores nor the mask itself is computed. So a causal mask
+costs half of the work, a window its width, documents the sum of their squares. The host waits for the device once, and
+twice more for an added mask, however many blocks there are.
 Refuses, in these words:
     "%mask, an input or a parameter, has rows and columns"; "%mask, aten::embedding, has rows and columns"
     "%slope needs a gradient"; "dropout draws in the scores"; "q has rank 3"
     "the mask is torch.float32, q torch.float64"
 Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D], mask [B or 1, H or 1, L, S].
-Numerics: reassociates; sums over keys begin anew at each block of rows, and leave out what is 0.
+Numerics: reassociates; sums over keys restart at each block of rows, and leave out zeros.
 Source: FlashAttention (arXiv 2205.14135); PyTorch, torch/nn/attention/flex_attention.py (a mask is a function).
 """
 
@@ -48,11 +48,12 @@ from rules.masks.reading import is_dense, read_mask
 __all__ = ["ATTENTION_BY_ROWS", "BY_ROWS", "attention_by_rows", "attention_by_rows_backward", "why_not_by_rows"]
 
 _MOST_ROWS = 256
-"""More rows in a block read k and v less often, but compute more of what a causal mask hides."""
+"""Rows per block. Larger blocks read k and v less often, but compute more scores that a causal mask hides."""
 _COLUMNS = 128
-"""Columns that a block of rows reads or leaves out together."""
+"""Columns per tile: a block of rows computes or skips them together."""
 _MOST_ENTRIES = 1 << 24
-"""Entries of the mask, or of the scores where they are held, in a block; and of what is known of all its tiles."""
+"""Limit of memory, in entries: of the mask (and of the scores, where no kernel avoids them) in a block, and of the
+bounds of all tiles."""
 
 
 def attention_by_rows(
@@ -64,14 +65,14 @@ def attention_by_rows(
     scale: float,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, and the logsumexp of its scores [B, H, L], which has no gradient; see the shapes of this module.
+    """Returns attention, and the logsumexp of its scores [B, H, L], which has no gradient; shapes as in this module.
 
     Args:
         q, k, v: queries, keys, values.
-        leaves: values by rows [..., L, 1], by columns [..., 1, S], or by neither.
-        mask: an expression of them, as `rules.masks.expressions` reads it; "" hides nothing.
-        scale: of the scores.
-        sinks: a score more for each row [B, H, L, 1], of a key whose value is 0; it is in the logsumexp.
+        leaves: values per row [..., L, 1], per column [..., 1, S], or scalars.
+        mask: an expression of the leaves, as `rules.masks.expressions` reads it; "" hides nothing.
+        scale: factor of the scores.
+        sinks: an additional score for each row [B, H, L, 1], of a key whose value is 0; the logsumexp includes it.
     """
     return ATTENTION_BY_ROWS(q, k, v, leaves, mask, scale, sinks)
 
@@ -119,9 +120,9 @@ def attention_by_rows_backward(
     scale: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The gradients of q, k and v, in `dtype` or in theirs.
+    """Returns the gradients of q, k and v, in `dtype`, or in the operands' own dtypes.
 
-    `out` and `lse` may be over more keys than these, whose part it is then, to be summed in `lse_dtype`.
+    `out` and `lse` may cover more keys than k and v; then this is the share of these keys, to be summed in `lse_dtype`.
     """
     dq = torch.zeros_like(q, dtype=dtype)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
@@ -137,7 +138,7 @@ def attention_by_rows_backward(
 
 
 def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the result, which lies as that of the operator does: heads behind rows."""
+    """Allocates results with the operator's strides: in memory, heads follow rows ([B, L, H, D])."""
     batch, heads, length, _ = q.shape
     out = q.new_zeros(batch, length, heads, v.shape[-1]).transpose(1, 2)
     return out, q.new_full((batch, heads, length), -math.inf, dtype=lse_dtype(q.dtype))
@@ -170,13 +171,13 @@ def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
 
 _attend.register_autograd(_gradients, setup_context=_save)
 ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
-"""The operator of `attention_by_rows`, as graphs call it."""
+"""The registered operator of `attention_by_rows`; graphs call this."""
 
 
 def _blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], text: str
 ) -> Iterator[tuple[Range, list[Range], torch.Tensor | None]]:
-    """Rows, the runs of columns that any of them may keep, and the mask of these; without rows that keep none."""
+    """Yields rows, the runs of columns that any of them may keep, and their mask; skips rows that keep no column."""
     mask = parse_mask(text) if text else None
     of_scores = 0 if has_kernel(q, v) else q.shape[0] * q.shape[1]
     of_mask = 0 if mask is None else max((math.prod(leaf.shape[:-2]) for leaf in leaves), default=1)
@@ -190,7 +191,7 @@ def _blocks(
 
 
 def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, runs: Sequence[Range]) -> torch.Tensor:
-    """These rows of the mask, and of their columns those in `runs`."""
+    """Computes the mask for these rows and for the columns in `runs`."""
     parts = [mask.part(leaves, rows, run) for run in runs]
     wide = [
         part.expand(*part.shape[:-2], rows[1] - rows[0], last - start)
@@ -202,11 +203,11 @@ def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, run
 def _kept(
     leaves: Sequence[torch.Tensor], mask: MaskExpression | None, length: int, num_keys: int
 ) -> list[tuple[Range, list[Range]]]:
-    """Blocks of rows, and the runs of columns that any of them may keep; without blocks that keep none.
+    """Returns blocks of rows with the runs of columns that any row may keep; skips blocks that keep none.
 
-    Columns are left out in tiles that hide all, which is found from the bounds of the mask there.
-    The lowest number of a dtype hides a column of a row that keeps another; where it is all that a row has, the row
-    attends to all columns alike, and none may be left out.
+    Columns are skipped in tiles that the bounds of the mask prove hidden. An added mask needs care: the lowest number
+    of a dtype hides a column only if the row keeps another column. A row that has nothing else attends to all columns
+    equally, so none of its columns may be skipped.
     """
     if not length or not num_keys:
         return []
@@ -221,11 +222,13 @@ def _kept(
     is_bool = high.dtype == torch.bool
     least = 0 if is_bool else torch.finfo(high.dtype).min / 2
     kept = _of_any(high > least, tiles)
+    # Kept tiles become runs: each starts and ends where neighbours differ.
     edges = torch.nn.functional.pad(kept, (1, 1)).byte().diff(dim=-1).nonzero().tolist()  # waits for the device
     runs: list[list[Range]] = [[] for _ in starts]
     for (row, first), (_, last) in zip(edges[::2], edges[1::2], strict=True):
         runs[row].append((first * width, min(last * width, num_keys)))
     blocks = [((start, min(start + _MOST_ROWS, length)), found) for start, found in zip(starts, runs, strict=True)]
+    # Rows that finite numbers hide completely attend to all columns, so their blocks must keep everything.
     if not is_bool:
         is_safe = (low > least / 2).any(-1, keepdim=True)
         doubtful = _of_any((high <= least) & ~high.isneginf() & ~is_safe, tiles).any(-1).nonzero().flatten().tolist()
@@ -241,7 +244,7 @@ def _with_rows_below(
     mask: MaskExpression,
     leaves: Sequence[torch.Tensor],
 ) -> list[int]:
-    """Those of the blocks that have a row without an entry above `least`."""
+    """Returns the indices of the blocks that contain a row without an entry above `least`."""
     tops = {row: _part(mask, leaves, *blocks[row]).amax(-1).amin() for row in doubtful if blocks[row][1]}
     found = torch.stack(list(tops.values())).tolist() if tops else []
     above = {row for row, top in zip(tops, found, strict=True) if top > least}
@@ -249,7 +252,7 @@ def _with_rows_below(
 
 
 def _of_any(found: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
-    """Whether it is so of a tile [rows, columns] in any sequence and head."""
+    """[tile rows, tile columns]: whether the condition holds for the tile in any sequence and head."""
     return found.expand(*found.shape[:-2], *tiles).reshape(-1, *tiles).any(0)
 
 
@@ -269,7 +272,7 @@ def _add_columns(x: torch.Tensor, runs: Sequence[Range], given: torch.Tensor) ->
 
 
 def why_not_by_rows(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, dropout_p: float = 0.0) -> str:
-    """Why attention with this mask, or none, cannot be computed by rows; nothing where it can."""
+    """Says why attention with this mask (or without) cannot be computed blockwise; empty if it can."""
     shapes = [fake_value(x).shape for x in (q, k, v)]
     for name, shape in zip("qkv", shapes, strict=True):
         if len(shape) != 4:

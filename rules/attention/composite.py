@@ -1,4 +1,4 @@
-"""Attention that is written out, as Hugging Face's eager models do, is scaled_dot_product_attention.
+"""Decomposed attention, as Hugging Face's eager models write it, becomes scaled_dot_product_attention.
 
     softmax(q @ k^T * c + bias + mask) @ v      ->  sdpa(q, k, v, bias + mask, scale=c)
     softmax((q @ k^T + bias) * c + mask) @ v    ->  sdpa(q, k, v, bias * c + mask, scale=c)
@@ -6,29 +6,29 @@
                  ->  sdpa(q, k, v, where(kept, bias, fill), scale=c), or the mean of v in rows that keep no key
 
 Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or none; masked_fill for `where`; a softmax in
-q's dtype or a wider one, cast back or not; a dropout that does not draw. `q @ k^T` is any product of matrices: what
-stands for k^T is transposed, and rules/attention/spellings.py merges that with the transpose that was there. It turns
-einsum into such products too. Products by bmm and baddbmm are in rules/attention/heads.py.
-Leaves alone: weights that are used elsewhere, a softcap, a softmax over another
+q's dtype or a wider one, cast back or not; a dropout that does not draw. `q @ k^T` is any matrix product: the
+replacement transposes the second operand, and rules/attention/spellings.py merges that with the model's own transpose
+and turns einsum into such products. Products by bmm and baddbmm are matched in rules/attention/heads.py.
+Leaves alone: weights that have other users, a softcap, a softmax over another
 dimension, scores scaled by a tensor, and, in these words:
     "q has dtype int64"; "dtypes are float32, float32, float64"; "the ranks are 4, 4, 3"
     "batch and heads of k are (2, 4), of q (2, 1)": q would have to be repeated
     "the mask has rank 1, the scores have 4", "the mask has shape (2, 1, 6, 6), the scores have (1, 4, 6, 6)"
     "the softmax is in torch.float32, the operands in torch.float64": the operator would not round there. So the eager
-    attention of Llama, whose softmax is always in float32, stays in a float64 model.
-    "a score may be as low as -100.0", a fill that does not hide: it must be -65504 or less
-ATTENTION_UNBIASED does the same without a mask or bias that is added: see what is said of such rows below. It takes
-rules/attention/sinks.py in, which does it with sinks.
+    attention of Llama, whose softmax is always in float32, is not rewritten in a float64 model.
+    "a score may be as low as -100.0": a fill must be -65504 or less, or it does not hide
+ATTENTION_UNBIASED matches the same without an added mask or bias; the note on such rows below says why that is a set of
+its own. It includes rules/attention/sinks.py, which does the same with sinks.
 Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be others, of the same distribution
 (fused kernels draw in their own order).
-Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite one the original
-attends to all keys alike, without a gradient to q and k, and so does the replacement, at the cost of a mean. Where it
-is the bias that hides all kept keys of a row, values are equal, and gradients of q and k are not. A mask that is added
-is handed on: where it is -inf in a whole row the original is NaN and the operator 0; where it is the lowest number of
-the dtype in a whole row, values are equal, but torch 2.13's kernel for CPUs gives such a row, if a gradient reaches it,
-other gradients (rows of left padding, which no loss counts, get none).
+Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite fill the original
+attends to all keys equally, without a gradient to q and k; so does the replacement, at the cost of a mean. Where the
+bias hides all kept keys of a row, values are equal, but gradients of q and k are not. An added mask is passed on
+unchanged: where a whole row is -inf, the original is NaN and the operator 0; where a whole row is the lowest number of
+the dtype, values are equal, but torch 2.13's CPU kernel gives such a row different gradients if a gradient reaches it
+(rows of left padding get none, because no loss counts them).
 Numerics: reassociates. In half precision the operator rounds once, at the end, the original after each step. Fused
-kernels have a first derivative, and no second.
+kernels have a first derivative, and no second derivative.
 Source: Hugging Face transformers, eager_attention_forward of each modeling_*.py; PyTorch,
 aten/src/ATen/native/transformers/attention.cpp.
 
@@ -154,7 +154,7 @@ def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, kept: Any, hidden: Any, f
 
 
 def _drawing(rule: Rule) -> Rule:
-    """The same rule, allowed to draw other numbers."""
+    """Returns the same rule with permission to draw other numbers."""
     name = rule.id.replace("attention.", "attention_dropout.")
     promises: dict[str, Any] = {"numerics": rule.numerics, "domain": rule.domain, "rng": "changes"}
     return fused(Rule(name, rule.pattern, rule.body, optional=True, **promises))
@@ -173,5 +173,4 @@ ATTENTION_UNBIASED = RuleSet(
     ATTENTION_SINKS,
     KEYS,
 )
-"""Where nothing is added to the scores, or sinks stand beside them: values and gradients are equal in every row, of
-padding too."""
+"""For attention without an added bias, or with sinks: values and gradients are equal in every row, padding included."""

@@ -1,17 +1,17 @@
-"""Attention by rows as torch's flex attention, of which inductor makes a kernel forward and one backward, on CUDA.
+"""Blockwise attention as torch's flex attention, which inductor compiles to one CUDA kernel forward and one backward.
 
     attention_by_rows(q, k, v, [c, r, padding], "bitwise_and(le(x0, x1), x2)")[0]
             ->  flex_attention(q, k, v, score_mod, (tiles, mask_mod), ...)[0]
 
-A bool mask becomes mask_mod, one that is added becomes score_mod (`rules.masks.functions`). Tiles that hide all are
-left out, and those that keep all are not masked (`rules.masks.tiles`). Grouped heads are not repeated; sinks take
-their share by the logsumexp, which has a gradient. Elsewhere than in inductor, torch computes all scores at once.
-Matches the result of `rules.attention.by_rows`, on CUDA, or wherever it is asked for.
-Leaves it by rows, or refuses where it is asked for, in these words:
+A bool mask becomes mask_mod, an added one score_mod (`rules.masks.functions`). Tiles that hide everything are skipped,
+and tiles that keep everything are not masked (`rules.masks.tiles`). Grouped heads are not repeated. Sinks rescale the
+result by the logsumexp, which has a gradient. Outside inductor, torch's flex attention computes all scores at once.
+Matches the result of `rules.attention.by_rows` on CUDA, or on every device if the user requests it.
+Otherwise it stays blockwise, or, if the user requested flex, the rule refuses, in these words:
     "heads of 8 are narrower than 16"; "q is torch.float64": there are no such kernels
     "%slopes is on cpu, q on cuda:0"; "q is torch.float64 and the logsumexp, which sinks need, float32"
-    "the mask adds -3.4e+38, and a row of it alone attends to all keys alike": to how many, no logsumexp can tell.
-Hidden by -inf, such a row keeps no key; beside sinks, its share is 0 whatever it is.
+    "the mask adds -3.4e+38, and a row of it alone attends to all keys equally": logsumexp does not say how many.
+A row that -inf hides keeps no key, which is fine; with sinks the share of such a row is 0 in any case.
 Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D] -> [B, H, L, D].
 Numerics: reassociates.
 Source: Flex Attention (arXiv 2412.05496); PyTorch, torch/nn/attention/flex_attention.py.
@@ -42,14 +42,14 @@ __all__ = ["MaskKernel", "flex_rules", "why_not_flex"]
 aten = torch.ops.aten
 
 MaskKernel: TypeAlias = Literal["auto", "rows", "flex"]
-"""Flex attention where there is a kernel for it, by rows everywhere, or flex attention everywhere."""
+"""auto: flex attention where it has a kernel, else blockwise; rows: blockwise everywhere; flex: flex everywhere."""
 _ALL = parse_mask("full(True, torch.bool)")
 _NARROWEST = 16
-"""Of the heads that there are kernels for."""
+"""Smallest head dimension (elements) for which torch's flex attention has CUDA kernels."""
 
 
 def why_not_flex(by_rows: fx.Node) -> str:
-    """Why attention by rows cannot be flex attention; nothing where it can."""
+    """Says why blockwise attention cannot become flex attention; empty if it can."""
     q, _, v, leaves, mask, _, sinks = bind(by_rows).values()
     queries = fake_value(q)
     if queries.device.type != "cpu":
@@ -67,7 +67,7 @@ def why_not_flex(by_rows: fx.Node) -> str:
     expression, lowest = parse_mask(mask), torch.finfo(queries.dtype).min
     numbers = () if _is_bool(expression, leaves) else _numbers(expression.term)
     hides = next((number for number in numbers if -lowest / 2 <= abs(number) < math.inf), None)
-    return "" if hides is None else f"the mask adds {hides:.2g}, and a row of it alone attends to all keys alike"
+    return "" if hides is None else f"the mask adds {hides:.2g}, and a row of it alone attends to all keys equally"
 
 
 def _is_bool(mask: MaskExpression, leaves: Sequence[fx.Node]) -> bool:
@@ -94,7 +94,7 @@ def _goes_by_flex(root: fx.Node) -> bool | str:
 
 
 def flex_rules(kernel: MaskKernel) -> RuleSet:
-    """The set that takes attention by rows to flex attention where `kernel` says so."""
+    """Returns the rule set that lowers blockwise attention to flex attention where `kernel` says so."""
     operands = (cap("q"), cap("k"), cap("v"), cap("leaves", "any"), cap("mask", "literal"), cap("scale", "literal"))
     by_rows: Any = op(ATTENTION_BY_ROWS, *operands, cap("sinks", "optional"))
     flex = Rule(
@@ -129,7 +129,7 @@ def _by_flex(
         lengths,
         [match.call(operator.getitem, tiles, i) for i in range(NUM_TILE_TENSORS)],
         scale,
-        keeps_lse=sinks is not None or device.type != "cpu",  # inductor's kernel for the CPU has none
+        keeps_lse=sinks is not None or device.type != "cpu",  # inductor's CPU kernel returns no logsumexp
     )
     attended = match.call(FLEX_ATTENTION, *arguments)
     name_mask(match.edit, attended.node, kind_of(match.root))
@@ -137,13 +137,13 @@ def _by_flex(
     if sinks is not None:
         lse = match.call(operator.getitem, attended, 1) * math.log(2)
         out = (out * torch.sigmoid(lse - sinks.squeeze(-1)).unsqueeze(-1)).to(q.dtype)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)  # heads behind rows, as attention leaves them
+    return out.transpose(1, 2).contiguous().transpose(1, 2)  # in memory heads follow rows, as attention's result
 
 
 def _functions(
     mask: MaskExpression, leaves: Sequence[fx.Node], read: Sequence[Any], device: torch.device
 ) -> tuple[tuple[fx.GraphModule, Sequence[Any]], ...]:
-    """What is done to a score and whether it is kept, each with the leaves that it reads."""
+    """Returns score_mod and mask_mod, each with the leaves that it reads."""
     indices = [indices_of(fake_value(leaf)) for leaf in leaves]
     if _is_bool(mask, leaves):
         return (score_body(None, (), device), ()), (mask_body(mask, indices, device), read)

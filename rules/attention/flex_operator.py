@@ -1,11 +1,12 @@
-"""Torch's flex attention as an operator of a graph: how its arguments stand, and nothing else.
+"""Torch's flex attention as a graph operator: the order of its arguments.
 
     flex_attention(q, k, v, score_mod, (L, S, *tiles, *orders, 128, 128, mask_mod), scale, options, leaves, leaves)
 
-`score_mod(score, b, h, q_idx, kv_idx, *leaves)` and `mask_mod(b, h, q_idx, kv_idx, *leaves)` are bodies, attributes of
-the graph's module (`rules.masks.functions`); the tiles are what `rules.masks.tiles` gives. Its results are attention,
-the logsumexp of the scores to base 2, and the greatest score.
-The one file that touches torch's own; a test compares its arguments with those that Dynamo makes.
+`score_mod(score, b, h, q_idx, kv_idx, *leaves)` and `mask_mod(b, h, q_idx, kv_idx, *leaves)` are subgraphs, attributes
+of the graph's module (`rules.masks.functions`); `rules.masks.tiles` makes the tiles. The results are attention, the
+logsumexp of the scores to base 2, and the greatest score.
+This is the only file that uses torch's private parts of flex attention; a test compares its arguments with those that
+Dynamo makes.
 Source: PyTorch, torch/_higher_order_ops/flex_attention.py, torch/nn/attention/flex_attention.py (BlockMask).
 """
 
@@ -24,7 +25,7 @@ __all__ = ["FLEX_ATTENTION", "flex_arguments"]
 
 FLEX_ATTENTION: Any = declare_pure(flex_attention)
 _ORDER_OF_WRITES = order_of_writes()
-"""What a deterministic backward pass of another backend needs."""
+"""The part of torch's BlockMask that only the deterministic backward pass of another backend reads."""
 
 
 def flex_arguments(
@@ -39,15 +40,15 @@ def flex_arguments(
     *,
     keeps_lse: bool,
 ) -> tuple[Any, ...]:
-    """The arguments of `FLEX_ATTENTION`, in its order.
+    """Returns the arguments of `FLEX_ATTENTION` in its order.
 
     Args:
-        q, k, v: queries, keys and values; the heads of k divide those of q.
-        score_mod, mask_mod: a body, and the leaves that it reads.
+        q, k, v: queries, keys and values; the number of heads of k divides that of q.
+        score_mod, mask_mod: a subgraph, and the leaves that it reads.
         lengths: of q and of k.
-        tiles: as `rules.masks.tiles` gives them.
-        scale: of the scores.
-        keeps_lse: whether a kernel computes the logsumexp, without which it has no backward pass.
+        tiles: as `rules.masks.tiles` makes them.
+        scale: factor of the scores.
+        keeps_lse: whether the kernel writes the logsumexp; the backward pass needs it.
     """
     options = {
         "BACKEND": "AUTO",

@@ -1,16 +1,16 @@
-"""Heads of keys and values that a model repeats for its query heads are shared by groups of them.
+"""Grouped-query attention: heads of keys and values that a model repeats are shared instead, and back.
 
     attention(q, repeat_kv(k), repeat_kv(v))  ->  attention(q, k, v, enable_gqa=True)        SHARE_HEADS
     attention(q, k, v, enable_gqa=True)       ->  attention(q, repeat_kv(k), repeat_kv(v))   REPEAT_HEADS
 
-The first form is what rules reason about: k and v are as they are sent and kept, and how often they are read is said
-by the shapes. It matches unsqueeze, expand and reshape, of [B, S, KV, D] too, which is transposed afterwards;
-repeat_interleave; one head that is expanded.
-Leaves alone, in these words, "k and v are no repeats of as many heads".
-Kernels for CPUs take groups, and read k and v as they are. On other devices FlashAttention does: without a mask, for
-head sizes up to 256, in half precision. Elsewhere the operator would fall back to one that holds all scores, so there
-the repeat is written out in front of it.
-Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D] -> out [B, H, L, D]; H and KV are no symbols.
+Rules reason about the first form: k and v have the size in which they are sent and kept, and the shapes say how often a
+head is read. It matches unsqueeze, expand and reshape (also of [B, S, KV, D] with a transpose afterwards),
+repeat_interleave, and one expanded head.
+Leaves alone, in these words, "k and v are not repeats of the same number of heads".
+CPU kernels take groups without repeating. On other devices FlashAttention does: without a mask, for head sizes up to
+256, in half precision. Elsewhere torch would fall back to a kernel that holds all scores, so REPEAT_HEADS repeats k and
+v before the operator.
+Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D] -> out [B, H, L, D]; H and KV are not symbolic.
 Numerics: reassociates. The kernel for CPUs gives the same results and gradients of q, bit by bit, and adds up the
 gradients of k and v over the heads of a group in their dtype; in half precision they lose a bit by that.
 Source: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp (can_use_mem_efficient_attention), sdp_utils_cpp.h
@@ -60,11 +60,11 @@ def _repeated(name: str) -> Any:
 def _share_heads(root: fx.Node, q: fx.Node, k: fx.Node, v: fx.Node) -> bool | str:
     heads, operands = value(q).shape[1] if value(q).dim() == 4 else 0, bind(root)
     of_k, of_v = (_shared_heads(operands[name], x, heads) for name, x in (("key", k), ("value", v)))
-    return 0 < of_k == of_v < heads or "k and v are no repeats of as many heads"
+    return 0 < of_k == of_v < heads or "k and v are not repeats of the same number of heads"
 
 
 def _shared_heads(repeated: fx.Node, x: fx.Node, heads: Size) -> int:
-    """The heads of x, where each is repeated so that there are `heads`, and no other dimension is; else 0."""
+    """Returns the number of heads of x if `repeated` repeats only these, to `heads`; else 0."""
     dim, sizes = _head_dim(repeated), list(value(x).shape)
     repeated = repeated.all_input_nodes[0] if dim == 2 else repeated
     kv_heads, found = sizes[dim] if len(sizes) == 4 else 0, value(repeated).shape
@@ -78,12 +78,12 @@ def _shared_heads(repeated: fx.Node, x: fx.Node, heads: Size) -> int:
 
 
 def _head_dim(repeated: fx.Node) -> int:
-    """Where the heads of what is repeated are: [B, KV, S, D], or [B, S, KV, D] that is transposed afterwards."""
+    """Returns the dimension of the heads before repeating: 1 in [B, KV, S, D], 2 in [B, S, KV, D], transposed later."""
     return 2 if key(repeated) == "aten::transpose" else 1
 
 
 def _by_head(match: Match) -> list[Any]:
-    """k and v, [B, KV, S, D]."""
+    """Returns k and v before repeating, as [B, KV, S, D]."""
     operands, given = bind(match.root), [match.proxy(match[name]) for name in "kv"]
     dims = [_head_dim(operands[name]) for name in ("key", "value")]
     return [torch.transpose(x, 1, 2) if dim == 2 else x for x, dim in zip(given, dims, strict=True)]
@@ -96,7 +96,7 @@ share_heads = attention_rule(
 
 @share_heads.sampler
 def _(draw: Draw) -> dict[str, Any]:
-    """Groups of heads, or one head for all, and the sizes in which repeats of them are written out."""
+    """Samples groups of heads, or one head for all, with sizes as repeats write them."""
     batch, kv_heads, length, num_keys, depth = draw.shape(5)
     kv_heads, times = draw.choice(1, kv_heads), draw.integer(2, 3)
     heads = kv_heads * times

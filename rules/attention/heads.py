@@ -1,13 +1,14 @@
-"""Attention over a batch and heads in one dimension, by bmm, is scaled_dot_product_attention over both.
+"""Attention by bmm, with batch and heads merged in one dimension, becomes scaled_dot_product_attention over both.
 
     bmm(softmax(bmm(q, k^T) * c + mask), v)              ->  sdpa(q, k, v, mask, scale=c)
     bmm(softmax(baddbmm(bias, q, k^T, beta, alpha)), v)  ->  sdpa(q, k, v, bias * beta, scale=alpha)
     bmm(view(softmax(view(baddbmm(bias, q, k^T, beta, alpha), [B, H, L, S]) + mask), [B * H, L, S]), v)
             ->  view(sdpa(view(q), view(k), view(v), view(bias) * beta + mask, scale=alpha), [B * H, L, D])
 
-Matches all that rules/attention/composite.py does around the softmax, bmm and baddbmm in both, and `reshape` for
-`view`. BLOOM is the third. Refuses "the softmax is over [4, 2, 12, 3], the scores are [8, 6, 6]" (a view that splits
-other than the first dimension), and "the bias has 1 entries in the first dimension, q has 8" in front of a view.
+Matches everything that rules/attention/composite.py matches around the softmax, with bmm and baddbmm for both products,
+and `reshape` for `view`. BLOOM writes the third. Refuses "the softmax is over [4, 2, 12, 3], the scores are [8, 6, 6]"
+(a view that splits another dimension than the first), and "the bias has 1 entries in the first dimension, q has 8"
+before a view.
 Numerics: reassociates.
 Source: Hugging Face transformers, modeling_bloom.py (BloomAttention).
 """
@@ -56,10 +57,10 @@ fuse_split_heads = fusion(
 
 
 def _scale_and_mask(match: Match, bias: Any, mask: Any) -> tuple[float | None, Any]:
-    """The scale that a baddbmm has, and its bias added to the mask; else what the match says."""
+    """Returns the scale of the baddbmm, and its bias added to the mask; without a baddbmm, None and the mask."""
     if bias is None:
         return None, mask
-    if match["beta"] == 0:  # then the bias is not read: it may be memory that nobody wrote
+    if match["beta"] == 0:  # torch does not read the bias then: it may be uninitialized memory
         return float(match["alpha"]), mask
     return float(match["alpha"]), add(bias if match["beta"] == 1 else bias * match["beta"], mask)
 
@@ -76,7 +77,7 @@ def _(match: Match, q: Any, kt: Any, v: Any, bias: Any, mask: Any, split: Any) -
     """view(sdpa(view(q), view(k), view(v), view(bias) * beta + mask, scale), shape of the product)"""
     (softmax,) = (node for node in match.nodes if key(node) == "aten::softmax")
     found, scores = list(value(softmax).shape), [*value(match["q"]).shape[:2], value(match["kt"]).shape[2]]
-    rows = value(match.root).shape[1]  # more than the scores have where the mask is larger than they are
+    rows = value(match.root).shape[1]  # the mask may have more rows than the scores
     pairs = zip([rows, *found[2:]], [scores[1], *scores[1:]], strict=False)
     if len(found) != 4 or not all(is_same_size(a, b) for a, b in pairs):
         refuse(f"the softmax is over {found}, the scores are {scores}")
@@ -95,4 +96,4 @@ def _(match: Match, q: Any, kt: Any, v: Any, bias: Any, mask: Any, split: Any) -
 
 
 HEADS = (fuse_bmm, fuse_split_heads)
-"""The rules, in order."""
+"""Rules for merged heads, in the order in which they are tried."""

@@ -4,15 +4,15 @@
     out, lse = merge_blocks(out, lse, out of other keys, lse of other keys)
     dq, dk, dv = attend_block_backward(dout, q, k, v, out, lse, mask, scale)
 
-The backward of a block of keys takes `out` and `lse` over all keys: its gradients of q are to be summed over blocks of
-keys, those of k and v over blocks of queries, so they come in float32 at least. A sink is a key whose value is 0: its
-share goes into `out` and `lse`.
+The backward of a block of keys takes `out` and `lse` over all keys. Its gradients of q must be summed over blocks of
+keys, those of k and v over blocks of queries, so they are at least float32. A sink is a key whose value is 0: it
+changes `out` and `lse`.
 Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D], out [B, H, L, D], lse [B, H, L]; KV divides H, and nothing is
 repeated. A mask broadcasts to [B, H, L, S]: bool, where True may be attended to, or added, in q's dtype, or None.
-Rows that keep no key get 0, an lse of -inf, and no gradient, as from scaled_dot_product_attention. A row whose keys are
-all hidden by one finite number attends to all alike; its lse cannot say to how many, so they must come in one block.
-On the CPU and where E == D it is ATen's flash kernel, which rounds what it gives to q's dtype; elsewhere products of
-matrices, in float32 at least, and gradients are not rounded.
+Rows that keep no key get 0, an lse of -inf, and no gradient, as from scaled_dot_product_attention. If one finite number
+hides all keys of a row, it attends to all of them equally; lse does not say how many, so they must be in one block.
+On the CPU with E == D this calls ATen's flash kernel, which rounds its results to q's dtype; elsewhere it multiplies
+matrices in at least float32, and gradients are not rounded.
 Source: FlashAttention (arXiv 2205.14135, section 3.1); PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 """
 
@@ -40,7 +40,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def attend_block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What q reads from these keys alone, in q's dtype, and the logsumexp of its scores, in `lse_dtype`."""
+    """Returns attention to these keys only, in q's dtype, and the logsumexp of the scores, in `lse_dtype`."""
     if has_kernel(q, v):
         q, k, v = map(_kernel_strides, (q, k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -63,7 +63,7 @@ def attend_block_backward(
     mask: torch.Tensor | None,
     scale: float,
 ) -> Gradients:
-    """The part of these keys in the gradients of q, k and v, in `lse_dtype`; `out` and `lse` are over all keys."""
+    """Returns these keys' share of the gradients of q, k and v, in `lse_dtype`; `out` and `lse` cover all keys."""
     finite = _finite(lse)
     if has_kernel(q, v):
         dout, q, k, v, out = map(_kernel_strides, (dout, q, k, v, out))
@@ -87,46 +87,46 @@ def attend_block_backward(
 def merge_blocks(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the keys of two blocks, from what it is for each of them."""
+    """Returns attention to the keys of both blocks, given attention to each."""
     merged = torch.logaddexp(lse, other_lse)
     share, other_share = (torch.exp(part - _finite(merged))[..., None] for part in (lse, other_lse))
     return (share * out + other_share * other_out).to(out.dtype), merged
 
 
 def with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to the same keys and, in each row, to one of score `sinks` [B, H, L, 1] whose value is 0."""
+    """Adds, in each row, a key of score `sinks` [B, H, L, 1] and value 0 to attention over the other keys."""
     merged = torch.logaddexp(lse, sinks.squeeze(-1).to(lse.dtype))
     return (torch.exp(lse - _finite(merged))[..., None] * out).to(out.dtype), merged
 
 
 def sinks_backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """The gradient of the sinks; `out` and `lse` are over all keys and them."""
+    """Returns the gradient of the sinks; `out` and `lse` cover all keys and the sinks."""
     share = torch.exp(sinks.to(lse.dtype) - _finite(lse)[..., None])
     return (-share * (dout.to(lse.dtype) * out).sum(-1, keepdim=True)).to(sinks.dtype)
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:
-    """exp(-inf - 0) is 0, exp(-inf + inf) is not."""
+    """Replaces -inf by 0, because exp(-inf - 0) is 0 and exp(-inf + inf) is NaN."""
     return lse.masked_fill(lse.isneginf(), 0)
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logsumexps of scores of this one."""
+    """Returns the dtype of the logsumexp of scores in `dtype`: at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether a kernel attends from q to v; elsewhere the scores of a block, [B, H, L, S], are held in memory."""
+    """Whether a fused kernel computes attention of q to v; otherwise a block's scores [B, H, L, S] are in memory."""
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _kernel_strides(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its last dimension in one piece, without which the kernel reads other entries."""
+    """Returns `x` with a contiguous last dimension; the kernel assumes stride 1 there and would read other entries."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _added(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask as the kernel takes it: [B or 1, H or 1, L, S], added to the scores."""
+    """Converts the mask to what the kernel takes: [B or 1, H or 1, L, S], added to the scores."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -147,7 +147,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: 
 
 
 def _grouped(x: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-    """[B, H, L, ...] -> [B, KV, H / KV * L, ...]: queries that read one head of k are more rows of it."""
+    """[B, H, L, ...] -> [B, KV, H / KV * L, ...]: queries that share a head of k become further rows of it."""
     return x.reshape(x.shape[0], kv.shape[1], -1, x.shape[-1])
 
 

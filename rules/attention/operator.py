@@ -1,15 +1,15 @@
-"""Attention is one operator of a graph, whatever spelling a model has for it: rules and layouts are about this one.
+"""Attention is one graph operator, whichever way a model writes it: rules and layouts match only this one.
 
     scaled_dot_product_attention(q, k, v, mask, ...)  ->  attention(q, k, v, mask, ...)                  RAISE_ATTENTION
     attention(q, k, v, mask, ...)                     ->  scaled_dot_product_attention(q, k, v, mask, ...)
     attention(q, k, v, mask, sinks, scale=c)          ->  softmax(cat([q @ k^T * c + mask, sinks], -1))[..., :-1] @ v
 
-The last two are LOWER_ATTENTION, after which no `attention` is left. `attention` has the arguments of
-scaled_dot_product_attention, and sinks: one logit more for each row, which takes its share of the softmax and reads no
-value. A window is a part of the mask. Written-out attention reaches the operator through scaled_dot_product_attention
-(rules/attention/composite.py), with sinks directly (rules/attention/sinks.py).
-A rule on a call of attention is made by `attention_rule`; its replacement changes some arguments with `attend_with`.
-Refuses a dropout together with sinks when it runs: no spelling has both.
+The last two are LOWER_ATTENTION, after which the graph has no `attention`. `attention` has the arguments of
+scaled_dot_product_attention, and sinks: one additional logit per row, which takes a share of the softmax and reads no
+value. A window is part of the mask. Decomposed attention reaches the operator through scaled_dot_product_attention
+(rules/attention/composite.py), or directly if it has sinks (rules/attention/sinks.py).
+`attention_rule` makes a rule on a call of attention; its replacement changes some arguments with `attend_with`.
+Dropout together with sinks is refused when it runs, because no model writes both.
 Shapes: q [*, L, E], k [*, S, E], v [*, S, D], mask broadcasts to [*, L, S], sinks [*, L, 1] -> [*, L, D]; `*` is a
 batch, or batch and heads. With enable_gqa the heads of k and v divide those of q.
 Numerics: exact.
@@ -65,13 +65,13 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """What the operator computes. Raises NotImplementedError for dropout together with sinks."""
+    """Computes the operator's result. Raises NotImplementedError for dropout together with sinks."""
     if sinks is None:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if dropout_p:
-        raise NotImplementedError(f"attention with sinks has no dropout, and dropout_p is {dropout_p}")
+        raise NotImplementedError(f"attention with sinks does not support dropout, but dropout_p is {dropout_p}")
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -88,38 +88,38 @@ _LIBRARY = torch.library.Library("fxrewrite_rules", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? sinks=None, *,"
     " float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor",
-    tags=(torch.Tag.nondeterministic_seeded,),  # as ATen's has it: with a dropout it draws
+    tags=(torch.Tag.nondeterministic_seeded,),  # as ATen's operator: with dropout it draws
 )
 _LIBRARY.impl("attention", attention, "CompositeImplicitAutograd")
 ATTEND = torch.ops.fxrewrite_rules.attention.default
-"""The operator of `attention`, as graphs call it."""
+"""The registered operator of `attention`; graphs call this."""
 declare_product(key(ATTEND), attention_operations)
 
 ATTENTION_LAYOUTS = (LayoutRule("layout.attention_operator", (key(ATTEND),), attention_layout, move_to=("h", "g")),)
-"""Sinks are placed as a mask of one column is."""
+"""The sharding rule of the operator; it treats sinks as a mask with one column."""
 
 _DEFAULTS = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
 
 
 def attentions(nodes: Iterable[fx.Node]) -> list[fx.Node]:
-    """Those of the nodes that call the operator."""
+    """Returns those of the nodes that call the operator."""
     return [node for node in nodes if node.target is ATTEND]
 
 
 def attention_rule(
     name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any
 ) -> Rule:
-    """A rule on one call of attention, with samples to verify it by; it lacks its replacement.
+    """Returns a rule on one call of attention, with a sampler to verify it; the caller adds the replacement.
 
-    It captures q, k, v, mask, sinks, dropout_p, is_causal, scale and enable_gqa, but for the arguments of the operator
-    that are `given`: as terms, or as values that they must have. A rule that only `renames` the operator is exact, and
-    its draws are the same by another name; any other reassociates, and holds for finite values.
+    It captures q, k, v, mask, sinks, dropout_p, is_causal, scale and enable_gqa, except arguments of the operator that
+    are `given`: as terms, or as values that they must have. A rule that only `renames` the operator is exact, and draws
+    the same numbers by another operator; any other rule reassociates, and holds for finite values.
     """
     return _on_call(name, ATTEND, {"sinks": cap("sinks", Maybe), **given}, conditions, renames, optional)
 
 
 def sdpa_rule(name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any) -> Rule:
-    """The same on one call of scaled_dot_product_attention, which has no sinks."""
+    """Like `attention_rule`, on a call of scaled_dot_product_attention, which has no sinks."""
     return _on_call(name, "scaled_dot_product_attention", given, conditions, renames, optional)
 
 
@@ -130,7 +130,7 @@ def _on_call(
     options = {name: cap(name, Literal) for name in _DEFAULTS}
     pattern = Pattern((op(target, **{**operands, **options, **given}),), conditions)
     numerics, domain = ("exact", "all") if renames else ("reassociates", "finite")
-    rng = "changes" if renames else "preserves"  # the same draws, by an operator of another name
+    rng = "changes" if renames else "preserves"  # the draws are equal, but another operator makes them
     made = Rule(name, pattern, numerics=numerics, domain=domain, rng=rng, optional=optional)
     captured = {capture.name for capture in pattern.captures}
 
@@ -142,8 +142,8 @@ def _on_call(
 
 
 def _sample(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
-    """Operands of attention: grouped heads or not, lengths of queries and keys that differ, at most one of a mask and
-    `is_causal`, sinks or none."""
+    """Samples operands of attention: with or without grouped heads, with different lengths of queries and keys, with at
+    most one of a mask and `is_causal`, with or without sinks."""
     batch, kv_heads, repeats, rows, columns, depth = draw.shape(6)
     enable_gqa = given.get("enable_gqa", draw.flag())
     heads = 2 * kv_heads * repeats if enable_gqa else kv_heads
@@ -162,7 +162,7 @@ def _sample(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def attend_with(match: Match, **changed: Any) -> fx.Proxy:
-    """The matched call as one of `attention`, with these of its arguments changed."""
+    """Calls `attention` with the arguments of the matched call, except those that are `changed`."""
     given = bind(match.root) | changed
     operands = [given.get(name) for name in ("query", "key", "value", "attn_mask", "sinks")]
     options = {name: given[name] for name, default in _DEFAULTS.items() if given[name] != default}
@@ -170,7 +170,7 @@ def attend_with(match: Match, **changed: Any) -> fx.Proxy:
 
 
 _ANY_SCALE = cap("scale", "any")
-"""Of a graph whose floats are symbolic it is a node."""
+"""Captures any scale, because in a graph with symbolic floats the scale is a node, not a literal."""
 raise_sdpa = sdpa_rule("attention.raise_sdpa", renames=True, scale=_ANY_SCALE)
 lower_to_sdpa = attention_rule("attention.lower_to_sdpa", renames=True, sinks=None, scale=_ANY_SCALE)
 write_out_sinks = attention_rule("attention.write_out_sinks", sinks=cap("sinks"), scale=_ANY_SCALE)
@@ -187,7 +187,7 @@ def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_caus
     """scaled_dot_product_attention(q, k, v, mask, ...)"""
     options = {"enable_gqa": True} if match["enable_gqa"] else {}
     made = aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
-    match.edit.set_fact(made.node, PLACEMENT, layout_of(match.root))  # says whose numbers dropout draws
+    match.edit.set_fact(made.node, PLACEMENT, layout_of(match.root))  # dropout draws by this placement
     return made
 
 

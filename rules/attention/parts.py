@@ -1,4 +1,4 @@
-"""What rules for attention that is written out share: the captures, the terms made of them, and the conditions.
+"""The captures, terms and conditions that all rules for decomposed attention share.
 
 Shapes: q [*, L, E], kt [*, E, S] (the keys, transposed as the product of the scores reads them), v [*, S, D]; `*` is a
 batch, or batch and heads. k and v may have size 1 there where q has more; they are expanded.
@@ -45,7 +45,7 @@ __all__ = [
     "weights",
 ]
 
-# torch functions build terms out of terms, which torch's stubs do not know
+# `Any`: torch functions of terms make terms, but torch's stubs say tensors
 Q: Any = cap("q")
 KT: Any = cap("kt")
 V: Any = cap("v")
@@ -57,12 +57,12 @@ _kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
 
 
 def scaled(scores: Any) -> Any:
-    """Scores by a number, or as they are."""
+    """Scores multiplied or divided by a number, or unscaled."""
     return either(scores * SCALE, scores / DIVISOR, scores)
 
 
 def filled(scores: Any) -> Any:
-    """Scores of which some are replaced by a number that hides them."""
+    """Scores, some of which are replaced by a number that hides them."""
     return either(
         op("masked_fill", scores, _hidden, _fill),
         op("where", _kept, scores, _fill),
@@ -71,16 +71,16 @@ def filled(scores: Any) -> Any:
 
 
 def weights(scores: Any) -> Any:
-    """A softmax over the keys, in any precision, and a dropout, or none."""
+    """A softmax over the keys, in any precision, with an optional dropout."""
     softmax = op("softmax", maybe(op("to", scores, cap("wide", Literal))), -1, cap("dtype", Literal))
-    cast_back = chain(softmax, "to", "type_as", "torch.Tensor.type", most=1)  # to v's dtype, or no product would follow
+    cast_back = chain(softmax, "to", "type_as", "torch.Tensor.type", most=1)  # to v's dtype, or the product would fail
     return maybe(op("dropout", cast_back, cap("p", Literal), cap("train", Literal)))
 
 
 def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
-    """A rule whose pattern is a product of `weights` and V; it lacks its replacement.
+    """Returns a rule that matches a product of `weights` and V; the caller adds the replacement.
 
-    A number hides scores from which it is far away, so what is filled holds for scores of moderate size.
+    A fill only hides scores that are far above it, so rules with `filled` scores hold for scores of moderate size.
     """
     pattern = Pattern((weighted,), (*_OPERANDS, *_SCALES, *_SOFTMAX, *conditions))
     domain = "moderate" if hides in conditions else "finite"
@@ -88,7 +88,7 @@ def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
 
 
 def fused(rule: Rule) -> Rule:
-    """The rule, with samples of what attention is called with."""
+    """Adds a sampler of attention's operands to the rule, and returns it."""
     captured = {capture.name for capture in rule.pattern.captures}
 
     @rule.sampler
@@ -100,9 +100,9 @@ def fused(rule: Rule) -> Rule:
 
 
 def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
-    """Operands that fit and masks that broadcast, for every capture that an attention rule has.
+    """Samples operands that fit and masks that broadcast, for every capture of any attention rule.
 
-    A fill of -inf comes with masks that keep a key in every row: where none is kept the original is NaN.
+    With a fill of -inf the masks keep a key in every row: the original would be NaN without.
     """
     length, num_keys, depth, width = draw.shape(4)
     heads = draw.shape(2)
@@ -113,7 +113,7 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
     def like_scores(batch: tuple[int, ...] = batch) -> list[int]:
         return [draw.choice(size, size, 1) for size in (*batch, length, num_keys)[draw.integer(0, len(batch)) :]]
 
-    fill = draw.choice(-math.inf, -65504.0)  # a lower one would be what errors are measured by
+    fill = draw.choice(-math.inf, -65504.0)  # a lower fill would dominate the scale of errors
     kept, hidden = draw.mask(*like_scores()), draw.mask(*like_scores())
     if fill == -math.inf:
         kept[..., 0], hidden[..., 0] = True, False
@@ -143,9 +143,9 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:
-    """scaled_dot_product_attention, with the dropout of the match, and its scale where none is given.
+    """Calls scaled_dot_product_attention with the dropout of the match, and its scale unless `scale` is given.
 
-    Operands of three dimensions get a batch of one around them: no fused kernel takes three.
+    Operands of three dimensions get a batch of size 1, because no fused kernel takes three dimensions.
     """
     k, v = expanded(k, q), expanded(v, q)
     dropout_p = float(match["p"]) if match["p"] and match["train"] else 0.0
@@ -159,31 +159,31 @@ def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | No
 
 
 def keys(kt: Any) -> Any:
-    """k of k^T."""
+    """Returns k, given k^T."""
     return torch.transpose(kt, -2, -1)
 
 
 def add(bias: Any, mask: Any) -> Any:
-    """Their sum, or the one that is there."""
+    """Returns the sum, or the one that is not None, or None."""
     return mask if bias is None else bias if mask is None else bias + mask
 
 
 def scale_of(match: Match) -> float:
-    """What the scores of the match are multiplied by."""
+    """Returns the factor of the scores in the match."""
     if match["divisor"] is not None:
         return 1.0 / match["divisor"]
     return 1.0 if match["scale"] is None else float(match["scale"])
 
 
 def expanded(x: Any, q: Any) -> Any:
-    """`x` with the batch and heads of q: the fused kernels do not broadcast."""
+    """Returns `x` expanded to the batch and heads of q, because the fused kernels do not broadcast."""
     pairs = zip(value(x.node).shape[:-2], value(q.node).shape[:-2], strict=True)
     fits = [is_same_size(a, b) for a, b in pairs]
     return x if all(fits) else x.expand(*(-1 if same else q.shape[dim] for dim, same in enumerate(fits)), -1, -1)
 
 
 def is_mask(name: str, *dtypes: torch.dtype) -> tuple[Constraint, ...]:
-    """The capture broadcasts to the scores, and has two dimensions or more; its dtype is q's where none is given."""
+    """The capture has at least two dimensions and broadcasts to the scores; its dtype is one of `dtypes`, or q's."""
     is_dtype = where.dtype(name, *dtypes) if dtypes else where.same_dtype("q", name)
     return is_dtype, where.predicate(name, "q", "kt", text="broadcasts_to_scores")(_broadcasts_to_scores)
 
@@ -200,14 +200,14 @@ def _broadcasts_to_scores(mask: fx.Node, q: fx.Node, kt: fx.Node) -> bool | str:
 
 @where.predicate("fill", text="hides")
 def hides(fill: Any) -> bool | str:
-    """exp(fill - score) is 0 in every dtype, for any score that comes up: -65504 is the least float16."""
+    """exp(fill - score) is 0 in every dtype for any realistic score; -65504 is the lowest float16."""
     is_real = isinstance(fill, (int, float)) and not isinstance(fill, bool)
     return (is_real and fill <= -65504.0) or f"a score may be as low as {fill!r}"
 
 
 @where.predicate("q", "kt", "v", text="fit")
 def _fit(q: fx.Node, kt: fx.Node, v: fx.Node) -> bool | str:
-    """A product broadcasts q to the batch of k and v too; q would have to be repeated for that, which nobody writes."""
+    """k and v broadcast to the batch of q. The converse (q would be repeated) is refused; no model writes it."""
     shapes = [tuple(value(node).shape) for node in (q, kt, v)]
     ranks = [len(shape) for shape in shapes]
     if ranks not in ([3] * 3, [4] * 3):
@@ -220,7 +220,7 @@ def _fit(q: fx.Node, kt: fx.Node, v: fx.Node) -> bool | str:
 
 
 def _is_no_narrower(q: fx.Node, dtype: Any) -> bool | str:
-    """What stands for it is never narrower than its operands: it would not round where a narrower one does."""
+    """The softmax is in q's dtype or wider: in a narrower one the original rounds, and the replacement would not."""
     own = value(q).dtype
     if dtype is None:
         return True
@@ -240,7 +240,7 @@ def divides(name: str) -> Constraint:
 
 def _is_number(number: Any) -> bool | str:
     is_real = isinstance(number, (int, float)) and not isinstance(number, bool)
-    return (is_real and math.isfinite(number)) or f"{number!r} is no finite number"
+    return (is_real and math.isfinite(number)) or f"{number!r} is not a finite number"
 
 
 def _divides(number: Any) -> bool | str:
@@ -256,7 +256,7 @@ _SCALES = (is_number("scale"), divides("divisor"))
 
 
 def no_narrower(x: str) -> tuple[Constraint, ...]:
-    """A softmax of the captured value is in its dtype or a wider one."""
+    """The softmax is in the dtype of the captured value or a wider one."""
     return tuple(where.predicate(x, name, text="is_no_narrower")(_is_no_narrower) for name in ("wide", "dtype"))
 
 

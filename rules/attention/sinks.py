@@ -1,15 +1,15 @@
-"""Attention whose softmax has a sink beside the keys is one operator: a logit for each row, and nothing is read by it.
+"""Attention whose softmax includes a sink becomes one operator. A sink is a logit per row that reads no value.
 
     softmax(cat([q @ k^T * c + bias + mask, sinks], -1))[..., :-1] @ v
             ->  attention(q, k, v, bias + mask, sinks, scale=c)
 
 It is attention * sigmoid(logsumexp(scores) - sinks), which `rules.attention.by_rows` computes without holding scores.
-Matches the sinks behind the keys or in front of them, the greatest score of a row subtracted first or not, and all that
-rules/attention/composite.py does of scales, masks, masked_fill, and softmaxes in q's dtype or a wider one.
-Leaves alone what it does, and in these words: "3 columns stand beside the keys"; "the values have 5 rows, the keys 6";
-"a dropout of 0.1 draws".
-Rows that keep no key are 0, without a gradient to q, k and v, whatever number hides their keys, as in the original: all
-goes to the sink.
+Matches sinks after or before the keys, with or without the maximum of a row subtracted first, and all scales, masks,
+masked_fill, and softmaxes in q's dtype or wider that rules/attention/composite.py matches.
+Leaves alone what that file leaves alone, and, in these words: "3 columns are concatenated with the keys"; "the values
+have 5 rows, the keys 6"; "a dropout of 0.1 draws".
+Rows that keep no key are 0, without a gradient to q, k and v, whatever number hides their keys: the sink gets the whole
+weight. The original does the same.
 Shapes: q [*, L, E], k [*, S, E], v [*, S, D], sinks [*, L, 1]; `*` is a batch, or batch and heads.
 Numerics: reassociates.
 Source: Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453); Hugging Face transformers,
@@ -67,7 +67,7 @@ def _softmax(scores: Any) -> Any:
 
 
 def _computed(match: Match, scores: Any) -> Any:
-    """The softmax of the match, of other scores."""
+    """Repeats the softmax of the match on other scores."""
     return torch.softmax(scores if match["wide"] is None else scores.to(match["wide"]), -1, dtype=match["dtype"])
 
 
@@ -92,7 +92,7 @@ unshift_softmax = Rule(
 
 @unshift_softmax.replacement
 def _(match: Match, x: fx.Proxy) -> Any:
-    """softmax(x): it subtracts the greatest score itself"""
+    """softmax(x), which subtracts the greatest score itself"""
     return _computed(match, x)
 
 
@@ -103,7 +103,7 @@ _behind: Any = _softmax(op("cat", [_others, _sinks], -1))
 @where.predicate("sinks", text="is_a_column")
 def _is_a_column(sinks: fx.Node) -> bool | str:
     columns = value(sinks).shape[-1]
-    return is_same_size(columns, 1) or f"{columns} columns stand beside the keys"
+    return is_same_size(columns, 1) or f"{columns} columns are concatenated with the keys"
 
 
 @where.predicate("root", "others", text="are_the_others")
@@ -136,7 +136,7 @@ def _(match: Match, others: Any, sinks: Any) -> Any:
 
 
 def _weights(scores: Any) -> Any:
-    """A softmax over keys and sinks, of which the columns of keys are read, and a dropout."""
+    """A softmax over keys and sinks, of which only the columns of keys are read, with an optional dropout."""
     kept = op("slice", _softmax(op("cat", [scores, _sinks], -1)), -1, 0, _END)
     p, train = cap("p", Literal), cap("train", Literal)
     cast = chain(kept, *_CASTS, most=1)

@@ -1,13 +1,13 @@
-"""What surrounds a fused attention, in one spelling: products of matrices before, keys and scales after.
+"""One spelling for the operators around attention: matrix products before it is fused, keys and scales afterwards.
 
     einsum("bqhd,bkhd->bhqk", q, k)          ->  matmul(permute(q, [0, 2, 1, 3]), permute(k, [0, 2, 3, 1]))
-    transpose(transpose(k, -2, -1), -2, -1)  ->  k                                       in front of sdpa
+    transpose(transpose(k, -2, -1), -2, -1)  ->  k                                       before sdpa
     sdpa(q * s, k, v, mask, scale=c)         ->  sdpa(q, k, v, mask, scale=c * s)        and the same of k
 
-Matches every einsum of two operands that is one product of matrices: each index is in both operands and the result (a
-batch), in both operands alone (exactly one), or in one of them and the result (one each). Leaves alone, in these
-words, "bqhd,bkd->bhqk is no product of matrices: its rows are h, q". Inner transposes are transpose, permute and mT;
-other users keep them. A division by s is a scale of c / s; a scale that is a tensor stays where it is.
+Matches every einsum of two operands that is one matrix product: each index is in both operands and the result (batch),
+in both operands only (exactly one), or in one operand and the result (one of each). Leaves alone, in these words,
+"bqhd,bkd->bhqk is not a product of matrices: its rows are h, q". Inner transposes are transpose, permute and mT; they
+stay for other users. A division by s gives the scale c / s; a scale that is a tensor is not folded.
 Numerics: transposes exact, einsum and scales reassociate.
 Source: PyTorch, aten/src/ATen/native/Linear.cpp (einsum), torch/nn/functional.py (scaled_dot_product_attention).
 """
@@ -50,7 +50,7 @@ def _is_product(equation: str) -> bool | str:
     rows, columns, summed = set(result) - set(b), set(result) - set(a), (set(a) & set(b)) - set(result)
     for name, found in (("rows", rows), ("columns", columns), ("summed indices", summed)):
         if len(found) != 1:
-            return f"{equation} is no product of matrices: its {name} are {', '.join(sorted(found)) or 'none'}"
+            return f"{equation} is not a product of matrices: its {name} are {', '.join(sorted(found)) or 'none'}"
     return True
 
 
@@ -74,7 +74,7 @@ def _(equation: str, x: fx.Proxy, y: fx.Proxy) -> Any:
 
 @einsum_to_matmul.sampler
 def _(draw: Draw) -> dict[str, Any]:
-    """Products with up to two batch indices, in every order of indices."""
+    """Samples products with up to two batch indices, in every order of indices."""
     batch = "bh"[: draw.integer(0, 2)]
     a, b, result = ("".join(draw.rng.sample(f"{batch}{more}", len(batch) + 2)) for more in ("rs", "cs", "rc"))
     sizes = {index: draw.size() for index in "bhrcs"}
@@ -101,7 +101,7 @@ def _is_key(root: fx.Node) -> bool | str:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Who uses the node, behind what a fusion puts between a key and the operator."""
+    """Yields the users of the node, looking through what a fusion puts between a key and the operator."""
     for user in node.users:
         if key(user) in ("aten::expand", "aten::unsqueeze", "aten::reshape"):
             yield from _readers(user)
@@ -172,4 +172,4 @@ fold_key_scale = _fold("fold_key_scale", cap("other"), _factor, after=("attentio
 EINSUM = RuleSet("attention.einsum", einsum_to_matmul)
 KEYS = RuleSet("attention.keys", untranspose_key)
 CLEANUP = RuleSet("attention.cleanup", KEYS, fold_query_scale, fold_key_scale)
-"""Runs behind the fusions."""
+"""Runs after the fusions."""

@@ -1,1 +1,1 @@
-"""One spelling of each thing: no-ops away, a mean is a sum by a count."""
+"""Canonical forms: no-ops are removed, views have one spelling, a mean is a sum divided by a count."""

@@ -1,15 +1,15 @@
-"""A mean over tokens is a sum over tokens by a count.
+"""A mean over tokens becomes a sum over tokens divided by their count.
 
     cross_entropy(x, t, w, mean, ignore, smoothing)  ->  cross_entropy(x, t, w, sum, ignore, smoothing) / count(t)
     nll_loss(x, t, w, mean, ignore)                  ->  nll_loss(x, t, w, sum, ignore) / count(t)
     mse_loss(x, t, mean)                             ->  mean(mse_loss(x, t, none))
 
-A loss of cut logits becomes one of all of them first: `rules.canonical.shifted_losses`.
+Losses of sliced logits first become losses of all logits: `rules.canonical.shifted_losses`.
 
-The count is of the targets that are not `ignore`, or the sum of their class weights. It is made of the targets alone,
-which every rank holds whole: a rank without a single counted token divides 0 by the global count, never by 0.
-Matches class indices and class probabilities; of the latter every row counts once. Where every entry counts once, a
-mean is that of the entries, whatever the loss.
+The count is the number of targets that are not `ignore`, or the sum of their class weights. It is computed from the
+targets only, which are replicated: a rank without a single counted token divides 0 by the global count, never by 0.
+Matches class indices and class probabilities; with probabilities every row counts once. For losses where every entry
+counts once, the mean of the loss becomes the mean of its entries.
 Numerics: reassociates (one division instead of one per token). Losses of half precision are summed in float32.
 Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (cross_entropy_loss, nll_loss_nd) and Loss.cpp (the others).
 """
@@ -51,7 +51,7 @@ def _(
 ) -> Any:
     targets = fake_value(match["target"])
     if targets.is_floating_point() and targets.dim() < 2:
-        refuse("class probabilities of a single row", hint="it is left as it is")
+        refuse("class probabilities of a single row", hint="the loss is left unchanged")
     probabilities = targets.is_floating_point()  # every row counts once
     rows = size_proxy(match, product(targets.shape) // targets.shape[1]) if probabilities else None
     count = rows if probabilities else _count(target, weight, ignore_index)
@@ -63,14 +63,15 @@ def _(
 
 
 def _mean(loss: Callable[[int], fx.Proxy], count: Any, dtype: torch.dtype) -> fx.Proxy:
-    """The sum of the losses by their count; halves are summed in float32, as a kernel does: the sum may be no half."""
+    """Divides the sum of the losses by the count. Half-precision losses are summed in float32, as torch's kernels do,
+    because the sum may exceed the range of float16."""
     if dtype.itemsize > 2:
         return aten.div(loss(_SUM), count)
     return aten.to(aten.div(aten.sum(loss(_NONE), dtype=torch.float32), count), dtype)
 
 
 def _count(target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.Proxy:
-    """How many targets count, or the sum of the class weights of those that do."""
+    """Returns the number of targets that count, or the sum of their class weights."""
     counts = aten.ne(target, ignore_index)
     if weight is not None:
         classes = aten.where(counts, target, aten.zeros_like(target))
@@ -80,7 +81,7 @@ def _count(target: fx.Proxy, weight: fx.Proxy | None, ignore_index: int) -> fx.P
 
 @mean_to_sum.sampler
 def _(draw: Draw) -> dict[str, Any]:
-    """Class indices, of which some do not count, or probabilities."""
+    """Samples class indices, some of which are ignored, or class probabilities."""
     classes, rest = draw.size(), draw.shape(draw.integer(0, 2))
     shape = (draw.size(), classes, *rest) if rest or draw.flag(0.8) else (classes,)
     ignored = draw.choice(-100, 0)
@@ -113,7 +114,7 @@ def _(match: Match, scores: fx.Proxy, target: fx.Proxy, weight: fx.Proxy | None,
 
 @nll_mean_to_sum.sampler
 def _(draw: Draw) -> dict[str, Any]:
-    """Class indices, of which some do not count."""
+    """Samples class indices, some of which are ignored."""
     size, classes, rest = draw.size(), draw.size(), draw.shape(draw.integer(0, 2))
     ignored = draw.choice(-100, 0)
     indices = draw.indices(size, *rest, below=classes)
@@ -149,20 +150,20 @@ def _mean_of_entries(name: str, sampler: Callable[[Draw], dict[str, Any]]) -> Ru
 
 
 def _values(draw: Draw) -> dict[str, Any]:
-    """Two tensors of one shape."""
+    """Samples two tensors of one shape."""
     shape = draw.shape(draw.integer(0, 3))
     return {"self": draw.tensor(*shape), "target": draw.tensor(*shape), "beta": 0.5, "delta": 0.5}
 
 
 def _chances(draw: Draw) -> dict[str, Any]:
-    """Probabilities or logits, targets from 0 to 1, and weights that broadcast."""
+    """Samples probabilities, targets from 0 to 1, and weights that broadcast."""
     shape = draw.shape(draw.integer(1, 3))
     weights = {name: draw.choice(None, draw.tensor(*shape[-1:]).abs()) for name in ("weight", "pos_weight")}
     return {"self": draw.tensor(*shape).sigmoid(), "target": draw.tensor(*shape).sigmoid(), **weights}
 
 
 def _rows(draw: Draw) -> dict[str, Any]:
-    """Pairs or triples of rows, and a sign for each."""
+    """Samples pairs or triples of rows, and one sign."""
     shape = draw.shape(2)
     names = ("input1", "input2", "anchor", "positive", "negative")
     return {"target": draw.choice(1.0, -1.0) * torch.ones(shape[:1]), **{name: draw.tensor(*shape) for name in names}}

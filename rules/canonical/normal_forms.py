@@ -1,15 +1,15 @@
-"""Normal forms: one spelling of a view, and operators that give back their input go away.
+"""Normal forms: one spelling per view, and operators that return their input are removed.
 
     slice(x, 2, 0, S)  ->  x        expand(x, shape of x)  ->  x        to(x, dtype of x)  ->  x        alias(x)  ->  x
     view(x, shape)  ->  reshape(x, shape)     new_zeros(x, size)  ->  zeros(size)           cat([empty, x])  ->  x
     squeeze(x, 1)  ->  select(x, 1, 0)        repeat_interleave(x, 2, 1, output_size=n)  ->  repeat_interleave(x, 2, 1)
 
-Matches an operator to drop where the result has the shape, dtype and device of its input, for every length that the
-graph admits. A view demands strides that only the value at hand has; a reshape is that view where there is one. What a
-squeeze takes away depends on sizes at run time; a select says it. Of the tensor that a new one is made from, nothing is
-read but dtype and device, which are known.
+Drops an operator if the result has the shape, dtype, device and strides of its input, for every length that the graph
+admits. A view requires strides that only the traced value is known to have; a reshape is the same view where one
+exists. Which dimensions a squeeze removes depends on sizes at run time; a select states it. `new_zeros` and the like
+read only the dtype and device of their tensor, which are known.
 Numerics: exact; the result is the input itself, as the operators themselves promise.
-Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self or a whole view of it).
+Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self, or a view of all of it).
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ drop_empty_cat = Rule(
 
 @drop_empty_cat.replacement
 def _(match: Match) -> fx.Proxy:
-    """the one tensor that is not empty: what a cache that was empty gives"""
+    """the one tensor that is not empty; a cache that was empty gives such a cat"""
     (kept,) = _not_empty(match["tensors"])
     return match.proxy(kept)
 
 
 @drop_empty_cat.sampler
 def _(draw: Draw) -> dict[str, Any]:
-    """One tensor among others that are empty, as a cache is before its first token."""
+    """Samples one tensor among empty ones, as a cache is before its first token."""
     shape = draw.shape(draw.integer(1, 4))
     dim = draw.integer(0, len(shape) - 1)
     empty = draw.choice((0,), (*shape[:dim], 0, *shape[dim + 1 :]))
@@ -113,11 +113,11 @@ squeeze_to_select = Rule(
 
 @squeeze_to_select.replacement
 def _(match: Match, x: fx.Proxy) -> fx.Proxy:
-    """select(x, dim, 0) for each dimension that goes away: which ones they are is said, not found out from sizes"""
+    """select(x, dim, 0) for each removed dimension, so that these do not depend on sizes at run time"""
     shape = fake_value(match["x"]).shape
     dims = bind(match.root).get("dim")
     dims = range(len(shape)) if dims is None else dims if isinstance(dims, (list, tuple)) else [dims]
-    dims = dims if shape else ()  # a scalar takes 0 and -1, which are none of its dimensions
+    dims = dims if shape else ()  # a 0-dim tensor accepts 0 and -1, but has no such dimension
     for dim in sorted({dim % len(shape) for dim in dims if is_same_size(shape[dim], 1)}, reverse=True):
         x = torch.ops.aten.select(x, dim, 0)
     return x
@@ -130,10 +130,10 @@ type_as_to_to = Rule(
 
 @type_as_to_to.replacement
 def _(match: Match, x: fx.Proxy, other: fx.Proxy) -> fx.Proxy:
-    """to(x, dtype of other): nothing else of it is read"""
+    """to(x, dtype of other), because nothing else of `other` is read"""
     wanted = fake_value(match["other"])
     if wanted.device != fake_value(match["x"]).device:
-        refuse("the two are on different devices", hint="it is left as it is")
+        refuse("the two are on different devices", hint="the cast is left unchanged")
     return torch.ops.aten.to(x, wanted.dtype)
 
 
@@ -150,13 +150,13 @@ drop_output_size = Rule("normal_forms.drop_output_size", Pattern((_repeated,), (
 
 @drop_output_size.replacement
 def _(x: fx.Proxy, repeats: int, dim: int | None) -> fx.Proxy:
-    """repeat_interleave(x, repeats, dim): the size follows from one number of repeats"""
+    """repeat_interleave(x, repeats, dim); the size follows from a single number of repeats"""
     return torch.ops.aten.repeat_interleave(x, repeats, dim)
 
 
 @drop_output_size.sampler
 def _(draw: Draw) -> dict[str, Any]:
-    """Some repeats along any dimension, or of all entries, and the size that they come to."""
+    """Samples repeats along any dimension, or of all entries, with the resulting size."""
     shape, repeats = draw.shape(draw.integer(1, 4)), draw.integer(1, 3)
     dim = draw.choice(None, draw.integer(-len(shape), len(shape) - 1))
     size = repeats * (math.prod(shape) if dim is None else shape[dim])
@@ -169,10 +169,10 @@ def _new_to(name: str, *values: str) -> Rule:
 
     @made.replacement
     def _(match: Match, x: fx.Proxy) -> fx.Proxy:
-        """a tensor of the size, in the dtype and on the device of x"""
+        """a tensor of the size, with the dtype and device of x"""
         args, like = bind(match.root), fake_value(match["x"])
         if args["layout"] not in (None, torch.strided):
-            refuse(f"its layout is {args['layout']}", hint="it is left as it is")
+            refuse(f"its layout is {args['layout']}", hint="the call is left unchanged")
         return match.call(
             getattr(torch.ops.aten, name).default,
             args["size"],
@@ -184,7 +184,7 @@ def _new_to(name: str, *values: str) -> Rule:
 
     @made.sampler
     def _(draw: Draw) -> dict[str, Any]:
-        """Any size, and a value to fill with."""
+        """Samples any size, and a fill value."""
         size = list(draw.shape(draw.integer(0, 3)))
         return {"x": draw.tensor(3), "size": size, **{value: draw.integer(-2, 2) for value in values}}
 

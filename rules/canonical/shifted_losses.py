@@ -1,17 +1,19 @@
-"""A cut of the logits is labels that are ignored, so a loss of shifted tokens leaves the logits as they lie.
+"""A loss of shifted tokens reads all logits: instead of slicing the logits, the labels are padded with ignored ones.
 
     cross_entropy(f(x[:, a:b]), t, w, reduction, ignore, smoothing)
         ->  cross_entropy(f(x), pad(t, a, S - b, value=ignore), w, reduction, ignore, smoothing)
     nll_loss(f(x[:, a:b]), t, w, reduction, ignore)  ->  the same of nll_loss
 
-A cut needs the sequence whole; labels are whole anyway, and small. `f` is what keeps the entries of the cut dimension
-apart: a cast, a soft cap, a head, log_softmax, a transpose, a reshape. An index that a layout rule calls independent
-may be cut after the operator as well as before it. With reduction "none" the losses are cut instead of the logits.
-Matches class indices. Does not match, in these words: "nothing is cut above the loss"; "the targets are no int64"; "the
-cut leaves 3 of 8"; "%index_put writes between the cut and the loss". A value between the cut and the loss that is read
-elsewhere too is no part of `f`: it is needed as it is.
+Slicing needs the whole sequence; labels are replicated anyway, and small. `f` may be any operators that keep the
+entries
+of the sliced dimension apart: a cast, a soft cap, a head, log_softmax, a transpose, a reshape. If a layout rule calls
+an index independent, slicing after the operator equals slicing before it. With reduction "none" the losses are sliced
+instead of the logits.
+Matches class indices. Does not match, in these words: "the logits are not sliced"; "the targets are not int64"; "the
+slice keeps 3 of 8"; "%index_put writes, or sets a mode, between the slice and the loss". A value between the slice and
+the loss that has other users is not part of `f`: those users need it sliced.
 Shapes: x [..., S, ...], f(x[:, a:b]) [N, V] or [B, V, b - a], t [N] or [B, b - a].
-Numerics: reassociates (a sum over more rows, of which the ignored are zero), where what was cut off is finite.
+Numerics: reassociates (a sum over more rows; the ignored ones are zero), if the entries that were cut off are finite.
 Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (ignore_index).
 
 >>> import torch, torch.nn.functional as F
@@ -43,22 +45,22 @@ __all__ = ["SHIFTED_LOSSES"]
 
 aten = torch.ops.aten
 _NONE = 0
-_END = 2**63 - 1  # how tracing writes the end of a slice that has none
+_END = 2**63 - 1  # tracing writes this for a slice without an end
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A slice of one dimension, and the operators below it that keep the entries of that dimension apart."""
+    """A slice of one dimension, and the operators after it that keep the entries of that dimension apart."""
 
     slice: fx.Node
     amounts: tuple[int, int]
-    """How many entries are cut off in front and behind."""
+    """How many entries are cut off at the start and at the end."""
     chain: tuple[tuple[fx.Node, Shard], ...]
-    """What stands below the slice, from the top, and where in its result the entries are, as if they were chunks."""
+    """The operators after the slice, in order, each with the dimension of its result that holds the entries."""
 
     @property
     def layout(self) -> Shard:
-        """Where the entries are in the last value of the chain."""
+        """The dimension of the last value of the chain that holds the entries, written as a placement."""
         return self.chain[-1][1] if self.chain else Shard(_dim(self.slice), uneven=True)
 
     @property
@@ -75,7 +77,7 @@ class _Cut:
 
 
 def _cuts_above(node: fx.Node) -> Iterator[_Cut]:
-    """The cuts from which `node` is computed by operators that keep what is cut apart, the nearest first."""
+    """Yields the slices from which `node` is computed by operators that keep the entries apart, nearest first."""
     if len(node.users) > 1 or not isinstance(node.target, torch._ops.OpOverload) or not is_pure(node):
         return
     amounts = _cut_off(node)
@@ -90,7 +92,7 @@ def _cuts_above(node: fx.Node) -> Iterator[_Cut]:
 
 
 def _cut_off(node: fx.Node) -> tuple[int, int] | None:
-    """How many entries of a floating value a slice cuts off in front and behind; None where that is no number."""
+    """Returns how many entries a slice of a floating value cuts off at start and end; None if these are not numbers."""
     if key(node) != "aten::slice" or bind(node)["step"] != 1 or not fake_value(node).is_floating_point():
         return None
     args, dim = bind(node), _dim(node)
@@ -106,7 +108,7 @@ def _dim(cut: fx.Node) -> int:
 
 
 def _below(call: Call, position: int, layout: Shard) -> Shard | None:
-    """Where the entries of an operand are in the result of a call; None where they are not kept apart."""
+    """Returns where an operand's entries are in the result of a call; None if the call does not keep them apart."""
     rule = LAYOUTS.get(call.key)
     if rule is None or call.reads_sizes or (rule.shape_arg and call.key != "aten::reshape"):
         return None
@@ -117,13 +119,13 @@ def _below(call: Call, position: int, layout: Shard) -> Shard | None:
     if part is None or part.index in indices.whole:
         return None
     if any(indices.has(terms, part.index) for at, terms in enumerate(indices.operands) if at != position):
-        return None  # another operand would have to be cut as well
+        return None  # another operand would have to be sliced as well
     below = indices.layout(indices.results[0], part)
     return below if isinstance(below, Shard) else None
 
 
 def _cut_of(logits: fx.Node) -> _Cut | None:
-    """The nearest cut of rows of the logits, `[N, V]` or `[B, V, ...]`."""
+    """Returns the nearest slice of rows of the logits, `[N, V]` or `[B, V, ...]`."""
     return next((cut for cut in _cuts_above(logits) if cut.layout.dim != 1), None)
 
 
@@ -131,22 +133,22 @@ def _cut_of(logits: fx.Node) -> _Cut | None:
 def _is_of_a_cut(logits: fx.Node, target: fx.Node, root: fx.Node) -> bool | str:
     cut = _cut_of(logits)
     if cut is None or fake_value(logits).dim() < 2:
-        return "nothing is cut above the loss"
+        return "the logits are not sliced"
     if fake_value(target).dtype != torch.int64:
-        return "the targets are no int64"
+        return "the targets are not int64"
     whole, left = size_hint(cut.num_whole), size_hint(cut.num_left)
     if 2 * left < whole:
-        return f"the cut leaves {left} of {whole}"
+        return f"the slice keeps {left} of {whole}"
     node = cut.slice
     while node is not root:
         node = node.next
         if mutates(node):
-            return f"%{node.name} writes, or sets a mode, between the cut and the loss"
+            return f"%{node.name} writes, or sets a mode, between the slice and the loss"
     return True
 
 
 def _pad_labels(name: str, *more: str) -> Rule:
-    """The rule for a loss whose arguments after the reduction are `more`."""
+    """Makes the rule for a loss whose arguments after the reduction are `more`."""
     captures = cap("logits"), cap("target"), cap("weight", "optional"), cap("reduction", Literal)
     pattern = Pattern((op(name, *captures, *(cap(argument, Literal) for argument in more)),), (_is_of_a_cut,))
     made = Rule(
@@ -155,7 +157,7 @@ def _pad_labels(name: str, *more: str) -> Rule:
 
     @made.replacement
     def _(match: Match, target: fx.Proxy, weight: fx.Proxy | None, reduction: int) -> Any:
-        """the loss of all logits, with labels that are ignored where the cut took logits away"""
+        """the loss of all logits, with ignored labels where the slice removed logits"""
         cut = _cut_of(match["logits"])
         assert cut is not None, "the guard has looked"
         tokens = _Tokens(match, cut)
@@ -167,7 +169,7 @@ def _pad_labels(name: str, *more: str) -> Rule:
 
 
 def _uncut(match: Match, cut: _Cut, rule: str) -> fx.Node:
-    """The chain below the cut, run on what is cut."""
+    """Repeats the chain on the value before the slice."""
     made = {cut.slice: cut.whole}
     value = cut.whole
     for node, layout in cut.chain:
@@ -181,22 +183,22 @@ def _uncut(match: Match, cut: _Cut, rule: str) -> fx.Node:
 
 
 class _Tokens:
-    """The targets of a loss, or its losses, `[..., outer * entries * inner, ...]`, of which the entries are cut."""
+    """Pads targets, or slices losses, of shape `[..., outer * entries * inner, ...]`, along the entries."""
 
     def __init__(self, match: Match, cut: _Cut) -> None:
         self._match, self._cut = match, cut
         self._shape = fake_value(match["target"]).shape
-        self._dim = max(0, cut.layout.dim - 1)  # that of the logits, which have the classes in dimension 1
+        self._dim = max(0, cut.layout.dim - 1)  # one less than in the logits, whose dimension 1 has the classes
 
     def padded(self, targets: Any) -> Any:
-        """The targets, with ignored ones where the cut took logits away."""
+        """Returns the targets, with ignored ones where the slice removed logits."""
         inside = [0, 0] * (len(self._shape) - self._dim)
         runs = aten.reshape(targets, self._runs(self._cut.num_left))
         padded = aten.constant_pad_nd(runs, [*inside, *self._cut.amounts], self._match["ignore_index"])
         return aten.reshape(padded, self._joined(self._cut.num_whole))
 
     def cut(self, losses: Any) -> Any:
-        """The losses that the cut leaves."""
+        """Returns the losses that the slice keeps."""
         before, left = self._cut.amounts[0], self._cut.num_left
         runs = aten.reshape(losses, self._runs(self._cut.num_whole))
         kept = aten.slice(runs, self._dim + 1, before, size_proxy(self._match, before + left))

@@ -1,1 +1,1 @@
-"""Mixtures of experts: what stands between a sort of tokens and its inverse is one operator."""
+"""Mixtures of experts: the operators between a sort of token-expert pairs and its inverse become one node."""

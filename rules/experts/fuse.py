@@ -1,20 +1,20 @@
-"""A sort of slots by expert that is undone concerns each slot alone: what stands between becomes one node.
+"""The operators between a sort of token-expert pairs by expert and its inverse become one node.
 
     order = sort(ids)[1]; rows = x[order // k]; ...; rows[inverse(order)]   ->   slotwise(body, [ids, x, ...])
 
-Experts are run on slots sorted by expert: one matrix product for each run of rows with the same expert, then all rows
-go back to their places. Read one by one, a sort, a histogram and a cumulative sum mix all tokens. Read together they do
-not: a row is a function of its own slot, wherever it stands, so each rank may sort the slots of its own tokens. That is
-checked, operator by operator, from the exit upwards to the sort:
+"Slot" in names means a token-expert pair. Experts run on pairs sorted by expert: one matrix product for each run of
+rows with the same expert, then all rows go back to their places. One by one, a sort, a histogram and a cumulative sum
+mix all tokens. Together they do not: each row is a function of its own pair, wherever it is, so each rank may sort the
+pairs of its own tokens. The step proves that operator by operator, from the inverse upwards to the sort:
 
 - an index that a layout rule calls independent may be permuted as well as sharded, so operators whose rule keeps the
-  rows apart are a function of each row;
-- a gather by the order reads slots, one by the order over k reads tokens, one by the sorted ids looks up a table;
-- a grouped product gives each row the matrix of its expert, provided that its groups are counted from the same ids.
+  rows apart compute each row from its own inputs;
+- a gather by the order reads pairs, one by the order divided by k reads tokens, one by the sorted ids reads a table;
+- a grouped product gives each row the matrix of its expert, if its groups are counted from the same ids.
 
-What else reads the sorted rows keeps them. Does not match a descending order, or one of more than one dimension.
-Refuses, and leaves as it is: "aten::cumsum runs over the sorted slots"; "%bias is read in the order of the slots";
-"a grouped product whose groups are not those of the sort"; random numbers; writes, and changes of the autograd mode.
+Other users of the sorted rows keep them. Does not match a descending sort, or one of more than one dimension.
+Refuses, and leaves unchanged: "aten::cumsum runs over the sorted pairs"; "%bias is read in the order of the pairs"; "a
+grouped product whose groups are not those of the sort"; random numbers; writes, and changes of the autograd mode.
 Shapes: ids [n * k], x [n, d], result [n * k, ...].
 Numerics: exact. Source: Gale et al., MegaBlocks, arXiv 2211.15841, section 5; Hugging Face transformers,
 integrations/moe.py (grouped_mm_experts_forward).
@@ -43,7 +43,7 @@ __all__ = ["FuseSlots"]
 class Role(Enum):
     """What a value between a sort and its inverse is."""
 
-    ORDER = "the order of the slots"
+    ORDER = "the order of the pairs"
     KEYS = "the sorted experts"
     TOKENS = "the tokens of the rows"
     ENDS = "where the rows of each expert end"
@@ -73,19 +73,20 @@ _GROUPED_PRODUCTS = {
     "aten::_grouped_mm": ("self", "mat2", "offs"),
     "transformers::grouped_mm_fallback": ("input", "weight", "offs"),
 }
-"""Operators that multiply each group of rows by its own matrix, and the names of rows, matrices and ends."""
+"""Operators that multiply each group of rows by its own matrix: argument names of rows, matrices and ends of groups."""
 _COUNTABLE = (torch.float32, torch.float64, torch.int32, torch.int64)
 _READ_BY: dict[Role, Read] = {Role.ORDER: "slots", Role.TOKENS: "tokens"}
 
 
 class FuseSlots:
-    """The step that makes one node of what stands between a sort of slots and its inverse."""
+    """A step that makes one node of the operators between a sort of token-expert pairs and its inverse."""
 
     def __init__(self, name: str, rules: LayoutRules) -> None:
         self.name = name
         self.rules = rules
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Fuses the regions that it can prove independent, reports the others, and returns the number of fused ones."""
         nodes = edit.nodes()
         found = [match for node, name in _EXITS.roots(nodes) for _, match in _EXITS.find(node, name)]
         writers = [node for node in nodes if found and mutates(node)]
@@ -105,15 +106,15 @@ class FuseSlots:
         return True
 
     def text(self) -> str:
-        return f"what stands between a sort and {_EXIT} -> slotwise(body, operands)"
+        return f"the operators between a sort and {_EXIT} -> slotwise(body, operands)"
 
 
 class _Region:
-    """What depends on the order of one sort, read upwards from where it is undone."""
+    """The nodes that depend on the order of one sort, collected upwards from its inverse."""
 
     def __init__(self, rules: LayoutRules, order: fx.Node) -> None:
         self.reads: dict[fx.Node, Read] = {}
-        """Operands from outside, and how the region reads them."""
+        """Operands from outside the region, and how it reads them."""
         self._rules = rules
         self._order = order
         self._sort = _sort_of(order)
@@ -125,9 +126,9 @@ class _Region:
         self._read(self._ids, "slots", self._sort)
 
     def body(self, match: Match) -> SlotBody:
-        """The region that ends at the match, as a function of `reads`."""
+        """Returns the region that ends at the match, as a function of `reads`."""
         if self._role(match["rows"]) not in (Role.ROWS, Role.KEYS):
-            _refuse(f"what is put back is {self._role(match['rows']).value}", match.root)
+            _refuse(f"the inverse is applied to {self._role(match['rows']).value}", match.root)
         self._inside.update(match.nodes)
         graph = fx.Graph()
         made = {node: graph.placeholder(node.name) for node in self.reads}
@@ -140,18 +141,18 @@ class _Region:
         return SlotBody(fx.GraphModule({}, graph), tuple(self.reads.values()), self._per_token)
 
     def check_nothing_happens(self, writers: Iterable[fx.Node], exit_: fx.Node) -> None:
-        """The region will run where it ends: refuse where that is behind a write or under another autograd mode."""
+        """Refuses if a write or a change of the autograd mode is inside, because the region will run where it ends."""
         first = min(self._inside)
         for node in writers:
             if first < node < exit_:
                 _refuse(f"%{node.name} writes, or changes a mode of torch, between the sort and its inverse", node)
 
     def _for_any_number_of_slots(self, node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The call of a node, written without the number of slots."""
+        """Returns the call of a node in a form that does not state the number of pairs."""
         args = bind(node)
         if key(node) == "aten::arange":
             if (args.get("start", 0), args.get("step", 1)) != (0, 1):
-                _refuse("the inverse is of other positions than 0, 1, 2 ...", node)
+                _refuse("the inverse does not start from the positions 0, 1, 2 ...", node)
             return positions, (self._order,), {}
         rule = self._rules.get(key(node))
         if rule is None or not rule.shape_arg or args.get("dim", 0) != 0:
@@ -161,10 +162,10 @@ class _Region:
             _refuse("the size of a row is symbolic", node)
         return node.target, (node.args[0], [-1, *rest]), {}
 
-    # what each value is
+    # The role of each value.
 
     def _is_moved(self, node: fx.Node) -> bool:
-        """Whether a value depends on the sort; what stands in front of it cannot."""
+        """Whether a value depends on the sort; values before the sort cannot."""
         if node not in self._moved:
             self._moved[node] = self._sort < node and any(map(self._is_moved, node.all_input_nodes))
         return self._moved[node]
@@ -193,19 +194,19 @@ class _Region:
     def _tokens(self, match: Match) -> Role:
         per_token = match["per_token"]
         if not isinstance(per_token, int) or self._per_token not in (1, per_token):
-            _refuse(f"slots are divided by {per_token} and by {self._per_token}", match.root)
+            _refuse(f"the order is divided by {per_token} and by {self._per_token}", match.root)
         self._per_token = per_token
         return Role.TOKENS
 
     def _ends(self, match: Match) -> Role:
-        """How many slots an expert has does not depend on the order in which they are counted."""
+        """The number of pairs per expert does not depend on the order in which they are counted."""
         counted, last = match["ids"], match["bins"] - 1
         if any(node.meta["val"].dtype not in _COUNTABLE for node in match.nodes):
-            _refuse("experts are counted in a type that cannot hold them", match.root)
+            _refuse("experts are counted in a dtype that cannot represent the counts", match.root)
         if match["high"] not in (last, last + 1):
             _refuse(f"experts 0 to {match['high']} are counted in {last + 1} groups", match.root)
         if counted is not self._ids and (not self._is_moved(counted) or self._role(counted) is not Role.KEYS):
-            _refuse("what is counted are not the experts of the slots", match.root)
+            _refuse("the counted values are not the experts of the pairs", match.root)
         self._inside.update(match.nodes)
         return Role.ENDS
 
@@ -213,10 +214,10 @@ class _Region:
         args = bind(node)
         table, indices = args["self"], args["indices"]
         if self._is_moved(table) or len(indices) != 1 or indices[0].meta["val"].dtype == torch.bool:
-            _refuse("rows are chosen among the sorted ones", node)
+            _refuse("the sorted rows are indexed again", node)
         role = self._role(indices[0])
         if role is Role.ENDS:
-            _refuse(f"{role.value} is looked up", node)
+            _refuse(f"{role.value} is used as an index", node)
         self._read(table, _READ_BY.get(role, "whole"), node)
         return Role.ROWS
 
@@ -225,7 +226,7 @@ class _Region:
         rows, matrices, ends = (args[name] for name in _GROUPED_PRODUCTS[key(node)])
         others = [n for n in node.all_input_nodes if n not in (rows, matrices, ends)]
         if others or self._is_moved(matrices) or self._role(rows) is not Role.ROWS:
-            _refuse("a grouped product of something else than rows and matrices", node)
+            _refuse("a grouped product has other operands than rows, matrices and ends", node)
         if not isinstance(ends, fx.Node) or not self._is_ends(ends):
             _refuse("a grouped product whose groups are not those of the sort", node)
         self._read(matrices, "whole", node)
@@ -236,7 +237,7 @@ class _Region:
         return is_counted and self._role(node) is Role.ENDS
 
     def _rows(self, node: fx.Node) -> Role:
-        """An operator whose layout rule keeps the rows apart."""
+        """Accepts an operator whose layout rule keeps the rows apart; refuses any other."""
         if node.op != "call_function" or is_random(node) or not is_pure(node):
             _refuse(f"{key(node)} draws random numbers, or has effects", node)
         call = Call.of(node)
@@ -246,17 +247,19 @@ class _Region:
         if indices is None or not set(moved) <= set(call.operands):
             _refuse(f"{call.key} has no layout rule", node)
         of_operands = list(zip(call.operands, indices.operands, strict=True))
+        # The index of the first dimension must be the rows in every moved operand and in every result, and nowhere
+        # else.
         row = next((terms[0] for operand, terms in of_operands if operand in moved and terms), ())
         if len(row) != 1 or row[0] in indices.whole or not all(_is_by_row(terms, row) for terms in indices.results):
-            _refuse(f"{call.key} runs over the sorted slots", node)
+            _refuse(f"{call.key} runs over the sorted pairs", node)
         for operand, terms in of_operands:
             if operand in moved:
                 if not _is_by_row(terms, row):
-                    _refuse(f"{call.key} runs over the sorted slots", node)
+                    _refuse(f"{call.key} runs over the sorted pairs", node)
                 if (role := self._role(operand)) not in (Role.ROWS, Role.KEYS):
                     _refuse(f"{call.key} reads {role.value}", node)
             elif indices.has(terms, row[0]):
-                _refuse(f"%{operand.name} is read in the order of the slots", node)
+                _refuse(f"%{operand.name} is read in the order of the pairs", node)
             else:
                 self._read(operand, "whole", node)
         return Role.ROWS
@@ -265,7 +268,8 @@ class _Region:
         slots, shape = self._ids.meta["val"].shape[0], node.meta["val"].shape
         per_entry = {"slots": 1, "tokens": self._per_token}.get(how)
         if per_entry is not None and not (shape and is_same_size(shape[0] * per_entry, slots)):
-            _refuse(f"%{node.name} has no entry for each of the {how}", at)
+            _refuse(f"%{node.name} does not have one entry for each of the {how}", at)
+        # The fused node splits an operand in one way: per pair, per token, or not at all.
         if self.reads.setdefault(node, how) != how:
             _refuse(f"%{node.name} is read as {self.reads[node]} and as {how}", at)
 
@@ -284,7 +288,7 @@ def _sort_of(order: fx.Node) -> fx.Node:
 
 
 def _is_by_row(terms: Terms, row: tuple[str, ...]) -> bool:
-    """Whether the first dimension, and no other, is that of the rows."""
+    """Whether the first dimension, and only the first, is that of the rows."""
     return terms[:1] == (row,) and not any(row[0] in dim for dim in terms[1:])
 
 
@@ -297,7 +301,7 @@ def _check_is_known(node: fx.Node, arguments: Any, made: Collection[fx.Node]) ->
 
 
 def _drop(edit: Edit, node: fx.Node) -> None:
-    """Erase a node that nothing uses, and with it those that only it used."""
+    """Erases an unused node, and the nodes that only it used."""
     todo = [node]
     while todo:
         unused = todo.pop()
@@ -308,4 +312,4 @@ def _drop(edit: Edit, node: fx.Node) -> None:
 
 
 def _refuse(reason: str, node: fx.Node) -> NoReturn:
-    refuse(reason, node=node, hint="all slots are sorted on every rank, which is as exact")
+    refuse(reason, node=node, hint="every rank sorts all token-expert pairs instead, which is exact too")

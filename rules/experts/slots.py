@@ -1,15 +1,15 @@
-"""Operators on slots as one node: a function of operands of which each is read slot by slot, token by token, or whole.
+"""Operators on token-expert pairs as one node; each operand is read per pair ("slot"), per token, or whole.
 
     slotwise(body, [ids, x, gates, weights])
 
-A router gives each of n tokens k slots, one for each of its experts. The node runs its body on whole values or on the
-slots of a rank's own tokens alike, so a layout rule can say of it what it cannot say of the operators in the body:
+A router gives each of n tokens k token-expert pairs, called slots in names. The node runs its subgraph on all pairs or
+on the pairs of a rank's own tokens, so its layout rule can say what rules of the operators inside cannot say:
 
     (n !k), n, !... -> (n !k)
 
-`rules.experts.fuse` makes such nodes; WRITE_OUT_SLOTS puts the operators back, once it is settled how many slots a
-rank has.
-Shapes: as the body's; no operator in it states the number of slots.
+`rules.experts.fuse` makes such nodes. WRITE_OUT_SLOTS inlines the operators again, once the number of pairs per rank is
+known.
+Shapes: those of the subgraph; none of its operators states the number of pairs.
 Numerics: exact.
 
 >>> import torch
@@ -39,34 +39,34 @@ __all__ = ["SLOT_LAYOUTS", "WRITE_OUT_SLOTS", "Read", "SlotBody", "positions", "
 aten = torch.ops.aten
 
 Read: TypeAlias = Literal["slots", "tokens", "whole"]
-"""What the first dimension of an operand has: an entry for each slot, one for each token, or what all slots read."""
+"""What the first dimension of an operand has: an entry for each pair, one for each token, or what all pairs read."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotBody:
-    """Operators on slots, as a module of their operands that fits any number of slots."""
+    """Operators on token-expert pairs, as a module that fits any number of pairs."""
 
     module: fx.GraphModule = field(repr=False)
     reads: tuple[Read, ...]
-    """For each operand."""
+    """How each operand is read."""
     per_token: int
-    """How many slots a token has."""
+    """Number of pairs per token."""
 
 
 @declare_virtual()
 def slotwise(body: SlotBody, operands: list[torch.Tensor]) -> torch.Tensor:
-    """What the body computes: an entry for each slot, which depends on no other slot."""
+    """Runs the subgraph; each entry of the result depends on one pair only."""
     return fx.Interpreter(body.module).run(*operands)
 
 
 @declare_pure
 def positions(slots: torch.Tensor) -> torch.Tensor:
-    """0, 1, 2 ... as many as there are slots: an `arange` in a body, which states no size."""
+    """Returns 0, 1, 2 ... up to the number of pairs: an `arange` for the subgraph that does not state a size."""
     return torch.arange(slots.shape[0], device=slots.device)
 
 
 def slots_of_tokens(call: Call) -> IndexMap | None:
-    """(n !k) for what is read slot by slot, n for tokens, all else whole -> (n !k)"""
+    """(n !k) for operands read per pair, n for tokens, the others whole -> (n !k)"""
     body: SlotBody = call.args["body"]
     result = call.result_shapes()[0]
     tokens = divide_exactly(result[0], body.per_token)
@@ -88,13 +88,13 @@ SLOT_LAYOUTS = (LayoutRule("layout.slots", (key(slotwise),), slots_of_tokens),)
 write_out_slots = Rule(
     "slots.write_out",
     Pattern((op(slotwise, cap("body", "literal"), cap("operands", "any")),)),
-    shapes="changes",  # the same sizes, in other terms where they are symbolic
+    shapes="changes",  # symbolic sizes are equal, but other expressions
 )
 
 
 @write_out_slots.replacement
 def _(match: Match) -> Any:
-    """the operators of the body, on the slots at hand"""
+    """the operators of the subgraph, on the pairs of this rank"""
     graph = match["body"].module.graph
     made: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), match["operands"], strict=True))
     for node in graph.nodes:

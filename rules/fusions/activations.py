@@ -1,4 +1,4 @@
-"""Activations written out are one operator.
+"""Decomposed activations become one operator.
 
     x * sigmoid(x)                                                      ->  silu(x)
     0.5 * x * (1 + erf(x / sqrt(2)))                                    ->  gelu(x)
@@ -7,12 +7,13 @@
 
 Matches factors and summands in any order, the product with erf or a power grouped in any way, `x * 0.7071...` for
 `x / sqrt(2)`, and `x * x * x` for the power.
-Refuses a constant that is another number in the precision in which the operator reads it, float64 for float64 and
-float32 for all others: "scale is 1.702, not 0.7978845608028654". So the fast gelu of Hugging Face, which writes
-0.7978845608, stays in float64. The quick gelu `x * sigmoid(1.702 * x)` is no silu and does not match.
+Refuses a constant that differs in the precision in which the operator reads it, which is float64 for float64 and
+float32
+for all others: "scale is 1.702, not 0.7978845608028654". So the fast gelu of Hugging Face, which writes 0.7978845608,
+is not rewritten in float64. The quick gelu `x * sigmoid(1.702 * x)` is not a silu and does not match.
 Shapes: any, of a real floating-point dtype ("x has dtype int64").
-Numerics: reassociates. In half precision the operator rounds once and the spelling after each step, so the operator is
-nearer to the real number. The erf rule holds for finite values: torch's gelu of inf is NaN on CPU.
+Numerics: reassociates. In half precision the operator rounds once and the model after each step, so the operator is
+nearer to the exact value. The erf rule holds for finite values: torch's gelu of inf is NaN on CPU.
 Source: Hugging Face transformers, activations.py (GELUActivation, NewGELUActivation, FastGELUActivation); PyTorch,
 aten/src/ATen/native/cpu/Activation.cpp.
 
@@ -53,7 +54,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def _is(name: str, number: float) -> Constraint:
-    """The literal is this number, as exactly as an operator on `x` reads it."""
+    """The literal equals this number in the precision in which an operator on `x` reads it."""
 
     def check(found: float, x: fx.Node) -> bool | str:
         if fake_value(x).dtype == torch.float64:
@@ -70,7 +71,7 @@ def _in_float32(number: float) -> float:
 
 
 def _half_of(x: Any, gate: Any) -> tuple[Any, ...]:
-    """`0.5 * x * (1 + gate)`, grouped in three ways."""
+    """Returns the three groupings of `0.5 * x * (1 + gate)`."""
     half: Any = cap("half", Literal)
     total = cap("one", Literal) + gate
     return (x * half) * total, (x * total) * half, x * (total * half)
@@ -91,7 +92,7 @@ def _gelu(name: str, approximate: str, spellings: tuple[Any, ...], **constants: 
     return made
 
 
-_x: Any = cap("x")  # torch functions build terms out of terms, which torch's stubs do not know
+_x: Any = cap("x")  # `Any`: torch's stubs do not know that its functions make terms
 _scale: Any = cap("scale", Literal)
 _c: Any = cap("c", Literal)
 _unit: Any = cap("unit", Literal)
@@ -115,7 +116,7 @@ to_gelu_tanh = _gelu(
     **_TANH,
     power=3.0,
 )
-# Each factor that may trade places doubles the readings of a pattern: these three take the usual grouping alone.
+# Each commutative factor doubles the readings of a pattern, so these three match the usual grouping only.
 to_gelu_tanh_cube = _gelu(
     "to_gelu_tanh_cube", "tanh", _half_of(_x, torch.tanh(_scale * (_x + _c * (_x * _x * _x))))[:1], **_TANH
 )

@@ -1,9 +1,9 @@
-"""A bias is added after the sum over the ranks, where a linear contracts a dimension that they hold in chunks.
+"""The bias of a linear is added after the reduction over the ranks, if the contracted dimension is sharded.
 
-    linear(x, w, b)    ->  linear(x, w) + b        w held as Shard(1)
-    addmm(b, x, w)     ->  mm(x, w) + b            w held as Shard(0)
+    linear(x, w, b)    ->  linear(x, w) + b        w stored as Shard(1)
+    addmm(b, x, w)     ->  mm(x, w) + b            w stored as Shard(0)
 
-Inside of the operator every rank would add it, so without this rule the operands are gathered.
+Inside the operator every rank would add the bias once, so without this rule propagation gathers the operands.
 Shapes: x [..., d], w [n, d] or [d, n], b [n].
 Numerics: reassociates. Source: Megatron-LM, megatron/core/tensor_parallel/layers.py (RowParallelLinear).
 """
@@ -55,4 +55,4 @@ def _(b: fx.Proxy, x: fx.Proxy, w: fx.Proxy) -> fx.Proxy:
 
 
 BIASES = RuleSet("biases", add_after_linear, add_after_mm)
-"""After the placements of weights are stated, before propagation."""
+"""Runs after the placements of weights are annotated, before propagation."""

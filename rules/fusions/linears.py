@@ -1,19 +1,20 @@
-"""Parallel linears of one input are one linear, split.
+"""Parallel linears of one input become one linear whose result is split.
 
     linear(x, a), linear(x, b), ...          ->  split(linear(x, cat([a, b, ...])), [rows of a, rows of b, ...], -1)
     linear(x, a, p), linear(x, b, q), ...    ->  the same, with cat([p, q, ...])
 
-Matches all linears of one value whose weights are parameters, those with a bias and those without one apart: q, k and
-v; gate and up; with them the MLP of a parallel block (GPT-J), k and v of all layers of a decoder on one encoder (T5).
+Matches all linears of one value whose weights are parameters; those with a bias and those without are merged apart.
+These are q, k and v; gate and up, with them the MLP of a parallel block (GPT-J); k and v of all decoder layers over one
+encoder (T5).
 Does not match a weight that is computed ("expected a parameter at root.weight, found aten::mul (%mul)") or has one
 dimension ("w has rank 1"), nor a bias that is broadcast over the rows ("size(b, 0) is 1, size(w, 0) is 6").
 Refuses weights of several dtypes or devices: "the weights are float32 on cpu, bfloat16 on cpu".
 Shapes: x [..., d], weights [n_i, d], biases [n_i].
 Numerics: reassociates. On CPU, oneMKL chooses its kernel by the number of rows: results were bitwise equal in bfloat16
-and float16, mostly in float32, seldom in float64; gradients of weights were equal, the gradient of `x` is one sum
+and float16, mostly in float32, seldom in float64. Gradients of weights were equal; the gradient of `x` is one sum
 instead of several.
-Cost: the weights are copied into one at every call, and their gradient is cut apart: one large product has to win that
-back. A backend that folds constants, as inductor's freezing does, copies once.
+Cost: every call concatenates the weights and splits their gradient, which one large product must make up for. A backend
+that folds constants, as inductor's freezing does, concatenates once.
 Source: NVIDIA Megatron-LM, megatron/core/transformer/attention.py (linear_qkv); PyTorch,
 torch/_inductor/fx_passes/freezing_patterns.py.
 
@@ -72,7 +73,7 @@ def _(x: fx.Proxy, w: list[fx.Proxy], b: list[fx.Proxy]) -> tuple[Any, ...]:
 
 
 def _joined(what: str, tensors: list[Any]) -> Any:
-    """The tensors under each other; torch.cat alone would give them a common dtype that none of the linears has."""
+    """Concatenates the tensors; refuses different dtypes, which torch.cat would promote to one that no linear has."""
     kinds = dict.fromkeys(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors)
     if len(kinds) > 1:
         refuse(f"the {what} are {', '.join(kinds)}")

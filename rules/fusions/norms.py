@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm written out are one operator, with their casts and weights inside where that rounds the same.
+"""Decomposed RMSNorm and LayerNorm become one operator; casts and weights move inside where the rounding is the same.
 
     x * rsqrt(mean(x ** 2, -1, keepdim=True) + eps)                  ->  rms_norm(x, [d], None, eps)
     (x - mean(x)) * rsqrt(var(x) + eps)                              ->  layer_norm(x, [d], None, None, eps)
@@ -7,20 +7,20 @@
     norm(x) * weight + bias                                          ->  norm(x, weight, bias)
 
 Matches `x * x` and `square(x)` for the power; a division by `sqrt` and a power of -0.5 for `rsqrt`; the variance as the
-mean of squared differences or as `var(correction=0)`; a variance alone in float32, as in T5; `type_as` for the cast.
-Llama in half precision multiplies by its weight after the cast: there the product stays. Gemma's `1 + weight` is a
-float32 weight: there the casts stay.
-Refuses, since the operator computes in float32 and rounds once:
+mean of squared differences or as `var(correction=0)`; only the variance in float32, as in T5; `type_as` for the cast.
+Llama in half precision multiplies by its weight after the cast: that product stays. Gemma's `1 + weight` is a float32
+weight: its casts stay.
+Refuses the following, because the operator computes in float32 and rounds once:
   - "the spelling rounds to bfloat16 after each step, rms_norm once";
   - "the spelling rounds the norm to bfloat16 before it is scaled, rms_norm after that";
   - "x is float64, its mean square float32", "x is float64, normalized in float32, given back in float64";
   - "the weight is float32, x is bfloat16";
   - "eps is left to rms_norm, which takes another one for each dtype".
-A weight or bias of another shape than [d] does not match ("the weight is [4, 8], the norm takes [8]").
+Does not match a weight or bias of another shape than [d] ("the weight is [4, 8], the norm takes [8]").
 Shapes: x [..., d], weight and bias [d].
-Numerics: reassociates. On CPU the value of rms_norm is bitwise what it replaces, and in float32 and float64 its
-gradients are too; layer_norm sums in another order, and holds for finite values: with infinite weights NaN and
-infinities trade places.
+Numerics: reassociates. On CPU the value of rms_norm is bitwise equal to what it replaces, and so are its gradients in
+float32 and float64. layer_norm sums in another order, and holds for finite values: with infinite weights it may give
+NaN for infinity, or the converse.
 Source: PyTorch, aten/src/ATen/native/layer_norm.cpp; Hugging Face transformers, modeling_llama.py (LlamaRMSNorm),
 modeling_t5.py (T5LayerNorm), modeling_gemma.py (GemmaRMSNorm), modeling_cohere.py (CohereLayerNorm).
 
@@ -66,7 +66,7 @@ def _square(x: Any) -> Any:
 
 
 def _over_root(x: Any, variance: Any) -> Any:
-    """`x / sqrt(variance + eps)` in its spellings."""
+    """Returns the spellings of `x / sqrt(variance + eps)`."""
     shifted = variance + cap("eps", Literal)
     return either(x * torch.rsqrt(shifted), x / torch.sqrt(shifted), x * torch.pow(shifted, -0.5))
 
@@ -118,7 +118,7 @@ def _check_rounding(norm: str, dtype: torch.dtype) -> None:
 
 
 def _fits(scale: str) -> Any:
-    """A weight or bias has the shape of what is normalized: [d]."""
+    """The weight or bias has the shape of the normalized dimension: [d]."""
 
     def check(found: fx.Node, shape: list[Any]) -> bool | str:
         sizes = fake_value(found).shape
@@ -142,11 +142,11 @@ def _narrowed(y: Any) -> Any:
 
 
 def _widened(y: Any) -> Any:
-    return shared(op("to", y, dtype=_cast))  # a residual stream in float32 reads the cast that changes nothing
+    return shared(op("to", y, dtype=_cast))  # in a float32 residual stream the no-op cast has other users
 
 
 def _narrow(norm: str, in_wide: Any, *fitting: Any) -> Rule:
-    """`in_wide` is what stands between the casts."""
+    """Makes the rule that moves the casts around `in_wide` into the norm."""
     made = Rule(
         f"norms.narrow_{norm}",
         Pattern((_narrowed(in_wide),), (*fitting, where.dtype("x", *_FLOAT))),
@@ -177,7 +177,7 @@ def _narrow(norm: str, in_wide: Any, *fitting: Any) -> Rule:
 
 
 def _scale(norm: str, scaled: Any, *fitting: Any) -> Rule:
-    """`scaled` is a norm times a weight, plus a bias."""
+    """Makes the rule that moves the weight and bias of `scaled` into the norm."""
     made = Rule(
         f"norms.scale_{norm}",
         Pattern((scaled,), (*fitting, where.dtype("x", *_FLOAT))),
@@ -220,7 +220,7 @@ _bias_wide: Any = maybe(_widened(_bias))
 
 NORMS = RuleSet(
     "norms",
-    to_layer_norm,  # before to_rms_norm, which is what it does to x - mean(x)
+    to_layer_norm,  # before to_rms_norm, which would match its x - mean(x)
     to_rms_norm,
     _narrow("rms_norm", maybe(_rms_wide * _weight_wide), _fits("weight")),
     _narrow("layer_norm", maybe(maybe(_layer_wide * _weight_wide) + _bias_wide), _fits("weight"), _fits("bias")),

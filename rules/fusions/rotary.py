@@ -1,16 +1,16 @@
-"""Rotary position embedding written out is one node, and back.
+"""Decomposed rotary position embedding becomes one node, and back.
 
     x * cos + cat([-x[..., d/2:], x[..., :d/2]], -1) * sin               <->  rotary_embedding(x, cos, sin, False)
     x * cos + stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * sin  <->  rotary_embedding(x, cos, sin, True)
 
-The node is a plain function that computes the same, so a graph with it runs anywhere; other rules can move it, or bring
-in a kernel. `INLINE_ROTARY` writes it out again.
-Matches halves cut with `slice`, `narrow`, `chunk` or `split`, and every second entry cut with `slice`; products and sum
-in any order. Where sizes are symbolic, `rules.canonical.normal_forms` goes first: tracing leaves slices that take
+The node is a plain function with the same result, so a graph with it runs anywhere; other rules can move it, or replace
+it by a kernel. `INLINE_ROTARY` decomposes it again.
+Matches halves made by `slice`, `narrow`, `chunk` or `split`, and every second entry made by `slice`; products and sums
+in any order. If sizes are symbolic, `rules.canonical.normal_forms` must run first: tracing leaves slices that take
 everything.
 Does not match parts that are not the halves of the last dimension: "cut at 2 of 8", "the last part ends at 1 of 2",
 "size(x, -1) is 7".
-Shapes: x [..., d] with d even, cos and sin broadcast against it; the result is what broadcasting gives.
+Shapes: x [..., d] with d even; cos and sin broadcast against x; the result has the broadcast shape.
 Numerics: exact, in both directions; gradients too.
 Source: Su et al., RoFormer, arXiv 2104.09864, section 3.4.2; Hugging Face transformers, modeling_llama.py
 (rotate_half), modeling_gptj.py (rotate_every_two).
@@ -41,13 +41,13 @@ __all__ = ["INLINE_ROTARY", "ROTARY", "rotary_embedding"]
 
 @declare_pure
 def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """`x` with pairs of entries turned by the angles of `cos` and `sin`.
+    """Rotates pairs of entries of `x` by the angles of `cos` and `sin`.
 
     Args:
         x: [..., d], d even.
-        cos: broadcasts against x.
-        sin: the same.
-        interleaved: pairs are neighbours, as in GPT-J; else entry i goes with entry i + d/2, as in Llama.
+        cos: cosines of the angles; broadcasts against x.
+        sin: sines of the angles; broadcasts against x.
+        interleaved: whether pairs are neighbours, as in GPT-J; otherwise entries i and i + d/2 are a pair, as in Llama.
     """
     if interleaved:
         turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
@@ -58,7 +58,7 @@ def rotary_embedding(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inte
 
 
 aten = torch.ops.aten
-_LAST = 2**63 - 1  # how tracing writes the end of a slice that has none
+_LAST = 2**63 - 1  # tracing writes this for a slice without an end
 
 _x: Any = cap("x")
 _cos: Any = cap("cos")
@@ -75,13 +75,13 @@ def _is_half(cut: int | None, x: fx.Node) -> bool | str:
 
 @where.predicate("end", "x", text="is_end")
 def _is_end(end: int | None, x: fx.Node) -> bool | str:
-    """None, or a number from the size on, is the end."""
+    """None, or a number not less than the size, means the end."""
     size = fake_value(x).shape[-1]
     return end is None or end >= size or f"the last part ends at {end} of {size}"
 
 
 def _rule(name: str, turned: Any, *checks: Constraint, interleaved: bool) -> Rule:
-    """`turned` is what stands beside the sine."""
+    """Makes the rule for one spelling of `turned`, the factor of the sine."""
     made = Rule(
         f"rotary.{name}",
         Pattern((_x * _cos + turned * _sin,), (*checks, where.divisible("x", -1, 2))),
@@ -117,7 +117,7 @@ fuse_halves = _rule(
     _is_end,
     interleaved=False,
 )
-_odd: Any = op("slice", _x, -1, 1, ..., 2)  # where they end is in their sizes: two of them are the size of x
+_odd: Any = op("slice", _x, -1, 1, ..., 2)  # any end: the two together have the size of x
 _even: Any = op("slice", _x, -1, 0, ..., 2)
 _pairs: Any = torch.stack([-_odd, _even], -1)
 fuse_pairs = _rule("fuse_pairs", _pairs.flatten(-2), interleaved=True)
@@ -130,7 +130,7 @@ inline = Rule(
 @inline.replacement
 def _(x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
     """what rotary_embedding computes"""
-    # In overload packets: the node that is replaced is no ATen call, so torch functions would stay torch functions.
+    # Overload packets, because the replaced node is not an ATen call: torch functions would stay torch functions.
     if interleaved:
         odd, even = aten.slice(x, -1, 1, _LAST, 2), aten.slice(x, -1, 0, _LAST, 2)
         turned = aten.flatten(aten.stack([aten.neg(odd), even], -1), -2)

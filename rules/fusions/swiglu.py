@@ -1,12 +1,12 @@
-"""The gated activation of Llama's MLP is one node, and back.
+"""The gated activation of Llama's MLP becomes one node, and back.
 
     silu(gate) * up   <->   swiglu(gate, up)
 
-The node is a plain function that computes the same, so a graph with it runs anywhere; `INLINE_SWIGLU` writes it out.
-With `rules.fusions.activations` before it, `gate * sigmoid(gate) * up` matches too; with `rules.fusions.linears`, gate
-and up are two parts of one linear.
-Does not match where the two are of different shapes ("shapes are (2, 4) and (4,)") or dtypes ("dtypes are float32,
-bfloat16"): a kernel for the pair takes neither. A gate whose activation has another user stays.
+The node is a plain function with the same result, so a graph with it runs anywhere; `INLINE_SWIGLU` decomposes it.
+After `rules.fusions.activations`, `gate * sigmoid(gate) * up` matches too; after `rules.fusions.linears`, gate and up
+are two parts of one linear.
+Does not match different shapes ("shapes are (2, 4) and (4,)") or dtypes ("dtypes are float32, bfloat16"), which a
+kernel for the pair does not take. A gate whose activation has another user is left alone.
 Shapes: gate and up [..., d].
 Numerics: exact, in both directions; gradients too.
 Source: Shazeer, GLU Variants Improve Transformer, arXiv 2002.05202, equation 6; Hugging Face transformers,
@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 @declare_pure
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up`, of two tensors of one shape [..., d] and dtype."""
+    """Returns `silu(gate) * up`; both have shape [..., d] and the same dtype."""
     return F.silu(gate) * up
 
 

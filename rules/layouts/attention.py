@@ -1,11 +1,11 @@
-"""Attention: keys must be whole, heads are independent, and so are queries unless a position is compared.
+"""Attention: keys must be whole; heads are independent, and so are queries unless positions are compared.
 
     b h q d, b h? !k d, b h? !k v, mask? -> b h q v     is_causal, which counts queries from 0: q must be whole too
     kv heads are h, or 1, or with enable_gqa a divisor g of them: h = (g r)
 
-Where keys lie sharded on the sequence, sharding moves to the heads: an all-to-all each for q, k, v and the result,
-which is DeepSpeed-Ulysses (Jacobs et al., 2023, section 3). Where the heads do not divide over the axis, queries stay
-where they are and k and v are gathered; with is_causal q is gathered as well.
+If keys are sharded on the sequence, propagation moves the shards to the heads: an all-to-all each for q, k, v and the
+result, which is DeepSpeed-Ulysses (Jacobs et al., 2023, section 3). If the heads do not divide over the axis, queries
+keep their placement and k and v are gathered; with is_causal q is gathered as well.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ def attention(call: Call) -> IndexMap | None:
 def _heads(
     q: Sequence[Size], k: Sequence[Size], v: Sequence[Size], result: Sequence[Size], sizes: dict[str, Size]
 ) -> tuple[Terms, Terms, Terms] | None:
-    """The terms of the head dimension of q (and the result), k and v, with their sizes; None where they do not fit."""
+    """Returns the terms of the heads of q (and the result), k and v, with their sizes; None if they do not fit."""
     if len(result) < 3:
         return (), (), ()
     heads = result[-3]

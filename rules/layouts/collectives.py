@@ -1,6 +1,6 @@
-"""Collectives of another axis of the mesh: seen from this axis they are operators of one device.
+"""Collectives over another mesh axis; to this axis they are operators of one device.
 
-They run on dimension 0, whose chunks belong to the ranks of their axis; every other dimension is independent.
+They run on dimension 0, whose chunks belong to the ranks of the other axis; every other dimension is independent.
 Source: torch/distributed/_functional_collectives.py.
 """
 

@@ -2,9 +2,10 @@
 
     n (g ci) !l..., (g co) ci !k..., +(g co)? -> n (g co) !o...      transposed: weight (g ci) co !k...
 
-A depthwise convolution along the sequence, as state space models and linear attention put in front of their scans, has
-as many groups as channels: it moves to its channels by all-to-all. A dense one has one group: it moves to the batch, or
-is gathered. Windows that do not overlap, such as patches or one position each, are independent: l = (o k).
+A depthwise convolution along the sequence, which state space models and linear attention use before their scans, has as
+many groups as channels, so propagation moves the shards to the channels by all-to-all. A dense convolution has one
+group: the shards move to the batch, or are gathered. Windows that do not overlap, such as patches or single positions,
+are independent: l = (o k).
 """
 
 from typing import Any
@@ -49,12 +50,13 @@ def _convolution(call: Call, *, ci: Size, co: Size, is_transposed: bool) -> Inde
         "bias": (channels[1],),
     }
     whole = {f"k{dim}" for dim in range(num_spatial)}
-    summed = {"ci"} if call.args.get("bias") is None else set[str]()  # a bias is added once
+    # A Partial result would contain the bias once per rank.
+    summed = {"ci"} if call.args.get("bias") is None else set[str]()
     return index_map(call, operands, (*batch, channels[1], *after), whole=whole, summed=summed, sizes=sizes)
 
 
 def _are_apart(call: Call, dim: int, num_spatial: int) -> bool:
-    """Whether the windows along a spatial dimension follow each other without overlap, padding or gaps."""
+    """Whether windows along a spatial dimension follow each other without overlap, padding or gaps."""
 
     def stated(name: str, otherwise: int) -> Any:
         value = call.args.get(name, otherwise)

@@ -1,4 +1,4 @@
-"""Cuts and joins: operators that take parts of a dimension or put parts together; that dimension must be whole."""
+"""Slices and concatenations: operators that take parts of a dimension or join parts; that dimension must be whole."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,19 +10,19 @@ __all__ = ["LAYOUTS"]
 
 
 def select(call: Call) -> IndexMap | None:
-    """`dim` must be whole and goes away"""
+    """`dim` must be whole, and is removed"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
     return index_map(call, {"self": terms}, _without(terms, at))
 
 
 def unbind(call: Call) -> IndexMap | None:
-    """`dim` must be whole and goes away, one result for each of its entries"""
+    """`dim` must be whole, and is removed; one result for each of its entries"""
     return select(call)
 
 
 def split(call: Call) -> IndexMap | None:
-    """(!run part) -> part, ...: equal runs of `dim`, each of which may be sharded; else as a cut"""
+    """(!run part) -> part, ...: equal parts of `dim`, each of which may be sharded; unequal parts as slices"""
     shape, parts = call.shape(), call.result_shapes()
     at = dim_of(call, len(shape))
     is_even = len(parts) > 1 and all(is_same_size(part[at], parts[0][at]) for part in parts)
@@ -37,11 +37,11 @@ def split(call: Call) -> IndexMap | None:
 def cut(call: Call) -> IndexMap | None:
     """cuts along `dim`, which must be whole unless nothing is cut off"""
     if len(call.operands) > 1:
-        return None  # the places to cut at are data
+        return None  # the places to cut at depend on data
     shape = call.shape()
     at = dim_of(call, len(shape)) if "dim" in call.args else min(1, len(shape) - 1) * (call.key == "aten::hsplit")
     terms = indices(len(shape))
-    # other operators state the length that they keep, and a whole slice is only left where it cannot be dropped
+    # The other operators state the length that they keep. A slice of everything is only left if it cannot be dropped.
     kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
     results = [insert(_without(terms, at), at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
     return index_map(call, {"self": terms}, *results)
@@ -56,7 +56,7 @@ def _without(terms: Terms, at: int) -> Terms:
 
 
 def scatter_slice(call: Call) -> IndexMap | None:
-    """a part along `dim` is written over, which must be whole"""
+    """overwrites a part along `dim`, which must be whole"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
     source = _without(terms, at)

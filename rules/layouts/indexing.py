@@ -1,21 +1,21 @@
-"""Indexing: what is looked up must be whole where an index points into it; the index's own dimensions are the result's.
+"""Indexing: the indexed dimension must be whole; the dimensions of the index become dimensions of the result.
 
-    gather(x, k, i)        a !k b, a j b -> a j b        where x and i are of one size in a and b, else those are whole
-    index(x, [:, i])       a !k b, i... -> a i... b      indices that other dimensions part come to the front
-    scatter(x, k, i, y)    a !k b, a !j b, a !j b -> a k b
+    gather(x, k, i)        a !k b, a j b -> a j b        if x and i have the same size in a and b; else a and b are
+    whole index(x, [:, i])       a !k b, i... -> a i... b      if another dimension separates the indices, i... comes
+    first scatter(x, k, i, y)    a !k b, a !j b, a !j b -> a k b
 
-What is added into zeros (scatter_add, index_add, index_put with accumulate) is a sum over `j`: each rank adds its own.
+If the target is zeros (scatter_add, index_add, index_put with accumulate), the result is a sum over `j`: each rank adds
+its own part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, key
+from fxrewrite.ops import filled_with
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Size, Terms, is_same_size
 from rules.layouts.terms import aligned, broadcast_shape, dim_of, index_map, indices, insert, names_of, unread
 
@@ -23,7 +23,7 @@ __all__ = ["LAYOUTS"]
 
 
 def embedding(call: Call) -> IndexMap | None:
-    """!v d, i... -> i... d; a gradient scaled by frequency counts all ids, so it has no indices"""
+    """!v d, i... -> i... d; not supported if gradients are scaled by frequency, which counts all ids"""
     if call.args.get("scale_grad_by_freq"):
         return None
     ids = indices(len(call.shape(1)), "i")
@@ -54,7 +54,7 @@ def take(call: Call) -> IndexMap | None:
 
 
 def gather(call: Call) -> IndexMap | None:
-    """a !k b, a j b -> a j b; where x and the index differ in a or b, they are whole there"""
+    """a !k b, a j b -> a j b; if x and the index differ in a or b, these are whole"""
     shape, index = call.shape(), call.shape(1)
     if len(shape) != len(index):
         return None
@@ -82,7 +82,7 @@ def take_along_dim(call: Call) -> IndexMap | None:
 
 
 def scatter(call: Call) -> IndexMap | None:
-    """a !k b, a !j b, a !j b -> a k b; a sum over j where it is added into zeros; sizes that differ are whole"""
+    """a !k b, a !j b, a !j b -> a k b; a sum over j if the target is zeros; dimensions of different sizes are whole"""
     shape, index = call.shape(), call.shape(1)
     others = [call.shape(position) for position in range(1, len(call.operands))]
     if any(len(other) != len(shape) for other in others):
@@ -108,7 +108,7 @@ def scatter(call: Call) -> IndexMap | None:
 
 
 def index_add(call: Call) -> IndexMap | None:
-    """a !k b, !i, a !i b -> a k b; a sum over i where it is added into zeros"""
+    """a !k b, !i, a !i b -> a k b; a sum over i if the target is zeros"""
     terms = indices(len(call.shape()))
     if not terms:
         rest = {name: indices(len(call.shape(place)), name) for place, name in ((1, "index"), (-1, "source"))}
@@ -157,7 +157,7 @@ def index_put(call: Call) -> IndexMap | None:
 
 
 def added(call: Call) -> Neutral:
-    """Zeros are added, which are the last operand."""
+    """Padding adds zeros: the last operand is filled with 0."""
     return Neutral(len(call.operands) - 1, 0)
 
 
@@ -166,7 +166,7 @@ _Chosen = tuple[Sequence[Size], Terms]
 
 
 def _indexed(call: Call) -> list[int] | None:
-    """The dimensions that integer indices point into; None where an index is a mask."""
+    """Returns the dimensions that integer indices point into; None if an index is a mask."""
     places = [dim for dim, item in enumerate(call.args["indices"]) if item is not None]
     nodes = [call.args["indices"][dim] for dim in places]
     if any(_dtype(node) in (torch.bool, torch.uint8) for node in nodes):
@@ -175,7 +175,7 @@ def _indexed(call: Call) -> list[int] | None:
 
 
 def _result_of(call: Call, places: list[int]) -> tuple[int, Terms, _Chosen]:
-    """Where the indices' own dimensions stand among the others, the terms of x, and what the indices broadcast to."""
+    """Returns where the dimensions of the indices go in the result, the terms of x, and the broadcast indices."""
     terms = indices(len(call.shape()))
     shapes = [tuple(call.args["indices"][dim].meta["val"].shape) for dim in places]
     together = broadcast_shape(*shapes)
@@ -195,12 +195,7 @@ def _dtype(node: fx.Node) -> torch.dtype:
 
 def _is_zero(node: fx.Node) -> bool:
     """Whether the value is zeros by its making."""
-    if node.op != "call_function":
-        return False
-    name = key(node)
-    if name in ("aten::zeros", "aten::zeros_like", "aten::new_zeros"):
-        return True
-    filled: Any = bind(node).get("fill_value") if name in ("aten::full", "aten::full_like", "aten::new_full") else None
+    filled = filled_with(node)
     return isinstance(filled, (int, float)) and filled == 0
 
 

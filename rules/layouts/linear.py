@@ -1,6 +1,6 @@
-"""Products: what is multiplied and summed over is contracted, and sharding it gives partial sums.
+"""Products: indices that are multiplied and summed over are contracted; sharding them gives a Partial result.
 
-An operand that is added (the bias of a linear, the first of addmm) is added once, so where there is one, contracted
+An added operand (the bias of a linear, the first operand of addmm) must be added once, so with one of these, contracted
 indices must be whole.
 """
 
@@ -57,7 +57,7 @@ def baddbmm(call: Call) -> IndexMap | None:
 
 
 def _added(call: Call, result: Terms, factors: dict[str, Terms]) -> IndexMap | None:
-    """What is added broadcasts to the result, and forbids partial sums."""
+    """Returns the map of an operator with an added operand, which broadcasts to the result and forbids partial sums."""
     return index_map(call, {"self": aligned(call.shape(), call.result_shapes()[0], result), **factors}, result)
 
 
@@ -119,7 +119,7 @@ def dot_along(call: Call) -> IndexMap | None:
 
 
 def solve(call: Call) -> IndexMap | None:
-    """b... !n !n, b... !n k -> b... n k: the columns are solved for apart; from the right, the rows are"""
+    """b... !n !n, b... !n k -> b... n k: columns are independent; with left=False, rows are"""
     matrix, other = call.shape(), call.shape(1)
     if len(matrix) != len(other):
         return None
@@ -135,7 +135,7 @@ def solve(call: Call) -> IndexMap | None:
 
 
 def einsum(call: Call) -> IndexMap | None:
-    """what its equation says; a letter that one operand has twice must be whole"""
+    """as its equation says; a letter that occurs twice in one operand must be whole"""
     left, arrow, right = call.args["equation"].replace(" ", "").partition("->")
     inputs = left.split(",")
     shapes = [call.shape(i) for i in range(len(call.operands))]
@@ -163,7 +163,7 @@ def einsum(call: Call) -> IndexMap | None:
 
 
 def _letters(text: str, count: int, spread: int) -> list[str]:
-    """The letters of one operand, its ellipsis being the last `count` of `spread` dimensions."""
+    """Returns the letters of one operand; its ellipsis is the last `count` of `spread` dimensions."""
     before, dots, after = text.partition("...")
     return [*before, *(f"...{dim}" for dim in range(spread - count, spread) if dots), *after]
 

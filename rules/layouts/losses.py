@@ -1,4 +1,4 @@
-"""Losses: a sum over tokens is a partial sum; a mean is a sum by a global count first, by `rules.canonical.losses`."""
+"""Losses: a sum over tokens is Partial; `rules.canonical.losses` first makes a mean a sum divided by a global count."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.terms import aligned, broadcast_shape, index_map, indices, names_of
@@ -21,7 +21,7 @@ def cross_entropy(call: Call) -> IndexMap | None:
 
 
 def ignored(call: Call) -> Neutral | None:
-    """A target that is ignored; class probabilities have none."""
+    """Padding is an ignored target; class probabilities have no such target."""
     is_class = len(call.shape(1)) < len(call.shape())
     return Neutral(1, call.args["ignore_index"]) if is_class else None
 

@@ -1,4 +1,4 @@
-"""Norms: the dimensions that statistics are taken over must be whole."""
+"""Norms: the dimensions over which statistics are computed must be whole."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms
 from rules.layouts.terms import index_map, indices, names_of
@@ -15,13 +15,13 @@ def norm(call: Call) -> IndexMap | None:
 
 
 def _statistics(call: Call, rows: Terms) -> list[Terms]:
-    """Terms of the mean and the deviation that some spellings return too, as dimensions of size 1 or as none."""
+    """Returns terms of the mean and deviation that some spellings return as well, with or without dimensions of 1."""
     shapes = call.result_shapes()[1:]
     return [(*rows, *((),) * (len(shape) - len(rows))) for shape in shapes]
 
 
 def group_norm(call: Call) -> IndexMap | None:
-    """n (g !c) !d... -> n (g c) d...: each rank counts its own groups"""
+    """n (g !c) !d... -> n (g c) d...: each rank computes its own groups"""
     shape, groups = call.shape(), call.args["num_groups"]
     channels = (("g", "c"),)
     terms = (("n",), *channels, *indices(len(shape) - 2))
@@ -36,7 +36,7 @@ def instance_norm(call: Call) -> IndexMap | None:
 
 
 def batch_norm(call: Call) -> IndexMap | None:
-    """!n c !d... -> n c d...; with stored statistics alone all are free"""
+    """!n c !d... -> n c d...; with stored statistics all are independent"""
     return _by_channel(call, first=0 if call.args["training"] else len(call.shape()))
 
 

@@ -1,7 +1,7 @@
 """Pointwise operators: every dimension is independent; operands broadcast from the right.
 
-`where(c, x, y)` and `x + y` take any dimension of the result. Random ones (dropout) are listed too: each rank draws the
-numbers of its own chunk.
+`where(c, x, y)` and `x + y` take any dimension of the result. Random operators (dropout) are listed too: each rank
+draws the numbers of its own chunk.
 """
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule
@@ -22,13 +22,13 @@ def broadcast(call: Call) -> IndexMap | None:
 
 
 def like(call: Call) -> IndexMap | None:
-    """the first operand, in the dtype or device of the others, of which nothing else is read"""
+    """the first operand, with the dtype or device of the others, of which nothing else is read"""
     terms = indices(len(call.shape()))
     return index_map(call, {"self": terms, "other": unread(call.shape(-1))}, terms)
 
 
 def of_channels(call: Call) -> IndexMap | None:
-    """n c d..., c -> n c d...; a weight of one entry is for all channels"""
+    """n c d..., c -> n c d...; a weight with one entry applies to all channels"""
     shape, weight = call.shape(), call.shape(1)
     terms = indices(len(shape))
     channels = terms[1:2] if len(shape) > 1 else unread(weight)
@@ -36,13 +36,13 @@ def of_channels(call: Call) -> IndexMap | None:
 
 
 def by_feature(call: Call) -> IndexMap | None:
-    """n c !d... -> n c d...: one number drawn for all that follows the first two dimensions"""
+    """n c !d... -> n c d...: one number is drawn per entry of the first two dimensions"""
     terms = indices(len(call.shape()))
     return index_map(call, {"input": terms}, terms, whole=names_of(terms[2:]))
 
 
 def among(call: Call) -> IndexMap | None:
-    """e..., !t... -> e...: each element is looked for among all the others"""
+    """e..., !t... -> e...: each element is compared with all test elements"""
     elements = call.args["elements"]
     terms = indices(len(call.shape()) if elements in call.operands else 0, "e")
     return index_map(call, {"elements": terms, "test_elements": indices(len(call.shape(-1)), "t")}, terms)

@@ -1,7 +1,7 @@
 """Reductions, and operators that run along a dimension.
 
-A sum over a sharded dimension is a partial sum. A mean is a sum over a global count (`fxrewrite.spmd.lower` writes it
-so). Softmax, maxima, sorts and scans need their dimension whole.
+A sum over a sharded dimension is Partial. A mean becomes a sum divided by a global count (`fxrewrite.spmd.lower`).
+Softmax, maxima, sorts and scans need their dimension whole.
 """
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
@@ -49,7 +49,7 @@ def along_last_two(call: Call) -> IndexMap | None:
 
 
 def resized(call: Call) -> IndexMap | None:
-    """a !k b -> a j b: `dim` must be whole and gets another size"""
+    """a !k b -> a j b: `dim` must be whole, and changes its size"""
     shape = call.shape()
     terms = indices(len(shape), "r")
     if not shape:
@@ -87,7 +87,7 @@ def similarity(call: Call) -> IndexMap | None:
 
 
 def searchsorted(call: Call) -> IndexMap | None:
-    """b... !n, b... v -> b... v; a single sorted sequence takes values of any shape"""
+    """b... !n, b... v -> b... v; with a 1-D sequence, values have any shape"""
     names = list(call.args)
     ordered = "boundaries" if "boundaries" in names else "sorted_sequence"
     sequence = call.args[ordered].meta["val"].shape
@@ -107,12 +107,12 @@ def histogram(call: Call) -> IndexMap | None:
 
 
 def beyond(call: Call) -> Neutral:
-    """What is above the highest bin is not counted."""
+    """Padding is a number above the highest bin, which is not counted."""
     return Neutral(0, call.args["max"] + 1)
 
 
 def draws(call: Call) -> IndexMap | None:
-    """n !c -> n k: each row draws among its own columns"""
+    """n !c -> n k: each row draws from its own columns"""
     terms = indices(len(call.shape()))
     return index_map(call, {"self": terms}, (*terms[:-1], ("k",)))
 

@@ -1,4 +1,4 @@
-"""Views, permutes and repeats: operators that say anew which dimensions there are."""
+"""Views, permutes and repeats: operators that regroup, reorder or repeat dimensions."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_same_size, product, view_map
 from rules.layouts.terms import aligned, dim_of, dims_of, index_map, indices, insert, names_of
@@ -7,27 +7,27 @@ __all__ = ["LAYOUTS"]
 
 
 def view(call: Call) -> IndexMap | None:
-    """a view keeps the factors that both shapes are made of: (b s) d -> b s d"""
+    """a view keeps the common factors of both shapes: (b s) d -> b s d"""
     if len(call.operands) > 1:
         return None
     return view_map(call.shape(), call.result_shapes()[0])
 
 
 def view_as(call: Call) -> IndexMap | None:
-    """a view to the shape of another, which is read in the dimensions of the result: (b s) d, b s d -> b s d"""
+    """a view to the shape of another operand, which is sharded as the result: (b s) d, b s d -> b s d"""
     viewed = view_map(call.shape(), call.result_shapes()[0])
     return IndexMap((*viewed.operands, *viewed.results), viewed.results, viewed.sizes, viewed.whole)
 
 
 def expand(call: Call) -> IndexMap | None:
-    """new and size-1 dimensions are repeated, the others stay"""
+    """new dimensions and those of size 1 are repeated, the others stay"""
     after = call.result_shapes()[0]
     terms = indices(len(after))
     return index_map(call, {"self": aligned(call.shape(), after, terms)}, terms, made=names_of(terms))
 
 
 def filled(call: Call) -> IndexMap | None:
-    """the result's size is stated; the operand is not read, and lies as the result where it has the same dimension"""
+    """the result has the stated size; the operand is not read, and is sharded as the result in equal dimensions"""
     after = call.result_shapes()[0]
     terms = indices(len(after))
     of_self = tuple(
@@ -38,7 +38,7 @@ def filled(call: Call) -> IndexMap | None:
 
 
 def repeat(call: Call) -> IndexMap | None:
-    """d... -> (r d)...: whole copies one after the other"""
+    """d... -> (r d)...: copies one after the other"""
     before, after = call.shape(), call.result_shapes()[0]
     offset = len(after) - len(before)
     result: list[tuple[str, ...]] = []
@@ -54,7 +54,7 @@ def repeat(call: Call) -> IndexMap | None:
 
 
 def repeat_interleave(call: Call) -> IndexMap | None:
-    """d -> (d r): each entry several times, or all dimensions where none is named; several counts: `dim` is whole"""
+    """d -> (d r): each entry r times; all dimensions if none is named; several counts: `dim` is whole"""
     if "self" not in call.args:
         return None
     shape, after = call.shape(), call.result_shapes()[0]
@@ -67,7 +67,7 @@ def repeat_interleave(call: Call) -> IndexMap | None:
         cut = (*terms[:at], ("cut",), *terms[at + 1 :])
         return index_map(call, {"self": terms, "repeats": indices(len(call.shape(1)), "n")}, cut)
     times = divide_exactly(after[at], product(shape) if given is None else shape[at])
-    if times is None or call.args["output_size"] is not None:  # a size that would have to become local
+    if times is None or call.args["output_size"] is not None:  # `output_size` would have to be localized
         return None
     sizes = {"r": times, **{f"d{dim}": size for dim, size in enumerate(shape)}}
     if given is None:
@@ -76,7 +76,7 @@ def repeat_interleave(call: Call) -> IndexMap | None:
 
 
 def transpose(call: Call) -> IndexMap | None:
-    """two dimensions change places"""
+    """swaps two dimensions"""
     rank = len(call.shape())
     names = [name for name in call.args if name != "self"]
     first, second = (dim_of(call, rank, name) for name in names) if names else (rank - 2, rank - 1)
@@ -87,17 +87,17 @@ def transpose(call: Call) -> IndexMap | None:
 
 
 def permute(call: Call) -> IndexMap | None:
-    """dimensions in a new order"""
+    """reorders dimensions"""
     return _reordered(call, dims_of(call, len(call.shape()), "dims"))
 
 
 def reverse(call: Call) -> IndexMap | None:
-    """dimensions in reverse order"""
+    """reverses the order of dimensions"""
     return _reordered(call, list(reversed(range(len(call.shape())))))
 
 
 def movedim(call: Call) -> IndexMap | None:
-    """the dimensions `source` go to `destination`, the others keep their order"""
+    """moves the dimensions `source` to `destination`; the others keep their order"""
     rank = len(call.shape())
     places = dict(zip(dims_of(call, rank, "destination"), dims_of(call, rank, "source"), strict=True))
     others = iter(dim for dim in range(rank) if dim not in places.values())
@@ -110,19 +110,19 @@ def _reordered(call: Call, order: list[int]) -> IndexMap | None:
 
 
 def unsqueeze(call: Call) -> IndexMap | None:
-    """a dimension of size 1 is put in"""
+    """inserts a dimension of size 1"""
     terms = indices(len(call.shape()))
     return index_map(call, {"self": terms}, insert(terms, dim_of(call, len(terms) + 1), ()))
 
 
 def as_complex(call: Call) -> IndexMap | None:
-    """d... !2 -> d...: real and imaginary part become one number"""
+    """d... !2 -> d...: real and imaginary part become one complex number"""
     terms = indices(len(call.shape()))
     return index_map(call, {"self": terms}, terms[:-1])
 
 
 def as_real(call: Call) -> IndexMap | None:
-    """d... -> d... 2: one number becomes its real and imaginary part"""
+    """d... -> d... 2: a complex number becomes its real and imaginary part"""
     terms = indices(len(call.shape()))
     return index_map(call, {"self": terms}, (*terms, ("parts",)))
 
@@ -145,7 +145,7 @@ def diag_embed(call: Call) -> IndexMap | None:
 
 
 def unfold(call: Call) -> IndexMap | None:
-    """(n w) -> n w: windows side by side; windows that overlap need their dimension whole"""
+    """(n w) -> n w: adjacent windows; if windows overlap, their dimension must be whole"""
     shape, after = call.shape(), call.result_shapes()[0]
     terms = indices(len(shape))
     at, size, step = dim_of(call, len(shape), "dimension"), call.args["size"], call.args["step"]
@@ -160,7 +160,7 @@ def unfold(call: Call) -> IndexMap | None:
 
 
 def meshgrid(call: Call) -> IndexMap | None:
-    """a, b, c -> a b c: a result for each operand, all of one shape; in `xy` indexing b comes before a"""
+    """a, b, c -> a b c: one result for each operand, all of one shape; with `xy` indexing b comes before a"""
     count = len(call.operands)
     if any(len(call.shape(i)) > 1 for i in range(count)):
         return None

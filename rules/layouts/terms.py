@@ -1,8 +1,8 @@
-"""Index maps from terms: sizes are read off the call, and what a rule does not allow to be sharded is whole.
+"""Builds index maps from terms: sizes come from the call, and every index that may not be sharded becomes whole.
 
-A rule names the dimensions of each tensor argument and of the results. An index may be sharded where every result has
-it; one that a result lacks must be whole unless the rule says that it is summed, and one that no operand has must be
-whole, for no rank could make its own chunk of it.
+A rule names the dimensions of each tensor argument and of the results. An index may be sharded if every result has it.
+An index that a result lacks must be whole, unless the rule says that it is summed. An index that no operand has must be
+whole, because no rank could make its own chunk of it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Operands: TypeAlias = "Mapping[str, Terms | Sequence[Terms]]"
-"""Terms by argument name; for a list of tensors, the terms of each."""
+"""Terms by argument name; for a list of tensors, the terms of each tensor."""
 
 
 def index_map(
@@ -40,14 +40,14 @@ def index_map(
     made: Collection[str] = (),
     sizes: Mapping[str, Size] | None = None,
 ) -> IndexMap | None:
-    """The indices of `call`; a single result stands for all of them. None where ranks are not those of the terms.
+    """Builds the index map of `call`; a single result applies to all results. None if terms and ranks do not match.
 
     Args:
-        operands: absent arguments may be named, and are skipped.
+        operands: terms by argument name; absent arguments may be named, and are skipped.
         whole: indices that must be whole although every result has them.
-        summed: indices of operands that results lack because they are sums over them.
-        made: indices that no operand has and of which a rank makes its own part, because sizes are stated.
-        sizes: of indices that share a dimension; the others are read off the call.
+        summed: indices that results lack because they are sums over them.
+        made: indices that no operand has, but of which a rank makes its own part, because their sizes are stated.
+        sizes: sizes of indices that share a dimension; the others come from the call.
     """
     of_operands = tuple(_in_schema_order(call, operands))
     of_results = results * len(call.result_shapes()) if len(results) == 1 else results
@@ -80,28 +80,28 @@ def _is_operand(call: Call, value: object) -> bool:
 
 
 def indices(rank: int, name: str = "d") -> Terms:
-    """d0 d1 d2 ..., an index for each dimension."""
+    """Returns d0 d1 d2 ..., one index per dimension."""
     return tuple((f"{name}{dim}",) for dim in range(rank))
 
 
 def unread(shape: Sequence[Size]) -> Terms:
-    """The terms of an operand of which every rank needs all or nothing."""
+    """Returns terms without indices, for an operand that every rank needs in full, or does not read."""
     return ((),) * len(shape)
 
 
 def insert(terms: Terms, at: int, *new: tuple[str, ...]) -> Terms:
-    """`terms` with the dimensions `new` in front of dimension `at`."""
+    """Returns `terms` with the dimensions `new` inserted before dimension `at`."""
     return (*terms[:at], *new, *terms[at:])
 
 
 def aligned(shape: Sequence[Size], full: Sequence[Size], terms: Terms) -> Terms:
-    """The part of `terms`, which are of `full`, that an operand of `shape` has when it broadcasts from the right."""
+    """Returns the terms of an operand of `shape` that broadcasts from the right to `full`, whose terms are `terms`."""
     offset = len(full) - len(shape)
     return tuple(() if is_broadcast(size, full[offset + i]) else terms[offset + i] for i, size in enumerate(shape))
 
 
 def broadcast_shape(*shapes: Sequence[Size]) -> list[Size]:
-    """What shapes that broadcast from the right broadcast to."""
+    """Returns the shape that these shapes broadcast to, aligned from the right."""
     full: list[Size] = [1] * max(map(len, shapes), default=0)
     for shape in shapes:
         for back, size in enumerate(reversed(shape), 1):
@@ -111,17 +111,17 @@ def broadcast_shape(*shapes: Sequence[Size]) -> list[Size]:
 
 
 def names_of(terms: Iterable[tuple[str, ...]]) -> set[str]:
-    """The indices that dimensions are made of."""
+    """Returns the indices in the terms."""
     return {index for dim in terms for index in dim}
 
 
 def dim_of(call: Call, rank: int, name: str = "dim") -> int:
-    """The argument `name` as a dimension counted from the front; a scalar takes 0 and -1, as if it had rank 1."""
+    """Returns the argument `name` as a non-negative dimension; a 0-dim tensor accepts 0 and -1, as if it had rank 1."""
     return call.args[name] % max(rank, 1)
 
 
 def dims_of(call: Call, rank: int, name: str = "dim") -> list[int]:
-    """The dimensions that the argument `name` lists; all where it is absent or empty."""
+    """Returns the dimensions that the argument `name` lists; all if it is absent or empty."""
     dims = call.args.get(name)
     if dims is None or dims == []:
         return list(range(rank))

@@ -1,1 +1,1 @@
-"""Masks of attention: what a dense mask means, read as an expression, bounded, named, and tiled."""
+"""Attention masks: reading a dense mask as an expression, bounding it, naming its meaning, and tiling it."""

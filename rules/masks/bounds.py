@@ -1,11 +1,11 @@
-"""Between which numbers a mask lies, tile by tile, by interval arithmetic on its expression.
+"""Bounds of a mask's entries per tile, by interval arithmetic on its expression.
 
-    and(le(x0, x1), eq(x2, x3))      is False all over a tile whose least x0 is greater than its greatest x1, or where
-                                     nothing between the least and the greatest x2 is between those of x3
+    and(le(x0, x1), eq(x2, x3))      is False in a whole tile whose least x0 exceeds its greatest x1, or where the
+                                     intervals of x2 and x3 do not overlap
 
-A leaf has a least and a greatest value in each run of rows or columns. Operators are computed of these, for
-rows / tile x columns / tile entries where the mask has rows x columns. What is said of a tile holds of all its entries;
-of NaN, of what overflows, and of operators that are not listed here nothing is said.
+Each leaf has a least and a greatest value per run of rows or columns. Operators are evaluated on these bounds, with
+rows / tile x columns / tile entries where the mask has rows x columns. Bounds of a tile hold for all its entries. NaN,
+overflow, and operators that are not listed here give the full range of the dtype.
 Shapes: a leaf [..., L, 1] or [..., 1, S] -> bounds [..., L / rows, 1] or [..., 1, S / columns].
 Numerics: exact; bounds are computed by the operators and in the dtypes of the expression, whose rounding is monotone.
 Source: Moore, Interval Analysis (1966).
@@ -34,20 +34,20 @@ from rules.masks.expressions import POINTWISE, Call, Leaf, MaskExpression, Term
 __all__ = ["Bounds", "dtype_range", "mask_bounds", "term_bounds"]
 
 Bounds: TypeAlias = "tuple[Any, Any]"
-"""The least and the greatest: tensors, or a literal of the expression twice."""
+"""The least and the greatest value: two tensors, or twice a literal of the expression."""
 
 _LARGE = 2.0**62
-"""What integers are compared with as float64, far enough from the greatest int64."""
+"""Limit of integers that are compared as float64; far enough below the greatest int64 that rounding is harmless."""
 
 
 def mask_bounds(mask: MaskExpression, leaves: Sequence[torch.Tensor], *, rows: int, columns: int) -> Bounds:
-    """The bounds of tiles of so many rows and columns; they broadcast to the number of tiles."""
+    """Returns the bounds of tiles of `rows` x `columns` entries; they broadcast to the number of tiles."""
     cut = [_of_runs(_of_runs((leaf, leaf), -2, rows), -1, columns) for leaf in leaves]
     return term_bounds(mask.term, cut, {})
 
 
 def _of_runs(leaf: Bounds, dim: int, size: int) -> Bounds:
-    """The bounds in runs of so many rows or columns, of which the last may be shorter."""
+    """Returns the bounds per run of `size` rows or columns; the last run may be shorter."""
     length = leaf[0].shape[dim] if leaf[0].dim() >= -dim else 1
     if length == 1:
         return leaf
@@ -57,7 +57,7 @@ def _of_runs(leaf: Bounds, dim: int, size: int) -> Bounds:
 
 
 def term_bounds(term: Term, leaves: Sequence[Bounds], known: dict[Call, Bounds]) -> Bounds:
-    """The bounds of a term, from those of its leaves and of what is known of parts of it."""
+    """Returns the bounds of a term, given those of its leaves; adds the bounds of its subterms to `known`."""
     if isinstance(term, Leaf):
         return leaves[term.index]
     if not isinstance(term, Call):
@@ -70,20 +70,20 @@ def term_bounds(term: Term, leaves: Sequence[Bounds], known: dict[Call, Bounds])
 
 
 def _narrows(operands: Sequence[Bounds]) -> bool:
-    """Whether an integer without dimensions becomes a narrower one, where the greatest of its dtype is another."""
+    """Whether a 0-dim integer operand is converted to a narrower dtype, where it may overflow."""
     tensors = [low for low, _ in operands if isinstance(low, torch.Tensor) and not low.is_floating_point()]
     return any(torch.result_type(a, b).itemsize < a.dtype.itemsize for a, b in itertools.permutations(tensors, 2))
 
 
 def _any(name: str, *operands: Bounds) -> Bounds:
-    """All that the dtype can hold."""
+    """Returns the full range of the result's dtype: nothing is known."""
     like = POINTWISE[name](*(low for low, _ in operands))
     least, greatest = dtype_range(like.dtype)
     return torch.full_like(like, least), torch.full_like(like, greatest)
 
 
 def dtype_range(dtype: torch.dtype) -> tuple[float, float]:
-    """The least and the greatest that the dtype can hold."""
+    """Returns the least and the greatest number that the dtype can represent."""
     if dtype == torch.bool:
         return False, True
     if dtype.is_floating_point:
@@ -92,7 +92,7 @@ def dtype_range(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _without_nan(low: torch.Tensor, high: torch.Tensor) -> Bounds:
-    """What may be NaN may be anything."""
+    """Widens bounds that are NaN to -inf and inf."""
     if not low.is_floating_point():
         return low, high
     may_be_nan = low.isnan() | high.isnan()
@@ -116,7 +116,7 @@ def _compare(name: str, a: Bounds, b: Bounds) -> Bounds:
 
 
 def _connect(name: str, *operands: Bounds) -> Bounds:
-    """Of what is bool the connectives are monotone, but for a negation."""
+    """Logical connectives of bools are monotone; a negation swaps the bounds."""
     if any(not isinstance(low, torch.Tensor) or low.dtype != torch.bool for low, _ in operands):
         return _any(name, *operands)
     low, high = (POINTWISE[name](*side) for side in zip(*operands, strict=True))
@@ -124,7 +124,7 @@ def _connect(name: str, *operands: Bounds) -> Bounds:
 
 
 def _choose(name: str, *operands: Bounds) -> Bounds:
-    """Either of two values, or the one that is sure to be taken."""
+    """Returns the bounds of the chosen operand where the condition is certain, else of both."""
     condition = 0 if name == "where" else 1
     if operands[condition][0].dtype != torch.bool:
         return _any(name, *operands)
@@ -137,7 +137,7 @@ def _choose(name: str, *operands: Bounds) -> Bounds:
 
 
 def _corners(name: str, *operands: Bounds) -> Bounds:
-    """Of an operator of two operands at most that is monotone in each, whichever way it goes."""
+    """For operators of at most two operands, monotone in each: the extremes are at corners of the operands' bounds."""
     if len(operands) > 2:
         return _any(name, *operands)
     found = [POINTWISE[name](*corner) for corner in itertools.product(*operands)]
@@ -146,7 +146,7 @@ def _corners(name: str, *operands: Bounds) -> Bounds:
 
 
 def _where_it_fits(low: torch.Tensor, high: torch.Tensor, wide: Sequence[torch.Tensor]) -> Bounds:
-    """The bounds, unless one of `wide`, which is computed in float64, overflows their dtype."""
+    """Returns the bounds, or the full range where one of `wide` (the same in float64) overflows their dtype."""
     if low.is_floating_point() or low.dtype == torch.bool:
         return _without_nan(low, high)
     least, greatest = dtype_range(low.dtype)
@@ -165,7 +165,7 @@ def _divide(name: str, x: Bounds, divisor: Bounds) -> Bounds:
 
 
 def _extreme(name: str, a: Bounds, b: Bounds) -> Bounds:
-    """Least and greatest pass NaN on, which infinite bounds may stand for."""
+    """minimum and maximum propagate NaN, which infinite bounds may hide, so real operands get the full range."""
     is_real = any(isinstance(x, torch.Tensor) and x.is_floating_point() for x in (a[0], b[0]))
     return _any(name, a, b) if is_real else _corners(name, a, b)
 

@@ -1,14 +1,14 @@
-"""Dense attention masks become what they mean.
+"""Dense attention masks are replaced by what they mean, if that is proved.
 
     sdpa(q, k, v, mask)  ->  sdpa(q, k, v, is_causal=True)        where mask[..., i, j] is j <= i
     sdpa(q, k, v, mask)  ->  sdpa(q, k, v)                        where mask hides nothing
 
-Matches a mask that depends on sizes alone, as Hugging Face models build for every decoder: bool, or added, with 0 and
-the least number of a dtype. A dense mask takes S * S bytes (16 GiB at 128K), and a float copy of it is kept for the
-backward. What it means is proved (`rules.masks.proofs`): at every length from the form of its expression, or, where the
-length is a number, tile by tile. A mask that is no expression is computed whole, where that is few enough entries.
-Refuses a mask that looks so and for which there is no proof, with a line in the report. Leaves one that depends on
-data (padding, documents), and any that means something else, as it is.
+Matches a mask that depends on sizes only, as Hugging Face models build for every decoder: bool, or added, with 0 and
+the least number of a dtype. A dense mask takes S * S bytes (16 GiB at 128K), and its float copy is kept for the
+backward. The meaning is proved (`rules.masks.proofs`): for every length from the form of the expression, or, if the
+length is a number, tile by tile. A mask that is not such an expression is computed in full if it has few enough
+entries. Refuses a mask that looks causal or open but has no proof, with a line in the report. Leaves a mask that
+depends on data (padding, documents), or that means something else, unchanged.
 Shapes: q [B, H, S, E], k [B, H, S, E], v [B, H, S, D], mask broadcasts to [B, H, S, S].
 Numerics: reassociates; a kernel without a mask may sum in another order.
 Source: PyTorch, torch/nn/functional.py (scaled_dot_product_attention says what is_causal means).
@@ -39,12 +39,12 @@ aten = torch.ops.aten
 Meaning = Literal["causal", "nothing hidden"]
 _MEANINGS: tuple[Meaning, ...] = ("causal", "nothing hidden")
 _LENGTHS = (7, 331, 1 << 18)
-"""Where the length is a symbol a mask without a proof is refuted at one of these; the last is beyond every window."""
+"""Lengths tried to refute a meaning if the length is symbolic; the last exceeds every window."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a mask means, or why it means neither, or is not known to."""
+    """What a mask means. `why` says why it has neither meaning, or, if not `is_known`, why that is unknown."""
 
     meaning: Meaning | None
     why: str = ""
@@ -52,7 +52,7 @@ class _Found:
 
 
 _found: dict[str, _Found] = {}
-"""What masks mean, by what they compute: all layers of a model read one."""
+"""Meanings by the text of the mask's expression: all layers of a model read the same mask."""
 
 
 def _meaning(mask: fx.Node) -> _Found:
@@ -81,7 +81,7 @@ def _look(mask: fx.Node) -> _Found:
 
 
 def _by_form(mask: fx.Node, read: ReadMask) -> Meaning | None:
-    """What the expression means whatever is not known of its leaves, in a batch of any size."""
+    """Returns the meaning that the form of the expression proves, for any data and any batch size, or None."""
     length = fake_value(mask).shape[-1]
     longest = length if isinstance(length, int) else LONGEST
     kept, hidden = _kept_and_hidden(parse_mask(read.text).term, fake_value(mask).dtype)
@@ -95,9 +95,9 @@ def _by_form(mask: fx.Node, read: ReadMask) -> Meaning | None:
 
 
 def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
-    """What all entries of the mask mean where its sizes are numbers; where some are symbols, what it does not mean.
+    """Evaluates all entries: proves a meaning if sizes are numbers; if some are symbolic, it can only refute.
 
-    Raises OpenValueError where it depends on more than sizes.
+    Raises OpenValueError if the mask depends on more than sizes.
     """
     length = fake_value(mask).shape[-1]
     term, num_leaves = (Leaf(0), 1) if isinstance(read, str) else (parse_mask(read.text).term, len(read.places))
@@ -126,7 +126,7 @@ def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
 
 
 def _kept_and_hidden(term: Term, dtype: torch.dtype) -> tuple[Term, Term]:
-    """Where an entry of a mask keeps its key, and where it hides it; another value does neither."""
+    """Returns terms for "this entry keeps its key" and "it hides it"; an entry with another value does neither."""
     if dtype == torch.bool:
         return term, Call("bitwise_not", (term,))
     return Call("eq", (term, 0.0)), Call("le", (term, torch.finfo(dtype).min / 2))
@@ -136,7 +136,7 @@ def _read(meaning: Meaning) -> Rule:
     @where.predicate("mask", text=f"means[{meaning}]")
     def means(mask: fx.Node) -> bool | str:
         found = _meaning(mask)
-        if not found.is_known and meaning == "causal":  # said once
+        if not found.is_known and meaning == "causal":  # reported once, by the first of the two rules
             refuse(f"what the mask means is not known: {found.why}", node=mask, hint="is_causal=True says it")
         return found.meaning == meaning or found.meaning or found.why
 

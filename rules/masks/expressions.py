@@ -2,9 +2,9 @@
 
     bitwise_and(le(x0, x1), x2)      x0 [1, 1, 1, S] and x1 [1, 1, S, 1] are positions, x2 [B, 1, 1, S] is padding
 
-Leaves broadcast to the mask's shape [B, H, L, S] and have one of its last two dimensions at most, so that they are
-small where the mask is not, and any part of the mask can be computed from parts of them.
-The text is Python's: calls of operators of ATen by their names, `x0`, `x1`, ... for leaves, numbers, dtypes of torch.
+Leaves broadcast to the mask's shape [B, H, L, S], and each has at most one of the last two dimensions. So they are
+small where the mask is large, and any part of the mask can be computed from parts of its leaves.
+The text is Python: calls of ATen operators by name, `x0`, `x1`, ... for leaves, numbers, dtypes of torch.
 Numerics: exact; a part is computed by the operators that compute the whole.
 
 >>> positions = torch.arange(4)
@@ -32,7 +32,7 @@ __all__ = ["POINTWISE", "Call", "Leaf", "MaskExpression", "Range", "Term", "pars
 aten = torch.ops.aten
 
 Range: TypeAlias = "tuple[int, int]"
-"""The first of some rows or columns, and the one behind the last."""
+"""Half-open range of rows or columns: the first, and one past the last."""
 
 _NAMES = """
 bitwise_and bitwise_or bitwise_xor bitwise_not logical_and logical_or logical_xor logical_not eq ne lt le gt ge
@@ -53,19 +53,19 @@ POINTWISE: Mapping[str, Any] = {
     "to": _cast,
     "full": _number,
 }
-"""What an expression may call; `to(x, dtype)` casts, `full(number, dtype)` is a number of a dtype."""
+"""The operators that an expression may call. `to(x, dtype)` casts; `full(number, dtype)` is a 0-dim tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """The value at a place in the list of leaves."""
+    """The value at this index in the list of leaves."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A pointwise operator on terms, by its name in `POINTWISE`."""
+    """A pointwise operator, named as in `POINTWISE`, applied to terms."""
 
     name: str
     args: tuple[Term, ...]
@@ -81,17 +81,17 @@ class MaskExpression:
     term: Term
 
     def part(self, leaves: Sequence[torch.Tensor], rows: Range, columns: Range) -> torch.Tensor:
-        """These rows and columns of the mask; it broadcasts to them."""
+        """Returns these rows and columns of the mask, in a shape that broadcasts to them."""
         return _value(self.term, [_cut(_cut(leaf, -2, rows), -1, columns) for leaf in leaves], {})
 
     def dtype(self, leaves: Sequence[torch.dtype]) -> torch.dtype:
-        """The dtype of the mask when its leaves have these."""
+        """Returns the dtype of the mask if its leaves have these dtypes."""
         given = [torch.empty((), dtype=dtype, device="meta") for dtype in leaves]
         return self.part(given, (0, 1), (0, 1)).dtype
 
 
 def _value(term: Term, leaves: Sequence[torch.Tensor], known: dict[Call, torch.Tensor]) -> Any:
-    """What a term is. A closure that calls itself would keep what is known alive until garbage is collected."""
+    """Evaluates a term. Not a recursive closure: that would keep `known` alive until garbage collection."""
     if isinstance(term, Leaf):
         return leaves[term.index]
     if not isinstance(term, Call):
@@ -110,15 +110,15 @@ def _cut(leaf: torch.Tensor, dim: int, part: Range) -> torch.Tensor:
 
 @functools.cache
 def parse_mask(text: str) -> MaskExpression:
-    """The expression that a text stands for.
+    """Parses the text of a mask expression.
 
     Raises:
-        FxRewriteError: it is none, or calls what is not in `POINTWISE`.
+        FxRewriteError: it is not an expression, or calls a name that is not in `POINTWISE`.
     """
     try:
         return MaskExpression(_term(ast.parse(text, mode="eval").body))
     except SyntaxError as error:
-        raise FxRewriteError(f"{text!r} is no expression of a mask: {error.msg}") from error
+        raise FxRewriteError(f"{text!r} is not a mask expression: {error.msg}") from error
 
 
 def _term(found: ast.expr) -> Term:
@@ -131,7 +131,7 @@ def _term(found: ast.expr) -> Term:
             return Leaf(int(name[1:]))
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant() | ast.Name(id="inf") as operand):
             number = _term(operand)
-            assert isinstance(number, (int, float)), "a constant behind a minus"
+            assert isinstance(number, (int, float)), "a minus is followed by a number"
             return -number
         case ast.Constant(value=bool() | int() | float() | None as number):
             return number
@@ -140,4 +140,4 @@ def _term(found: ast.expr) -> Term:
         ):
             return getattr(torch, name)
         case _:
-            raise FxRewriteError(f"{ast.unparse(found)!r} is no part of a mask; one may call {', '.join(POINTWISE)}")
+            raise FxRewriteError(f"{ast.unparse(found)!r} is not allowed in a mask; it may call {', '.join(POINTWISE)}")

@@ -1,10 +1,10 @@
-"""A mask as a function of one entry: a body, as higher-order operators take it, that indexes the mask's leaves.
+"""A mask as a function of one entry: a subgraph for higher-order operators, which indexes the mask's leaves.
 
     bitwise_and(le(x0, x1), x2)   ->   def mask_mod(b, h, q_idx, kv_idx, x0, x1, x2):
                                            return (x0[kv_idx] <= x1[q_idx]) & x2[b, kv_idx]
 
-Shapes: a leaf of the mask [B or 1, H or 1, L or 1, S or 1], or of the last of these, is read without its dimensions of
-size 1; the arguments of a body and its result have none.
+Shapes: leaves of the mask are [B or 1, H or 1, L or 1, S or 1], or the last of these dimensions. The subgraph reads
+them without dimensions of size 1; its index arguments and its result are 0-dim.
 Numerics: exact; an entry is computed by the operators that compute the whole mask.
 
 >>> from rules.masks.expressions import parse_mask
@@ -30,26 +30,26 @@ __all__ = ["INDICES", "Indices", "indices_of", "mask_body", "score_body"]
 aten = torch.ops.aten
 
 INDICES = ("b", "h", "q_idx", "kv_idx")
-"""The arguments that say which entry it is: dimensions of the mask."""
+"""Arguments that identify an entry of the mask, in the order of the mask's dimensions."""
 Indices = tuple[str, ...]
-"""Those that a leaf without dimensions of size 1 is indexed by."""
+"""Index variables of a leaf, in the order of its dimensions, without those of size 1."""
 
 
 def indices_of(leaf: torch.Tensor) -> Indices:
-    """The dimensions of a leaf, without those of size 1."""
+    """Returns the index variables of the leaf's dimensions, except those of size 1."""
     names = INDICES[len(INDICES) - leaf.dim() :]
     return tuple(name for name, size in zip(names, leaf.shape, strict=True) if not is_same_size(size, 1))
 
 
 def mask_body(mask: MaskExpression, indices: Sequence[Indices], device: torch.device) -> fx.GraphModule:
-    """(b, h, q_idx, kv_idx, *leaves) -> the entry of the mask."""
+    """Makes the subgraph (b, h, q_idx, kv_idx, *leaves) -> the entry of the mask."""
     graph = fx.Graph()
     graph.output(_Writer(graph, indices, device).write(mask.term))
     return fx.GraphModule({}, graph)
 
 
 def score_body(mask: MaskExpression | None, indices: Sequence[Indices], device: torch.device) -> fx.GraphModule:
-    """(score, b, h, q_idx, kv_idx, *leaves) -> the score and the entry of the mask, if there is one to be added."""
+    """Makes the subgraph (score, b, h, q_idx, kv_idx, *leaves) -> score, plus the entry of the mask if there is one."""
     graph = fx.Graph()
     score = graph.placeholder("score")
     writer = _Writer(graph, indices, device)
@@ -58,7 +58,7 @@ def score_body(mask: MaskExpression | None, indices: Sequence[Indices], device: 
 
 
 class _Writer:
-    """Writes terms into a body, each once, behind arguments that it makes."""
+    """Adds terms to a subgraph, each once, after the placeholders that it makes."""
 
     def __init__(self, graph: fx.Graph, indices: Sequence[Indices], device: torch.device) -> None:
         given = {name: graph.placeholder(name) for name in INDICES}

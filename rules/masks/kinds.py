@@ -1,12 +1,12 @@
-"""What a mask that is read means: causal, a window, chunks, a prefix, documents, padding, a bias.
+"""Names what a mask means: causal, a window, chunks, a prefix, documents, padding, a bias.
 
     bitwise_and(bitwise_and(le(x0, x1), gt(x0, x2)), x3)   ->   causal and window 4096 and key padding
 
-The expression is taken apart at its ands. A part that depends on sizes alone is compared with what it would be if it
-were causal, and so on, in every entry (`rules.masks.proofs`), at lengths up to 262,144 where the length is a symbol; a
-part that is always true is left out. Of a part that depends on data its form says what it is: a value by rows that
-equals one by columns tells documents apart, a value by columns alone is key padding. Costs read a `MaskKind`, reports
-its text; attention computes the mask by neither.
+The expression is split at its ands. A part that depends on sizes only is compared in every entry with what it would be
+if it were causal, a window, and so on (`rules.masks.proofs`), at lengths up to 262,144 if the length is symbolic; a
+part that is always true is dropped. A part that depends on data is named by its form: a per-row value that equals a
+per-column value separates documents, a value per column only is key padding. Cost models read a `MaskKind`, and reports
+print it; no rule computes attention from it.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = [
 ]
 
 _LENGTHS = (7, 331, 1 << 18)
-"""Where the length is a symbol; the last is beyond every window."""
+"""Lengths tried if the length is symbolic; the last exceeds every window."""
 _LOW = -1e4
-"""What is added to a score and is no higher hides it."""
+"""Numbers up to this one hide a key when they are added to its score."""
 
 
 class Condition(Enum):
-    """What a part of a mask compares; its text has a place for the number of a `MaskPart`, if it has one."""
+    """What a part of a mask compares; `{}` in the text is the number of the `MaskPart`."""
 
     CAUSAL = "causal"
     WINDOW = "window {}"
     WINDOW_TO_BOTH_SIDES = "window {} to both sides"
     CHUNKS = "chunks of {}"
-    PREFIX = "causal behind a prefix of {}"
+    PREFIX = "causal after a prefix of {}"
     POSITIONS = "a condition on positions"
     BIAS_OF_POSITIONS = "a bias of positions"
     KEY_PADDING = "key padding"
@@ -65,11 +65,11 @@ class Condition(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MaskPart:
-    """One of the conditions that a mask has all of."""
+    """One of the conditions whose conjunction is the mask."""
 
     condition: Condition
     number: int = 0
-    """The keys of a window, a chunk or a prefix; of other conditions 0."""
+    """Number of keys of a window, a chunk or a prefix; 0 for other conditions."""
 
     def __str__(self) -> str:
         return self.condition.value.format(self.number)
@@ -77,13 +77,13 @@ class MaskPart:
 
 @dataclass(frozen=True, slots=True)
 class MaskKind:
-    """What a mask means: a key is kept where all parts keep it."""
+    """What a mask means: it keeps the keys that all parts keep."""
 
     parts: tuple[MaskPart, ...] = ()
 
     @property
     def hides_later_keys(self) -> bool:
-        """Whether no row keeps a key after it."""
+        """Whether no row keeps a key at a later position."""
         return any(part.condition is Condition.CAUSAL for part in self.parts)
 
     def __str__(self) -> str:
@@ -97,11 +97,12 @@ NOTHING_HIDDEN = MaskKind()
 
 
 class NameMasks:
-    """The step that writes down what every dense mask of attention means, where `kind_of` finds it."""
+    """A step that records the meaning of every dense attention mask, for `kind_of`."""
 
     name = "name_masks"
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Records the meaning of dense masks. Changes no node."""
         for node in attentions(edit.nodes()):
             mask = bind(node)["attn_mask"]
             if isinstance(mask, fx.Node) and MASK_KIND.of(mask) is None and is_dense(mask):
@@ -122,20 +123,20 @@ def kind_of(node: fx.Node) -> MaskKind | None:
 
 
 def name_mask(edit: Edit, node: fx.Node, kind: MaskKind | None) -> None:
-    """Write down what a mask means, where it is known."""
+    """Records what a mask means, if that is known."""
     if kind is not None:
         edit.set_fact(node, MASK_KIND, kind)
 
 
 def mask_kind(mask: fx.Node, read: ReadMask) -> MaskKind:
-    """What a mask means."""
+    """Derives what a mask means from its expression."""
     looks = list(_looks(mask, read))
     parts = [_part(term, read, looks) for term in _conjuncts(parse_mask(read.text).term)]
     return MaskKind(tuple(dict.fromkeys(part for part in parts if part is not None)))
 
 
 class _Look:
-    """Parts of a mask at one length."""
+    """Evaluates parts of a mask at one length."""
 
     def __init__(self, mask: fx.Node, read: ReadMask, closed: ClosedValues) -> None:
         self.num_rows, self.num_columns = (closed.size(size) for size in fake_value(mask).shape[-2:])
@@ -143,7 +144,7 @@ class _Look:
         self._leaves: dict[int, torch.Tensor] = {}
 
     def row(self, term: Term, row: int) -> torch.Tensor:
-        """One row of a part, [columns]; the last is -1. Raises OpenValueError where data decide, or batches differ."""
+        """Returns a row of a part, [columns] (-1: the last). Raises OpenValueError if data or the batch decide it."""
         row %= self.num_rows
         found = MaskExpression(term).part(self._leaves_of(term), (row, row + 1), (0, self.num_columns))
         wide = found.expand(*found.shape[:-1], self.num_columns).reshape(-1, self.num_columns)
@@ -152,7 +153,7 @@ class _Look:
         return wide[0]
 
     def is_everywhere(self, term: Term, kept: Term) -> bool:
-        """Whether a part is what is `kept`, an expression of columns, `Leaf(0)`, and rows, `Leaf(1)`."""
+        """Whether a part equals `kept`, an expression of columns, `Leaf(0)`, and rows, `Leaf(1)`, in every entry."""
         leaves = [torch.arange(self.num_columns), torch.arange(self.num_rows)[:, None], *self._leaves_of(term)]
         condition = Call("eq", (_renumbered(term, 2), kept))
         return is_true_everywhere(condition, leaves, self.num_rows, self.num_columns) is True
@@ -165,7 +166,7 @@ class _Look:
 
 
 _NONE = torch.empty(())
-"""In place of a leaf that a part does not read."""
+"""Placeholder for a leaf that a part does not read."""
 
 
 def _renumbered(term: Term, by: int) -> Term:
@@ -181,7 +182,7 @@ def _looks(mask: fx.Node, read: ReadMask) -> Iterator[_Look]:
 
 
 def _conjuncts(term: Term) -> list[Term]:
-    """What must all be true where a key is kept, and biases that are added."""
+    """Splits a term into conditions that must all hold for a kept key, and biases that are added."""
     match term:
         case Call("bitwise_and" | "logical_and", (a, b)) | Call("add", (a, b)):
             return [*_conjuncts(a), *_conjuncts(b)]
@@ -200,7 +201,7 @@ def _conjuncts(term: Term) -> list[Term]:
 
 
 def _part(term: Term, read: ReadMask, looks: Sequence[_Look]) -> MaskPart | None:
-    """What a part means; None where it keeps all keys."""
+    """Returns what a part means, or None if it keeps all keys."""
     try:
         ends = [looks[-1].row(term, row) for row in (0, -1)]
         if ends[0].dtype != torch.bool:
@@ -222,11 +223,11 @@ _CONDITIONS = (
     (Condition.CHUNKS, 0, "eq(floor_divide(x0, {n}), floor_divide(x1, {n}))"),
     (Condition.PREFIX, 0, "bitwise_or(le(x0, x1), lt(x0, {n}))"),
 )
-"""What a part may mean, the row whose kept columns are its number `n`, and what it keeps, of columns x0 and rows x1."""
+"""Candidates: a meaning, the row whose number of kept columns is `n`, and the condition on columns x0 and rows x1."""
 
 
 def _by_form(term: Term, read: ReadMask) -> Condition:
-    """What a part means that depends on data."""
+    """Names a part that depends on data."""
     sides = [{dim for dim in (-2, -1) for number in _leaves(t) if read.has(number, dim)} for t in (term, *_args(term))]
     whole, *operands = sides
     if len(whole) < 2:

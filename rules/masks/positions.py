@@ -1,11 +1,11 @@
-"""What a value is in all its entries, at every length: a number, and slopes times the indices of the entry.
+"""Symbolic values of integer tensors at every length: an offset plus slopes times the indices of an entry.
 
     arange(S)[:, None] + 1                              ->   1 + row
     cumsum(diff(arange(S), prepend=-ones(1)) != 1, 0)   ->   0
 
-An operator is read that keeps values so: counting, filling, arithmetic, comparison where it comes out alike everywhere,
-views, a difference of neighbours, a running sum, an index. Of what depends on data, and of sizes in arithmetic, nothing
-is said: None. Neither is where an integer may overflow in a sequence of `LONGEST` tokens.
+This reads operators that keep a value affine: arange, fills, arithmetic, comparisons with the same result everywhere,
+views, differences of neighbours, running sums, indexing. For everything else the answer is None: values that depend on
+data, sizes in arithmetic, and integers that may overflow in a sequence of `LONGEST` tokens.
 Numerics: exact; integers have slopes, and constants are computed by the operators themselves.
 """
 
@@ -19,18 +19,19 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.graph import operands_first
+from fxrewrite.ops import bind, fake_value, filled_with, key, operators, value
 from fxrewrite.spmd import is_same_size
 from rules.masks.expressions import POINTWISE
-from rules.masks.reading import CASTS, POINTWISE_KEYS, Place, ReadMask
+from rules.masks.reading import POINTWISE_KEYS, Place, ReadMask
 
 __all__ = ["LONGEST", "Affine", "Corners", "affine_of", "leaves_of", "pointwise"]
 
 LONGEST = 1 << 30
-"""No sequence has more tokens, and no batch more sequences."""
+"""Upper limit of the length of a sequence, and of the batch size. Integers must not overflow below it."""
 
 Corners: TypeAlias = "Sequence[tuple[int, int]]"
-"""Rows and columns between which all entries lie that are looked at, as the corners of a polygon."""
+"""Corners (row, column) of the polygon that contains all entries under consideration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,11 @@ class Affine:
 
     @property
     def is_constant(self) -> bool:
+        """Whether all entries are equal."""
         return not any(self.slopes)
 
     def bounds(self, corners: Corners | None = None) -> tuple[float, float]:
-        """The least and the greatest; with corners, of those rows and columns in the last two dimensions."""
+        """Returns the least and the greatest value; with corners, of these rows and columns (the last two dims)."""
         if self.is_constant:
             return self.offset, self.offset
         *outer, row, column = (0, 0, *self.slopes)
@@ -60,7 +62,7 @@ _COUNTING = (torch.int32, torch.int64)
 
 
 def _made(slopes: Sequence[int], offset: float, dtype: torch.dtype) -> Affine | None:
-    """The value, where no entry of it overflows."""
+    """Returns the value, or None if an entry of it may overflow."""
     found = Affine((*slopes,), offset, dtype)
     if found.is_constant:
         return found
@@ -71,7 +73,7 @@ def _made(slopes: Sequence[int], offset: float, dtype: torch.dtype) -> Affine | 
 
 
 def pointwise(name: str, operands: Sequence[Any], corners: Corners | None = None) -> Affine | None:
-    """What an operator of `POINTWISE` gives for values and literals; with corners, for those rows and columns."""
+    """Evaluates an operator of `POINTWISE` on affine values and literals; with corners, only for those entries."""
     if any(operand is None for operand in operands) or len(operands) != len(_LINEAR.get(name, operands)):
         return None
     values = [operand for operand in operands if isinstance(operand, Affine)]
@@ -86,6 +88,7 @@ def pointwise(name: str, operands: Sequence[Any], corners: Corners | None = None
         return None
     dtype, rank = values[0].dtype, max(len(operand.slopes) for operand in values)
     terms = [_term(operand, rank) for operand in operands]
+    # A comparison of affine values is constant if their difference has the same sign in all entries.
     if name in _COMPARISONS:
         difference = _made(*_combined(terms, (1, -1)), dtype)
         is_true = None if difference is None else _COMPARISONS[name](*difference.bounds(corners))
@@ -97,7 +100,7 @@ def pointwise(name: str, operands: Sequence[Any], corners: Corners | None = None
 
 
 _LINEAR: Mapping[str, tuple[int, ...]] = {"add": (1, 1), "sub": (1, -1), "rsub": (-1, 1), "neg": (-1,)}
-"""What operands are multiplied by before they are added."""
+"""Factors of the operands before they are added."""
 
 
 def _is(is_true: bool, is_false: bool) -> bool | None:
@@ -112,7 +115,7 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool | None]] = {
     "eq": lambda low, high: _is(low == high == 0, low > 0 or high < 0),
     "ne": lambda low, high: _is(low > 0 or high < 0, low == high == 0),
 }
-"""How two values compare whose difference lies between these bounds; None: here so and there so."""
+"""Result of a comparison, given bounds of the difference of its operands; None if it varies."""
 
 _Terms: TypeAlias = "tuple[tuple[int, ...], Any]"
 
@@ -142,7 +145,7 @@ def _constant(name: str, operands: Sequence[Any]) -> Affine | None:
 
 
 def leaves_of(read: ReadMask) -> list[Affine | torch.Tensor]:
-    """What the leaves of a mask are in all their entries; of one that is not affine, its rank and dtype."""
+    """Returns each leaf of a mask as an affine value, or as a meta tensor that only has its rank and dtype."""
     return [_leaf(place) for place in read.places]
 
 
@@ -165,23 +168,18 @@ def _leaf(place: Place) -> Affine | torch.Tensor:
 
 
 _Values: TypeAlias = "Mapping[fx.Node, Affine | None]"
-"""What is known of the operands of a node."""
+"""Affine values of operands, as far as they are known."""
 
 
 def affine_of(node: fx.Node) -> Affine | None:
     """What a value of the graph is in all its entries, at every length that the graph admits."""
+
+    def is_read(n: fx.Node) -> bool:
+        return n.op == "call_function" and key(n) in _RULES
+
     known: dict[fx.Node, Affine | None] = {}
-    todo = [node]
-    while todo:
-        current = todo[-1]
-        is_read = current.op == "call_function" and key(current) in _RULES
-        missing = [n for n in current.all_input_nodes if n not in known] if is_read else []
-        if missing and current not in known:
-            todo += missing
-            continue
-        todo.pop()
-        if current not in known:
-            known[current] = _read(current, known) if is_read else None
+    for current in operands_first(node, lambda n: n.all_input_nodes if is_read(n) else ()):
+        known[current] = _read(current, known) if is_read(current) else None
     return known[node]
 
 
@@ -190,13 +188,14 @@ def _read(node: fx.Node, known: _Values) -> Affine | None:
     made = _RULES[key(node)](node, known) if isinstance(found, torch.Tensor) else None
     if made is None:
         return None
-    # of the only entry along a dimension the index is 0, and it may be expanded
+    # Along a dimension of size 1 the index is always 0, so the slope does not matter. It must be 0, because the
+    # dimension may be expanded later.
     ones = [is_same_size(size, 1) for size in found.shape]
     return _made([0 if one else slope for slope, one in zip(made.slopes, ones, strict=True)], made.offset, found.dtype)
 
 
 def _source(node: fx.Node, known: _Values) -> Affine | None:
-    """What the first argument is."""
+    """Returns the affine value of the first argument."""
     source = node.args[0]
     return known[source] if isinstance(source, fx.Node) else None
 
@@ -218,14 +217,11 @@ def _counted(node: fx.Node, known: _Values) -> Affine | None:
     return _made((step,), start, fake_value(node).dtype) if is_whole else None
 
 
-def _filled(number: float | None) -> Callable[[fx.Node, _Values], Affine | None]:
-    def read(node: fx.Node, known: _Values) -> Affine | None:
-        given, like = bind(node)["fill_value"] if number is None else number, fake_value(node)
-        if not isinstance(given, (bool, int, float)) or math.isnan(given):
-            return None
-        return Affine((0,) * like.dim(), torch.full((), given, dtype=like.dtype).item(), like.dtype)
-
-    return read
+def _filled(node: fx.Node, known: _Values) -> Affine | None:
+    given, like = filled_with(node), fake_value(node)
+    if not isinstance(given, (bool, int, float)) or math.isnan(given):
+        return None
+    return Affine((0,) * like.dim(), torch.full((), given, dtype=like.dtype).item(), like.dtype)
 
 
 def _same(node: fx.Node, known: _Values) -> Affine | None:
@@ -239,7 +235,7 @@ def _unsqueezed(node: fx.Node, known: _Values) -> Affine | None:
 
 
 def _reshaped(node: fx.Node, known: _Values) -> Affine | None:
-    """Dimensions of size 1 come and go; a constant has any shape."""
+    """Allows adding and removing dimensions of size 1; a constant may have any shape."""
     x, shape = _source(node, known), fake_value(node).shape
     if x is None:
         return None
@@ -274,7 +270,7 @@ def _sliced(node: fx.Node, known: _Values) -> Affine | None:
 
 
 def _cut(x: Affine, dim: int, start: Any, step: Any) -> Affine | None:
-    """Every `step`th entry along a dimension, from `start` on."""
+    """Takes every `step`th entry along a dimension, from `start` on."""
     dim, start = dim % len(x.slopes), 0 if start is None else start
     if x.slopes[dim] == 0:
         return x
@@ -296,7 +292,7 @@ def _selected(node: fx.Node, known: _Values) -> Affine | None:
 
 
 def _differences(node: fx.Node, known: _Values) -> Affine | None:
-    """Neighbours differ by the slope; so must what is put in front differ from the first."""
+    """Neighbours differ by the slope; a prepended entry must differ from the first by the same."""
     x, args = _source(node, known), bind(node)
     if x is None or x.dtype not in _COUNTING or args["n"] != 1 or args["append"] is not None:
         return None
@@ -320,7 +316,7 @@ def _running_sum(node: fx.Node, known: _Values) -> Affine | None:
 
 
 def _indexed(node: fx.Node, known: _Values) -> Affine | None:
-    """An index counts as often as the value has slope in its dimension; one that may be negative counts from behind."""
+    """An index contributes its value times the slope of its dimension. Negative ones count from the end: not affine."""
     x, indices = _source(node, known), bind(node)["indices"]
     if x is None or len(indices) != len(x.slopes):
         return None
@@ -338,16 +334,14 @@ def _indexed(node: fx.Node, known: _Values) -> Affine | None:
 
 _RULES: Mapping[str, Callable[[fx.Node, _Values], Affine | None]] = {
     **dict.fromkeys(POINTWISE_KEYS, _operated),
-    **dict.fromkeys(CASTS, _cast),
+    **dict.fromkeys(operators("cast"), _cast),
     "aten::arange": _counted,
-    **dict.fromkeys(("aten::zeros", "aten::zeros_like", "aten::new_zeros"), _filled(0)),
-    **dict.fromkeys(("aten::ones", "aten::ones_like", "aten::new_ones"), _filled(1)),
-    **dict.fromkeys(("aten::full", "aten::full_like", "aten::new_full"), _filled(None)),
-    **dict.fromkeys(("aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::expand"), _same),
+    **dict.fromkeys(operators("zeros", "ones", "full"), _filled),
+    **dict.fromkeys(operators("same", "detach", "expand"), _same),
+    **dict.fromkeys(operators("reshape", "squeeze"), _reshaped),
     "aten::unsqueeze": _unsqueezed,
-    **dict.fromkeys(("aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"), _reshaped),
-    **dict.fromkeys(("aten::permute", "aten::transpose"), _reordered),
-    **dict.fromkeys(("aten::slice", "aten::narrow"), _sliced),
+    **dict.fromkeys(operators("permute"), _reordered),
+    **dict.fromkeys(operators("slice"), _sliced),
     "aten::select": _selected,
     "aten::diff": _differences,
     "aten::cumsum": _running_sum,

@@ -1,12 +1,12 @@
-"""Whether a condition on a mask's entries is true of them all: proved, refuted, or not known. Nothing is sampled.
+"""Decides whether a condition holds for all entries of a mask: proved, refuted, or unknown. Nothing is sampled.
 
-At every length, from the form of the expression. Leaves are affine in their indices (`rules.masks.positions`), so in a
-polygon of entries what compares them is true, false or unknown, and bounds of the rest follow (`rules.masks.bounds`):
+For every length, from the form of the expression: leaves are affine in their indices (`rules.masks.positions`), so
+comparisons are true, false or unknown in a polygon of entries, and bounds of the rest follow (`rules.masks.bounds`):
 
-    or(le(column, row), x)     is true on and below the diagonal, whatever x; above it, it is what x is
+    or(le(column, row), x)     is true on and below the diagonal for any x; above it, it equals x
 
-At one length, tile by tile. Where bounds do not tell a tile, it is split into 16 x 16; tiles of 16 x 16 entries are
-computed. Of a condition that changes along lines, such as the diagonal, O(S) entries are.
+At one length, tile by tile: a tile that bounds do not decide is split into 16 x 16 tiles; a tile of 16 x 16 entries is
+computed. A condition that changes only along lines, such as the diagonal, takes O(S) entries.
 Shapes: leaves [..., S, 1] and [..., 1, S], as `rules.masks.expressions` says.
 Numerics: exact; entries are computed by the operators of the mask.
 
@@ -33,37 +33,37 @@ from rules.masks.positions import Affine, Corners, pointwise
 __all__ = ["MOST_ENTRIES", "above_diagonal", "is_true_everywhere", "is_true_within", "up_to_diagonal"]
 
 MOST_ENTRIES = 1 << 26
-"""Tiles and entries that are looked at before a proof is given up: a second or two."""
+"""Limit of tiles and entries that are evaluated before a proof is given up; takes a second or two on a CPU."""
 _SPLIT = 16
-"""Tiles of a tile, in each dimension, and entries of the least."""
+"""Branching factor of the tile subdivision per dimension, and side length of the smallest tile (entries)."""
 _AT_ONCE = 1 << 22
-"""Tiles and entries that are computed at once, whose bounds take some hundred bytes each."""
+"""Limit of tiles and entries that are computed at once; their bounds take some hundred bytes each."""
 
 
 def up_to_diagonal(length: int) -> Corners:
-    """Rows and columns with column <= row."""
+    """Returns the corners of the rows and columns with column <= row."""
     return (0, 0), (length - 1, 0), (length - 1, length - 1)
 
 
 def above_diagonal(length: int) -> Corners:
-    """Rows and columns with column > row, of which a length of 1 has none."""
+    """Returns the corners of the rows and columns with column > row; for length 1, which has none, as for length 2."""
     length = max(length, 2)
     return (0, 1), (0, length - 1), (length - 2, length - 1)
 
 
 def is_true_within(corners: Corners, condition: Term, leaves: Sequence[Affine | torch.Tensor]) -> bool:
-    """Whether the form of a condition proves it for all entries within corners.
+    """Whether the form of a condition proves it for all entries within the corners.
 
     Args:
-        corners: rows and columns, of the longest sequence; in a shorter one there are fewer.
-        condition: an expression that is bool.
-        leaves: what each is in all its entries; of a fake one nothing is known but its rank and dtype.
+        corners: rows and columns of the longest sequence, so that a proof also covers shorter ones.
+        condition: a bool expression.
+        leaves: each as an affine value, or as a meta tensor if only its rank and dtype are known.
     """
     values: dict[Call, Affine | None] = {}
     known: dict[Call, Bounds] = {}
 
     def value_of(term: Term) -> Any:
-        """A literal, what an affine term is, or None."""
+        """Returns a literal, the affine value of a term, or None."""
         if isinstance(term, Leaf):
             leaf = leaves[term.index]
             return leaf if isinstance(leaf, Affine) else None
@@ -91,35 +91,40 @@ def _bounds_of(leaf: Affine | torch.Tensor, corners: Corners) -> Bounds:
 
 
 def is_true_everywhere(condition: Term, leaves: Sequence[torch.Tensor], rows: int, columns: int) -> bool | None:
-    """Whether a condition holds of all of so many rows and columns; None beyond `MOST_ENTRIES`.
+    """Whether a condition holds for all `rows` x `columns` entries; None if `MOST_ENTRIES` does not suffice.
 
-    Where a leaf has rows and columns, all entries exist, and are looked at.
+    If a leaf itself has rows and columns, the entries are in memory anyway, and all are checked.
     """
     mask = MaskExpression(condition)
     if any(leaf.dim() > 1 and leaf.shape[-1] > 1 < leaf.shape[-2] for leaf in leaves):
         return bool(mask.part(leaves, (0, rows), (0, columns)).all())
     batch = math.prod(torch.broadcast_shapes((), *(leaf.shape[:-2] for leaf in leaves)))
+    # Start with one tile of at least all rows and columns, of side 16 ** n.
     size = _SPLIT
     while size < max(rows, columns):
         size *= _SPLIT
     tiles, left = torch.zeros(1, 2, dtype=torch.int64), MOST_ENTRIES
     while True:
+        # Pay before computing: bounds take 16 x 16 numbers per tile, leaves two sides of a tile.
         left -= len(tiles) * (_SPLIT**2 + 2 * size) * batch
         if left < 0:
             return None
         undecided: list[torch.Tensor] = []
+        # Batches of tiles bound the memory.
         for some in tiles.split(max(1, _AT_ONCE // (max(_SPLIT**2, size) * batch))):
             parts = [_of_tiles(leaf, some, size) for leaf in leaves]
             if size == _SPLIT:
                 if not bool(mask.part(parts, (0, size), (0, size)).all()):
                     return False
                 continue
+            # A tile where the condition is certainly false somewhere refutes; one where it is certainly true is done.
             low, high = mask_bounds(mask, parts, rows=size // _SPLIT, columns=size // _SPLIT)
             if not bool(high.all()):
                 return False
             undecided += _split(some, low)
         if size == _SPLIT:
             return True
+        # The rest is split further; subtiles that start beyond the last row or column do not exist.
         tiles, size = torch.cat(undecided), size // _SPLIT
         tiles = tiles[(tiles * size < torch.tensor([rows, columns])).all(1)]
         if not len(tiles):
@@ -127,7 +132,7 @@ def is_true_everywhere(condition: Term, leaves: Sequence[torch.Tensor], rows: in
 
 
 def _of_tiles(leaf: torch.Tensor, tiles: torch.Tensor, size: int) -> torch.Tensor:
-    """The rows or columns of a leaf in these tiles, [..., tiles, size or 1, size or 1]; beyond the end, the last."""
+    """Selects the rows or columns of a leaf in these tiles, [..., tiles, size or 1, size or 1]; the end is repeated."""
     leaf = leaf[None] if leaf.dim() == 1 else leaf
     dim = next((dim for dim in (-1, -2) if leaf.dim() and leaf.shape[dim] != 1), None)
     if dim is None:
@@ -138,7 +143,7 @@ def _of_tiles(leaf: torch.Tensor, tiles: torch.Tensor, size: int) -> torch.Tenso
 
 
 def _split(tiles: torch.Tensor, low: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tiles of those tiles in which the bounds do not say that all is true."""
+    """Yields the subtiles in which the bounds do not prove the condition."""
     undecided = ~low.expand(*low.shape[:-3], len(tiles), _SPLIT, _SPLIT).reshape(-1, len(tiles), _SPLIT, _SPLIT).all(0)
     at, row, column = undecided.nonzero().unbind(1)
     yield tiles[at] * _SPLIT + torch.stack([row, column], 1)

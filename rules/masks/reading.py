@@ -1,14 +1,14 @@
-"""Reading a mask of the graph as an expression of small values: what it is computed from by rows and by columns.
+"""Reads a mask of the graph as an expression of small values, each with rows or columns but not both.
 
     mask = (arange(S) <= arange(S)[:, None]) & padding[:, None, None]
       ->   bitwise_and(le(x0, x1), x2)  of  arange(S), arange(S)[:, None], padding[:, None, None]
 
-A value with rows and columns is walked upwards through pointwise operators, through tril and triu, which compare
-positions, and through views that broadcast, reorder or cut dimensions, to values that have one of the two at most. What
-a view does to a value with both is done to the values that it is computed from, so a rank's rows of a mask are computed
-from its rows of them.
-Says why where a mask is no such expression: an input or a parameter with rows and columns of its own, a product of
-matrices, a gradient that it must pass on.
+A value with rows and columns is followed upwards through pointwise operators, through tril and triu, which compare
+positions, and through views that broadcast, reorder or cut dimensions, to values that have at most one of the two. A
+view of a value with both is applied to the values that it is computed from instead. So a rank computes its rows of a
+mask from its rows of those values.
+If a mask is not such an expression, the reader says why: an input or a parameter has rows and columns of its own, a
+matrix product is between, a leaf needs a gradient.
 """
 
 from __future__ import annotations
@@ -22,39 +22,33 @@ import torch
 from torch import fx
 
 from fxrewrite import Match
-from fxrewrite.graph import ClosedValues
-from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.graph import ClosedValues, reached
+from fxrewrite.ops import bind, fake_value, filled_with, has_trait, key, value
 from fxrewrite.spmd import Size, is_same_size, size_proxy
 from rules.masks.expressions import POINTWISE
 
-__all__ = ["CASTS", "POINTWISE_KEYS", "Place", "ReadMask", "is_dense", "read_mask"]
+__all__ = ["POINTWISE_KEYS", "Place", "ReadMask", "is_dense", "read_mask"]
 
 aten = torch.ops.aten
 
 _NAMES = {"aten::__and__": "bitwise_and", "aten::__or__": "bitwise_or", "aten::__xor__": "bitwise_xor"}
 POINTWISE_KEYS = {**{f"aten::{name}": name for name in POINTWISE}, **_NAMES}
-_SAME = frozenset({"aten::contiguous", "aten::clone", "aten::alias", "aten::detach", "aten::expand"})
-CASTS = frozenset({"aten::to", "aten::_to_copy"})
-_FILLS = {"aten::zeros": 0, "aten::zeros_like": 0, "aten::ones": 1, "aten::ones_like": 1}
-_FILLED = frozenset({"aten::full", "aten::full_like"})
-_ONES = frozenset({"aten::unsqueeze", "aten::squeeze", "aten::view", "aten::reshape", "aten::_unsafe_view"})
-_CUTS = frozenset({"aten::slice", "aten::narrow"})
 _TRIANGLES = {"aten::tril": "gt", "aten::triu": "lt"}
-"""How columns less rows compare with the diagonal where they fill in zeros."""
+"""How `columns - rows` compares with the diagonal where these operators write zeros."""
 _LONGEST = 4096
-"""Characters of a text; nobody writes masks that are longer."""
+"""Longest text of an expression, in characters. Real masks are shorter; the limit bounds the time of reading."""
 
 Dims: TypeAlias = "tuple[int | None, ...]"
-"""For each dimension of a value the one of the mask, from behind (-1: columns, -2: rows); None: one of size 1 less."""
+"""Dimension of the mask for each dimension of a value (-1: columns, -2: rows); None: size 1, absent in the mask."""
 
 
 class _UnreadableError(ValueError):
-    """Why a mask is no expression of small values."""
+    """Says why a mask is not an expression of small values."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A part of one dimension of the mask, by the operator that cuts it and its arguments behind the dimension."""
+    """A cut of one dimension of the mask: its operator, and the arguments that follow the dimension."""
 
     dim: int
     target: Any
@@ -63,37 +57,39 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A value of the graph in the mask: its dimensions there, and what is cut of them."""
+    """A graph value as part of the mask: where its dimensions are in the mask, and the cuts applied to it."""
 
     node: fx.Node
     dims: Dims
     cuts: tuple[_Cut, ...] = ()
     counted: int | None = None
-    """In place of the value: 0, 1, 2, ... along this dimension of it, from behind."""
+    """If set, the place is not the value but 0, 1, 2, ... along this (negative) dimension of it."""
 
     @property
     def shape(self) -> Sequence[Size]:
+        """Shape of the value, or of the counted range."""
         shape = fake_value(self.node).shape
         return shape if self.counted is None else (shape[self.counted],)
 
     def dim_of(self, dim: int) -> int | None:
-        """The value's own dimension that is this one of the mask; None where it is of size 1, or missing."""
+        """Returns the value's own dimension for this dimension of the mask; None if it is missing or of size 1."""
         return next((i for i, d in enumerate(self.dims) if d == dim and not is_same_size(self.shape[i], 1)), None)
 
     @property
     def is_dense(self) -> bool:
+        """Whether the value has both rows and columns of the mask."""
         return self.dim_of(-1) is not None and self.dim_of(-2) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMask:
-    """A mask as text for `rules.masks.expressions.parse_mask`, and the values that are its leaves."""
+    """A mask as text for `rules.masks.expressions.parse_mask`, with the graph values that are its leaves."""
 
     text: str
     places: tuple[Place, ...] = field(repr=False)
 
     def leaves(self, match: Match) -> list[fx.Proxy]:
-        """The leaves as values of the graph, in a replacement."""
+        """Adds the leaves to the graph, in a replacement."""
 
         def given(place: Place) -> fx.Proxy:
             if place.counted is None:
@@ -105,13 +101,13 @@ class ReadMask:
         return [_laid_out(place, given(place), match.proxy, match.call) for place in self.places]
 
     def value(self, number: int, closed: ClosedValues) -> torch.Tensor:
-        """A leaf at the lengths of `closed`. Raises OpenValueError where it depends on more than sizes."""
+        """Returns a leaf at the lengths of `closed`. Raises OpenValueError if it depends on more than sizes."""
         place = self.places[number]
         given = closed(place.node) if place.counted is None else torch.arange(closed.size(place.shape[0]))
         return _laid_out(place, given, closed, lambda target, *args: target(*args))
 
     def has(self, number: int, dim: int) -> bool:
-        """Whether a leaf has rows (-2), or columns (-1)."""
+        """Whether a leaf varies along rows (-2), or along columns (-1)."""
         return self.places[number].dim_of(dim) is not None
 
 
@@ -121,7 +117,7 @@ def is_dense(mask: fx.Node) -> bool:
 
 
 def read_mask(mask: fx.Node) -> ReadMask | str:
-    """The mask as an expression, or why it is none."""
+    """Returns the mask as an expression, or says why it is not one."""
     reader = _Reader()
     try:
         text = reader.text(_whole(mask))
@@ -142,14 +138,14 @@ def _from_behind(rank: int) -> tuple[int, ...]:
 
 
 class _Reader:
-    """Reads one mask; `places` are the leaves that its text counts."""
+    """Reads one mask; `places` numbers its leaves in the order of the text."""
 
     def __init__(self) -> None:
         self.places: dict[Place, int] = {}
         self._texts: dict[Place, str] = {}
 
     def text(self, place: Place) -> str:
-        """What is computed at a place."""
+        """Returns the text of what is computed at a place."""
         if place.counted is not None or (not place.is_dense and not _is_number(place.node)):
             return f"x{self.places.setdefault(place, len(self.places))}"
         if place not in self._texts:
@@ -160,13 +156,14 @@ class _Reader:
 
     def _dense(self, place: Place) -> str:
         node, name = place.node, key(place.node)
-        if name in CASTS:
+        if has_trait(node, "cast"):
             return f"to({self._operand(place, node.args[0])}, {fake_value(node).dtype})"
-        if name in _FILLS or name in _FILLED:
-            number = _FILLS[name] if name in _FILLS else bind(node)["fill_value"]
+        number = filled_with(node)
+        if number is not None:
             return f"full({_literal(node, number)}, {fake_value(node).dtype})"
         if name in POINTWISE_KEYS and not node.kwargs:
             return f"{POINTWISE_KEYS[name]}({', '.join(self._operand(place, arg) for arg in node.args)})"
+        # tril and triu are rewritten as a comparison of positions, which are leaves of their own.
         if name in _TRIANGLES:
             hidden, diagonal = _TRIANGLES[name], _literal(node, bind(node)["diagonal"])
             rows, columns = (self.text(Place(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))
@@ -175,7 +172,7 @@ class _Reader:
         return self.text(_looked_through(place))
 
     def _operand(self, place: Place, arg: Any) -> str:
-        """An operand of a pointwise operator, which broadcasts."""
+        """Returns the text of an operand of a pointwise operator, which broadcasts from the last dimension."""
         if not isinstance(arg, fx.Node):
             return _literal(place.node, arg)
         found = value(arg)
@@ -186,7 +183,7 @@ class _Reader:
 
 def _is_number(node: fx.Node) -> bool:
     """Whether a value without dimensions is filled with a number that the graph states."""
-    return key(node) in (_FILLS.keys() | _FILLED) and fake_value(node).dim() == 0
+    return has_trait(node, "zeros", "ones", "full") and fake_value(node).dim() == 0
 
 
 def _literal(node: fx.Node, number: Any) -> str:
@@ -197,13 +194,13 @@ def _literal(node: fx.Node, number: Any) -> str:
 
 
 def _looked_through(place: Place) -> Place:
-    """Where the operand of a view is."""
+    """Returns the place of a view's operand, with the view applied to its dimensions and cuts."""
     node, name = place.node, key(place.node)
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape: Any = getattr(value(source), "shape", ())
-    if name in _SAME:
+    if has_trait(node, "same", "detach", "expand"):
         return Place(source, place.dims[len(place.dims) - len(shape) :], place.cuts)
-    if name in _ONES:
+    if has_trait(node, "reshape", "squeeze"):
         return Place(source, _but_for_ones(place, shape), place.cuts)
     if name == "aten::permute":
         order = [dim % len(shape) for dim in bind(node)["dims"]]
@@ -213,7 +210,7 @@ def _looked_through(place: Place) -> Place:
         a, b = args["dim0"], args["dim1"]
         dims[a], dims[b] = dims[b], dims[a]
         return Place(source, tuple(dims), place.cuts)
-    if name in _CUTS:
+    if has_trait(node, "slice"):
         _, dim, *rest = bind(node).values()
         cut = place.dims[dim]
         return Place(source, place.dims, place.cuts if cut is None else (_Cut(cut, node.target, (*rest,)), *place.cuts))
@@ -225,7 +222,7 @@ def _looked_through(place: Place) -> Place:
 
 
 def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
-    """The places of dimensions of `shape`, which has the value's dimensions and others of size 1."""
+    """Returns dims for `shape`, which has the value's dimensions up to added and removed dimensions of size 1."""
     left = [(dim, size) for dim, size in zip(place.dims, place.shape, strict=True) if not is_same_size(size, 1)]
     found: list[int | None] = []
     for size in shape:
@@ -242,7 +239,7 @@ def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
 
 
 def _laid_out(place: Place, x: Any, given: Callable[[fx.Node], Any], call: Callable[..., Any]) -> Any:
-    """The value `x` at a place, cut, with dimensions as the mask has them."""
+    """Applies the cuts to the value `x` of a place, and orders its dimensions as the mask's."""
     dims = list(place.dims)
     for cut in place.cuts:
         dim = place.dim_of(cut.dim)
@@ -263,17 +260,14 @@ def _laid_out(place: Place, x: Any, given: Callable[[fx.Node], Any], call: Calla
 
 def _needs_gradient(node: fx.Node) -> bool:
     """Whether a gradient may flow through the value to an input or a parameter."""
-    seen: set[fx.Node] = set()
-    todo = [node]
-    while todo:
-        current = todo.pop()
-        found = value(current)
-        is_real = isinstance(found, torch.Tensor) and found.is_floating_point()
-        if current in seen or not is_real or key(current) == "aten::detach":
-            continue
-        seen.add(current)
-        given = current.meta.get("example_value") if current.op == "placeholder" else found
-        if given is None or given.requires_grad:  # traces keep no other word of an input's gradient
-            return True
-        todo += current.all_input_nodes
-    return False
+
+    def may_flow(n: fx.Node) -> bool:
+        found = value(n)
+        return isinstance(found, torch.Tensor) and found.is_floating_point() and not has_trait(n, "detach")
+
+    def has_gradient(n: fx.Node) -> bool:
+        given = n.meta.get("example_value") if n.op == "placeholder" else value(n)
+        return given is None or given.requires_grad  # traces keep no other word of an input's gradient
+
+    walk = reached([node], lambda n: n.all_input_nodes if may_flow(n) else [])
+    return any(may_flow(n) and has_gradient(n) for n in walk)

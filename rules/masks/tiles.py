@@ -1,16 +1,16 @@
-"""Which tiles of a mask are hidden, kept in part or kept all, from bounds: the mask itself never exists.
+"""Which tiles of a mask are hidden, partly kept or fully kept, decided by bounds: the mask itself never exists.
 
     mask_tiles([c, r], "le(x0, x1)", rows=384, columns=384, ...)   of a causal mask, by rows
             kept in part   [1, 1, 1] of them   [0, ...] [1, ...] [2, ...]
             kept all       [0, 1, 2] of them   [...]    [0, ...] [0, 1, ...]
 
-Eight tensors of int32. How many tiles of 128 x 128 each run of rows keeps in part, [B or 1, 1, L / 128], and which,
-those first, [B or 1, 1, L / 128, S / 128]; the same of tiles that are kept all; then both by columns. What one head
-keeps and another hides is kept in part, and so is a tile that is cut off at the end. Of a mask that is added to scores,
-tiles are hidden that have no entry greater than `hidden`, and none is kept all. Where `hidden` is -inf, an entry that
-may be finite and hide as well is an error: a row of such entries alone attends to all keys alike. For that the device
-is waited for, and for nothing else.
-Numerics: exact; a tile that bounds cannot tell is kept in part.
+The result is eight int32 tensors. Per run of 128 rows: the number of partly kept 128 x 128 tiles, [B or 1, 1, L / 128],
+and their indices first in a list of all, [B or 1, 1, L / 128, S / 128]; the same for fully kept tiles; then both per
+run of columns. A tile that one head keeps and another hides is partly kept, and so is one that the end cuts off.
+For an added mask, tiles without an entry greater than `hidden` are hidden, and none is fully kept. If `hidden` is -inf,
+an entry that hides by a finite number is an error: a row with only such entries attends to all keys equally. This check
+waits for the device; nothing else does.
+Numerics: exact; a tile that bounds do not decide counts as partly kept.
 Source: PyTorch, torch/nn/attention/flex_attention.py (create_block_mask, BlockMask).
 """
 
@@ -29,7 +29,7 @@ from rules.masks.expressions import Call, MaskExpression, Term, parse_mask
 __all__ = ["MASK_TILES", "NUM_TILE_TENSORS", "TILE"]
 
 TILE = 128
-"""Rows, and columns, of a tile."""
+"""Rows, and columns, of a tile; torch's flex attention has the same default."""
 NUM_TILE_TENSORS = 8
 
 
@@ -60,7 +60,7 @@ def _tiles(
 
 
 MASK_TILES = torch.ops.fxrewrite_rules.mask_tiles.default
-"""The operator, as graphs call it."""
+"""The registered operator; graphs call this."""
 
 
 @_tiles.register_fake
@@ -78,7 +78,7 @@ def _shape(leaves: Sequence[torch.Tensor], rows: int, columns: int) -> tuple[int
 
 
 def _ordered(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many there are in each row of tiles, and which, those in front."""
+    """Returns the number of True tiles per row of tiles, and their indices first in a list of all indices."""
     order = tiles.byte().argsort(dim=-1, descending=True, stable=True)
     return tiles.sum(-1, dtype=torch.int32), order.to(torch.int32, memory_format=torch.contiguous_format)
 
@@ -87,18 +87,18 @@ def _check_hidden(mask: MaskExpression, leaves: Sequence[torch.Tensor], dtype: t
     low, _ = mask_bounds(MaskExpression(_unhidden(mask.term)), leaves, rows=TILE, columns=TILE)
     if not bool((low > torch.finfo(dtype).min / 2).all()):  # waits for the device
         raise FxRewriteError(
-            "a mask that is added to the scores may hide keys by a finite number, and a row of such numbers alone "
-            "attends to all keys alike, which flex attention cannot tell; hide them by -inf, or use mask_kernel='rows'"
+            "a mask that is added to the scores may hide keys by a finite number, and a row with nothing else attends "
+            "to all keys equally, which flex attention cannot reproduce; hide by -inf, or use mask_kernel='rows'"
         )
 
 
 _PASS_ON = frozenset({"add", "sub", "rsub", "mul", "neg", "where", "masked_fill"})
-"""Operators whose result is not finite where an operand that they take is not."""
+"""Operators whose result is not finite if an operand that they read is not finite."""
 _CONDITIONS = {"where": 0, "masked_fill": 1}
 
 
 def _unhidden(term: Term) -> Term:
-    """The expression with 0 in place of -inf; where the whole is finite, it is the same."""
+    """Replaces -inf by 0 in the expression; entries that were finite keep their value."""
     match term:
         case float() if term == -math.inf:
             return 0.0

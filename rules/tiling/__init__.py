@@ -1,1 +1,1 @@
-"""Heads with their losses and MLPs, computed a tile of rows at a time."""
+"""Chunked computation: MLPs, and heads with their losses, are computed a tile of rows at a time."""

@@ -1,19 +1,21 @@
-"""A head and its cross entropy are computed a tile of rows at a time, and logits and their gradient are never held.
+"""A head and its cross entropy are computed a tile of rows at a time; all logits, or their gradient, are never held.
 
     cross_entropy(reshape(to(linear(x, w, b), float32), [-1, V]), t, ...)  ->  tiled_cross_entropy(x rows, w, b, t, ...)
 
-Between the head and the loss may stand steps of rules/tiling/steps.py on one value (casts, factors, tanh) and what
-rearranges rows alone (reshape, slices, copies). Where autograd asks, a tile of logits gives its loss and the gradients
-of x, w and b for a sum of losses, and the backward pass multiplies them: the product with w is computed once. For
-reduction "none", whose rows have a factor each, the backward pass computes the tiles again.
+Between the head and the loss there may be steps of rules/tiling/steps.py on one value (casts, factors, tanh) and
+operators that only rearrange rows (reshape, slices, copies). If autograd needs gradients, a tile of logits gives its
+loss and the gradients of x, w and b for a sum of losses, and the backward pass multiplies them by the incoming
+gradient: the product with w is computed once. With reduction "none" each row has its own factor, so the backward pass
+computes the tiles again.
+Matches if the loss is the only user of the logits and they take more bytes than a tile (a symbolic number of rows
 Matches where the loss alone reads the logits, and all of them take more bytes than a tile, as a symbolic number of rows
-may. Every reduction, ignored indices, class weights, label smoothing.
+may). Supports every reduction, ignored indices, class weights, label smoothing.
 Does not match, in these words: "%linear is read elsewhere" (a model that returns its logits); "%x, aten::erf, is
-between the head and the loss"; "%table is computed by no linear"; "the weight of %linear is no matrix"; "the logits
-have rank 3"; "the targets are class probabilities"; "... fit into a tile".
+between the head and the loss"; "%table is not computed by a linear"; "the weight of %linear is not a matrix"; "the
+logits have rank 3"; "the targets are class probabilities"; "... fit into a tile".
 Shapes: x [N, d], w [V, d], b [V], t [N] of int64 -> [] or [N].
-Numerics: reassociates: the gradient of the loss is a factor that comes last, and gradients of w and b are sums over
-tiles, added up and held in float32 at least. There is no second derivative.
+Numerics: reassociates: the gradient of the loss is a factor that is applied last, and gradients of w and b are sums
+over tiles in at least float32. There is no second derivative.
 Source: Hsu et al., Liger Kernel, arXiv 2410.10989 (fused linear cross entropy); Wijmans et al., Cut Your Losses in
 Large-Vocabulary Language Models, arXiv 2411.09009; PyTorch, aten/src/ATen/native/LossNLL.cpp.
 
@@ -38,16 +40,16 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
-from fxrewrite.ops import bind, fake_value, key
+from fxrewrite.ops import bind, fake_value, has_trait, key
 from rules.tiling.steps import dtype_after, grads_of_steps, reads_result, run_steps, step_of, why_no_step
-from rules.tiling.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
+from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
 
 aten = torch.ops.aten
 _FEWEST_ROWS = 256
-"""So many rows are no slower to compute than more."""
-_REDUCTIONS = ("none", "mean", "sum")  # by the number that the operator takes
+"""Rows beyond which larger tiles stop being faster."""
+_REDUCTIONS = ("none", "mean", "sum")  # indexed by the operator's `reduction`
 
 
 def tiled_cross_entropy(
@@ -62,7 +64,7 @@ def tiled_cross_entropy(
     label_smoothing: float,
     tile_bytes: int,
 ) -> torch.Tensor:
-    """The cross entropy of the logits `steps(linear(x, weight, bias))`, a tile of rows at a time.
+    """Computes the cross entropy of the logits `steps(linear(x, weight, bias))`, a tile of rows at a time.
 
     Args:
         x: [N, d].
@@ -70,12 +72,12 @@ def tiled_cross_entropy(
         bias: [V].
         target: int64 [N].
         class_weight: [V].
-        steps: of the logits before the loss, as `rules.tiling.steps` has it: "tanh(v0); to(v1, 'float32')".
+        steps: applied to the logits before the loss, as in `rules.tiling.steps`: "tanh(v0); to(v1, 'float32')".
         reduction: "none", "mean" or "sum".
         ignore_index: the target that does not count.
         label_smoothing: between 0 and 1.
-        tile_bytes: bytes of logits that a tile holds at most; a tile has at least one row, and where 256 are fewer, at
-            most an eighth of all.
+        tile_bytes: upper limit of bytes of logits per tile. A tile has at least one row, and at most an eighth of all
+            rows if that is more than 256.
     """
     is_sum = reduction != "none"
     asks = is_sum and torch.is_grad_enabled()
@@ -87,7 +89,7 @@ def tiled_cross_entropy(
     return loss.to(dtype_after(steps, x.dtype))
 
 
-# A composite, so that it stays one node of a graph, and is called with what autograd knows of its operands.
+# CompositeImplicitAutograd: it stays one node of a graph, and when it runs it sees which operands require gradients.
 _NAME = "fxrewrite_rules::tiled_cross_entropy"
 torch.library.define(_NAME, torch.library.infer_schema(tiled_cross_entropy, mutates_args=()))
 torch.library.impl(_NAME, "CompositeImplicitAutograd")(tiled_cross_entropy)
@@ -108,12 +110,12 @@ def tiled_cross_entropy_with_grads(
     is_sum: bool,
     wanted: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The losses of rows or their sum, and gradients of the sum of `factors * losses`, from the same logits.
+    """Returns the losses of rows or their sum, and the gradients of the sum of `factors * losses`.
 
     Args:
-        factors: [N], all one for None.
-        is_sum: whether the first result is the sum, in float32 at least.
-        wanted: the gradients of x, weight and bias that are computed; the others are empty.
+        factors: [N]; None means all ones.
+        is_sum: whether the first result is the sum, in at least float32.
+        wanted: which of the gradients of x, weight and bias to compute; the others are empty.
     """
     of_x, of_weight, of_bias = grads = _zeros(x, weight, bias, wanted)
     losses = x.new_empty(len(x), dtype=dtype_after(steps, x.dtype))
@@ -121,7 +123,7 @@ def tiled_cross_entropy_with_grads(
     factors = counted.to(losses.dtype) if factors is None else torch.where(counted, factors, 0)
 
     def run(rows: slice) -> None:
-        """Adds a tile, of which nothing is held while the next one is computed."""
+        """Adds one tile. A function, so that its temporaries are freed before the next tile is computed."""
         values = run_steps(steps, [F.linear(x[rows], weight, bias)])
         log_probs = torch.log_softmax(values[-1], -1)
         if not reads_result(steps):
@@ -141,7 +143,7 @@ def tiled_cross_entropy_with_grads(
         if wanted[2]:
             of_bias.add_(of_logits.sum(0, dtype=of_bias.dtype))
 
-    eighth = max(_FEWEST_ROWS, -(-len(x) // 8))  # where all rows fit into a tile, the others are not held beside it
+    eighth = max(_FEWEST_ROWS, -(-len(x) // 8))  # keeps temporaries small even if all rows fit into a tile
     for rows in tiles(len(x), min(eighth, rows_of_tile(_row_bytes(weight, steps, x), tile_bytes))):
         run(rows)
     return losses.sum(dtype=type_of_sums(losses.dtype)) if is_sum else losses, *grads
@@ -156,7 +158,7 @@ def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, factors: A
 
 
 def _zeros(x: Any, weight: Any, bias: Any, wanted: list[bool]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of nothing, empty where none is wanted."""
+    """Allocates zeros for the gradients; those that are not wanted are empty."""
     return (
         x.new_zeros(x.shape if wanted[0] else 0),
         x.new_zeros(weight.shape if wanted[1] else 0, dtype=type_of_sums(x.dtype)),
@@ -165,7 +167,7 @@ def _zeros(x: Any, weight: Any, bias: Any, wanted: list[bool]) -> tuple[torch.Te
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    """Keeps the gradients, where they have been computed, else what they are computed of."""
+    """Saves the gradients if they were computed, else the inputs to compute them from."""
     x, weight, bias, target, class_weight, _, *ctx.how, wanted = inputs
     _, ignore_index, *_ = ctx.how
     ctx.is_made = all(want or not need for want, need in zip(wanted, ctx.needs_input_grad, strict=False))
@@ -181,8 +183,8 @@ def _gradients(ctx: Any, grad: torch.Tensor, *of_grads: torch.Tensor | None) -> 
     wanted = [bool(need) for need in ctx.needs_input_grad[:3]]
     if ctx.is_made:
         is_empty, *of_one = ctx.saved_tensors
-        grad = torch.where(is_empty, 0, grad)  # a mean of nothing divides by 0
-        made = [g * grad.expand_as(g) for g in of_one]  # a tensor of no dimensions would be rounded to bfloat16
+        grad = torch.where(is_empty, 0, grad)  # a mean over no rows divides by 0
+        made = [g * grad.expand_as(g) for g in of_one]  # expanded, because a 0-dim factor would be rounded to bfloat16
     else:
         target = ctx.saved_tensors[3]
         _, *made = tiled_cross_entropy_with_grads(*ctx.saved_tensors, grad.expand_as(target), *ctx.how, wanted)
@@ -194,7 +196,7 @@ tiled_cross_entropy_with_grads.register_autograd(_gradients, setup_context=_save
 
 
 def _row_bytes(weight: torch.Tensor, steps: str, x: torch.Tensor) -> int:
-    """Bytes of the logits of a row, before the steps or after them."""
+    """Bytes per row of logits, before or after the steps, whichever is more."""
     return weight.shape[0] * max(x.element_size(), dtype_after(steps, x.dtype).itemsize)
 
 
@@ -208,7 +210,7 @@ def _count(target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index
 def _losses(
     log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, ignore_index: int, smoothing: float
 ) -> torch.Tensor:
-    """The cross entropy of each row."""
+    """Returns the cross entropy of each row."""
     of_target = F.nll_loss(log_probs, target, class_weight, ignore_index=ignore_index, reduction="none")
     if not smoothing:
         return of_target
@@ -219,7 +221,7 @@ def _losses(
 def _grad_of_losses(
     log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, smoothing: float, factors: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of the sum of `factors * losses` with respect to the logits, in the memory of `log_probs`."""
+    """Returns d(sum of `factors * losses`) / d(logits), in place of `log_probs`."""
     of_target = (1 - smoothing) * factors * class_weight[target]
     of_all = smoothing / len(class_weight) * class_weight
     grad = log_probs.exp_().mul_((of_target + factors * of_all.sum())[:, None])
@@ -230,7 +232,7 @@ def _grad_of_losses(
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """A linear layer, what is done to each of its logits, and the nodes that rearrange rows, all in order."""
+    """A linear layer, the steps applied to each of its logits, and the nodes that rearrange rows, in order."""
 
     linear: fx.Node
     steps: str
@@ -238,7 +240,7 @@ class _Head:
 
 
 def _head_of(logits: fx.Node) -> _Head | str:
-    """What computes the logits of a loss, or why they cannot be computed in tiles."""
+    """Returns what computes the logits of a loss, or says why they cannot be computed in tiles."""
     step_nodes: list[fx.Node] = []
     row_nodes: list[fx.Node] = []
     node = logits
@@ -247,28 +249,32 @@ def _head_of(logits: fx.Node) -> _Head | str:
             return f"%{node.name} is read elsewhere"
         name = key(node)
         if node.op != "call_function":
-            return f"%{node.name} is computed by no linear"
+            return f"%{node.name} is not computed by a linear"
         if name == "aten::linear":
             if fake_value(bind(node)["weight"]).dim() != 2:
-                return f"the weight of %{node.name} is no matrix"
+                return f"the weight of %{node.name} is not a matrix"
             return _Head(node, _text(step_nodes[::-1]), row_nodes[::-1])
         if _rearranges_rows(node, name):
             row_nodes.append(node)
         elif len(node.all_input_nodes) == 1 and not why_no_step(node):
             step_nodes.append(node)
-        elif name not in COPIES:
+        elif not has_trait(node, "same"):
             return f"%{node.name}, {name}, is between the head and the loss"
         node = node.all_input_nodes[0]
 
 
 def _text(nodes: list[fx.Node]) -> str:
-    """What the nodes do to each logit, one after the other."""
+    """Returns the nodes as text of steps on each logit."""
     return "; ".join(step_of(node, {node.all_input_nodes[0]: f"v{index}"}) for index, node in enumerate(nodes))
+
+
+_SIZES = frozenset({"shape", "size", "start_dim"})
+"""Arguments of the reshapes that `_rows` writes again."""
 
 
 def _rearranges_rows(node: fx.Node, name: str) -> bool:
     """Whether the node gives other rows, or rows in another shape, of the same V logits each."""
-    if name in ("aten::reshape", "aten::view", "aten::flatten"):
+    if has_trait(node, "reshape") and not _SIZES.isdisjoint(bind(node)):
         before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
         return before == after and all(isinstance(size, int) for size in after)
     rank = fake_value(node).dim()
@@ -296,7 +302,7 @@ def _takes_more_than(tile_bytes: int) -> Any:
 
 
 def tiled_loss_rules(tile_bytes: int = TILE_BYTES) -> RuleSet:
-    """The set whose losses hold `tile_bytes` bytes of logits at once."""
+    """Returns the rules whose tiled losses hold at most `tile_bytes` bytes of logits at once."""
     smoothing, ignored, reduction = (cap(name, Literal) for name in ("label_smoothing", "ignore_index", "reduction"))
     loss = op(
         "cross_entropy_loss",
@@ -323,7 +329,7 @@ def tiled_loss_rules(tile_bytes: int = TILE_BYTES) -> RuleSet:
         loss = match.call(
             torch.ops.fxrewrite_rules.tiled_cross_entropy.default, x, w, bias, target, class_weight, *how, tile_bytes
         )
-        # else its gradients are computed twice
+        # must be saved: a recomputed loss would compute its gradients twice
         match.edit.set_meta(loss.node, "recompute", CheckpointPolicy.MUST_SAVE)
         return loss
 
@@ -331,7 +337,7 @@ def tiled_loss_rules(tile_bytes: int = TILE_BYTES) -> RuleSet:
 
 
 def _rows(match: Match, x: Any, head: _Head) -> Any:
-    """The rows of x of which the loss reads the logits, rearranged as these were."""
+    """Rearranges rows of x as the model rearranges the rows of its logits."""
     for node in head.row_nodes:
         args = bind(node)
         if key(node) == "aten::slice":

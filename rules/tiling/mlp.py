@@ -1,19 +1,20 @@
-"""An MLP is computed a tile of rows at a time, forward and backward, and what it computes inside never held whole.
+"""An MLP is computed a tile of rows at a time, forward and backward; its intermediate values never exist as a whole.
 
     linear(act(linear(x, w, b)), w2, b2)                      ->  tiled_mlp(x, [w, w2], [b, b2], ...)
     linear(act(linear(x, g, a)) * linear(x, w, b), w2, b2)    ->  tiled_mlp(x, [g, w, w2], [a, b, b2], ...)
 
-Between the linears may stand the pointwise operators of `rules.tiling.steps` (silu, gelu, relu, its square, tanh,
-sums and products of them, also written out), parts of a linear that is gate and up in one (chunk, split, slice), and
-what rearranges no rows (reshape, copies). A linear may be written as addmm. The backward pass computes a tile's inside
-again.
-Matches where what the inner linears compute takes more bytes than a tile, as a symbolic number of rows may.
+Between the linears there may be the pointwise operators of `rules.tiling.steps` (silu, gelu, relu, its square, tanh,
+sums and products of them, also decomposed), parts of a linear that computes gate and up together (chunk, split, slice),
+and operators that keep the rows (reshape, copies). A linear may be written as addmm. The backward pass recomputes a
+tile's intermediate values.
+Matches if the results of the inner linears take more bytes than a tile (a symbolic number of rows may).
 Does not match, in these words: "%silu is read elsewhere"; "%dropout, aten::dropout, draws random numbers"; "%softmax,
-aten::softmax, is not in the table of pointwise operators"; "%scale is computed by no linear"; "the linears read %x and
-%y"; "%to is float32, %x is bfloat16"; "the rows of %linear_1 are not those of %x"; "the 4 rows of %x fit into a tile".
+aten::softmax, is not in the table of pointwise operators"; "%scale is not computed by a linear"; "the linears read %x
+and %y"; "%to is float32, %x is bfloat16"; "the rows of %linear_1 are not those of %x"; "the 4 rows of %x fit into a
+tile".
 Shapes: x [..., d], inner weights [n_i, d] and biases [n_i], the last weight [o, n] and bias [o] -> [..., o].
-Numerics: reassociates: rows are independent, so the result is that of all rows; the gradients of weights and biases are
-sums over tiles, added up in float32 at least. There is no second derivative.
+Numerics: reassociates: rows are independent, so the result is that of all rows; gradients of weights and biases are
+sums over tiles in at least float32. There is no second derivative.
 Source: Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996 (TiledMLP).
 
 >>> import torch, torch.nn.functional as F
@@ -38,10 +39,10 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import fx
 
 from fxrewrite import Constraint, DeadCode, Match, Pattern, Rule, RuleSet, any_, either, loose, op, where
-from fxrewrite.graph import Size, is_same_size, product, size_hint
-from fxrewrite.ops import bind, fake_value, is_random, key, value
+from fxrewrite.graph import Size, is_same_size, product, reached, size_hint
+from fxrewrite.ops import bind, fake_value, has_trait, is_random, key, value
 from rules.tiling.steps import grads_of_steps, run_steps, step_of, why_no_step
-from rules.tiling.tiles import COPIES, TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
+from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["Mlp", "mlp_of", "tiled_mlp", "tiled_mlp_rules"]
 
@@ -57,16 +58,16 @@ def tiled_mlp(
     steps: str,
     tile_bytes: int,
 ) -> torch.Tensor:
-    """The last linear of what `steps` make of the inner linears of x, a tile of rows at a time.
+    """Computes the last linear of `steps` of the inner linears of x, a tile of rows at a time.
 
     Args:
         x: [..., d].
         weights: of the inner linears, [n_i, d], and of the last one, [o, n].
-        biases: [n_i] and [o], of those linears that have one.
-        has_bias: for each linear, whether it does.
-        steps: what is computed of the results of the inner linears, v0, v1 and so on, as `rules.tiling.steps` has
-            it: "silu(v0); mul(v2, v1)".
-        tile_bytes: bytes of what the inner linears compute that a tile holds; a tile has at least one row.
+        biases: [n_i] and [o], of the linears that have one.
+        has_bias: for each linear, whether it has a bias.
+        steps: computed from the results of the inner linears, v0, v1 and so on, as in `rules.tiling.steps`:
+            "silu(v0); mul(v2, v1)".
+        tile_bytes: bytes of results of the inner linears per tile; a tile has at least one row.
     """
     rows = x.reshape(-1, x.shape[-1])
     out = x.new_empty(len(rows), weights[-1].shape[0])
@@ -92,7 +93,7 @@ def tiled_mlp_backward(
     tile_bytes: int,
     wanted: list[bool],
 ) -> list[torch.Tensor]:
-    """The gradients of x, of the weights and of the biases, in this order, each empty where it is not wanted."""
+    """Returns the gradients of x, of the weights and of the biases, in this order; those not wanted are empty."""
     rows, of_out = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     of_rows, *like = _wanted(x.new_empty(rows.shape), weights, biases, wanted)
     totals = [torch.zeros_like(t, dtype=type_of_sums(t.dtype)) for t in like]
@@ -100,6 +101,7 @@ def tiled_mlp_backward(
     biased = [index for index, has in enumerate(has_bias) if has]
     for tile in tiles(len(rows), rows_of_tile(_row_bytes(rows, weights), tile_bytes)):
         values = run_steps(steps, _results(rows[tile], weights, biases, has_bias))
+        # Gradients of the results of all linears, the last one included, then of their weights, biases and inputs.
         of_results = [*grads_of_steps(steps, values, of_out[tile] @ weights[-1]), of_out[tile]]
         operands = [rows[tile]] * (len(weights) - 1) + [values[-1]]
         for total, of_result, operand, want in zip(of_weights, of_results, operands, wanted[1:], strict=False):
@@ -120,7 +122,7 @@ def _(grad: Any, x: Any, weights: Any, biases: Any, *others: Any) -> Any:
 
 
 def _wanted(x: Any, weights: Any, biases: Any, wanted: list[bool]) -> list[Any]:
-    """What a gradient is made like, empty where none is wanted."""
+    """Returns the tensors whose gradients are computed, with empty ones in place of those not wanted."""
     return [t if want else x.new_empty(0) for t, want in zip((x, *weights, *biases), wanted, strict=True)]
 
 
@@ -145,7 +147,7 @@ tiled_mlp.register_autograd(_gradients, setup_context=_save)
 def _results(
     rows: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor], has_bias: list[bool]
 ) -> list[torch.Tensor]:
-    """What the inner linears compute of rows."""
+    """Computes the inner linears of these rows."""
     left = iter(biases)
     return [
         F.linear(rows, weight, next(left) if has else None)
@@ -154,17 +156,16 @@ def _results(
 
 
 def _row_bytes(rows: torch.Tensor, weights: list[torch.Tensor]) -> int:
-    """Bytes of what the inner linears compute of a row."""
+    """Bytes per row of the results of the inner linears."""
     return rows.element_size() * sum(len(weight) for weight in weights[:-1])
 
 
 _ITEM = "operator.getitem"
-_VIEWS = {"aten::reshape", "aten::view", "aten::flatten", "aten::_unsafe_view"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A linear, written as one or as `addmm(bias, input, weight)` with a weight [in, out]."""
+    """A linear, either `linear` or `addmm(bias, input, weight)` with a weight [in, out]."""
 
     input: fx.Node
     weight: fx.Node
@@ -189,13 +190,13 @@ class _Linear:
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """A linear, those before it that read one value, and what is computed in between.
+    """An MLP: a last linear, inner linears that read one value, and what is computed between them.
 
     Attributes:
-        x: what the inner linears read.
-        linears: the inner ones, and the last.
-        inside: the inner linears, and all nodes between them and the last one, in order.
-        steps: what these compute, as `tiled_mlp` takes it.
+        x: the value that the inner linears read.
+        linears: the inner linears, then the last.
+        inside: the inner linears, and all nodes between them and the last one, in graph order.
+        steps: what the nodes between compute, as `tiled_mlp` takes it.
     """
 
     x: fx.Node
@@ -205,34 +206,33 @@ class Mlp:
 
     @property
     def num_rows(self) -> Size:
+        """Number of rows of x: the product of its leading dimensions."""
         return product(fake_value(self.x).shape[:-1])
 
     def rows_of_tile(self, tile_bytes: int) -> int:
-        """How many rows of x a tile has."""
+        """Returns how many rows of x a tile has."""
         widths = (linear.width for linear in self.linears[:-1])
         return rows_of_tile(fake_value(self.x).element_size() * sum(widths), tile_bytes)
 
 
 def mlp_of(last: fx.Node) -> Mlp | str:
-    """The MLP of which this node is the last linear, or why it cannot be computed in tiles."""
+    """Returns the MLP whose last linear is this node, or says why it cannot be computed in tiles."""
     linear = _Linear.of(last)
     if linear is None:
-        return f"%{last.name} is no linear"
+        return f"%{last.name} is not a linear"
+    # Walk upwards from the last linear's input; inner linears (not None) end the walk.
     found: dict[fx.Node, _Linear | None] = {}
-    todo = [linear.input]
-    while todo:
-        node = todo.pop()
-        if node not in found:
-            found[node] = _Linear.of(node)
-            why = "" if found[node] else _why_not_inside(node)
-            if why:
-                return why
-            todo += [] if found[node] else _read(node)
+    for node in reached([linear.input], lambda n: [] if found[n] else _read(n)):
+        found[node] = _Linear.of(node)
+        why = "" if found[node] else _why_not_inside(node)
+        if why:
+            return why
     inside = sorted(found)
     inner = [made for node in inside if (made := found[node])]
     why = _why_not_alone(last, inside, inner)
     if why:
         return why
+    # The results of the inner linears are v0, v1, ...; each step appends one more value.
     names = {node: f"v{index}" for index, node in enumerate(node for node in inside if found[node])}
     steps: list[str] = []
     for node in inside:
@@ -246,23 +246,22 @@ def mlp_of(last: fx.Node) -> Mlp | str:
 
 def _read(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node between the linears reads; sizes of a view are none."""
-    return node.all_input_nodes[: 1 if key(node) in _VIEWS else None]
+    return node.all_input_nodes[: 1 if has_trait(node, "reshape") else None]
 
 
 def _changes_nothing(node: fx.Node) -> bool:
     """Whether the rows of the result are those of the first operand."""
-    name = key(node)
-    return name in COPIES or name in _VIEWS or (name == "aten::dropout" and not is_random(node))
+    return has_trait(node, "same", "reshape") or (key(node) == "aten::dropout" and not is_random(node))
 
 
 def _why_not_inside(node: fx.Node) -> str:
-    """Why a node may not stand between the linears; empty if it may."""
+    """Says why a node must not be between the linears; empty if it may be."""
     if node.op != "call_function":
-        return f"%{node.name} is computed by no linear"
+        return f"%{node.name} is not computed by a linear"
     name = key(node)
     if is_random(node):
         return f"%{node.name}, {name}, draws random numbers"
-    if name in _VIEWS:
+    if has_trait(node, "reshape"):
         before, after = (fake_value(n).shape[-1:] for n in (node.all_input_nodes[0], node))
         keeps = before == after and all(isinstance(size, int) for size in after)
         return "" if keeps else f"%{node.name}, {name}, rearranges rows"
@@ -276,7 +275,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _why_not_alone(last: fx.Node, inside: Sequence[fx.Node], inner: Sequence[_Linear]) -> str:
-    """Why the nodes between linears are no function of the rows of one value, for the last linear alone."""
+    """Says why the nodes are not a function of the rows of one value that only the last linear reads."""
     x = inner[0].input
     other = next((linear.input for linear in inner if linear.input is not x), None)
     if other is not None:
@@ -315,10 +314,10 @@ def _takes_more_than(tile_bytes: int) -> Constraint:
 
 
 def tiled_mlp_rules(tile_bytes: int = TILE_BYTES, *guards: Constraint) -> RuleSet:
-    """The set whose MLPs hold `tile_bytes` bytes of what their inner linears compute at once.
+    """Returns the rules whose tiled MLPs hold at most `tile_bytes` bytes of results of their inner linears at once.
 
     Args:
-        tile_bytes: of a tile, which has at least one row.
+        tile_bytes: bytes per tile; a tile has at least one row.
         guards: further constraints on `root`, the last linear of an MLP.
     """
     linear: Any = either(loose(op("linear", any_, any_)), loose(op("addmm", any_, any_, any_)))

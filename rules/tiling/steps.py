@@ -1,10 +1,10 @@
-"""A function of a few rows as a line of text, which an operator takes as an argument, and its gradients.
+"""Pointwise computation on rows, as a line of text that an operator takes as an argument, with its gradients.
 
     silu(v0); mul(v2, v1)                                  silu(v0) * v1
     part(v0, 0, 8, 1); part(v0, 8, 16, 1); mul(v1, v2)     the product of the halves of v0
 
-v0 and so on are its operands, then what each step computes; the last is the result. A step is a pointwise operator of
-the table below, a cast, or some columns of a value. The gradients are those that autograd takes, by the same operators.
+v0 and so on are the operands, then the result of each step; the last one is the result. A step is a pointwise operator
+of the table below, a cast, or a range of columns of a value. Gradients use the same operators as autograd.
 Source: PyTorch, tools/autograd/derivatives.yaml.
 
 >>> import torch
@@ -17,7 +17,7 @@ True
 True
 """
 
-# ruff: noqa: ARG005  # every gradient is called alike, and few read all that there is
+# ruff: noqa: ARG005  # all gradients have the same signature, and most read few of the arguments
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, fake_value, key, layout_of, value
+from fxrewrite.ops import bind, fake_value, has_trait, key, layout_of, value
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 
 __all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step"]
@@ -44,10 +44,10 @@ class _Kind:
     """A pointwise operator.
 
     Attributes:
-        arguments: its arguments by their schema names; any other must be at its default.
-        run: the result, of the arguments.
-        back: the gradient of each tensor among the arguments, of the result's gradient, the result and the arguments.
-        num_tensors: how many of the first arguments may be tensors, of one shape; the others are numbers or words.
+        arguments: names of the supported arguments in the schema; any other must have its default value.
+        run: computes the result from the arguments.
+        back: computes the gradient of each tensor argument from the result's gradient, the result and the arguments.
+        num_tensors: how many of the first arguments may be tensors, of one shape; the others are numbers or strings.
     """
 
     arguments: tuple[str, ...]
@@ -123,7 +123,7 @@ class _Value:
 
 
 def run_steps(steps: str, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The operands, then the result of each step; the last one is what the steps compute."""
+    """Returns the operands, then the result of each step; the last one is the result of all steps."""
     values = list(operands)
     for kind, arguments in _parsed(steps):
         values.append(kind.run(*_filled(arguments, values)))
@@ -131,9 +131,9 @@ def run_steps(steps: str, operands: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 def grads_of_steps(steps: str, values: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of the operands, of that of the result; `values` as from `run_steps`.
+    """Returns the gradients of the operands, given the result's gradient and the `values` that `run_steps` returned.
 
-    Each operand is read by a step, or is the result itself.
+    Every operand must be read by a step, or be the result itself.
     """
     parsed = _parsed(steps)
     grads: list[Any] = [None] * (len(values) - 1) + [grad]
@@ -148,20 +148,20 @@ def grads_of_steps(steps: str, values: Sequence[torch.Tensor], grad: torch.Tenso
 
 
 def dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of what the steps compute, of operands of type `dtype`."""
+    """Returns the dtype of the result if the operands have `dtype`."""
     casts = [arguments[1] for kind, arguments in _parsed(steps) if kind is _BY_NAME[_CAST]]
     return getattr(torch, casts[-1]) if casts else dtype
 
 
 def reads_result(steps: str) -> bool:
-    """Whether `grads_of_steps` reads the entries of the result: not of a cast, nor where there are no steps."""
+    """Whether `grads_of_steps` reads the entries of the result; false if the last step is a cast, or without steps."""
     parsed = _parsed(steps)
     return bool(parsed) and parsed[-1][0] is not _BY_NAME[_CAST]
 
 
 def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     """The node as a step that reads values of these names; `why_no_step` is empty for it."""
-    if key(node) in _ITEMS:
+    if key(node) == _ITEM or has_trait(node, "slice"):
         read, at = _part_of(node)
         return f"{_PART}({names[read]}, {at.start}, {at.stop}, {at.step})"
     if key(node) == _TO:
@@ -173,22 +173,20 @@ def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
 
 _ITEM, _TO = "operator.getitem", "aten::to"
-_PARTED = frozenset({"aten::chunk", "aten::split", "aten::split_with_sizes"})
-_ITEMS = frozenset({_ITEM, "aten::slice", "aten::narrow"})
 
 
 def why_no_step(node: fx.Node) -> str:
-    """Why a call is no step; empty if it is one. A node that gives several parts is none, each of its items is."""
+    """Says why a call is not a step; empty if it is one. Of a node with several results, each item is a step."""
     name = key(node)
     if name == _ITEM:
         made = node.all_input_nodes[0]
-        return _why_not_columns(made) if key(made) in _PARTED else f"%{made.name}, {key(made)}, is no step"
-    if name in _ITEMS:
+        return _why_not_columns(made) if has_trait(made, "split") else f"%{made.name}, {key(made)}, is no step"
+    if has_trait(node, "slice"):
         return _why_not_columns(node)
     if name == _TO:
         before, after = fake_value(node.all_input_nodes[0]), fake_value(node)
         is_cast = after.is_floating_point() and before.is_floating_point() and after.device == before.device
-        return "" if is_cast else f"%{node.name}, {name}, is no cast between floating types"
+        return "" if is_cast else f"%{node.name}, {name}, is not a cast between floating-point dtypes on one device"
     kind = _KINDS.get(name)
     if kind is None:
         return f"%{node.name}, {name}, is not in the table of pointwise operators"
@@ -207,21 +205,21 @@ def why_no_step(node: fx.Node) -> str:
 
 
 def _width(node: fx.Node) -> torch.Size | None:
-    """The last dimension of a value that has one; None for a number."""
+    """Returns the last dimension of a tensor; None for a number."""
     made = value(node)
     return made.shape[-1:] if isinstance(made, torch.Tensor) else None
 
 
 def _why_not_columns(node: fx.Node) -> str:
-    """Why a node does not give some columns of what it reads; empty if it does."""
+    """Says why a node does not select columns of its operand; empty if it does."""
     read = fake_value(node.all_input_nodes[0])
     if bind(node)["dim"] % read.dim() != read.dim() - 1 or not isinstance(read.shape[-1], int):
-        return f"%{node.name}, {key(node)}, parts rows"
+        return f"%{node.name}, {key(node)}, does not select columns"
     return ""
 
 
 def _part_of(node: fx.Node) -> tuple[fx.Node, slice]:
-    """What the node is some columns of, and which."""
+    """Returns the value whose columns the node selects, and which columns."""
     made = node.all_input_nodes[0]
     if key(node) == _ITEM:
         index: Any = node.args[1]
@@ -238,7 +236,7 @@ def _filled(arguments: Sequence[Any], values: Sequence[torch.Tensor]) -> list[An
 
 @cache
 def _parsed(steps: str) -> list[tuple[_Kind, tuple[Any, ...]]]:
-    """The kinds of the steps, and what each is called with."""
+    """Parses the text into the kinds of the steps and their arguments."""
     calls: list[Any] = [statement.value for statement in ast.parse(steps).body if isinstance(statement, ast.Expr)]
     return [(_BY_NAME[call.func.id], tuple(map(_argument, call.args))) for call in calls]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from autosp_rules import autosp
+from autosp_rules import AutoSPBackend, autosp
 
 IDS = torch.arange(32).reshape(2, 16) % 8
 
@@ -144,6 +145,57 @@ def a_last_batch_that_differs(rank: int) -> None:
     compiled = torch.compile(Model(nn.SiLU), backend=backend)
     for batch in (IDS, (IDS + rank) % 8):
         compiled(batch)
+    backend.check_ranks()
+
+
+class EndsWhole(Model):
+    """What is behind the graph break has no sequence, and runs whole on every rank."""
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        pooled = self.activation(self.embed(ids)).mean((1, 2))
+        torch._dynamo.graph_break()
+        return self.end(pooled, targets)
+
+    def end(self, pooled: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (nn.functional.dropout(pooled) - targets).square().mean()
+
+
+def _ends_whole() -> tuple[AutoSPBackend, EndsWhole, Callable[..., torch.Tensor]]:
+    torch.manual_seed(0)
+    backend, model = autosp("eager"), EndsWhole(nn.SiLU)
+    return backend, model, torch.compile(model, backend=backend)
+
+
+def targets_of_a_whole_graph_that_differ(rank: int) -> None:
+    backend, _, compiled = _ends_whole()
+    for targets in (IDS[:, 0], IDS[:, 0] + rank, IDS[:, 0], IDS[:, 0]):
+        compiled(IDS, targets)
+    assert "2 graphs compiled, 1 sharded" in str(backend)
+
+
+def floating_targets_of_a_whole_graph_that_differ(rank: int) -> None:
+    """Read at the end, for no call of a sharded program follows."""
+    backend, _, compiled = _ends_whole()
+    for targets in (torch.ones(2), torch.ones(2) + rank):
+        compiled(IDS, targets)
+        backend.check_ranks()
+
+
+def generators_of_a_whole_graph_that_differ(rank: int) -> None:
+    _, _, compiled = _ends_whole()
+    for _ in range(4):
+        compiled(IDS, IDS[:, 0])
+        torch.manual_seed(rank)
+
+
+def a_whole_graph_that_one_rank_evaluates(rank: int) -> None:
+    backend, model, compiled = _ends_whole()
+    end = torch.compile(model.end, backend=backend)
+    for _ in range(3):
+        compiled(IDS, IDS[:, 0]).backward()
+        if rank == 0:
+            with torch.no_grad(), torch.random.fork_rng():
+                end(torch.zeros(2), IDS[:, 1])
     backend.check_ranks()
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -32,6 +31,7 @@ from autosp_rules import AutoSPBackend, autosp
 
 Loss = Callable[[Callable[..., Any], dict[str, Tensor]], Tensor]
 STEPS, RATE = 3, 0.05
+WIDTH, VOCABULARY = 128, 61
 ROOTS: list[Any] = []
 """What the last case made of its model."""
 
@@ -40,7 +40,7 @@ ROOTS: list[Any] = []
 class Run:
     """What a case is given: the model, the mesh and a backend for it."""
 
-    model: nn.Module
+    model: Decoder
     mesh: DeviceMesh
     backend: AutoSPBackend
 
@@ -48,7 +48,7 @@ class Run:
         return torch.compile(self.model, backend=self.backend)
 
     def by_layer(self, wrap: Callable[[nn.Module], object], *, compile_layers: bool = False) -> None:
-        for layer in self.model.get_submodule("model.layers"):
+        for layer in self.model.model.layers:
             if compile_layers:
                 layer.compile(backend=self.backend)
             wrap(layer)
@@ -85,12 +85,7 @@ def _divided_by_one(run: Run) -> Any:
     """As torchtitan does, whose loss is a sum over labels divided by those of all replicas."""
     model = _fsdp(run)
     model.set_gradient_divide_factor(1.0)
-    return lambda **inputs: _Scaled(model(**inputs).loss / run.mesh["dp"].size())
-
-
-@dataclass
-class _Scaled:
-    loss: Tensor
+    return lambda **inputs: Output(model(**inputs).loss / run.mesh["dp"].size(), torch.empty(0))
 
 
 def _blocks(run: Run) -> Any:
@@ -104,7 +99,7 @@ def _fsdp1(run: Run, group: Any) -> Any:
 
 
 def _inner(run: Run) -> Any:
-    run.model.get_submodule("model").compile(backend=run.backend)
+    run.model.model.compile(backend=run.backend)
     return run.model
 
 
@@ -116,7 +111,7 @@ def _breaks(run: Run) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
         assert hidden.shape[1] == 16
 
-    run.model.get_submodule("model.layers.0").register_forward_hook(look)
+    run.model.model.layers[0].register_forward_hook(look)
     return run.compiled()
 
 
@@ -138,7 +133,7 @@ def loss_outside(step: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
 def embedded(step: Callable[..., Any], inputs: dict[str, Tensor]) -> Tensor:
     """Hidden states that are passed in, whose gradient eager code clips, as no sum of parts could be."""
     model = getattr(step, "_orig_mod", step)
-    hidden = _Clipped.apply(model.get_input_embeddings()(inputs["input_ids"]))
+    hidden = _Clipped.apply(model.model.embed(inputs["input_ids"]))
     return step(inputs_embeds=hidden, labels=inputs["labels"]).loss
 
 
@@ -167,6 +162,7 @@ class Case:
     """How many are compiled, where the case is about that."""
     ranks: int = 2
     """4 where the case is about replicas."""
+    inner: str = "aot_eager"
 
 
 def _over_dp(run: Run) -> Any:
@@ -180,7 +176,7 @@ def _fsdp_by_layer_over_dp(run: Run) -> Any:
 
 CASES: dict[str, Case] = {
     "compiled in DDP, accumulation, clipping": Case(_ddp, accumulate=2, clip=0.5, graphs=1, ranks=4),
-    "DDP compiled": Case(_ddp_compiled, graphs=1),
+    "DDP compiled": Case(_ddp_compiled, graphs=1, inner="inductor"),
     "DDP, static graph": Case(lambda run: _ddp(run, static_graph=True), graphs=1),
     "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
     "DDP over dp alone, accumulation, clipping": Case(_over_dp, accumulate=2, clip=0.5, graphs=1, ranks=4),
@@ -207,25 +203,69 @@ CASES: dict[str, Case] = {
 }
 
 
-def build(layers: int) -> nn.Module:
+class Output(NamedTuple):
+    loss: Tensor | None
+    logits: Tensor
+
+
+class Layer(nn.Module):
+    """Causal attention of four heads, two for keys and values, and a gated MLP, on normalized hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = self.qkv(self.norms[0](hidden)).unflatten(-1, (8, WIDTH // 4)).transpose(1, 2)
+        q, k, v = heads.split((4, 2, 2), dim=1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).flatten(2))
+        normal = self.norms[1](hidden)
+        return hidden + self.down(F.silu(self.gate(normal)) * self.up(normal))
+
+
+class Base(nn.Module):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None) -> Tensor:
+        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.norm(hidden)
+
+
+class Decoder(nn.Module):
+    """A causal language model that Dynamo traces faster than those of a library, with the names that they give."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.model, self.lm_head = Base(layers), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(
+        self, input_ids: Tensor | None = None, labels: Tensor | None = None, inputs_embeds: Tensor | None = None
+    ) -> Output:
+        logits = self.lm_head(self.model(input_ids, inputs_embeds))
+        if labels is None:
+            return Output(None, logits)
+        return Output(F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits)
+
+
+def build(layers: int) -> Decoder:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config).double().train()
+    return Decoder(layers).double().train()
 
 
 def batches(case: Case) -> list[list[dict[str, Tensor]]]:
     """For each step and micro-batch those of all replicas."""
     generator, replicas = torch.Generator().manual_seed(1), case.ranks // 2
-    ids = torch.randint(1, 61, (STEPS * case.accumulate, replicas, 2, case.length), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (STEPS * case.accumulate, replicas, 2, case.length), generator=generator)
     return [[{"input_ids": one, "labels": one.clone()} for one in micro] for micro in ids]
 
 
@@ -268,7 +308,7 @@ def compare(case: Case) -> float:
     start = [whole(p) for p in alone.parameters()]
     train(case, alone, list(alone.parameters()), lambda replicas: replicas, lambda: None)
     model = build(case.layers)
-    backend = autosp("aot_eager", mesh=mesh, **(case.options or {}))
+    backend = autosp(case.inner, mesh=mesh, **(case.options or {}))
     step = case.wrap(Run(model, mesh, backend))
     ROOTS[:] = [step]
     parameters = list(model.parameters())

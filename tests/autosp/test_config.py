@@ -15,7 +15,7 @@ from fxrewrite.backends import OVERLAP
 from fxrewrite.testing import fake_mesh
 
 NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "name": ({"atention": "ring"}, "atention is no setting; did you mean 'attention'?"),
+    "name": ({"atention": "ring"}, "atention is not a setting; did you mean 'attention'?"),
     "value": (
         {"attention": "rign"},
         "attention='rign': it should be 'auto', 'ulysses', 'gather_kv', 'ring' or 'ring_ulysses'; did you mean 'ring'?",

@@ -93,28 +93,9 @@ def test_four_ranks(tmp_path: Path) -> None:
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_two_ranks_inductor(tmp_path: Path) -> None:
-    check(
-        [
-            {
-                "model": "mistral",
-                "kind": "right_padding",
-                "inner": "inductor",
-                "layers": 1,
-                "dynamic": True,
-                "lengths": [16, 24],
-            },
-            {
-                "model": "llama_gqa",
-                "kind": "uneven_labels",
-                "inner": "inductor",
-                "layers": 1,
-                "checkpointing": True,
-                "options": {"attention": "ring"},
-            },
-        ],
-        2,
-        tmp_path,
-    )
+    """A ring; "DDP compiled" below is by all-to-all."""
+    cell = {"model": "llama_gqa", "kind": "right_padding", "inner": "inductor", "layers": 1, "checkpointing": True}
+    check([{**cell, "dynamic": True, "lengths": [16, 24], "options": {"attention": "ring"}}], 2, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +112,10 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "weights_that_drift_apart",
         "a_model_without_a_sequence_in_parts",
         "a_last_batch_that_differs",
+        "targets_of_a_whole_graph_that_differ",
+        "floating_targets_of_a_whole_graph_that_differ",
+        "generators_of_a_whole_graph_that_differ",
+        "a_whole_graph_that_one_rank_evaluates",
         "different_outputs_of_one_shape",
         "an_output_used_on_one_rank",
         "one_rank_never_compiles",
@@ -172,6 +157,13 @@ def test_generators_that_come_to_differ_are_refused_on_every_rank(refusals: dict
         ("later_hidden_states_that_differ", "differ in input l_hidden_ of call 3 of", "sample by the data axis"),
         ("weights_that_drift_apart", "differ in parameter l_self_modules_embed_parameters_weight_ of call 2", "'done'"),
         ("a_last_batch_that_differs", "differ in input l_ids_ of call 2 of a program", "sample by the data axis"),
+        ("targets_of_a_whole_graph_that_differ", "differ in integer inputs of graphs that run whole (", "sample by"),
+        ("floating_targets_of_a_whole_graph_that_differ", "differ in floating inputs of graphs that run", "sample by"),
+        (
+            "generators_of_a_whole_graph_that_differ",
+            "which must draw alike for graphs that run whole",
+            "seed all ranks",
+        ),
         (
             "different_outputs_of_one_shape",
             "use different outputs; first difference: line 1: 'output ",
@@ -191,6 +183,11 @@ def test_calls_that_differ_are_refused_at_the_next_call(
 @pytest.mark.gloo
 def test_calls_are_not_compared_where_that_is_switched_off(refusals: dict[str, list[str]]) -> None:
     assert refusals["differences_that_nobody_asks_for"] == ["done", "done"]
+
+
+@pytest.mark.gloo
+def test_one_rank_may_evaluate_a_graph_that_runs_whole(refusals: dict[str, list[str]]) -> None:
+    assert refusals["a_whole_graph_that_one_rank_evaluates"] == ["done", "done"]
 
 
 @pytest.mark.gloo

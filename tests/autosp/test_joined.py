@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from autosp_rules import AutoSPConfig, AutoSPError
 from tests.autosp.one_device import assert_equal_to_one_device
+from tests.versions import TORCH
 
 WIDTH, HEADS, VOCAB = 32, 4, 50
 
@@ -114,6 +115,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_layers_after_joined_tokens_are_sharded(case: str, num_ranks: int) -> None:
+    if case == "llava" and TORCH < (2, 12):
+        pytest.skip("Dynamo of torch 2.11 fails to trace it, whatever the backend")
     torch.manual_seed(0)
     build, inputs = CASES[case]
     tolerance = 1e-6 if case == "llava" else 1e-12  # its norms and loss are in float32

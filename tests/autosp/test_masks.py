@@ -30,7 +30,7 @@ MASKS_OF: dict[str, tuple[Mask, str]] = {
         lambda r, c, _: (c <= r) & (TOKENS[:, None, :, None] == TOKENS[:, None, None]),
         "causal and documents",
     ),
-    "prefix": (lambda r, c, _: (c <= r) | (c < 5), "causal behind a prefix of 5"),
+    "prefix": (lambda r, c, _: (c <= r) | (c < 5), "causal after a prefix of 5"),
     "padding": (lambda r, c, _: (r >= 0) & (TOKENS[:, None, None] > 0), "key padding"),
     "alibi": (
         lambda r, c, slopes: ((c - r) * slopes[:, None, None]).masked_fill(c > r, -torch.inf),

@@ -163,7 +163,7 @@ def test_two_backends_on_one_function_do_not_share_what_was_compiled() -> None:
 
 def test_unknown_graphs_and_backends_are_refused_at_once() -> None:
     with pytest.raises(
-        FxRewriteError, match='graph=\'fx\' is no graph that a backend rewrites; pass "torch" or "aten"'
+        FxRewriteError, match='graph=\'fx\' is not a graph that a backend rewrites; pass "torch" or "aten"'
     ):
         rewriting_backend(plan().apply, "eager", graph="fx")  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match=r"inner backend 'inductr' does not exist; torch knows .*inductor"):

@@ -3,7 +3,8 @@
 Every way of `ways.py` runs in its own gloo processes on this machine, one thread a rank, the same model and batch;
 with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing is counted as sent.
 
-    steps           the ways take turns, a step each: seconds are medians, ratios the medians of those of each round
+    steps           the ways take turns, a step each: seconds are medians, ratios the medians and quartiles of those of
+                    each round, to Ulysses by hand or, without it, to the last of --ways; small ones need many --rounds
     time            forward and backward, after two steps that are not counted
     peak, saved     bytes that the allocator handed out in one step above what was there before: the most at any time,
                     and what is left behind the forward; read from torch's profiler, not estimated
@@ -14,6 +15,7 @@ with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing i
                     between the first and the last
 
     python tests/bench/long_context.py --length 8192
+    python tests/bench/long_context.py --table steps --rounds 40 --ways autosp "autosp, ranks not compared"
     python tests/bench/long_context.py --table layers --ways "Ulysses by hand" "autosp, layers checkpointed"
 """
 
@@ -216,14 +218,23 @@ def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _with_quartiles(ratios: list[float]) -> str:
+    if len(ratios) == 1:
+        return f"{ratios[0]:.3f}"
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
 def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> None:
     print(f"\n### {setting.layers} layers, {setting.length:,} tokens, {ranks} ranks\n")
-    head = ["way", "step, s", "/ by hand", "peak, MiB", "/ by hand", "saved a token and layer, x hidden"]
+    to = "Ulysses by hand" if "Ulysses by hand" in ways else ways[-1]
+    ratio = f"/ {to.removeprefix('Ulysses ')}"
+    head = ["way", "step, s", ratio, "peak, MiB", ratio, "saved a token and layer, x hidden"]
     print(_row([*head, "sent, MiB", "compile, s", "own passes, s"]))
     print(_row(["---"] * 9))
     runs = [partial(_on_ranks, _train_in_turns, way, setting, ranks=ranks, alone=alone) for way in ways]
     by_way = dict(zip(ways, run_in_turns(runs, 1 if alone else ranks, setting.rounds + 3), strict=True))
-    base = by_way.get("Ulysses by hand")
+    base = by_way[to]
     for way, trained in by_way.items():
         if isinstance(trained, Exception):
             print(_row([way, _headline(trained), *[""] * 7]), flush=True)
@@ -232,7 +243,7 @@ def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> 
         print(json.dumps({"way": way, **asdict(setting), **asdict(found), "steps": seconds}), file=sys.stderr)
         of_base, memory_of_base = "", ""
         if isinstance(base, tuple):
-            of_base = f"{statistics.median(a / b for a, b in zip(seconds, base[1], strict=True)):.2f}"
+            of_base = _with_quartiles([a / b for a, b in zip(seconds, base[1], strict=True)])
             memory_of_base = f"{found.peak / base[0].peak:.2f}"
         held = setting.length if way == "one device" else setting.length // ranks
         hidden_sizes = found.saved / 4 / held / setting.layers / setting.hidden

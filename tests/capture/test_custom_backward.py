@@ -212,5 +212,5 @@ def test_another_calling_convention_is_refused_by_name() -> None:
     gm, _, _ = compile_and_keep(Model(), IDS)
     node = next(node for node in gm.graph.nodes if node.target is APPLY)
     node.kwargs = {**node.kwargs, "args_tensor_mask": [True]}
-    with pytest.raises(RefusedError, match=r"called in a way that is not known \(args_tensor_mask\)"):
+    with pytest.raises(RefusedError, match=r"called with unsupported options \(args_tensor_mask\)"):
         normalize(gm)

@@ -62,5 +62,5 @@ def test_a_switch_of_autograd_inside_is_refused() -> None:
 
         return torch.vmap(row)(x, y)
 
-    with pytest.raises(Exception, match="a vmap whose function is no plain composition of operators"):
+    with pytest.raises(Exception, match="a vmap whose function is not a plain composition of operators"):
         normal_and_inputs(body, *weights())

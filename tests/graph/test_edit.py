@@ -161,7 +161,7 @@ def test_undo_costs_what_was_changed() -> None:
 def test_using_a_node_before_it_is_defined_is_refused_and_undone() -> None:
     gm = traced()
     before = state(gm)
-    with pytest.raises(InvariantError, match="%sigmoid reads %mul, which is defined behind it"), Edit(gm) as edit:
+    with pytest.raises(InvariantError, match="%sigmoid reads %mul, which is defined after it"), Edit(gm) as edit:
         edit.set_args(named(gm, "sigmoid"), (named(gm, "mul"),))
     assert state(gm) == before
 
@@ -175,7 +175,7 @@ def test_erasing_a_used_node_is_refused() -> None:
 def test_reading_an_erased_node_is_refused() -> None:
     gm = traced()
     before = state(gm)
-    with pytest.raises(InvariantError, match=r"came to use it|not in the graph any more"), Edit(gm) as edit:  # noqa: PT012
+    with pytest.raises(InvariantError, match=r"use it|not in the graph any more"), Edit(gm) as edit:  # noqa: PT012
         old = named(gm, "mul")
         silu(edit, gm)
         edit.set_args(named(gm, "add"), (old, old))

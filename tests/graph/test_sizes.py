@@ -10,7 +10,7 @@ from torch import fx
 
 from fxrewrite import Edit
 from fxrewrite.capture import normalize
-from fxrewrite.graph import PLANNED_LENGTH, divide_exactly, is_same_size, planned_size, product
+from fxrewrite.graph import divide_exactly, is_same_size, product
 from fxrewrite.graph.sizes import SizeNodes, require_divisible, size_hint
 
 
@@ -50,14 +50,16 @@ def test_symbols_divide_without_guards() -> None:
     assert len(a.node.shape_env.guards) == guards
 
 
-def test_what_grows_with_a_length_is_planned_for_a_long_one() -> None:
-    gm, _ = _graph(lambda x, y: (x + 1, y[:, 1:]), torch.ones(3, 5), torch.ones(3, PLANNED_LENGTH + 4))
+def test_a_hint_is_at_least_so_large_where_it_grows_with_an_inner_dimension() -> None:
+    gm, _ = _graph(lambda x, y: (x + 1, y[:, 1:]), torch.ones(3, 5), torch.ones(3, 104))
     x, y, *_ = [v for node in gm.graph.nodes if isinstance(v := node.meta.get("val"), torch.Tensor)]
     guards = len(x.shape[0].node.shape_env.guards)
-    assert planned_size(7) == 7
-    assert planned_size(x.shape[0]) == 3
-    assert planned_size(x.numel() * 2 // 3) == 2 * PLANNED_LENGTH
-    assert planned_size(y.numel() - x.shape[1]) == 3 * (PLANNED_LENGTH + 4) - 5
+    assert size_hint(7, at_least=100) == 7
+    assert size_hint(x.shape[0], at_least=100) == 3
+    assert size_hint(x.numel() * 2 // 3, at_least=100) == 200
+    assert size_hint(x.numel() * 2 // 3, at_least=50) == 100
+    assert size_hint(x.numel() * 2 // 3) == 10
+    assert size_hint(y.numel() - x.shape[1], at_least=100) == 3 * 104 - 5
     assert len(x.shape[0].node.shape_env.guards) == guards
 
 

@@ -22,7 +22,7 @@ def test_nearest_miss_first() -> None:
 
     text = why(attention, model)
     assert "0 of 3 nodes aten::matmul match" in text
-    assert "at %matmul_2: 13 of 18 tests hold" in text.splitlines()[2]
+    assert "at %matmul_2: 13 of 18 conditions hold" in text.splitlines()[2]
     assert "the literal -1 at root.self.self.self.other.dim1, found -3" in text
 
 

@@ -8,7 +8,7 @@ from torch import fx
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match import Program, explain
-from fxrewrite.match.tests import Candidate
+from fxrewrite.match.values import Candidate
 from fxrewrite.pattern import Capture, Pattern, Term, either, maybe, op, trace
 
 

@@ -6,7 +6,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.ops.tables import ALIASES, CASTS, COMMUTATIVE, OPERATORS, WRAPPERS
+from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS
+from fxrewrite.ops.traits import operators
 
 aten = torch.ops.aten
 torch.manual_seed(0)
@@ -74,7 +75,7 @@ def test_casts_are_to_dtype(name: str) -> None:
     assert getattr(A, name)().dtype == CASTS[name]
 
 
-@pytest.mark.parametrize("key", sorted(COMMUTATIVE))
+@pytest.mark.parametrize("key", sorted(operators("commutative")))
 def test_commutative_operators_commute(key: str) -> None:
     function = getattr(aten, key.removeprefix("aten::"))
     results = [(run(function, (a, b)), run(function, (b, a))) for a, b in ((A, B), INTS, (A > 0.5, B > 0.5))]

@@ -28,41 +28,35 @@ def test_stages(fx_snapshot):
 """
 
 
-@pytest.fixture
-def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+def test_a_snapshot_is_compared_by_its_text_and_must_be_used(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One project through its life: each run is a process that imports torch."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # an inner run is no worker of the outer one
+
+    def run(*options: str) -> pytest.RunResult:
+        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+
     pytester.makepyfile(test_rule=TEST.format(after="sin"))
-    assert run(pytester, "--snapshot-update").ret == 0
-    return pytester
-
-
-def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
-
-
-def test_a_snapshot_is_a_file_of_canonical_text(project: pytest.Pytester) -> None:
-    folder = Path(project.path) / "__snapshots__" / "test_rule"
+    assert run("--snapshot-update").ret == 0
+    folder = Path(pytester.path) / "__snapshots__" / "test_rule"
     assert {path.name: path.read_text() for path in folder.iterdir()} == {
         "test_stages[after].fx.txt": "%x = input\n%0 = torch.relu(%x)\n%1 = torch.sin(%0)\nreturn (%1,)\n",
         "test_stages[report].fx.txt": "{'sp': 4}\n",
     }
-    assert run(project).ret == 0
+    assert run().ret == 0
 
-
-def test_a_failure_names_the_first_differing_line_and_its_rule(project: pytest.Pytester) -> None:
-    project.makepyfile(test_rule=TEST.format(after="exp"))
-    result = run(project)
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(
+    pytester.makepyfile(test_rule=TEST.format(after="exp"))
+    differs = run()
+    assert differs.ret == 1
+    differs.stdout.fnmatch_lines(
         [
             "*first difference, line 3, made by a.use_exp: %1 = torch.exp(%0)",
             "*the snapshot has: %1 = torch.sin(%0)",
         ]
     )
 
-
-def test_a_snapshot_that_no_test_uses_fails(project: pytest.Pytester) -> None:
-    project.makepyfile(test_rule=TEST.format(after="sin").rsplit("\n", 2)[0])
-    result = run(project)
-    assert result.ret == 1
-    result.stdout.fnmatch_lines(["*1 snapshot unused*"])
+    pytester.makepyfile(test_rule=TEST.format(after="sin").rsplit("\n", 2)[0])
+    unused = run()
+    assert unused.ret == 1
+    unused.stdout.fnmatch_lines(["*1 snapshot unused*"])

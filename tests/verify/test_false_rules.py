@@ -173,7 +173,7 @@ def test_a_result_in_the_memory_of_an_input_is_a_remark() -> None:
     """The engine sees to it: it refuses where something writes to that memory, and copies what leaves the graph."""
     verdict = Rule("test.clone", Pattern((op("clone", X),)), lambda x: x).verify(samples=8)
     assert verdict.ok, str(verdict)
-    assert any("memory: output 0 lies in the memory of an input" in remark for remark in verdict.remarks), str(verdict)
+    assert any("memory: output 0 shares the memory of an input" in remark for remark in verdict.remarks), str(verdict)
 
 
 @pytest.mark.parametrize("name", FALSE)

@@ -260,7 +260,7 @@ def test_an_alternative_that_is_never_met_is_an_error_unless_there_is_a_sampler(
 
 
 def test_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="'int64' is no floating-point dtype"):
+    with pytest.raises(ValueError, match="'int64' is not a floating-point dtype"):
         verify(TRUE["silu"], dtypes=["int64"])
     with pytest.raises(ValueError, match="a number of samples above 0"):
         verify(TRUE["silu"], samples=0)

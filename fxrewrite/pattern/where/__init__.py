@@ -1,4 +1,4 @@
-"""Conditions on what a pattern captured: made by functions, or read from their text form; each says why it fails."""
+"""Constraints on captures: functions make them, or their text form is parsed; each says why it does not hold."""
 
 from fxrewrite.pattern.where.base import Constraint
 from fxrewrite.pattern.where.make import (

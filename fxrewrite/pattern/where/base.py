@@ -1,4 +1,4 @@
-"""What a constraint is, and how it reads the value of a capture: from fake values only, without adding guards."""
+"""What a constraint is, and how it reads a captured value: only from fake values, and without adding guards."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ __all__ = ["Condition", "Constraint", "NoAnswerError", "OneName", "node_of", "te
 
 
 class Constraint(Protocol):
-    """A condition on captures; `names` are the captures that it reads, `str` is its text form."""
+    """A condition on captures: `names` are the captures that it reads, `str` is its text form."""
 
     @property
     def names(self) -> tuple[str, ...]: ...
 
     def why_not(self, captures: Mapping[str, Any]) -> str:
-        """Empty when it holds, else one clause that says what was found."""
+        """Returns an empty string if the condition holds, else a clause that says what was found."""
         ...
 
 
 class Condition:
-    """Base of the constraints here: whatever cannot be asked of a capture is a reason why not."""
+    """Base of the constraints here: if a capture does not have the asked property, the condition does not hold."""
 
     __slots__ = ()
 
     def why_not(self, captures: Mapping[str, Any]) -> str:
+        """Returns why the condition does not hold; a capture without the property that it reads is a reason, too."""
         try:
             return self._why_not(captures)
         except NoAnswerError as reason:
@@ -51,14 +52,14 @@ class OneName(Condition):
 
 
 class NoAnswerError(Exception):
-    """A capture is not the kind of thing that the question is about; the message is the reason why not."""
+    """A capture does not have the property that a condition reads; the message becomes the reason of the failure."""
 
 
 def node_of(captures: Mapping[str, Any], name: str) -> fx.Node:
-    """The captured node.
+    """Returns the captured node.
 
     Raises:
-        NoAnswerError: a Python value was captured.
+        NoAnswerError: the capture is a Python value.
     """
     captured = captures[name]
     if not isinstance(captured, fx.Node):
@@ -67,10 +68,10 @@ def node_of(captures: Mapping[str, Any], name: str) -> fx.Node:
 
 
 def tensor_of(captures: Mapping[str, Any], name: str) -> torch.Tensor:
-    """The fake tensor of a captured node.
+    """Returns the fake tensor of a captured node.
 
     Raises:
-        NoAnswerError: a Python value was captured, or the node is not known to be a tensor.
+        NoAnswerError: the capture is a Python value, or the node is not known to be a tensor.
     """
     node = node_of(captures, name)
     found = ops.value(node)

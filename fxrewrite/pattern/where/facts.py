@@ -1,4 +1,4 @@
-"""Conditions on one captured node, or alike for several: dtype, device, shape, memory, users, code of the author."""
+"""Conditions on captured nodes: dtype, device, shape, memory, users, and predicates that the author writes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Device(OneName):
                 torch.device(device)
             except RuntimeError as error:
                 first_line = str(error).partition("\n")[0]
-                raise RuleDefinitionError(f"device({self.name}): {device!r} is no device: {first_line}") from error
+                raise RuleDefinitionError(f"device({self.name}): {device!r} is not a device: {first_line}") from error
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
         found = tensor_of(captures, self.name).device
@@ -65,7 +65,7 @@ class Device(OneName):
 
 @dataclass(frozen=True, slots=True)
 class Same(Condition):
-    """All these tensors have the same dtype, or are on the same device, as `what` says."""
+    """All these tensors have the same dtype or device; `what` names the attribute."""
 
     what: str
     names: tuple[str, ...]
@@ -126,7 +126,7 @@ class Contiguous(OneName):
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
-    """`tensor.is_contiguous()` where that is so for every length; torch's own adds guards for symbolic sizes."""
+    """Like `tensor.is_contiguous()` at every admitted length; torch's own would add guards on symbolic sizes."""
     if any(is_same_size(size, 0) for size in tensor.shape):
         return True
     expected: int | torch.SymInt = 1
@@ -141,7 +141,7 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NoOtherUsers(OneName):
-    """One node uses it."""
+    """The value has exactly one user."""
 
     name: str
 
@@ -155,13 +155,13 @@ class NoOtherUsers(OneName):
 
 @dataclass(frozen=True, slots=True)
 class IsParam(OneName):
-    """It reads a parameter, a buffer or another tensor of the module itself."""
+    """The value is a parameter, a buffer or another tensor of the module itself."""
 
     name: str
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
         node = node_of(captures, self.name)
-        return "" if ops.is_parameter(node) else f"%{node.name} is no parameter"
+        return "" if ops.is_parameter(node) else f"%{node.name} is not a parameter"
 
     def __str__(self) -> str:
         return f"is_param({self.name})"
@@ -169,7 +169,7 @@ class IsParam(OneName):
 
 @dataclass(frozen=True, slots=True)
 class Predicate(Condition):
-    """A Python function says so; the one constraint whose text does not parse back."""
+    """A Python function decides; the only constraint whose text cannot be parsed back."""
 
     function: Callable[..., bool | str]
     names: tuple[str, ...]

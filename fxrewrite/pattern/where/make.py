@@ -42,7 +42,7 @@ def dtype(name: str, *dtypes: torch.dtype) -> Constraint:
 
 
 def same_dtype(*names: str) -> Constraint:
-    """All these captured tensors have one dtype."""
+    """All these captured tensors have the same dtype."""
     return Same("dtype", names)
 
 
@@ -52,26 +52,26 @@ def device(name: str, *devices: str) -> Constraint:
 
 
 def same_device(*names: str) -> Constraint:
-    """All these captured tensors are on one device."""
+    """All these captured tensors are on the same device."""
     return Same("device", names)
 
 
 def shape_eq(a: str, b: str) -> Constraint:
-    """Two captured tensors have equal shapes, symbolic ones for every length that the graph admits."""
+    """Two captured tensors have equal shapes; symbolic sizes must be equal for every length that the graph admits."""
     return ShapeEq(a, b)
 
 
 def size(name: str, dim: int, relation: str, other: int | str) -> Constraint:
-    """The size of a dimension is `==`, `!=`, `<`, `<=`, `>` or `>=` another number, for every length that is admitted.
+    """The size of a dimension is `==`, `!=`, `<`, `<=`, `>` or `>=` another number, for every admitted length.
 
     Args:
         name: a captured tensor.
-        dim: one of its dimensions, counted from the end where negative.
-        relation: between the two.
+        dim: one of its dimensions; negative ones count from the end.
+        relation: the comparison.
         other: a number, or an expression of the text form: `size("q", 1, "==", "size(k, 1) * 4")`.
 
     Raises:
-        RuleDefinitionError: there is no such relation, or the expression is none.
+        RuleDefinitionError: there is no such relation, or the text is not an expression.
     """
     return Relation(SizeOf(name, dim), relation, parse_number(other) if isinstance(other, str) else LiteralValue(other))
 
@@ -82,15 +82,15 @@ def divisible(name: str, dim: int, by: int) -> Constraint:
 
 
 def value(name: str, relation: str, other: Any) -> Constraint:
-    """A captured Python value, or the number that a captured node holds, compares with constants like this.
+    """A captured Python value, or the number that a captured node holds, compares with constants in this way.
 
     Args:
         name: a capture.
-        relation: `==`, `!=`, `<`, `<=`, `>`, `>=`, or `in`, `not in` a sequence of constants.
-        other: a number, string, bool or dtype, or a sequence of such.
+        relation: `==`, `!=`, `<`, `<=`, `>`, `>=`, or `in`, `not in` a list of constants.
+        other: a number, string, bool or dtype, or a list of such.
 
     Raises:
-        RuleDefinitionError: there is no such relation, or it makes no sense of this constant.
+        RuleDefinitionError: there is no such relation, or this constant cannot be compared in this way.
     """
     if relation in ("in", "not in"):
         if not isinstance(other, Sequence) or isinstance(other, str):
@@ -107,19 +107,19 @@ def contiguous(name: str) -> Constraint:
 
 
 def no_other_users(name: str) -> Constraint:
-    """The captured node is used by one node only."""
+    """The captured node has exactly one user."""
     return NoOtherUsers(name)
 
 
 def is_param(name: str) -> Constraint:
-    """The captured node reads a parameter, a buffer or another tensor of the module itself."""
+    """The captured node is a parameter, a buffer or another tensor of the module itself."""
     return IsParam(name)
 
 
 def predicate(*names: str, text: str = "") -> Callable[[Callable[..., bool | str]], Constraint]:
-    """A condition in Python: called with the captures of these names, it answers True, False, or why not.
+    """Makes a condition of a Python function of these captures, which returns True, False, or why it does not hold.
 
-    `where.predicate("scale", "q")(lambda scale, q: ...)`. Its code is part of the rule's digest.
+    `where.predicate("scale", "q")(lambda scale, q: ...)`. The code of the function is part of the rule's digest.
     """
 
     def wrap(function: Callable[..., bool | str]) -> Constraint:

@@ -1,7 +1,7 @@
-"""Numbers that a match determines, and relations between them: sizes, ranks and captured Python values.
+"""Numbers of a match, and relations between them: sizes, ranks and captured Python values.
 
-A relation holds if it is true for every length that the graph admits. One that cannot be decided does not hold: a size
-that is not known is different from every other.
+A relation holds if it is true for every length that the graph admits. If it cannot be decided, it does not hold: an
+unknown size differs from every other.
 """
 
 from __future__ import annotations
@@ -52,12 +52,14 @@ class SizeOf:
     dim: int
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the size. Raises NoAnswerError if the capture is not a tensor, or has too few dimensions."""
         found = tensor_of(captures, self.name)
         if not -found.ndim <= self.dim < found.ndim:
             raise NoAnswerError(f"{self.name} has rank {found.ndim}")
         return found.shape[self.dim]
 
     def said(self, found: Any) -> str:
+        """Returns a clause that says what was found."""
         return f"{self} is {found}"
 
     def __str__(self) -> str:
@@ -71,9 +73,11 @@ class RankOf:
     name: str
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the rank. Raises NoAnswerError if the capture is not a tensor."""
         return tensor_of(captures, self.name).ndim
 
     def said(self, found: Any) -> str:
+        """Returns a clause that says what was found."""
         return f"{self.name} has rank {found}"
 
     def __str__(self) -> str:
@@ -87,6 +91,7 @@ class ValueOf:
     name: str
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the value. Raises NoAnswerError if a captured node is not a number."""
         captured = captures[self.name]
         if not isinstance(captured, fx.Node):
             return captured
@@ -96,6 +101,7 @@ class ValueOf:
         return found
 
     def said(self, found: Any) -> str:
+        """Returns a clause that says what was found."""
         return f"{self.name} is {found!r}"
 
     def __str__(self) -> str:
@@ -104,7 +110,7 @@ class ValueOf:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """A sum, difference or product of numbers, or what division by a positive constant gives or leaves."""
+    """A sum, difference or product of numbers, or the quotient or remainder of division by a positive constant."""
 
     operator: str
     left: Number
@@ -120,6 +126,7 @@ class Arithmetic:
                 raise RuleDefinitionError(f"{self}: a size is divided by a positive integer only")
 
     def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the result. Raises NoAnswerError if an operand is not a number."""
         left, right = _read(self.left, captures), _read(self.right, captures)
         for found in (left, right):
             if not _is_number(found):
@@ -142,7 +149,7 @@ Number: TypeAlias = SizeOf | RankOf | ValueOf | Arithmetic | LiteralValue
 
 @dataclass(frozen=True, slots=True)
 class Relation(Condition):
-    """Two numbers compare like this; other Python values can be equal or different."""
+    """Two numbers satisfy the relation; other Python values support only == and !=."""
 
     left: Number
     relation: str
@@ -175,7 +182,7 @@ class Relation(Condition):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(Condition):
-    """A number or Python value is one of these constants, or, `negated`, none of them."""
+    """A number or Python value is one of these constants; if `negated`, it is none of them."""
 
     value: Number
     constants: tuple[LiteralValue, ...]
@@ -206,14 +213,14 @@ class OneOf(Condition):
 
 def _require_capture(constraint: Relation | OneOf) -> None:
     if not constraint.names:
-        raise RuleDefinitionError(f"{constraint} speaks of no capture")
+        raise RuleDefinitionError(f"{constraint} reads no capture")
 
 
 def _require_constant(value: Any) -> None:
     if value is None:
-        raise RuleDefinitionError("a capture is not compared with None: where it is None, no constraint is asked")
+        raise RuleDefinitionError("a capture cannot be compared with None: constraints on a capture that is None hold")
     if not isinstance(value, CONSTANTS) or value != value:
-        raise RuleDefinitionError(f"{value!r} is no number, string, bool, dtype, layout or memory format")
+        raise RuleDefinitionError(f"{value!r} is not a number, string, bool, dtype, layout or memory format")
 
 
 def _read(number: Number, captures: Mapping[str, Any]) -> Any:
@@ -241,7 +248,7 @@ def _is_equal(left: Any, right: Any) -> bool:
     """Equal Python values; 0 and 0.0 are equal, 1 and True are not."""
     try:
         return freeze(left) == freeze(right)
-    except TypeError:  # what cannot be hashed is equal to no constant
+    except TypeError:  # constants are hashable, so an unhashable value equals none of them
         return False
 
 

@@ -1,6 +1,6 @@
-"""The text form of constraints, read back: `size(q, 1) == size(k, 1) * 4` is the constraint that prints so.
+"""Parses the text form of constraints: `size(q, 1) == size(k, 1) * 4` is the constraint that prints this text.
 
-A text is parsed as a Python expression and walked over a list of allowed forms; nothing is evaluated.
+A text is parsed as a Python expression, and only a list of forms is allowed; nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ _OF_SEVERAL = {"same_dtype": "dtype", "same_device": "device"}
 
 
 def parse(text: str) -> Constraint:
-    """The constraint that a text form means: `parse(str(constraint)) == constraint`, for all but predicates.
+    """Parses the text form of a constraint: `parse(str(constraint)) == constraint` for all but predicates.
 
     Raises:
-        RuleDefinitionError: the text is no constraint; names the column and what is allowed.
+        RuleDefinitionError: the text is not a constraint; the message names the column and what is allowed.
     """
     return _Reader(text).constraint()
 
 
 def parse_number(text: str) -> Number:
-    """The number that an expression such as `size(k, 1) * 4` means.
+    """Parses a number, which is an expression such as `size(k, 1) * 4`.
 
     Raises:
-        RuleDefinitionError: the text is no such expression; names the column.
+        RuleDefinitionError: the text is not such an expression; the message names the column.
     """
     reader = _Reader(text)
     return reader.number(reader.body)
@@ -73,11 +73,11 @@ def parse_number(text: str) -> Number:
 class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
-        self.indent = len(text) - len(text.lstrip())  # to Python, spaces in front are an error of their own
+        self.indent = len(text) - len(text.lstrip())  # leading spaces would be a syntax error
         try:
             self.body = ast.parse(text[self.indent :], mode="eval").body
         except SyntaxError as error:
-            at_end = error.offset == 0  # as Python has it
+            at_end = error.offset == 0  # Python reports 0 if the text ends too early
             offset = len(text) - self.indent if at_end else (error.offset or 1) - 1
             raise self._error(offset, error.msg) from error
         except (ValueError, RecursionError, MemoryError) as error:  # a null byte; nesting beyond the parser's stack
@@ -96,7 +96,7 @@ class _Reader:
         if isinstance(self.body, ast.Call):
             return self.condition(self.body)
         what = "`and`: write several constraints" if isinstance(self.body, ast.BoolOp) else ast.unparse(self.body)
-        raise self.error(self.body, f"{what} is no constraint; allowed are {_ALLOWED}")
+        raise self.error(self.body, f"{what} is not a constraint; allowed are {_ALLOWED}")
 
     def condition(self, node: ast.Call) -> Constraint:
         name, names = self.called(node), self.names(node)
@@ -113,7 +113,7 @@ class _Reader:
             raise self.error(node, "write `a < b < c` as two constraints")
         relation, right = _RELATIONS.get(type(node.ops[0])), node.comparators[0]
         if relation is None:
-            raise self.error(node, f"`is` is no relation; there are {', '.join(_RELATIONS.values())}")
+            raise self.error(node, f"`is` is not supported; relations are {', '.join(_RELATIONS.values())}")
         name = self.called(node.left) if isinstance(node.left, ast.Call) else ""
         if name in ("dtype", "device"):
             if relation not in ("==", "in"):
@@ -134,7 +134,7 @@ class _Reader:
         return self.made(node, Relation, left, relation, self.number(right))
 
     def made(self, node: ast.expr, kind: Callable[..., _Made], *parts: Any) -> _Made:
-        """The constraint or number of these parts, which knows itself whether they make sense."""
+        """Returns the constraint or number of these parts; its own error, if any, gets the column."""
         try:
             return kind(*parts)
         except RuleDefinitionError as error:
@@ -180,7 +180,7 @@ class _Reader:
     def dtype(self, node: ast.expr) -> torch.dtype:
         found = getattr(torch, node.id, None) if isinstance(node, ast.Name) else None
         if not isinstance(found, torch.dtype):
-            raise self.error(node, f"{ast.unparse(node)} is no dtype; write float32, bfloat16, int64 ...")
+            raise self.error(node, f"{ast.unparse(node)} is not a dtype; write float32, bfloat16, int64 ...")
         return found
 
     def device(self, node: ast.expr) -> str:
@@ -188,7 +188,7 @@ class _Reader:
             return node.id
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return node.value
-        raise self.error(node, f'{ast.unparse(node)} is no device; write cpu, cuda, "cuda:0" ...')
+        raise self.error(node, f'{ast.unparse(node)} is not a device; write cpu, cuda, "cuda:0" ...')
 
     def called(self, node: ast.Call) -> str:
         if not isinstance(node.func, ast.Name):

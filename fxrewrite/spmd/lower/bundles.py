@@ -7,7 +7,7 @@ to each rank is joined in the dimension that differs, as the heads of q, k and v
 writes and reads it; or it is written value after value, where values differ in more.
 Matches all-to-alls and all-gathers of the values of one bundle, on local shapes. A bundle's values have one dtype.
 Shapes: [ranks, *parts] of each value, joined on one of parts -> the same in the order of senders; else [ranks, n].
-Numerics: exact. Source: the fused QKV all-to-all of Megatron and DeepSpeed-Ulysses implementations.
+Numerics: exact. Source: coalesced collectives, as for q, k and v in libraries for attention on many ranks.
 
 >>> import torch
 >>> q, k = bundle([torch.ones(2), torch.zeros(3)])

@@ -48,7 +48,7 @@ def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     dims = args.get("dim")
     dims = list(range(len(shape))) if not dims else [dim % len(shape) for dim in dims]
     dtype = match.root.meta["val"].dtype
-    # torch adds up half precision in float32 too: the sum of a long sequence is beyond float16
+    # torch adds up half precision in float32 too: a sum of many entries is beyond float16
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
     total = aten.sum(x, dims, bool(args.get("keepdim", False)), dtype=wide)
     divided = aten.div(total, size_proxy(match, product(shape[dim] for dim in dims)))

@@ -116,7 +116,7 @@ def test_auto_keeps_all_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_model_that_checkpoints_keeps_its_own_choice() -> None:
     gm, _, (line,) = one_device("llama_gqa", "attention", checkpointing=True)
-    assert line == "checkpoint='attention': the model checkpoints by itself, and its own choice stands"
+    assert line == "checkpoint='attention': the model checkpoints by itself and keeps its own choice"
     assert not any(n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE for n in gm.graph.nodes)
 
 
@@ -175,9 +175,7 @@ def test_layers_that_checkpoint_by_themselves_keep_their_choice_and_all_others_a
     report = assert_equal_to_one_device(model, {"ids": ids}, ranks=(2,), config=AutoSPConfig(checkpoint="full"))
     line = next(line for line in report.lines if line.startswith("checkpoint"))
     assert f": {4 - num_own} layers keep" in line
-    assert line.endswith(f"; {num_own} x a layer that checkpoints by itself, and its own choice stands") == (
-        num_own > 0
-    )
+    assert line.endswith(f"; {num_own} x a layer that checkpoints by itself keeps its own choice") == (num_own > 0)
     gm, args = captured(model, {"ids": ids})
     gm = normalize(gm)
     RuleSet("tag", TagCheckpoints("full")).apply(gm)

@@ -76,7 +76,7 @@ def test_a_model_that_returns_its_loss_alone_is_as_without_the_option(loss_tile:
         {"ids": torch.arange(32).reshape(2, 16)},
         config=AutoSPConfig(logits="drop", loss_tile=loss_tile),
     )
-    assert "logits='drop' changes nothing: the logits %linear are no output" in report.lines
+    assert "logits='drop' changes nothing: the logits %linear are not an output" in report.lines
 
 
 def test_a_loss_that_is_written_out_is_told_how_to_be_written() -> None:

@@ -246,7 +246,7 @@ KEPT: dict[str, tuple[Function, str, str]] = {
     "baddbmm times infinity": (
         lambda q, k, v, m, h: torch.bmm(torch.baddbmm(m[0], q[0], k[0].mT, alpha=math.inf).softmax(-1), v[0]),
         "fuse_bmm",
-        "inf is no finite number",
+        "inf is not a finite number",
     ),
     "mask of another dtype behind a view": (
         lambda q, k, v, m, h: torch.bmm(
@@ -323,13 +323,13 @@ KEPT: dict[str, tuple[Function, str, str]] = {
     "infinite scale": (
         lambda q, k, v, m, h: torch.softmax(q @ k.mT * math.inf, -1) @ v,
         "fuse",
-        "inf is no finite number",
+        "inf is not a finite number",
     ),
     "division by zero": (lambda q, k, v, m, h: torch.softmax(q @ k.mT / 0.0, -1) @ v, "fuse", "a division by 0"),
     "einsum with rows of two indices": (
         lambda q, k, v, m, h: torch.einsum("bhqd,bkd->bhqk", q, k[:, 0]).softmax(-1).sum(),
         "einsum_to_matmul",
-        "bhqd,bkd->bhqk is no product of matrices: its rows are h, q",
+        "bhqd,bkd->bhqk is not a product of matrices: its rows are h, q",
     ),
     "einsum that sums over one operand": (
         lambda q, k, v, m, h: torch.einsum("bhqd,bhkd->bqk", q, k).sum() + torch.einsum("bhqe,bhkd->bhqk", q, k).sum(),
@@ -505,7 +505,7 @@ def test_a_dropout_that_draws_is_refused_unless_asked_for(rule: str) -> None:
     report = ATTENTION.apply(gm)
     assert report.rewrites == 0
     (refusal,) = report[f"attention.{rule}"].refusals
-    assert refusal.reason == ("it draws otherwise: aten::dropout before, aten::scaled_dot_product_attention after")
+    assert refusal.reason == ("its draws differ: aten::dropout before, aten::scaled_dot_product_attention after")
     assert ATTENTION_DROPOUT.apply(gm)[f"attention_dropout.{rule}"].rewrites == 1
     whole, _ = traced(DRAWING[rule], args)
     for node in whole.graph.find_nodes(op="call_function", target=torch.ops.aten.dropout.default):

@@ -126,7 +126,7 @@ def test_what_is_no_repeat_of_both_is_left_alone(name: str) -> None:
 
 def test_other_numbers_of_heads_are_said() -> None:
     gm = traced(LEFT["other numbers of heads"], operands())
-    assert "k and v are no repeats of as many heads" in str(share_heads.explain(gm))
+    assert "k and v are not repeats of the same number of heads" in str(share_heads.explain(gm))
 
 
 REPEATED: dict[str, tuple[torch.dtype, bool, str, int]] = {

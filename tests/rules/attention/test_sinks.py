@@ -133,7 +133,7 @@ def test_every_spelling(name: str, width: int) -> None:
 REFUSED: dict[str, tuple[Function, str]] = {
     "two columns": (
         lambda q, k, v, s: torch.softmax(torch.cat([scores(q, k), column(s).expand(B, H, S, 2)], -1), -1)[..., :S] @ v,
-        "2 columns stand beside the keys",
+        "2 columns are concatenated with the keys",
     ),
     "fewer values": (
         lambda q, k, v, s: torch.softmax(torch.cat([scores(q, k), column(s)], -1), -1)[..., : S - 1] @ v[:, :, 1:],

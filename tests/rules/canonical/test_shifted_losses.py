@@ -103,7 +103,7 @@ def behind_autograd(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(cut, labels[:, 1:].flatten()) + x.sum()
 
 
-NOTHING = "nothing is cut above the loss"
+NOTHING = "the logits are not sliced"
 LEFT_ALONE: dict[str, tuple[Loss, str]] = {
     "whole": (lambda x, t: F.cross_entropy(x.flatten(0, 1), t.flatten()), NOTHING),
     "classes": (lambda x, t: F.cross_entropy(x[..., :4].flatten(0, 1), t.flatten() % 4), NOTHING),
@@ -111,9 +111,9 @@ LEFT_ALONE: dict[str, tuple[Loss, str]] = {
     "every second": (lambda x, t: F.cross_entropy(x[:, ::2].mT, t[:, ::2]), NOTHING),
     "read elsewhere": (lambda x, t: (F.cross_entropy((cut := x[:, :-1]).mT, t[:, 1:]), cut), NOTHING),
     "two cuts": (lambda x, t: F.cross_entropy((x[:, :-1] + x[:, 1:]).mT, t[:, 1:]), NOTHING),
-    "chances": (lambda x, t: F.cross_entropy(x[:, :-1].mT, x[:, 1:].mT), "the targets are no int64"),
-    "little": (lambda x, t: F.cross_entropy(x[:, :3].mT, t[:, :3]), "the cut leaves 3 of 8"),
-    "no gradient": (behind_autograd, "writes, or sets a mode, between the cut and the loss"),
+    "chances": (lambda x, t: F.cross_entropy(x[:, :-1].mT, x[:, 1:].mT), "the targets are not int64"),
+    "little": (lambda x, t: F.cross_entropy(x[:, :3].mT, t[:, :3]), "the slice keeps 3 of 8"),
+    "no gradient": (behind_autograd, "writes, or sets a mode, between the slice and the loss"),
 }
 
 

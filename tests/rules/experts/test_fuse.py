@@ -181,25 +181,25 @@ def _no_grad(rows: torch.Tensor, order: torch.Tensor, ids: torch.Tensor) -> torc
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "over rows": (experts(lambda rows, order, ids: rows.cumsum(0)), "aten::cumsum runs over the sorted slots"),
-    "shifted": (experts(lambda rows, order, ids: rows.roll(1, 0)), "runs over the sorted slots"),
-    "pairs": (experts(lambda rows, order, ids: (rows @ rows.T) @ rows), "runs over the sorted slots"),
-    "normalized": (experts(lambda rows, order, ids: rows / rows.sum(0)), "runs over the sorted slots"),
+    "over rows": (experts(lambda rows, order, ids: rows.cumsum(0)), "aten::cumsum runs over the sorted pairs"),
+    "shifted": (experts(lambda rows, order, ids: rows.roll(1, 0)), "runs over the sorted pairs"),
+    "pairs": (experts(lambda rows, order, ids: (rows @ rows.T) @ rows), "runs over the sorted pairs"),
+    "normalized": (experts(lambda rows, order, ids: rows / rows.sum(0)), "runs over the sorted pairs"),
     "by position": (
         experts(lambda rows, order, ids: rows + torch.arange(SLOTS).unsqueeze(-1)),
-        "is read in the order of the slots",
+        "is read in the order of the pairs",
     ),
     "by order": (experts(lambda rows, order, ids: rows * order.unsqueeze(-1)), "aten::unsqueeze reads the order"),
-    "sorted twice": (experts(lambda rows, order, ids: rows[order]), "rows are chosen among the sorted ones"),
+    "sorted twice": (experts(lambda rows, order, ids: rows[order]), "the sorted rows are indexed again"),
     "half of the tokens": (
         experts(lambda rows, order, ids: rows + torch.zeros(SLOTS // 4 + 1, 1).double()[order // 4]),
-        "slots are divided by 4 and by 2",
+        "the order is divided by 4 and by 2",
     ),
     "random": (experts(lambda rows, order, ids: torch.dropout(rows, 0.5, True)), "draws random numbers"),
     "autograd mode": (experts(_no_grad), "changes a mode of torch"),
     "other positions": (
         experts(inverse=lambda rows, order, ids: inverse_of(order, 1)),
-        "the inverse is of other positions than 0, 1, 2",
+        "the inverse does not start from the positions 0, 1, 2",
     ),
 }
 
@@ -237,7 +237,7 @@ def no_sort(x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor, up: torch.T
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
-        (other_groups, "what is counted are not the experts of the slots"),
+        (other_groups, "the counted values are not the experts of the pairs"),
         (wider_groups, "experts 0 to 6 are counted in 3 groups"),
         (descending, ""),
         (no_sort, ""),
@@ -255,7 +255,7 @@ def test_experts_are_not_counted_in_a_byte() -> None:
     cast.args = (cast.args[0], torch.int8)  # which a CPU's histogram does not take
     cast.meta["val"] = cast.meta["val"].to(torch.int8)
     (refusal,) = FUSE.apply(gm).refusals
-    assert "experts are counted in a type that cannot hold them" in str(refusal)
+    assert "experts are counted in a dtype that cannot represent the counts" in str(refusal)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[Mask, str]] = {
     "window to both sides": (lambda x, y: (positions(x)[1] - positions(x)[0]).abs() < 2, "window 2 to both sides"),
     "chunks": (READABLE["chunks"], "causal and chunks of 3"),
     "documents": (READABLE["documents"], "documents and causal"),
-    "prefix": (READABLE["prefix"], "causal behind a prefix of 3"),
+    "prefix": (READABLE["prefix"], "causal after a prefix of 3"),
     "padding of both": (
         lambda x, y: (x > 0)[:, None, None] & (x > 0)[:, None, :, None],
         "key padding and query padding",

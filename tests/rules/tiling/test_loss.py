@@ -292,11 +292,11 @@ def test_gradients_are_kept_and_not_what_they_are_computed_of(
         (lambda x, w, t: F.cross_entropy(F.linear(x, w)[None].mT, t[None]), "the logits have rank 3"),
         (lambda x, w, t: F.cross_entropy(F.linear(x, w), F.one_hot(t, CLASSES).double()), "class probabilities"),
         (lambda x, w, t: F.cross_entropy(F.linear(x, w)[:3], t[:3]), "1,464 bytes, fit into a tile"),
-        (lambda x, w, t: F.cross_entropy(w, t[:CLASSES].new_zeros(CLASSES)), "%w_1 is computed by no linear"),
-        (lambda x, w, t: F.cross_entropy(w[1:ROWS].float(), t[1:]), "w_1 is computed by no linear"),
+        (lambda x, w, t: F.cross_entropy(w, t[:CLASSES].new_zeros(CLASSES)), "%w_1 is not computed by a linear"),
+        (lambda x, w, t: F.cross_entropy(w[1:ROWS].float(), t[1:]), "w_1 is not computed by a linear"),
         (
             lambda x, w, t: F.cross_entropy(F.linear(w[:36].view(6, 6, -1), x[0]), t[:6]),
-            "weight of %linear is no matrix",
+            "weight of %linear is not a matrix",
         ),
     ],
 )

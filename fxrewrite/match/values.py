@@ -1,0 +1,182 @@
+"""Paths from the outputs of a pattern to values of the graph, and the values found there.
+
+A path leads from an output of the pattern through argument names and list positions to a value of the graph. Once the
+output nodes are chosen, every path names one value, so a failing alternative leaves nothing to undo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.pattern.terms import freeze
+
+__all__ = [
+    "ABSENT",
+    "FIRST",
+    "Candidate",
+    "Path",
+    "frozen",
+    "has_node",
+    "is_same",
+    "literal_outcomes",
+    "part",
+    "signature",
+]
+
+FIRST = "first operand"
+"""Step of a path that means a node's first argument, whatever its name."""
+ABSENT: Any = object()
+"""Value of a path that does not exist; it equals nothing."""
+
+
+class Path:
+    """The way to a value: `Path.root(0)` is the first output, `path / "self"` an argument of the node at `path`.
+
+    Equal paths are one object, so hashing and comparing them is as cheap as for a pointer.
+    """
+
+    __slots__ = ("parent", "step")
+    _known: dict[tuple[Path | None, str | int], Path] = {}  # noqa: RUF012
+
+    parent: Path | None
+    step: str | int
+
+    @classmethod
+    def _of(cls, parent: Path | None, step: str | int) -> Path:
+        found = cls._known.get((parent, step))
+        if found is None:
+            found = cls._known[parent, step] = cls.__new__(cls)
+            found.parent = parent
+            found.step = step
+        return found
+
+    @classmethod
+    def root(cls, output: int) -> Path:
+        """Returns the path of an output of the pattern."""
+        return cls._of(None, output)
+
+    def __truediv__(self, step: str | int) -> Path:
+        return Path._of(self, step)
+
+    def __str__(self) -> str:
+        if self.parent is None:
+            return "root" if self.step == 0 else f"output{self.step}"
+        return f"{self.parent}[{self.step}]" if isinstance(self.step, int) else f"{self.parent}.{self.step}"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class Candidate:
+    """Values by path for chosen output nodes, computed when first requested."""
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: dict[Path, Any]) -> None:
+        self.values = values
+
+    def choose(self, output: int, node: fx.Node) -> Candidate:
+        """Returns a candidate in which a further output of the pattern is this node."""
+        return Candidate({**self.values, Path.root(output): node})
+
+    def known(self, paths: AbstractSet[Path]) -> dict[Path, Any]:
+        """Returns the values by path, which include all `paths`."""
+        if not paths <= self.values.keys():
+            for path in paths:
+                self.value(path)
+        return self.values
+
+    def value(self, path: Path) -> Any:
+        """Returns the value at the path, or ABSENT."""
+        try:
+            return self.values[path]
+        except KeyError:
+            pass
+        assert path.parent is not None
+        found = self.values[path] = part(self.value(path.parent), path.step)
+        return found
+
+
+def part(value: Any, step: str | int) -> Any:
+    """Returns an argument of a node, or an item of a list; ABSENT if it does not exist."""
+    if not isinstance(value, fx.Node):
+        is_item = isinstance(value, (list, tuple)) and isinstance(step, int) and step < len(value)
+        return value[step] if is_item else ABSENT  # pyright: ignore[reportCallIssue, reportArgumentType]
+    layout = signature(value) if value.op in ("call_function", "call_method") else None
+    if layout is None:
+        return ABSENT
+    bound: dict[Any, Any] = layout.bind(value.args, value.kwargs)
+    return next(iter(bound.values()), ABSENT) if step == FIRST else bound.get(step, ABSENT)
+
+
+def signature(node: fx.Node) -> ops.Layout | None:
+    """Returns how the node spells its arguments; None if they fit no signature."""
+    try:
+        return ops.layout_of(node.target, node.args, node.kwargs)
+    except ops.BindingError:
+        return None
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Whether both are the same node, or equal Python values."""
+    if isinstance(value, fx.Node) or isinstance(other, fx.Node):
+        return value is other
+    return frozen(value) == frozen(other)
+
+
+def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
+    """Yields the literals that a part of `parent` may equal; the matcher looks them up among the literals of all rules.
+
+    If the rank is known, a dimension has two names: counted from the front and from the back.
+    """
+    if value is ABSENT or has_node(value):
+        return
+    yield frozen(value)
+    if step in ops.DIM_ARGUMENTS:
+        other = _other_dims(value, parent)
+        if other is not None:
+            yield frozen(other)
+
+
+def _other_dims(value: Any, node: Any) -> Any:
+    """Returns the dimension, or list of dimensions, counted from the other end; None if the rank is unknown."""
+    if not isinstance(node, fx.Node) or ops.has_trait(node, "new_dim"):
+        return None
+    first = part(node, FIRST)
+    if isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    tensor = ops.value(first) if isinstance(first, fx.Node) else None
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    rank = tensor.ndim
+    if type(value) is int:
+        return value - rank if value >= 0 else value + rank
+    if isinstance(value, list) and value and all(type(dim) is int for dim in value):
+        from_front = all(dim >= 0 for dim in value)
+        return [dim - rank if from_front else dim if dim >= 0 else dim + rank for dim in value]
+    return None
+
+
+def frozen(value: Any) -> Any:
+    """Like `freeze`, but an unhashable value becomes something that equals only itself."""
+    try:
+        return freeze(value)
+    except TypeError:
+        return id(value)
+
+
+def has_node(value: Any) -> bool:
+    """Whether the value is a node, or a container with one, at any depth."""
+    if isinstance(value, (list, tuple)):
+        return any(map(has_node, value))
+    if isinstance(value, slice):
+        return any(map(has_node, (value.start, value.stop, value.step)))
+    if isinstance(value, dict):
+        return any(map(has_node, value.values()))
+    return isinstance(value, fx.Node)
