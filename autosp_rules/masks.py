@@ -1,12 +1,13 @@
-"""Reports what masks mean and what they cost: a line for every kind of mask that attention reads."""
+"""What masks mean and what they cost: an event in the report for every kind of mask that attention reads."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
 from torch import fx
 
-from fxrewrite import Edit, Report, refuse
+from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import product, size_hint, source_line
 from fxrewrite.ops import bind, fake_value
 from rules.attention.by_rows import ATTENTION_BY_ROWS, why_not_by_rows
@@ -16,10 +17,45 @@ from rules.attention.operator import ATTEND
 from rules.masks.kinds import kind_of
 from rules.masks.reading import is_dense
 
-__all__ = ["DescribeMasks", "check_flex"]
+__all__ = ["CheckFlex", "DescribeMasks", "FlexHoldsScores", "MaskedAttention"]
 
 _LONG = 131_072
 """Length (tokens) at which the report prices a dense mask: a typical long context."""
+
+
+class MaskedAttention(Event, frozen=True):
+    """Calls of attention read masks that mean the same, and treat them in the same way."""
+
+    kind: Literal["masks"] = "masks"
+    num_calls: int
+    computed: Literal["rows", "flex", "dense"] = Field(description="dense: the mask is held")
+    mask: str = Field(default="", description="what it means, where it is not dense")
+    why: str = Field(default="", description="why it is dense, or why it is computed by rows where flex was asked for")
+    num_bytes: int = Field(default=0, description=f"of a rank's part of a dense mask at {_LONG:,} tokens")
+    first: str = Field(default="", description="the first call's node")
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f"; the first is %{self.first} {self.source}".rstrip()
+        return f"masks: {self.num_calls} x {self._said()}{where}"
+
+    def _said(self) -> str:
+        match self.computed:
+            case "dense":
+                return f"dense: {self.why}; {self.num_bytes:,} bytes at {_LONG:,} tokens"
+            case "flex":
+                return f"{self.mask}, by flex attention"
+            case "rows":
+                return f"{self.mask}, computed by rows" + (f": {self.why}" if self.why else "")
+
+
+class FlexHoldsScores(Event, frozen=True):
+    """Flex attention is not compiled to a kernel."""
+
+    kind: Literal["mask_kernel"] = "mask_kernel"
+
+    def __str__(self) -> str:
+        return "mask_kernel: flex attention is a kernel in inner='inductor' on CUDA; here it may hold all scores"
 
 
 class DescribeMasks:
@@ -31,55 +67,66 @@ class DescribeMasks:
         self._kernel: MaskKernel = kernel
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
-        """Adds a line to the report for every kind of mask. Changes no node."""
-        alike: dict[str, list[fx.Node]] = {}
-        for node in edit.nodes():
-            line = self._line(node)
-            if line:
-                alike.setdefault(line, []).append(node)
-        for line, (first, *more) in alike.items():
-            where = f"; the first is %{first.name} {source_line(first)}".rstrip()
-            report.lines.append(f"masks: {1 + len(more)} x {line}{where}")
+        found = {node: event for node in edit.nodes() if (event := self._event(node)) is not None}
+        alike: dict[MaskedAttention, list[fx.Node]] = {}
+        for node, event in found.items():
+            alike.setdefault(event, []).append(node)
+        for event, (first, *more) in alike.items():
+            where = {"num_calls": 1 + len(more), "first": first.name, "source": source_line(first)}
+            report.events.append(event.model_copy(update=where))
         return 0
 
     def text(self) -> str:
-        return "a line in the report for every kind of mask: what it means, or why it is dense and what it costs"
+        return "an event for every kind of mask: what it means, or why it is dense and what it costs"
 
-    def _line(self, node: fx.Node) -> str:
+    def _event(self, node: fx.Node) -> MaskedAttention | None:
+        """Of this call alone, equal for calls that are told together; None where no mask is left."""
         if node.target in (ATTENTION_BY_ROWS, FLEX_ATTENTION):
-            return f"{kind_of(node) or 'an expression of rows and columns'}, {self._how(node)}"
-        return _dense(node) if node.target is ATTEND else ""
-
-    def _how(self, node: fx.Node) -> str:
-        if node.target is FLEX_ATTENTION:
-            return "by flex attention"
-        is_asked = self._kernel != "rows" and fake_value(node.all_input_nodes[0]).device.type == "cuda"
-        return "computed by rows" + (f": {why_not_flex(node)}" if is_asked else "")
+            mask = str(kind_of(node) or "an expression of rows and columns")
+            if node.target is FLEX_ATTENTION:
+                return MaskedAttention(num_calls=1, computed="flex", mask=mask)
+            is_asked = self._kernel != "rows" and fake_value(node.all_input_nodes[0]).device.type == "cuda"
+            return MaskedAttention(num_calls=1, computed="rows", mask=mask, why=why_not_flex(node) if is_asked else "")
+        return _dense(node) if node.target is ATTEND else None
 
 
-def check_flex(gm: fx.GraphModule, inner: object) -> list[str]:
-    """Returns a line for the report if flex attention has no kernel; refuses inductor on CPU: it has no backward."""
-    node = next((node for node in gm.graph.nodes if node.target is FLEX_ATTENTION), None)
-    if node is None:
-        return []
-    if inner != "inductor":
-        return ["mask_kernel: flex attention is a kernel in inner='inductor' on CUDA; here it may hold all scores"]
-    if fake_value(node.all_input_nodes[0]).device.type == "cpu":
-        refuse(
-            "inductor has no backward pass of flex attention on the CPU",
-            hint="use mask_kernel='auto' or 'rows', or inner='aot_eager', which holds all scores",
-            node=node,
-        )
-    return []
+class CheckFlex:
+    """The step that reports flex attention which is not compiled to a kernel.
+
+    Raises:
+        RefusedError: inductor is to compile it for the CPU, where it has no backward pass.
+    """
+
+    name = "check_flex"
+
+    def __init__(self, inner: object) -> None:
+        self._inner = inner
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        node = next((node for node in edit.nodes() if node.target is FLEX_ATTENTION), None)
+        if node is None:
+            return 0
+        if self._inner != "inductor":
+            report.events.append(FlexHoldsScores())
+        elif fake_value(node.all_input_nodes[0]).device.type == "cpu":
+            refuse(
+                "inductor has no backward pass of flex attention on the CPU",
+                hint="use mask_kernel='auto' or 'rows', or inner='aot_eager', which holds all scores",
+                node=node,
+            )
+        return 0
+
+    def text(self) -> str:
+        return "flex attention is compiled to a kernel, or reported"
 
 
-def _dense(node: fx.Node) -> str:
-    """Returns the reason for a dense mask, and its price."""
+def _dense(node: fx.Node) -> MaskedAttention | None:
+    """The reason and the price of a mask that is held."""
     q, k, v, mask, _, dropout_p, *_ = bind(node).values()
     if mask is None or not is_dense(mask):
-        return ""
+        return None
     why = why_not_by_rows(q, k, v, mask, dropout_p)
-    return f"dense: {why}; {_price(mask):,} bytes at {_LONG:,} tokens"
+    return MaskedAttention(num_calls=1, computed="dense", why=why, num_bytes=_price(mask))
 
 
 def _price(mask: fx.Node) -> int:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
-from fxrewrite import refuse
+from fxrewrite import Edit, Report, refuse
 from fxrewrite.ops import is_random, key
 from rules.random import DrawByRank, draws_on_chunk
 
-__all__ = ["draws_alike", "refuse_own_draws"]
+__all__ = ["RefuseOwnDraws", "draws_alike"]
 
 
-def refuse_own_draws(program: fx.GraphModule) -> None:
-    """Raises RefusedError for a draw on a chunk, which cannot give the numbers that one device draws."""
-    for node in filter(draws_on_chunk, program.graph.nodes):
-        refuse(
-            f"{key(node)} draws random numbers for its chunk, which are not those of one device",
-            node=node,
-            hint="use rng='local', or for attention with dropout the eager implementation",
-        )
+class RefuseOwnDraws:
+    """The step that checks that nothing draws on a chunk, where draws are to be those of one device.
+
+    Raises:
+        RefusedError: something does.
+    """
+
+    name = "refuse_own_draws"
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        for node in filter(draws_on_chunk, edit.nodes()):
+            refuse(
+                f"{key(node)} draws random numbers for its chunk, which are not those of one device",
+                node=node,
+                hint="use rng='local', or for attention with dropout the eager implementation",
+            )
+        return 0
+
+    def text(self) -> str:
+        return "no rank draws random numbers of its own"
 
 
 def draws_alike(program: fx.GraphModule) -> list[fx.Node]:

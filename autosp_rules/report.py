@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
@@ -10,10 +10,10 @@ from torch import fx
 
 from autosp_rules.memory.checkpoint import is_recomputed
 from autosp_rules.memory.costs import bytes_of, sends_of
-from fxrewrite import Refusal, Report
-from fxrewrite.spmd import COLLECTIVES, Axis, collective_bytes, size_hint
+from fxrewrite import Event, EventLog, Refusal, Report
+from fxrewrite.spmd import COLLECTIVES, Axis, ProductsWhole, collective_bytes, size_hint
 
-__all__ = ["AutoSPReport", "Collective"]
+__all__ = ["AutoSPReport", "Collective", "LeftAlone", "summarize", "whole_share"]
 
 _DIRECTIONS = ("forward", "again", "backward")
 _ADJOINT = {
@@ -35,7 +35,17 @@ class Collective(BaseModel):
     """bytes that one rank sends, assuming a ring in which all ranks take part"""
 
 
-class AutoSPReport(BaseModel):
+class LeftAlone(Event, frozen=True):
+    """The graph runs whole on every rank."""
+
+    kind: Literal["left alone"] = "left alone"
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.why}: the graph went to the inner backend as it was, and runs whole on every rank"
+
+
+class AutoSPReport(EventLog):
     """What was done to one graph; `str(report)` is a table."""
 
     axis: str
@@ -48,8 +58,6 @@ class AutoSPReport(BaseModel):
     slices: int
     collectives: list[Collective]
     refusals: list[str]
-    lines: list[str]
-    """what was not done, or not as well as possible: gathered operators, random numbers, outputs left sharded"""
     seconds: float = 0.0
     """time of the transform, without the inner compiler"""
     graph_break: str = ""
@@ -59,8 +67,7 @@ class AutoSPReport(BaseModel):
 
     @staticmethod
     def of_graph_left_alone(axis: Axis, why: str, graph_break: str = "") -> AutoSPReport:
-        """Returns the report of a graph that runs whole on every rank."""
-        line = f"{why}: the graph went to the inner backend as it was, and runs whole on every rank"
+        """The report of a graph that runs whole on every rank."""
         report = AutoSPReport(
             axis=axis.name,
             num_ranks=axis.size,
@@ -69,7 +76,7 @@ class AutoSPReport(BaseModel):
             slices=0,
             collectives=[],
             refusals=[],
-            lines=[line],
+            events=[LeftAlone(why=why)],
         )
         return report.at_break(graph_break, 0)
 
@@ -110,14 +117,19 @@ def summarize(gm: fx.GraphModule, report: Report, axis: Axis, tokens: int, secon
         axis=axis.name,
         num_ranks=axis.size,
         tokens_per_rank=tokens,
-        whole_share=report.shares.get("whole", 0.0),
+        whole_share=whole_share(report),
         rewrites=rewrites,
         slices=sum(count for rule, count in rewrites.items() if rule in _SLICES),
         collectives=_collectives(gm, axis),
         refusals=_refusals(report),
-        lines=list(report.lines),
+        events=list(report.events),
         seconds=seconds,
     )
+
+
+def whole_share(report: Report) -> float:
+    """Of the operations of matrix products, the share that every rank computes whole, 0 to 1."""
+    return max((event.share for event in report.events_of(ProductsWhole)), default=0.0)
 
 
 def _refusals(report: Report) -> list[str]:

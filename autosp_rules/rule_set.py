@@ -1,13 +1,16 @@
-"""AutoSP, as a rule set: `print(RULES)` is the whole method on a page.
+"""AutoSP, as a rule set: `print(rule_set(config))` is the whole method on a page.
 
+    drop_logits                   if asked for, outputs that are logits of a loss become None
     canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; a dense mask becomes
                                   what it means; attention is one operator, however it is spelled, where that is equal
                                   in every row; heads that are repeated for groups of queries are shared by them; at
                                   its end, rules that were given to `autosp(rules=...)`
     fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
     shard_inputs                  hidden states start sharded on the sequence
+    name_masks                    what dense masks of attention mean is known, to costs and to the report
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
     shard_seq_dim                 layout rules by worklist; a redistribution wherever two layouts disagree
+    refuse_whole                  under `strict`, most matrix products must run sharded
     insert_attention_all_to_all   those at attention go together
     propagate_shapes              S -> S/P
     lower_ring                    attention over a ring becomes the operator that sends k and v round
@@ -17,35 +20,36 @@
     flex_attention                if asked for, that becomes torch's flex attention where inductor has a kernel for it
     attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
     lower_attention               what is left of attention is torch's operator, or written out where it has sinks
-    draw_by_rank                  what draws on a chunk, noise or dropout, draws other numbers on each rank
+    draw_by_rank                  what draws on a chunk, noise or dropout, draws other numbers on each rank; where
+                                  numbers are to be those of one device, nothing may (refuse_own_draws)
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits
     checkpoint                    tags: what layers keep, and what they compute again
     tile_mlps                     MLPs in tiles, where layers compute them again; before the tags where asked for
     skip_attention                if asked for, every attention but the last gives zeros, to measure memory
 
-Numerics and sources stand with the rules, each in its own file.
+The order is checked: each stage says what it needs, gives and precedes, by the properties below. Numerics and sources
+are stated with the rules, each in its own file.
 """
 
-from functools import cache
-from typing import Literal
+from functools import cache, lru_cache
 
-from autosp_rules.attention import (
-    ATTENTION_RULES,
-    RING_LAYOUTS,
-    RING_RULES,
-    SKIP_ALL_BUT_LAST,
-    AttentionOption,
-    choose_attention,
-)
-from autosp_rules.masks import DescribeMasks
-from autosp_rules.memory.checkpoint import CheckpointOption, TagCheckpoints
-from autosp_rules.memory.mlps import MlpTileOption, tile_mlps
+from autosp_rules.attention import ATTENTION_RULES, RING_LAYOUTS, RING_RULES, SKIP_ALL_BUT_LAST, choose_attention
+from autosp_rules.config import AutoSPConfig
+from autosp_rules.masks import CheckFlex, DescribeMasks
+from autosp_rules.memory.checkpoint import FindUnreadTags, TagCheckpoints
+from autosp_rules.memory.logits import DropLogits, FindHeldLogits
+from autosp_rules.memory.mlps import tile_mlps
+from autosp_rules.random import RefuseOwnDraws
 from autosp_rules.sequence import ShardInputs, along_sequence
 from autosp_rules.slices import SLICE_RULES
-from fxrewrite import DeadCode, Rule, RuleSet
+from autosp_rules.strict import RefuseWhole
+from fxrewrite import DeadCode, Property, RuleSet, Step, staged
 from fxrewrite.spmd import (
     BUNDLE_RULES,
+    COLLECTIVE_CALLS,
     COLLECTIVE_RULES,
+    LOCAL_SHAPES,
+    PLACEMENTS,
     REDUCTIONS,
     LayoutRule,
     LayoutRules,
@@ -55,7 +59,7 @@ from fxrewrite.spmd import (
 )
 from rules.attention.by_rows import BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED
-from rules.attention.flex import MaskKernel, flex_rules
+from rules.attention.flex import flex_rules
 from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS
 from rules.attention.operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
 from rules.canonical.losses import LOSSES
@@ -67,11 +71,34 @@ from rules.masks.dense import MASKS
 from rules.masks.kinds import NameMasks
 from rules.random import DRAW_WHOLE, DrawByRank
 from rules.tiling.loss import tiled_loss_rules
-from rules.tiling.tiles import TILE_BYTES
 
 __all__ = ["RULES", "layouts_with", "rule_set"]
 
 _ALL_LAYOUTS = LayoutRules((*LAYOUTS, *ATTENTION_LAYOUTS, *SLOT_LAYOUTS, *RING_LAYOUTS))
+CANONICAL = Property("canonical graph", "canonicalize")
+"""Each thing is spelled in one way, attention as one operator."""
+SLOTS = Property("fused slots", "a FuseSlots step")
+"""Experts are one node, slot by slot."""
+SEQUENCE = Property("sequence", "a ShardInputs step")
+"""Where the sequence starts is sharded, and its lengths are known."""
+MASK_KINDS = Property("mask kinds", "a NameMasks step")
+"""What dense masks mean is known."""
+STRATEGIES = Property("attention strategies", "choose_attention")
+"""How each call of attention runs is known, and what that needs is in the graph."""
+BLOCKS = Property("masks by blocks", "BY_ROWS")
+"""No mask is left that could be computed a block of rows at a time."""
+MASK_KERNELS = Property("mask kernels", "a DescribeMasks step")
+"""What computes each mask is known, and reported."""
+ALL_HEADS = Property("all heads", "REPEAT_HEADS")
+"""k and v have as many heads as their kernel takes."""
+KERNELS = Property("attention kernels", "LOWER_ATTENTION")
+"""Attention is what the device runs."""
+DRAWS = Property("draws", "a DrawByRank step")
+"""What draws random numbers draws those that it should, on each rank."""
+LOSS = Property("loss", "tiled_loss_rules(...)")
+"""The loss is in tiles where it can be."""
+CHECKPOINTS = Property("checkpoints", "a TagCheckpoints step")
+"""What layers keep is decided."""
 
 
 @cache
@@ -84,56 +111,73 @@ def layouts_with(own: tuple[LayoutRule, ...] = ()) -> LayoutRules:
     return joined_layouts((*_ALL_LAYOUTS, *own))
 
 
-@cache
-def rule_set(
-    attention: AttentionOption = "auto",
-    rng: Literal["local", "global"] = "local",
-    checkpoint: CheckpointOption = "auto",
-    loss_tile: int = TILE_BYTES,
-    mlp_tile: MlpTileOption = "auto",
-    mask_kernel: MaskKernel = "rows",
-    *,
-    skip_all_but_last_attention: bool = False,
-    sequence_dim: int | None = None,
-    rules: tuple[Rule | RuleSet, ...] = (),
-    layouts: LayoutRules = _ALL_LAYOUTS,
-) -> RuleSet:
-    """AutoSP with these settings of `AutoSPConfig`, and with all layout rules that it uses."""
-    tags, tiles = TagCheckpoints(checkpoint), () if mlp_tile is None else (tile_mlps(mlp_tile),)
-    own = (RuleSet("own_rules", *rules),) if rules else ()
+def rule_set(config: AutoSPConfig | None = None) -> RuleSet:
+    """AutoSP with these settings: all that is done to a graph, from the capture to the inner backend.
+
+    Equal configurations get one set; callables as `inner` are equal here.
+
+    Raises:
+        RuleDefinitionError: one of `config.layouts` is for an operator that has a layout rule already.
+    """
+    config = config or AutoSPConfig()
+    inner = config.inner if isinstance(config.inner, str) else "a callable"
+    return _rule_set(config.model_copy(update={"inner": inner}))
+
+
+@lru_cache(maxsize=64)
+def _rule_set(config: AutoSPConfig) -> RuleSet:
+    layouts = layouts_with(config.layouts)
+    flex = "rows" if config.mask_kernel == "auto" and config.inner != "inductor" else config.mask_kernel
+    is_global = config.rng == "global"
     return RuleSet(
         "autosp",
+        *((staged(DropLogits(), precedes=(CANONICAL,)),) if config.logits == "drop" else ()),
         RuleSet(
             "canonicalize",
             *(NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, MASKS, RAISE_ATTENTION, SHARE_HEADS),
-            *own,
+            *((RuleSet("own_rules", *config.rules),) if config.rules else ()),
             DeadCode(),
+            gives=(CANONICAL,),
         ),
-        *((DRAW_WHOLE,) if rng == "global" else ()),
-        FuseSlots("fuse_slots", layouts),
-        ShardInputs("shard_inputs", layouts, sequence_dim),
-        NameMasks(),
-        choose_attention(attention),
-        PropagateLayouts("shard_seq_dim", layouts, along_sequence),
-        ATTENTION_RULES,
+        *((staged(DRAW_WHOLE, precedes=(PLACEMENTS,)),) if is_global else ()),
+        staged(FuseSlots("fuse_slots", layouts), needs=(CANONICAL,), gives=(SLOTS,)),
+        staged(ShardInputs("shard_inputs", layouts, config.sequence_dim), needs=(SLOTS,), gives=(SEQUENCE,)),
+        staged(NameMasks(), needs=(CANONICAL,), gives=(MASK_KINDS,)),
+        staged(choose_attention(config.attention), needs=(MASK_KINDS,), gives=(STRATEGIES,)),
+        staged(PropagateLayouts("shard_seq_dim", layouts, along_sequence), needs=(SEQUENCE, STRATEGIES)),
+        *((RefuseWhole(),) if config.strict else ()),
+        staged(ATTENTION_RULES, needs=(PLACEMENTS, STRATEGIES), precedes=(LOCAL_SHAPES,)),
         REDUCTIONS,
         LocalizeShapes("propagate_shapes", layouts),
         SLICE_RULES,
         RING_RULES,
         BUNDLE_RULES,
         COLLECTIVE_RULES,
-        WRITE_OUT_SLOTS,
-        BY_ROWS,
-        *(() if mask_kernel == "rows" else (flex_rules(mask_kernel),)),
-        DescribeMasks(mask_kernel),
-        REPEAT_HEADS,
-        LOWER_ATTENTION,
-        *((DrawByRank(),) if rng == "local" else ()),
-        tiled_loss_rules(loss_tile),
-        *((tags, *tiles) if mlp_tile == "auto" else (*tiles, tags)),
-        *((SKIP_ALL_BUT_LAST,) if skip_all_but_last_attention else ()),
+        staged(WRITE_OUT_SLOTS, needs=(SLOTS, COLLECTIVE_CALLS), precedes=(CHECKPOINTS,)),
+        staged(BY_ROWS, needs=(COLLECTIVE_CALLS, MASK_KINDS), gives=(BLOCKS,)),
+        *(() if flex == "rows" else (staged(flex_rules(flex), needs=(BLOCKS,), precedes=(MASK_KERNELS,)),)),
+        staged(DescribeMasks(flex), needs=(BLOCKS,), gives=(MASK_KERNELS,)),
+        *(() if flex == "rows" else (staged(CheckFlex(config.inner), needs=(MASK_KERNELS,)),)),
+        staged(REPEAT_HEADS, needs=(MASK_KERNELS,), gives=(ALL_HEADS,)),
+        staged(LOWER_ATTENTION, needs=(ALL_HEADS,), gives=(KERNELS,)),
+        staged(RefuseOwnDraws() if is_global else DrawByRank(), needs=(KERNELS,), gives=(DRAWS,)),
+        staged(tiled_loss_rules(config.loss_tile), needs=(COLLECTIVE_CALLS,), gives=(LOSS,)),
+        *_memory(config),
+        *((staged(FindHeldLogits(config.loss_tile), needs=(LOSS,)),) if config.logits == "drop" else ()),
+        *((staged(FindUnreadTags(), needs=(CHECKPOINTS,)),) if config.inner == "eager" else ()),
+        *((staged(SKIP_ALL_BUT_LAST, needs=(CHECKPOINTS,)),) if config.skip_all_but_last_attention else ()),
         atomic=True,
     )
+
+
+def _memory(config: AutoSPConfig) -> tuple[RuleSet | Step, ...]:
+    """What layers keep, and MLPs in tiles: "auto" reads what layers keep, a number of bytes comes before it."""
+    tags = staged(TagCheckpoints(config.checkpoint), needs=(KERNELS, DRAWS, LOSS), gives=(CHECKPOINTS,))
+    if config.mlp_tile is None:
+        return (tags,)
+    if config.mlp_tile == "auto":
+        return tags, staged(tile_mlps("auto"), needs=(CHECKPOINTS,))
+    return staged(tile_mlps(config.mlp_tile), needs=(KERNELS,), precedes=(CHECKPOINTS,)), tags
 
 
 RULES = rule_set()

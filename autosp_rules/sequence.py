@@ -27,11 +27,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import fx
 
-from fxrewrite import Edit, Report
+from fxrewrite import Edit, Event, Report
 from fxrewrite.graph import Fact, source_line
 from fxrewrite.ops import Trait, bind, factors, has_trait, is_parameter, key
 from fxrewrite.spmd import (
@@ -52,7 +54,7 @@ from fxrewrite.spmd import (
     size_hint,
 )
 
-__all__ = ["ShardInputs", "along_sequence", "tokens_per_rank"]
+__all__ = ["OneToken", "Padded", "ShardInputs", "TooShort", "along_sequence", "tokens_per_rank"]
 
 _TOKENS = Fact[int]("tokens per rank")
 """Fact of the output node: number of tokens of the batch in a rank's chunks."""
@@ -96,6 +98,49 @@ class Start:
         return _shape(self.value)[self.dim]
 
 
+class OneToken(Event, frozen=True):
+    """The call is of one token, so that there is no sequence."""
+
+    kind: Literal["one token"] = "one token"
+
+    def __str__(self) -> str:
+        return "whole: the call is of one token, which every rank computes"
+
+
+class Padded(Event, frozen=True):
+    """The ranks do not divide a sequence, so that chunks are padded where hidden states start."""
+
+    kind: Literal["padded"] = "padded"
+    node: str
+    source: str
+    length: int = Field(description="of the sequence; of a symbolic one, at the size at hand")
+    num_ranks: int
+    is_doubtful: bool = Field(description="whether another dimension of the value is longer")
+
+    def __str__(self) -> str:
+        chunk = -(-self.length // self.num_ranks)
+        padding = f"the last {chunk * self.num_ranks - self.length} entries are padding, which nothing reads"
+        hint = "; if another dimension is the sequence, pass its number: autosp(sequence_dim=...)"
+        return (
+            f"padded: %{self.node} {self.source} starts hidden states in {self.num_ranks} chunks of {chunk}, of which "
+            f"{padding}{hint * self.is_doubtful}"
+        )
+
+
+class TooShort(Event, frozen=True):
+    """A sequence beside a longer one has fewer entries than there are ranks, and stays whole."""
+
+    kind: Literal["too short"] = "too short"
+    node: str
+    source: str
+    length: int
+    num_ranks: int
+
+    def __str__(self) -> str:
+        where = f"%{self.node} {self.source} starts hidden states"
+        return f"whole: {where} whole: a length of {self.length} for {self.num_ranks} ranks"
+
+
 class ShardInputs:
     """A step that shards the sequence where hidden states start."""
 
@@ -110,18 +155,17 @@ class ShardInputs:
         starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
         if not starts and _is_one_token(edit):
             edit.set_fact(edit.graph.output_node(), _TOKENS, 1)
-            report.lines.append("whole: the call is of one token, which every rank computes")
+            report.events.append(OneToken())
         longest = max((size_hint(start.length) for start in starts), default=0)
         for start in starts:
-            where = f"%{start.node.name} {source_line(start.node)} starts hidden states"
             if is_divided_by(start.length, axis.size):
                 self._shard(edit, start, axis)
             elif axis.size <= size_hint(start.length) or size_hint(start.length) == longest:
                 self._shard(edit, start, axis, uneven=True)
-                report.lines.append(f"padded: {where} in {_padded_chunks(start, axis)}")
+                report.events.append(_padded(start, axis))
             else:
-                length = f"a length of {size_hint(start.length)} for {axis.size} ranks"
-                report.lines.append(f"whole: {where} whole: {length}")
+                node, source, length = start.node.name, source_line(start.node), size_hint(start.length)
+                report.events.append(TooShort(node=node, source=source, length=length, num_ranks=axis.size))
         _note_joined(edit, axis)
         return len(starts)
 
@@ -284,13 +328,16 @@ def _of_input(placeholder: fx.Node, sequence_dim: int | None) -> Trace:
     return Trace(Origin.CALL, max(dims, key=lambda dim: (size_hint(shape[dim]), dim)))
 
 
-def _padded_chunks(start: Start, axis: Axis) -> str:
+def _padded(start: Start, axis: Axis) -> Padded:
     length = size_hint(start.length)
-    chunk = -(-length // axis.size)
-    padding = f"of which the last {chunk * axis.size - length} entries are padding, which nothing reads"
     others = (size_hint(size) for dim, size in enumerate(_shape(start.value)[:2]) if dim != start.dim)
-    hint = "; if another dimension is the sequence, pass its number: autosp(sequence_dim=...)"
-    return f"{axis.size} chunks of {chunk}, {padding}" + hint * any(other > length for other in others)
+    return Padded(
+        node=start.node.name,
+        source=source_line(start.node),
+        length=length,
+        num_ranks=axis.size,
+        is_doubtful=any(other > length for other in others),
+    )
 
 
 def _token_shape(value: fx.Node) -> Sequence[Size]:

@@ -11,7 +11,7 @@ from torch import fx
 from fxrewrite import Constraint, Match, Pattern, Rule, RuleSet, where
 from fxrewrite.graph import reached
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd import Replicated, Shard, moves, redistribution, take_chunk
+from fxrewrite.spmd import COLLECTIVE_CALLS, LOCAL_SHAPES, Replicated, Shard, moves, redistribution, take_chunk
 
 __all__ = ["SLICE_RULES"]
 
@@ -44,4 +44,6 @@ SLICE_RULES = RuleSet(
     "shard_label_ids, shard_position_ids",
     _slice("shard_label_ids", _is_integer, _is_target),
     _slice("shard_position_ids", _is_integer),
+    needs=(LOCAL_SHAPES,),
+    precedes=(COLLECTIVE_CALLS,),
 )

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError
-from autosp_rules.masks import check_flex
-from autosp_rules.memory.checkpoint import is_recomputed
-from autosp_rules.memory.logits import drop_logits, why_not_tiled
 from autosp_rules.memory.offload import MIN_BYTES
-from autosp_rules.random import refuse_own_draws
 from autosp_rules.report import AutoSPReport, summarize
-from autosp_rules.rule_set import layouts_with, rule_set
+from autosp_rules.rule_set import rule_set
 from autosp_rules.sequence import tokens_per_rank
-from fxrewrite import FxRewriteError, RefusedError
+from fxrewrite import Event, FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
 from fxrewrite.ops import is_parameter
 from fxrewrite.spmd import Axis, Layout, Replicated, Shard, Size, SpmdContext, num_entries, product, size_hint
@@ -30,10 +28,6 @@ NO_SEQUENCE_HINT = (
     "pass token ids with the sequence as their last dimension, or hidden states with features as the last; if this is "
     "a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks"
 )
-
-MOST_WHOLE = 0.1
-"""Largest share of the operations of matrix products that every rank may compute whole under `strict=True`: a head for
-one token of a long sequence is below it, a layer that is gathered is not."""
 
 
 class NoSequenceError(AutoSPError):
@@ -78,34 +72,16 @@ def transform(
     started = time.perf_counter()
     try:
         normal = normalized(gm)
-        dropped = drop_logits(normal) if config.logits == "drop" else {}
         outputs = _OutputPolicy(normal, config, axis, border)
         context = SpmdContext(axis, strict=config.strict, output_layout=outputs)
-        rules = rule_set(
-            config.attention,
-            config.rng,
-            config.checkpoint,
-            config.loss_tile,
-            config.mlp_tile,
-            "rows" if config.mask_kernel == "auto" and config.inner != "inductor" else config.mask_kernel,
-            skip_all_but_last_attention=config.skip_all_but_last_attention,
-            sequence_dim=config.sequence_dim,
-            rules=config.rules,
-            layouts=layouts_with(config.layouts),
-        )
-        report = rules.apply(normal, context=context)
-        if config.rng == "global":
-            refuse_own_draws(normal)
-        report.lines.extend(check_flex(normal, config.inner))
+        report = rule_set(config).apply(normal, context=context)
     except RefusedError as error:
         raise AutoSPError(error.refusal, error.located_at) from error
     except FxRewriteError as error:
         raise AutoSPError.of(str(error)) from error
-    report.lines.extend([*dropped.values(), *why_not_tiled(normal, dropped, config.loss_tile), *outputs.lines])
-    if config.inner == "eager" and any(map(is_recomputed, normal.graph.nodes)):
-        report.lines.append("checkpoint: inner='eager' reads no tags, so every layer keeps all; 'aot_eager' reads them")
+    report.events.extend(outputs.events)
     if config.offload:
-        report.lines.append(f"offload: kept values of {MIN_BYTES:,} bytes and more wait in host memory for backward")
+        report.events.append(Offloaded(min_bytes=MIN_BYTES))
     tokens = tokens_per_rank(normal)
     if not tokens:
         raise NoSequenceError.of(
@@ -113,14 +89,40 @@ def transform(
             "normalizes floating values [batch, sequence, features] of it, of two tokens or more",
             hint=NO_SEQUENCE_HINT,
         )
-    if config.strict and tokens > 1 and report.shares["whole"] > MOST_WHOLE:
-        whole = next(line for line in report.lines if line.startswith("whole: "))
-        raise AutoSPError.of(
-            f"strict=True: {whole}",
-            hint=f"more than {MOST_WHOLE:.0%} is no sequence parallelism; without strict=True it runs so",
-        )
     summary = summarize(normal, report, axis, tokens, time.perf_counter() - started)
     return normal, summary.at_break(border.graph_break, border.gathered_bytes)
+
+
+class Offloaded(Event, frozen=True):
+    """What is kept for the backward pass waits in host memory."""
+
+    kind: Literal["offload"] = "offload"
+    min_bytes: int
+
+    def __str__(self) -> str:
+        return f"offload: kept values of {self.min_bytes:,} bytes and more wait in host memory for backward"
+
+
+class OutputSharded(Event, frozen=True):
+    """An output returns as this rank's chunk."""
+
+    kind: Literal["output"] = "output"
+    node: str
+    shape: tuple[int, ...] = Field(description="of the whole output, at the sizes at hand")
+    layout: str
+    is_deferred: bool = Field(description="whether it is gathered when it is first used")
+    num_bytes: int = Field(description="of the whole output")
+    num_held: int = Field(description="entries along its dimension that all ranks hold together")
+    num_padding: int = Field(description="of these, how many at the end of the last ranks are padding")
+
+    def __str__(self) -> str:
+        if self.is_deferred:
+            when = f"is gathered when it is first used, {self.num_bytes:,} bytes on each rank"
+            return f"output %{self.node} {self.shape} {self.layout} {when}"
+        last = f"the last {self.num_padding} of {self.num_held} entries, at the end of the last ranks, are padding"
+        padding = f", and {last}" if self.num_padding else ""
+        what = f"output %{self.node} {self.shape} returns as this rank's chunk {self.layout}"
+        return f"{what}{padding}; outputs='gather' returns it whole"
 
 
 class _OutputPolicy:
@@ -128,13 +130,13 @@ class _OutputPolicy:
 
     def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
         self._num_ranks, self._border, self._how = axis.size, border, config.outputs
-        self._said: dict[fx.Node, str] = {}
+        self._said: dict[fx.Node, OutputSharded] = {}
         has_loss = any(map(_is_loss, gm.graph.output_node().all_input_nodes))
         self._keep = config.outputs == "shard" or (config.outputs == "auto" and has_loss and not border.ends_early)
         self._bytes: dict[fx.Node, int] = {}
 
     @property
-    def lines(self) -> list[str]:
+    def events(self) -> list[OutputSharded]:
         return list(self._said.values())
 
     def __call__(self, node: fx.Node, layout: Layout) -> Layout:
@@ -150,21 +152,18 @@ class _OutputPolicy:
         if not isinstance(layout, Shard) or not self._keep:
             self._border.gathered_bytes = sum(self._bytes.values())
             return Replicated()
-        shape = tuple(size_hint(n) for n in value.shape)
-        if self._how == "shard":
-            what = f"output %{node.name} {shape} returns as this rank's chunk {layout}"
-            self._said[node] = f"{what}{self._padding(node, layout)}; outputs='gather' returns it whole"
-        else:
-            cost = f"{self._bytes[node]:,} bytes on each rank"
-            self._said[node] = f"output %{node.name} {shape} {layout} is gathered when it is first used, {cost}"
+        entries = size_hint(num_entries(value.shape, layout))
+        held = -(-entries // self._num_ranks) * self._num_ranks if layout.uneven else entries
+        self._said[node] = OutputSharded(
+            node=node.name,
+            shape=tuple(size_hint(n) for n in value.shape),
+            layout=str(layout),
+            is_deferred=self._how != "shard",
+            num_bytes=self._bytes[node],
+            num_held=held,
+            num_padding=held - entries,
+        )
         return layout
-
-    def _padding(self, node: fx.Node, layout: Shard) -> str:
-        if not layout.uneven:
-            return ""
-        entries = size_hint(num_entries(node.meta["val"].shape, layout))
-        held = -(-entries // self._num_ranks) * self._num_ranks
-        return f", and the last {held - entries} of {held} entries, at the end of the last ranks, are padding"
 
 
 def _is_loss(node: fx.Node) -> bool:

@@ -38,14 +38,17 @@ if TYPE_CHECKING:
         siblings,
         where,
     )
-    from fxrewrite.plan import Plan, RuleSet, Step
-    from fxrewrite.report import Report
+    from fxrewrite.plan import Plan, RuleSet, Step, staged
+    from fxrewrite.report import Event, EventLog, Note, Report
     from fxrewrite.rule import Rule, rule
+    from fxrewrite.stages import Property
 
 __all__ = [
     "Constraint",
     "DeadCode",
     "Edit",
+    "Event",
+    "EventLog",
     "FixpointError",
     "FxRewriteError",
     "InvariantError",
@@ -53,9 +56,11 @@ __all__ = [
     "Match",
     "MatchExpectationError",
     "Maybe",
+    "Note",
     "Param",
     "Pattern",
     "Plan",
+    "Property",
     "Reason",
     "Refusal",
     "RefusedError",
@@ -80,6 +85,7 @@ __all__ = [
     "rule",
     "shared",
     "siblings",
+    "staged",
     "where",
 ]
 
@@ -121,8 +127,13 @@ lazy_package(
         "Plan": "fxrewrite.plan",
         "RuleSet": "fxrewrite.plan",
         "Step": "fxrewrite.plan",
+        "staged": "fxrewrite.plan",
+        "Event": "fxrewrite.report",
+        "EventLog": "fxrewrite.report",
+        "Note": "fxrewrite.report",
         "Report": "fxrewrite.report",
         "Rule": "fxrewrite.rule",
         "rule": "fxrewrite.rule",
+        "Property": "fxrewrite.stages",
     },
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import hashlib
+import itertools
 import logging
 import time
 import warnings
@@ -13,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, overload, runtime_checkable
 
 from torch import fx
 from torch.export import ExportedProgram
@@ -41,17 +43,21 @@ from fxrewrite.order import generations
 from fxrewrite.pattern.identity import NoIdentityError, identity
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule, misread_context
+from fxrewrite.stages import Contract, Property, checked
 from fxrewrite.sweep import Order, Overlap, Strategy, Sweep
 from fxrewrite.torch_versions import TORCH_VERSION
 
-__all__ = ["Plan", "RuleSet", "Step"]
+__all__ = ["Plan", "RuleSet", "Step", "staged"]
 
 _log = logging.getLogger(__name__)
 
 
 @runtime_checkable
 class Step(Protocol):
-    """A pass over the graph that is no rewrite rule, such as a propagation; it takes part in sets like a rule does."""
+    """A pass over the graph that is no rewrite rule, such as a propagation; it takes part in sets like a rule does.
+
+    It may have `needs`, `gives` and `precedes`, tuples of `Property`: see `fxrewrite.stages`.
+    """
 
     name: str
 
@@ -87,13 +93,26 @@ class RuleSet:
             `optional` may refuse.
         invariant: called with the nodes of the graph after the set ran; a text that says what is wrong undoes the whole
             plan.
+        needs: properties of the graph that what runs before the set gives; its members may count on them.
+        gives: properties that hold after it, beside those that its members give.
+        precedes: properties after which it is too late for it, beside those that its members say.
 
     Raises:
         RuleDefinitionError: two members have one id, or the order has a cycle; both are printed. Or `after` or `before`
-            of a rule names what is not a member; a rule that is alone in its set may name anything.
+            of a rule names what is not a member; a rule that is alone in its set may name anything. Or a step or set
+            among them needs what nothing before it gives; see `fxrewrite.stages`.
     """
 
-    def __init__(self, name: str, *members: Member, atomic: bool = False, invariant: Invariant | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *members: Member,
+        atomic: bool = False,
+        invariant: Invariant | None = None,
+        needs: Sequence[Property] = (),
+        gives: Sequence[Property] = (),
+        precedes: Sequence[Property] = (),
+    ) -> None:
         self.name = name
         self.members = members
         self.atomic = atomic
@@ -109,8 +128,17 @@ class RuleSet:
             if label in seen:
                 raise RuleDefinitionError(f"set {name}: {label} is defined twice, in {seen[label]} and in {provider}")
             seen[label] = provider
+        self.needs, self.gives, self.precedes = tuple(needs), tuple(gives), tuple(precedes)
+        self.contract = self._checked()
         self._levels = _levels(self)
         self._programs: dict[int, Program[Rule]] = {}
+
+    def _checked(self) -> Contract:
+        """What the set and its members need, give and precede together."""
+        own = Contract.of(self.name, self.needs, self.gives, self.precedes)
+        stages = [_contract(member) for member in self.members if not isinstance(member, Rule)]
+        inside = checked(f"set {self.name}", [*stages, Contract(self.name, gives=own.gives)], self.needs)
+        return Contract(self.name, {**own.needs, **inside.needs}, inside.gives, {**inside.precedes, **own.precedes})
 
     def rules(self) -> Iterator[Rule]:
         """All rules of the set and of the sets in it."""
@@ -160,13 +188,29 @@ class RuleSet:
         if not isinstance(other, (RuleSet, Rule)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"{self.name} | {other!r}: a set is joined with a RuleSet or a Rule")
         if isinstance(other, Rule):
-            return RuleSet(f"{self.name} | {other.id}", *self.members, other)
+            needs, gives, precedes = self.needs, self.gives, self.precedes
+            name, members = f"{self.name} | {other.id}", (*self.members, other)
+            return RuleSet(name, *members, needs=needs, gives=gives, precedes=precedes)
         if any(rules.atomic or rules.invariant for rules in (self, other)):
             raise RuleDefinitionError(
                 f"{self.name} | {other.name}: an atomic set, or one with an invariant, stays a set of its own; "
                 "nest them: RuleSet(name, a, b)"
             )
-        return RuleSet(f"{self.name} | {other.name}", *self.members, *other.members)
+        between = [
+            p for a, b in ((self, other), (other, self)) for p in a.contract.gives if {p} & {*b.needs, *b.precedes}
+        ]
+        if between:
+            raise RuleDefinitionError(
+                f"{self.name} | {other.name}: {between[0]} orders one after the other, and joined they run in one "
+                f"sweep; write {self.name} >> {other.name}, or the other way round"
+            )
+        return RuleSet(
+            f"{self.name} | {other.name}",
+            *(*self.members, *other.members),
+            needs=tuple(dict.fromkeys((*self.needs, *other.needs))),
+            gives=tuple(dict.fromkeys((*self.gives, *other.gives))),
+            precedes=tuple(dict.fromkeys((*self.precedes, *other.precedes))),
+        )
 
     def apply(self, gm: fx.GraphModule, context: Any = None) -> Report:
         """`self.once().apply(gm, context)`."""
@@ -221,7 +265,8 @@ class RuleSet:
 
     def text(self) -> str:
         """The page that `print` shows: every rule as `id   pattern -> (what the replacement says it does)`."""
-        rows: list[str] = [self.name + (" (atomic)" if self.atomic else "")]
+        said = Contract.of(self.name, self.needs, self.gives, self.precedes)
+        rows: list[str] = [_with(said, self.name + (" (atomic)" if self.atomic else ""))]
         width = max((len(_label(member)) for member in self.members if not isinstance(member, RuleSet)), default=0)
         for member in self.members:
             if isinstance(member, RuleSet):
@@ -229,7 +274,7 @@ class RuleSet:
             elif isinstance(member, Rule):
                 rows.append(f"  {member.id:{width}}   {member.pattern} -> ({member.doc or 'undocumented'})")
             else:
-                rows.append(f"  {member.name:{width}}   {member.text()}")
+                rows.append(f"  {member.name:{width}}   {_with(_contract(member), member.text())}")
         return "\n".join(rows)
 
     def __str__(self) -> str:
@@ -246,9 +291,9 @@ class _Stage:
     strategy: Strategy
     axis: str = ""
 
-    def run(self, edit: Edit, context: Any, report: Report) -> None:
+    def run(self, edit: Edit, context: Any, report: Report, before: _Stage | None) -> None:
         if self.axis:
-            context = self._on_axis(edit, context)
+            context = self._on_axis(edit, context, starts=before is None or before.axis != self.axis)
         if self.limit is None:
             self._once(edit, context, report)
             return
@@ -271,15 +316,15 @@ class _Stage:
             f"{', '.join(fired)}: {why}, or limit= is too small"
         )
 
-    def _on_axis(self, edit: Edit, context: Any) -> Any:
-        """The axis's context; what was known of the graph over another axis says nothing of this one."""
+    def _on_axis(self, edit: Edit, context: Any, *, starts: bool) -> Any:
+        """The axis's context; where stages on it start, what was known over another axis says nothing of this one."""
         if not isinstance(context, Mapping) or self.axis not in context:
             has = f"axes {', '.join(map(str, context))}" if isinstance(context, Mapping) else repr(context)
             raise FxRewriteError(
                 f"set {self.rules.name} runs on axis {self.axis!r}; pass a mapping from axes to contexts, such as "
                 f"context=fxrewrite.spmd.contexts(mesh), not {has}"
             )
-        for part in edit.parts():
+        for part in edit.parts() if starts else ():
             part.forget()
         return context[self.axis]
 
@@ -300,10 +345,17 @@ class Plan:
     Attributes:
         stages: the sets, in order.
         expectations: rule id -> least number of rewrites.
+        needs: properties of the graph that a stage needs and no stage before it gives, with the stage's name: the plan
+            is a part of another one, `what_gives_them >> plan`, and cannot be applied alone.
+
+    Raises:
+        RuleDefinitionError: a stage comes before what it needs, or after what it precedes; or two give the same. See
+            `fxrewrite.stages`. Nothing that is given over one axis is given over another one.
     """
 
     def __init__(self, stages: tuple[_Stage, ...], expectations: Mapping[str, int] | None = None) -> None:
         self.stages = stages
+        self.needs: Mapping[Property, str] = MappingProxyType(_open_needs(stages))
         self.expectations: Mapping[str, int] = MappingProxyType(dict(expectations or {}))
 
     def __rshift__(self, other: RuleSet | Rule | Plan) -> Plan:
@@ -366,12 +418,13 @@ class Plan:
             FixpointError: a fixpoint did not end.
         """
         _require_graph("apply", gm)
+        self._require_whole()
         started = time.perf_counter()
         report = self._new_report()
         with Edit(gm, bodies=bodies) as edit:
             promises = [(part, Promise(part.gm)) for part in edit.parts()]
-            for stage in self.stages:
-                stage.run(edit, context, report)
+            for before, stage in zip((None, *self.stages), self.stages, strict=False):
+                stage.run(edit, context, report, before)
             for part, promise in promises:
                 promise.keep(part)
             self._check_expectations(edit, report)
@@ -423,6 +476,7 @@ class Plan:
             MatchExpectationError: an expectation does not hold.
         """
         _require_graph("commit", gm)
+        self._require_whole()
         _require_matches(found)
         started = time.perf_counter()
         if isinstance(found, Found) and found.graph != graph_digest(gm):
@@ -457,6 +511,14 @@ class Plan:
         outputs, nodes = (tuple(names[name] for name in group) for group in (match.outputs, match.nodes))
         sweep.commit(program, rule, Match(outputs, nodes, frozenset(), {}), atomic=atomic)
 
+    def _require_whole(self) -> None:
+        for needed, label in self.needs.items():
+            by = f", such as {needed.given_by}," if needed.given_by else ""
+            raise RuleDefinitionError(
+                f"the plan cannot run alone: {label} needs {needed!s}, and no stage before it gives that; write "
+                f"a set{by} that does >> this"
+            )
+
     def _new_report(self) -> Report:
         report = Report()
         for rule in self.rules():
@@ -481,6 +543,7 @@ class Plan:
 
         Its `reports` has one report for each graph; see `fxrewrite.backends.rewriting_backend`.
         """
+        self._require_whole()
         return backends.rewriting_backend(self.apply, inner, graph=graph, context=context, on_report=on_report)
 
     def in_inductor(
@@ -491,6 +554,7 @@ class Plan:
         After what is installed there already. Inductor's caches tell plans apart by `digest`; a plan that has none is
         never cached. See `fxrewrite.backends.installed`.
         """
+        self._require_whole()
         graph_alone = functools.partial(self.apply, bodies=False)  # inductor passes the bodies itself
         return backends.installed(slot, graph_alone, self.digest(), context=context)
 
@@ -609,6 +673,78 @@ def _steps(rules: RuleSet) -> Iterator[Step]:
         yield from (member for member in nested.members if not isinstance(member, (Rule, RuleSet)))
 
 
+def _contract(stage: RuleSet | Step) -> Contract:
+    if isinstance(stage, RuleSet):
+        return stage.contract
+    said = (tuple(getattr(stage, verb, ())) for verb in ("needs", "gives", "precedes"))
+    return Contract.of(stage.name, *said)
+
+
+def _with(contract: Contract, text: str) -> str:
+    """A text, with what the stage needs, gives and precedes at the end of its first line."""
+    first, *rest = text.split("\n")
+    return "\n".join([f"{first}   [{contract}]" if str(contract) else first, *rest])
+
+
+def _open_needs(stages: Sequence[_Stage]) -> dict[Property, str]:
+    """What the first stages need and none of them gives; stages on one axis know nothing of those on another one."""
+    found: dict[Property, str] = {}
+    for number, (axis, group) in enumerate(itertools.groupby(stages, key=lambda stage: stage.axis)):
+        contracts = [stage.rules.contract for stage in group]
+        needs = checked(f"plan on {axis}" if axis else "plan", contracts, () if number else None).needs
+        found = found or needs
+    return found
+
+
+class _StagedStep:
+    """A step under a contract that the step itself does not have."""
+
+    def __init__(self, step: Step, said: Mapping[str, tuple[Property, ...]]) -> None:
+        self.name, self.step = step.name, step
+        self.needs, self.gives, self.precedes = said["needs"], said["gives"], said["precedes"]
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        return self.step.run(edit, context, report)
+
+    def text(self) -> str:
+        return self.step.text()
+
+
+@overload
+def staged(
+    stage: RuleSet,
+    *,
+    needs: Sequence[Property] = (),
+    gives: Sequence[Property] = (),
+    precedes: Sequence[Property] = (),
+) -> RuleSet: ...
+@overload
+def staged(
+    stage: Step, *, needs: Sequence[Property] = (), gives: Sequence[Property] = (), precedes: Sequence[Property] = ()
+) -> Step: ...
+def staged(
+    stage: RuleSet | Step,
+    *,
+    needs: Sequence[Property] = (),
+    gives: Sequence[Property] = (),
+    precedes: Sequence[Property] = (),
+) -> RuleSet | Step:
+    """The step or set, which needs, gives and precedes this too; where a method says what a general stage cannot know.
+
+    Raises:
+        RuleDefinitionError: one of these is not made of properties.
+    """
+    more: dict[str, Sequence[Property]] = {"needs": needs, "gives": gives, "precedes": precedes}
+    said: dict[str, tuple[Property, ...]] = {v: (*getattr(stage, v, ()), *found) for v, found in more.items()}
+    Contract.of(stage.name, *said.values())
+    if not isinstance(stage, RuleSet):
+        return _StagedStep(stage, said)
+    new = copy.copy(stage)
+    new.needs, new.gives, new.precedes = said["needs"], said["gives"], said["precedes"]
+    new.contract = new._checked()  # pyright: ignore[reportPrivateUsage]
+    return new
+
+
 def _label(member: Member) -> str:
     return member.id if isinstance(member, Rule) else member.name
 
@@ -621,7 +757,8 @@ def _labels(rules: RuleSet) -> Iterator[tuple[str, str]]:
         elif isinstance(member, RuleSet):
             yield from _labels(member)
         else:
-            yield member.name, f"{type(member).__module__}.{type(member).__qualname__}"
+            kind = type(member.step if isinstance(member, _StagedStep) else member)
+            yield member.name, f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _levels(rules: RuleSet) -> list[tuple[Rule, ...] | RuleSet | Step]:

@@ -1,15 +1,116 @@
-"""What a plan did and did not do: counts per rule, refusals with their reasons, and lines for the reader."""
+"""What a plan did and did not do: counts per rule, refusals with their reasons, and events.
+
+An event is data: its class says what happened, its fields say where and how much, and `str(event)` is the sentence that
+a reader sees. Programs read classes and fields, never the sentence.
+
+    class Scaled(Event, frozen=True):
+        kind: Literal["scaled"] = "scaled"
+        node: str
+
+        def __str__(self) -> str:
+            return f"scaled: %{self.node}"
+
+    report.events.append(Scaled(node="add"))
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_serializer
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializeAsAny,
+    field_serializer,
+    model_serializer,
+)
 
-from fxrewrite.errors import FxRewriteError, Reason, Refusal, did_you_mean
+from fxrewrite.errors import FxRewriteError, Reason, Refusal, RuleDefinitionError, did_you_mean
 
-__all__ = ["Report", "RuleReport"]
+__all__ = ["Event", "EventLog", "Note", "Report", "RuleReport"]
+
+
+class Event(BaseModel, frozen=True, extra="forbid"):
+    """Something worth saying about what a plan did; a subclass for each kind, `str(event)` is its sentence.
+
+    JSON has the fields, and the sentence as `text`.
+
+    Raises:
+        RuleDefinitionError: when a subclass is defined: another one has its `kind`.
+    """
+
+    kind: str = Field(description="what happened, in a word or two; no two classes share one")
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        kind = cls.model_fields["kind"].default
+        other = _KINDS.get(kind)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise RuleDefinitionError(
+                f"{cls.__module__}.{cls.__qualname__} and {other.__module__}.{other.__qualname__} are both events of "
+                f"kind {kind!r}; give one of them another kind"
+            )
+        if isinstance(kind, str):
+            _KINDS[kind] = cls
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The sentence, on one line."""
+        raise NotImplementedError
+
+    @model_serializer(mode="wrap")
+    def _with_text(self, fields: Any) -> dict[str, Any]:
+        return {**fields(self), "text": str(self)}
+
+
+_KINDS: dict[str, type[Event]] = {}
+"""The class of each kind of event, of all modules that are imported."""
+E = TypeVar("E", bound=Event)
+
+
+class Note(Event, frozen=True):
+    """A sentence for the reader, without anything that a program could need."""
+
+    kind: Literal["note"] = "note"
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _event(found: Any) -> Any:
+    """An event, also of the fields that JSON has of one."""
+    if not isinstance(found, dict):
+        return found
+    fields: dict[str, Any] = dict(found)  # pyright: ignore[reportUnknownArgumentType]
+    kind = _KINDS.get(fields.get("kind", ""))
+    if kind is None:
+        raise ValueError(f"no event of kind {fields.get('kind')!r} is known; import the module that defines it")
+    if "text" not in kind.model_fields:
+        fields.pop("text", None)
+    return kind.model_validate(fields)
+
+
+class EventLog(BaseModel):
+    """A model with events, in the order in which they happened."""
+
+    events: list[Annotated[SerializeAsAny[Event], BeforeValidator(_event)]] = Field(
+        default_factory=list[Event], description="things worth saying: gathered operators, how attention runs ..."
+    )
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The sentences of the events, for readers; what a program wants to know is in `events`."""
+        return tuple(map(str, self.events))
+
+    def events_of(self, kind: type[E]) -> list[E]:
+        """The events of one class, in order."""
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 class RuleReport(BaseModel):
@@ -47,17 +148,12 @@ class RuleReport(BaseModel):
             self.refusals.append(refusal)
 
 
-class Report(BaseModel):
+class Report(EventLog):
     """The result of `plan.apply`: `str(report)` is a table, `model_dump_json()` the same for programs."""
 
     model_config = ConfigDict(extra="forbid")
 
     rules: list[RuleReport] = Field(default_factory=list[RuleReport], description="one entry per rule and step")
-    lines: list[str] = Field(default_factory=list[str], description="things worth saying: gathered operators ...")
-    shares: dict[str, float] = Field(
-        default_factory=dict[str, float],
-        description="what steps measured, between 0 and 1; whole: of matrix products, what every rank computes whole",
-    )
     seconds: float = Field(default=0.0, description="wall time of the whole plan, with matching and recompilation")
     _index: dict[str, RuleReport] = PrivateAttr(default_factory=dict[str, RuleReport])
 
@@ -102,7 +198,7 @@ class Report(BaseModel):
         return dict(Counter(refusal.kind for refusal in self.refusals).most_common())
 
     def text(self, *, times: bool = True) -> str:
-        """A table of rules, then refusals and lines; without times it is the same in every run, for snapshots."""
+        """A table of rules, then refusals and events; without times it is the same in every run, for snapshots."""
         width = max([4, *(len(entry.rule) for entry in self.rules)])
         fired = sum(entry.rewrites > 0 for entry in self.rules)
         total = f"{self.rewrites} rewrite{'s' * (self.rewrites != 1)} by {fired} of {len(self.rules)} rules"

@@ -5,16 +5,17 @@ from typing import Any
 
 from torch import fx
 
-from fxrewrite import Edit, Report
+from fxrewrite import Edit, Property, Report
 from fxrewrite.graph import Fact
 
 __all__ = ["Known"]
 
 
 class Known:
-    """The step that writes down one fact of some nodes."""
+    """The step that writes down one fact of some nodes, and says that it gives these properties."""
 
-    def __init__(self, fact: Fact[Any], values: Mapping[fx.Node, Any]) -> None:
+    def __init__(self, fact: Fact[Any], values: Mapping[fx.Node, Any], *gives: Property) -> None:
+        self.gives = gives
         self.name, self.fact, self.values = f"known_{fact.name}", fact, values
 
     def run(self, edit: Edit, context: object, report: Report) -> int:

@@ -18,7 +18,7 @@ from fxrewrite.errors import Reason, Refusal, refuse
 from fxrewrite.page import report_page
 from fxrewrite.page.sides import Change, compare
 from fxrewrite.plan import RuleSet
-from fxrewrite.report import Report
+from fxrewrite.report import Note, Report
 from fxrewrite.rule import Rule, rule
 
 HOSTILE = "page.<script>alert('&')</script>"
@@ -69,7 +69,7 @@ def computed(x: torch.Tensor) -> torch.Tensor:
 def applied(rules: RuleSet = RULES, function: Any = computed) -> tuple[Report, fx.GraphModule, fx.GraphModule]:
     gm = make_fx(function, tracing_mode="fake")(torch.rand(3))
     after, report = rules.once().applied(gm)
-    report.lines.append("note: 1 < 2")
+    report.events.append(Note(text="note: 1 < 2"))
     return report, gm, after
 
 

@@ -15,7 +15,7 @@ from fxrewrite.errors import FixpointError, MatchExpectationError, RefusedError,
 from fxrewrite.graph.edit import Edit
 from fxrewrite.pattern import Pattern, cap, op, where
 from fxrewrite.plan import Plan, RuleSet, Step
-from fxrewrite.report import Report
+from fxrewrite.report import Note, Report
 from fxrewrite.rule import Rule, rule
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class Tag:
             refuse("this step cannot", node=nodes[0] if nodes else None)
         for node in nodes:
             edit.set_meta(node, "tag", context)
-        report.lines.append(f"{self.name}: {len(nodes)} nodes")
+        report.events.append(Note(text=f"{self.name}: {len(nodes)} nodes"))
         return len(nodes)
 
     def text(self) -> str:
@@ -175,7 +175,7 @@ def test_steps_and_nested_sets_run_where_they_stand() -> None:
     gm = traced(torch.relu)
     rules = RuleSet("s", swap("relu", "exp"), Tag("first"), RuleSet("nested", swap("exp", "tanh")), Tag("second"))
     report = rules.once().apply(gm, context="here")
-    assert report.lines == ["first: 1 nodes", "second: 0 nodes"]
+    assert report.lines == ("first: 1 nodes", "second: 0 nodes")
     assert report["first"].rewrites == 1
     assert names(gm) == ["tanh"]
     assert isinstance(Tag("x"), Step)

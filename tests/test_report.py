@@ -1,15 +1,27 @@
 """A report is readable as text and as JSON, and counts refusals by reason."""
 
 import json
+from typing import Literal
 
+import pytest
 import torch
+from pydantic import ValidationError
 
-from fxrewrite.errors import Reason, Refusal
-from fxrewrite.report import Report, RuleReport
+from fxrewrite.errors import Reason, Refusal, RuleDefinitionError
+from fxrewrite.report import Event, Note, Report, RuleReport
+
+
+class Counted(Event, frozen=True):
+    kind: Literal["counted nodes"] = "counted nodes"
+    node: str
+    num_nodes: int
+
+    def __str__(self) -> str:
+        return f"counted: {self.num_nodes} nodes, the first is %{self.node}"
 
 
 def a_report() -> Report:
-    report = Report(seconds=0.5, lines=["gathered: cumsum at %cumsum (model.py:7)"])
+    report = Report(seconds=0.5, events=[Counted(node="cumsum", num_nodes=7)])
     entry = report.rule("sp.attention")
     entry.anchors, entry.matches, entry.rewrites, entry.seconds = 5, 4, 2, 0.002
     entry.refuse(
@@ -28,7 +40,7 @@ def test_text_is_a_table_with_refusals_and_lines() -> None:
         "sp.loss             0        0         0        0      0.00",
         "refused  sp.attention: 6 heads do not divide at %sdpa (model.py:41); use 3",
         "refused  sp.attention: 6 heads do not divide at %sdpa_1 (model.py:41); use 3",
-        "gathered: cumsum at %cumsum (model.py:7)",
+        "counted: 7 nodes, the first is %cumsum",
     ]
 
 
@@ -39,6 +51,42 @@ def test_json_goes_both_ways_and_objects_become_text() -> None:
     assert again.model_dump_json() == text
     assert again["sp.attention"].rewrites == 2
     assert again.refusals[1].data == {"heads": 6}
+
+
+def test_an_event_is_data_and_its_sentence_is_in_json_too() -> None:
+    report = a_report()
+    report.events.append(Note(text="done"))
+    assert report.lines == ("counted: 7 nodes, the first is %cumsum", "done")
+    (event,) = report.events_of(Counted)
+    assert event.num_nodes == 7
+    text = report.model_dump_json()
+    assert json.loads(text)["events"] == [
+        {"kind": "counted nodes", "node": "cumsum", "num_nodes": 7, "text": report.lines[0]},
+        {"kind": "note", "text": "done"},
+    ]
+    assert Report.model_validate_json(text).events == report.events
+
+
+def test_a_sentence_cannot_be_added_without_an_event() -> None:
+    with pytest.raises(AttributeError):
+        Report().lines.append("gathered: cumsum")  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError, match="abstract"):
+        Event(kind="a kind without a sentence")  # pyright: ignore[reportAbstractUsage]
+
+
+def test_an_event_of_an_unknown_kind_is_not_read() -> None:
+    with pytest.raises(ValidationError, match="no event of kind 'of another package' is known; import the module"):
+        Report.model_validate({"rules": [], "events": [{"kind": "of another package", "text": "x"}]})
+
+
+def test_two_classes_of_one_kind_are_an_error() -> None:
+    with pytest.raises(RuleDefinitionError, match=r"Other and .*Counted are both events of kind 'counted nodes'"):
+
+        class Other(Event, frozen=True):  # pyright: ignore[reportUnusedClass]
+            kind: Literal["counted nodes"] = "counted nodes"
+
+            def __str__(self) -> str:
+                return "counted"
 
 
 def test_refusals_are_counted_by_reason_and_each_only_once() -> None:

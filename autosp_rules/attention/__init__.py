@@ -6,9 +6,9 @@
     ring          a rank's own queries; k and v are sent from rank to rank; or a ring over groups of ranks
     exchange      the placement of values in a ring, and the operator that moves them there and back
     ring_kernel   the ring itself, forward and backward
-    together      q, k and v in one coalesced collective
-    skip          every attention but the last returns zeros, to measure memory
-    choose        which strategy serves which call, and the lines about it in the report
+    together      q, k and v in one collective
+    skip          every attention but the last gives zeros, to measure memory
+    choose        which strategy serves which call, and the events about it in the report
 
 A strategy that the user requests is applied or refused; without a request, the cheapest strategy that serves a call is
 chosen. Propagation does the rest: the layout rule of attention (`rules.layouts.attention`) moves the shards to the

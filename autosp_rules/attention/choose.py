@@ -1,11 +1,12 @@
-"""Chooses a strategy for each attention, and reports what it sends: a line for every kind of call."""
+"""Which strategy serves which attention, and what that sends: an event in the report for every kind of call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
+from pydantic import Field
 from torch import fx
 
 from autosp_rules.attention.strategy import (
@@ -20,12 +21,12 @@ from autosp_rules.attention.strategy import (
 from autosp_rules.config import AttentionOption
 from autosp_rules.lengths import planned_size
 from autosp_rules.memory.costs import FLOPS_PER_BYTE_SENT, bytes_of, planned_for
-from fxrewrite import Edit, Report, refuse
+from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import source_line
 from fxrewrite.spmd import Axis, Shard, SpmdContext, layout_of, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 
-__all__ = ["ChooseAttention", "DescribeAttention"]
+__all__ = ["AttentionRuns", "ChooseAttention", "DescribeAttention"]
 
 
 class ChooseAttention:
@@ -102,6 +103,26 @@ def _priced(cost: Cost, chosen: Cost) -> str:
     )
 
 
+class AttentionRuns(Event, frozen=True):
+    """Calls of attention run by one strategy, for one reason."""
+
+    kind: Literal["attention"] = "attention"
+    num_calls: int
+    strategy: str
+    why: str
+    bytes_sent: int = Field(description="by a rank in each call, forward")
+    first: str = Field(description="the first call's node")
+    source: str
+    others: str = Field(description="what the other strategies would cost, or why they cannot serve")
+
+    def __str__(self) -> str:
+        first = f"the first is %{self.first} {self.source}".rstrip()
+        return (
+            f"attention: {self.num_calls} x {self.strategy}: {self.why}; each sends {self.bytes_sent:,} bytes per rank "
+            f"forward; {first} ({self.others})"
+        )
+
+
 class DescribeAttention:
     """A step that reports how every attention runs, once placements are known."""
 
@@ -119,15 +140,20 @@ class DescribeAttention:
                 sent = _bytes_sent(node, axis) if choice.sent is None else choice.sent
                 alike.setdefault((how, why, sent, choice.others), []).append(node)
         for (strategy, why, sent, others), (first, *more) in alike.items():
-            report.lines.append(
-                f"attention: {1 + len(more)} x {strategy}: {why}; each sends {sent:,} bytes per rank forward; "
-                f"the first is %{first.name} {source_line(first)}".rstrip()
-                + f" ({others})"
+            event = AttentionRuns(
+                num_calls=1 + len(more),
+                strategy=strategy,
+                why=why,
+                bytes_sent=sent,
+                first=first.name,
+                source=source_line(first),
+                others=others,
             )
+            report.events.append(event)
         return 0
 
     def text(self) -> str:
-        return "a line in the report for every kind of call: strategy, reason, bytes, and what the others would cost"
+        return "an event for every kind of call: strategy, reason, bytes, and what the others would cost"
 
 
 def _how(node: fx.Node, layout: Shard) -> str:

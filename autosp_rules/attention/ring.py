@@ -40,6 +40,8 @@ from autosp_rules.memory.costs import Sends, bytes_of, set_sends
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
+    COLLECTIVE_CALLS,
+    LOCAL_SHAPES,
     Axis,
     Call,
     IndexMap,
@@ -241,7 +243,7 @@ def _say(match: Match, sent: fx.Proxy, sends: Sends) -> None:
     set_sends(match.edit, sent.node, sends)
 
 
-RING_RULES = RuleSet("lower_ring", lower_ring)
+RING_RULES = RuleSet("lower_ring", lower_ring, needs=(LOCAL_SHAPES,), precedes=(COLLECTIVE_CALLS,))
 
 
 def _why_no_ring(call: AttentionCall, axis: Axis) -> str:

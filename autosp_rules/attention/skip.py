@@ -14,18 +14,18 @@ Source: DeepSpeed, deepspeed/runtime/sequence_parallel/ulysses_sp.py (skip_all_b
 from __future__ import annotations
 
 from operator import getitem
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from autosp_rules.memory.costs import ATTENTION
-from fxrewrite import DeadCode, Edit, Report, RuleSet
+from fxrewrite import DeadCode, Edit, Event, Report, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import is_same_size
 from rules.attention.kernels import lse_dtype
 
-__all__ = ["SKIP_ALL_BUT_LAST"]
+__all__ = ["SKIP_ALL_BUT_LAST", "AttentionSkipped"]
 
 
 @torch.library.custom_op("autosp::skipped_attention", mutates_args=())
@@ -67,6 +67,20 @@ skipped_attention.register_autograd(_gradients, setup_context=_save)
 SKIPPED = torch.ops.autosp.skipped_attention.default
 
 
+class AttentionSkipped(Event, frozen=True):
+    """Results and gradients are not the model's, since calls of attention compute nothing."""
+
+    kind: Literal["skipped attention"] = "skipped attention"
+    num_skipped: int
+    num_calls: int
+
+    def __str__(self) -> str:
+        return (
+            f"RESULTS AND GRADIENTS ARE NOT THE MODEL'S: {self.num_skipped} of {self.num_calls} attentions compute "
+            "nothing (skip_all_but_last_attention), to measure memory alone"
+        )
+
+
 class SkipAllButLast:
     """A step that replaces every attention of the graph but the last by `skipped_attention`."""
 
@@ -82,11 +96,7 @@ class SkipAllButLast:
                 made = edit.call(getitem, (made, 0), after=made, like=node, rule=self.name)
             edit.replace_uses(node, made)
             edit.erase(node)
-        report.lines.insert(
-            0,
-            f"RESULTS AND GRADIENTS ARE NOT THE MODEL'S: {len(skipped)} of {len(attentions)} attentions compute "
-            "nothing (skip_all_but_last_attention), to measure memory alone",
-        )
+        report.events.insert(0, AttentionSkipped(num_skipped=len(skipped), num_calls=len(attentions)))
         return len(skipped)
 
     def text(self) -> str:

@@ -1,7 +1,7 @@
 """The contract of strategies for attention over a sharded sequence: when one can serve a call, its cost, its rules.
 
-A strategy is chosen for each call before propagation, from shapes and the axis only. The choice is stored in the node's
-metadata, where the strategy's rules read it.
+A strategy is chosen for each call before layouts are propagated, from shapes and the axis alone. The choice is a fact
+of the call, which the strategy's rules read.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from torch import fx
 
 from autosp_rules.memory.costs import attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
+from fxrewrite.graph import Fact
 from fxrewrite.ops import bind
 from fxrewrite.spmd import Axis, Size, redistribute, require_divisible, size_hint
 
 __all__ = [
+    "CHOICE",
     "AttentionCall",
     "AttentionStrategy",
     "Choice",
@@ -30,8 +32,6 @@ __all__ = [
     "redistribution_of",
     "serve",
 ]
-
-_META = "attention_choice"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,10 @@ class Choice:
     """Bytes that a rank sends forward, if no redistribution shows them."""
 
 
+CHOICE = Fact[Choice]("attention choice")
+"""How a call of attention is to run."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionStrategy:
     """One way to run attention."""
@@ -132,13 +136,13 @@ def divides(count: Size, axis: Axis) -> bool:
 
 
 def choice_of(node: fx.Node) -> Choice | None:
-    """Returns what was chosen for an attention call; None for other nodes."""
-    return node.meta.get(_META)
+    """What was chosen for an attention call; None for other nodes."""
+    return CHOICE.of(node)
 
 
 def choose(edit: Edit, node: fx.Node, choice: Choice) -> None:
-    """Stores the choice, for `choice_of`."""
-    edit.set_meta(node, _META, choice)
+    """Write the choice down where `choice_of` finds it."""
+    edit.set_fact(node, CHOICE, choice)
 
 
 def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:

@@ -4,12 +4,12 @@ A layer is what runs under one entry of a list of modules. Its nodes get the tag
 joint graph for its partitioner: `recompute` on recomputed values, `MUST_SAVE` on saved ones, one `ac_graph_id` per
 layer. So it works with every backend on AOTAutograd; a backend without it, such as "eager", ignores tags.
 
-    "none"       no tags, and no line in the report: the partitioner decides
-    "attention"  saves the layer's input, attention's result and its log-sum-exp
-    "full"       saves the layer's input; attention runs twice
-    n bytes      saves what is most expensive to recompute, per byte, up to n bytes of all layers together
-    "auto"       recomputes nothing if everything fits into a quarter of the device's memory; else "attention", plus
-                 as many of the most expensive values as needed to keep recomputation within 8 % of a step
+    "none"       no tags, and no event in the report: the partitioner decides
+    "attention"  kept: the layer's input, attention's result and its log-sum-exp
+    "full"       kept: the layer's input; attention runs twice
+    n bytes      what costs most to compute again, per byte, as long as it fits into n bytes of all layers together
+    "auto"       nothing is computed again where all fits into a quarter of the device's memory; else "attention", and
+                 so many of the most expensive values that what is computed again takes at most 8 % of a step
 
 Recomputing may include sending: an all-to-all before attention is then sent again, and the report says so. A value that
 draws random numbers or has effects is never recomputed. A layer that checkpoints by itself, or in part, keeps its own
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, Field
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -45,11 +45,20 @@ from autosp_rules.memory.costs import (
     planned_for,
     read_in_backward,
 )
-from fxrewrite import Edit, Report
+from fxrewrite import Edit, Event, Report
 from fxrewrite.ops import is_pure, is_random, key
 from fxrewrite.spmd import COLLECTIVES
 
-__all__ = ["CheckpointOption", "TagCheckpoints", "checkpoint_text", "is_recomputed"]
+__all__ = [
+    "CheckpointOption",
+    "Checkpointed",
+    "FindUnreadTags",
+    "Recomputation",
+    "TagCheckpoints",
+    "TagsUnread",
+    "checkpoint_text",
+    "is_recomputed",
+]
 
 CheckpointOption: TypeAlias = Literal["auto", "none", "attention", "full"] | Annotated[int, Field(ge=0, strict=True)]
 
@@ -132,6 +141,71 @@ class _Layer:
         return sum(kept_bytes(node) for node in (read & inside) | set(self.results))
 
 
+class Recomputation(BaseModel, frozen=True, extra="forbid"):
+    """What tagged layers keep, and what their backward passes compute and send again, all layers together."""
+
+    num_layers: int
+    kept_bytes: int
+    read_bytes: int = Field(description="what is kept when nothing is computed again")
+    input_bytes: int = Field(description="of the layers' inputs, which are one hidden size per token")
+    operators: dict[str, int] = Field(description="costly operators that run again, and how many")
+    share: float = Field(description="of the operations of a step, those that run again")
+    num_sent: int = Field(description="values that are sent again")
+    bytes_sent: int = Field(description="of these")
+
+    def __str__(self) -> str:
+        what = ", ".join(f"{count} x {name}" for name, count in self.operators.items()) or "cheap values"
+        sent = f"sent again are {self.num_sent} values of {self.bytes_sent:,} bytes"
+        return (
+            f"{self.num_layers} layers keep {self.kept_bytes // self.num_layers:,} bytes each, "
+            f"{self.kept_bytes / self.input_bytes:.2f} hidden sizes per token where all is "
+            f"{self.read_bytes / self.input_bytes:.2f}; recomputed are {what}: {self.share:.1%} of the step's "
+            f"operations; {sent if self.num_sent else 'nothing is sent again'}"
+        )
+
+
+class Checkpointed(Event, frozen=True):
+    """What was decided about what layers keep for the backward pass."""
+
+    kind: Literal["checkpoint"] = "checkpoint"
+    option: str | int
+    planned: str = Field(default="", description="for which length that was decided, where the length is a symbol")
+    found: Recomputation | None = Field(default=None, description="None where no layer is tagged")
+    why: str = Field(default="", description="why no layer is tagged")
+    num_own: int = Field(default=0, description="layers that checkpoint by themselves")
+
+    def __str__(self) -> str:
+        said = str(self.found or self.why)
+        if self.found is not None and isinstance(self.option, int) and self.found.kept_bytes > self.option:
+            said += f"; the inputs of the layers alone take {self.found.kept_bytes:,} bytes, more than the budget"
+        if self.num_own:
+            said += f"; {self.num_own} x a layer that checkpoints by itself keeps its own choice"
+        return f"checkpoint={self.option!r}{self.planned}: {said}"
+
+
+class TagsUnread(Event, frozen=True):
+    """Tags are in the graph, and the inner backend does not read them."""
+
+    kind: Literal["tags unread"] = "tags unread"
+
+    def __str__(self) -> str:
+        return "checkpoint: inner='eager' reads no tags, so every layer keeps all; 'aot_eager' reads them"
+
+
+class FindUnreadTags:
+    """The step that reports tags which inner='eager' does not read, those of the model too."""
+
+    name = "find_unread_tags"
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        if any(map(is_recomputed, edit.nodes())):
+            report.events.append(TagsUnread())
+        return 0
+
+    def text(self) -> str:
+        return "an event where nodes have tags, which inner='eager' does not read"
+
+
 class TagCheckpoints:
     """A step that tags every layer as `option` says, and reports what is saved, recomputed and sent again."""
 
@@ -147,20 +221,19 @@ class TagCheckpoints:
         nodes = edit.nodes()
         layers, num_own = _layers(nodes)
         if not layers:
-            report.lines.append(f"checkpoint={self.option!r}: {_why_no_layer(nodes)}")
+            report.events.append(Checkpointed(option=self.option, why=_why_no_layer(nodes)))
             return 0
-        line, tagged = self._chosen(nodes, layers)
-        own = f"; {num_own} x a layer that checkpoints by itself keeps its own choice" if num_own else ""
-        report.lines.append(f"checkpoint={self.option!r}{planned_for(nodes)}: {line}{own}")
-        return _tag(edit, nodes, tagged)
+        found = None if self.option == "auto" and _fits(nodes, layers) else self._chosen(nodes, layers)
+        why = "" if found is not None else _ALL_FITS
+        event = Checkpointed(option=self.option, planned=planned_for(nodes), found=found, why=why, num_own=num_own)
+        report.events.append(event)
+        return 0 if found is None else _tag(edit, nodes, layers)
 
     def text(self) -> str:
         return f"layers keep and recompute by tags: {self.option}"
 
-    def _chosen(self, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> tuple[str, Sequence[_Layer]]:
-        """Returns the line of the report, and the layers with recomputation, with what they save."""
-        if self.option == "auto" and _fits(nodes, layers):
-            return "nothing is recomputed: what the layers keep takes less than a quarter of the device's memory", []
+    def _chosen(self, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> Recomputation:
+        """What layers keep, which is written into them, in numbers."""
         for layer in layers:
             layer.kept = set(layer.results)
             if self.option in ("auto", "attention"):
@@ -170,7 +243,10 @@ class TagCheckpoints:
             _keep_until_cheap(layers, _OVERHEAD * step)
         elif isinstance(self.option, int):
             _keep_what_fits(layers, self.option)
-        return _described(self.option, layers, step), layers
+        return _described(layers, step)
+
+
+_ALL_FITS = "nothing is recomputed: what the layers keep takes less than a quarter of the device's memory"
 
 
 def _why_no_layer(nodes: Sequence[fx.Node]) -> str:
@@ -285,23 +361,20 @@ def _parts(node: fx.Node) -> set[fx.Node]:
     return {node, *(user for user in node.users if key(user) == _ITEM)}
 
 
-def _described(option: CheckpointOption, layers: Sequence[_Layer], step: float) -> str:
-    kept = sum(layer.kept_bytes() for layer in layers)
-    everything = sum(layer.read_bytes() for layer in layers)
-    hidden = sum(layer.input_bytes for layer in layers)
+def _described(layers: Sequence[_Layer], step: float) -> Recomputation:
     again = [node for layer in layers for node in layer.again(layer.kept)]
     sent = [sent for sent in map(bytes_sent, again) if sent]
     what = Counter(key(node).partition("::")[2] for node in again if flops_of(node))
-    lines = [
-        f"{len(layers)} layers keep {kept // len(layers):,} bytes each, {kept / hidden:.2f} hidden sizes per token "
-        f"where all is {everything / hidden:.2f}",
-        f"recomputed are {', '.join(f'{count} x {name}' for name, count in what.items()) or 'cheap values'}: "
-        f"{sum(map(flops_of, again)) / max(step, 1.0):.1%} of the step's operations",
-        f"sent again are {len(sent)} values of {sum(sent):,} bytes" if sent else "nothing is sent again",
-    ]
-    if isinstance(option, int) and kept > option:
-        lines.append(f"the inputs of the layers alone take {kept:,} bytes, more than the budget")
-    return "; ".join(lines)
+    return Recomputation(
+        num_layers=len(layers),
+        kept_bytes=sum(layer.kept_bytes() for layer in layers),
+        read_bytes=sum(layer.read_bytes() for layer in layers),
+        input_bytes=sum(layer.input_bytes for layer in layers),
+        operators=dict(what),
+        share=sum(map(flops_of, again)) / max(step, 1.0),
+        num_sent=len(sent),
+        bytes_sent=sum(sent),
+    )
 
 
 def _tag(edit: Edit, nodes: Sequence[fx.Node], layers: Sequence[_Layer]) -> int:

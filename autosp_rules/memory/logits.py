@@ -6,55 +6,121 @@ them, the loss can be computed in tiles (`rules.tiling.loss`). The model's outpu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import fx
 from torch.fx.node import map_arg
 
 from autosp_rules.memory.costs import bytes_of, planned_for
-from fxrewrite import Edit, refuse
-from fxrewrite.graph import is_same_size, source_line
+from fxrewrite import Edit, Event, Report, refuse
+from fxrewrite.graph import Fact, is_same_size, source_line
 from fxrewrite.ops import bind, has_trait, is_view, key, value
 
-__all__ = ["drop_logits", "why_not_tiled"]
+__all__ = ["DropLogits", "FindHeldLogits", "LogitsDropped", "LogitsHeld", "LogitsNoOutput"]
 
 _SPELLED = {"aten::log_softmax", "aten::logsumexp"}
 """Operators in which a cross entropy is written out."""
 _LOSSES = {"aten::cross_entropy_loss": "self", "aten::nll_loss_nd": "self", "aten::nll_loss": "self"}
 
 
-def drop_logits(gm: fx.GraphModule) -> dict[str, str]:
-    """Replaces outputs that are logits of a loss by None; returns messages by the logits' name.
+class LogitsDropped(Event, frozen=True):
+    """Outputs that are logits of a loss are None."""
 
-    If the logits are not an output, the message says that the option has no effect.
+    kind: Literal["logits dropped"] = "logits dropped"
+    outputs: dict[str, tuple[str, ...]] = Field(description="their nodes and shapes")
+
+    def __str__(self) -> str:
+        shapes = {name: ", ".join(shape) + "," * (len(shape) == 1) for name, shape in self.outputs.items()}
+        return "; ".join(f"output %{name} ({shape}) is None: logits='drop'" for name, shape in shapes.items())
+
+
+class LogitsNoOutput(Event, frozen=True):
+    """Logits of a loss are not among the outputs, so that dropping them changes nothing."""
+
+    kind: Literal["logits no output"] = "logits no output"
+    node: str
+    other_user: str = Field(description="a node that reads them besides their loss, or empty")
+
+    def __str__(self) -> str:
+        besides = f", and %{self.other_user} reads them besides their loss" if self.other_user else ""
+        return f"logits='drop' changes nothing: the logits %{self.node} are not an output{besides}"
+
+
+class LogitsHeld(Event, frozen=True):
+    """A rank holds the logits of a loss nevertheless, since the loss is not computed in tiles."""
+
+    kind: Literal["logits held"] = "logits held"
+    node: str
+    source: str
+    num_bytes: int
+    planned: str = Field(description="for which length that is, where the length is a symbol")
+
+    def __str__(self) -> str:
+        return (
+            f"whole: %{self.node} {self.source}: its loss is not computed in tiles, and a rank holds "
+            f"{self.num_bytes:,} bytes of logits{self.planned}; rules.tiling.loss says what it matches"
+        )
+
+
+_IS_DROPPED = Fact[bool]("dropped logits")
+"""Known of logits of a loss that are not to be held."""
+
+
+class DropLogits:
+    """The step after which outputs that are logits of a loss of the graph are None.
+
+    Of logits that are no output, it reports that this changes nothing.
 
     Raises:
         RefusedError: the graph has no logits of a cross entropy.
     """
-    output, heads = gm.graph.output_node(), _heads(gm.graph)
-    if not heads:
-        refuse(
-            "logits='drop', and the graph has no logits of a cross entropy",
-            node=output,
-            hint=_hint(gm.graph),
-        )
-    dropped = {node: head for node in output.all_input_nodes if (head := _head_shown(node, heads))}
-    with Edit(gm) as edit:
+
+    name = "drop_logits"
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        output, heads = edit.graph.output_node(), _heads(edit.graph)
+        if not heads:
+            reason = "logits='drop', and the graph has no logits of a cross entropy"
+            refuse(reason, node=output, hint=_hint(edit.graph))
+        dropped = {node: head for node in output.all_input_nodes if (head := _head_shown(node, heads))}
         edit.set_args(output, map_arg(output.args, lambda node: None if node in dropped else node))
-    shown = {head: [node for node in dropped if dropped[node] is head] for head in heads.values()}
-    return {head.name: _none(nodes) if nodes else _unchanged(head, heads) for head, nodes in shown.items()}
+        for head in dict.fromkeys(heads.values()):
+            edit.set_fact(head, _IS_DROPPED, True)
+            shown = {n.name: tuple(map(str, n.meta["val"].shape)) for n in dropped if dropped[n] is head}
+            report.events.append(LogitsDropped(outputs=shown) if shown else _no_output(head, heads))
+        return len(dropped)
+
+    def text(self) -> str:
+        return "outputs that are logits of a loss become None"
 
 
-def _none(outputs: Iterable[fx.Node]) -> str:
-    return "; ".join(f"output %{node.name} {tuple(node.meta['val'].shape)} is None: logits='drop'" for node in outputs)
+class FindHeldLogits:
+    """The step that reports logits which were to be dropped and are held nevertheless, of more than `tile_bytes`."""
+
+    name = "find_held_logits"
+
+    def __init__(self, tile_bytes: int) -> None:
+        self._tile_bytes = tile_bytes
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        for node in edit.nodes():
+            if _IS_DROPPED.of(node) and node.users and bytes_of(node) > self._tile_bytes:
+                where, planned = source_line(node), planned_for([node])
+                event = LogitsHeld(node=node.name, source=where, num_bytes=bytes_of(node), planned=planned)
+                report.events.append(event)
+        return 0
+
+    def text(self) -> str:
+        return f"an event where a rank holds more than {self._tile_bytes:,} bytes of dropped logits"
 
 
-def _unchanged(head: fx.Node, heads: Mapping[fx.Node, fx.Node]) -> str:
+def _no_output(head: fx.Node, heads: Mapping[fx.Node, fx.Node]) -> LogitsNoOutput:
     users = [user for node in heads if heads[node] is head for user in node.users]
     others = [u for u in users if u not in heads and key(u) not in _LOSSES and isinstance(value(u), torch.Tensor)]
-    besides = "".join(f", and %{user.name} reads them besides their loss" for user in others[:1])
-    return f"logits='drop' changes nothing: the logits %{head.name} are not an output{besides}"
+    return LogitsNoOutput(node=head.name, other_user=others[0].name if others else "")
 
 
 def _hint(graph: fx.Graph) -> str:
@@ -66,17 +132,6 @@ def _hint(graph: fx.Graph) -> str:
         "F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='none'), which is minus the log "
         "probability of each label, or use logits='keep'"
     )
-
-
-def why_not_tiled(gm: fx.GraphModule, logits: Collection[str], tile_bytes: int) -> list[str]:
-    """Returns a line for each of these logits that a rank still computes as a whole, and that may exceed a tile."""
-    held = [node for node in gm.graph.nodes if node.name in logits and node.users]
-    return [
-        f"whole: %{node.name} {source_line(node)}: its loss is not computed in tiles, and a rank holds "
-        f"{bytes_of(node):,} bytes of logits{planned_for([node])}; rules.tiling.loss says what it matches"
-        for node in held
-        if bytes_of(node) > tile_bytes
-    ]
 
 
 def _heads(graph: fx.Graph) -> dict[fx.Node, fx.Node]:

@@ -29,13 +29,13 @@ from autosp_rules.memory.costs import (
     planned_for,
     read_in_backward,
 )
-from fxrewrite import Edit, Report, RuleSet, where
+from fxrewrite import Edit, Event, Report, RuleSet, where
 from fxrewrite.graph import Fact, source_line
 from fxrewrite.ops import bind, key
 from rules.tiling.mlp import Mlp, mlp_of, tiled_mlp_rules
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile
 
-__all__ = ["MlpTileOption", "tile_mlps"]
+__all__ = ["MlpTileOption", "MlpsTiled", "MlpsWhole", "tile_mlps"]
 
 MlpTileOption: TypeAlias = Literal["auto"] | Annotated[int, Field(gt=0, strict=True)] | None
 
@@ -53,6 +53,39 @@ def tile_mlps(option: Literal["auto"] | int) -> RuleSet:
     return RuleSet("tile_mlps", choice, tiled_mlp_rules(choice.tile_bytes, _is_chosen))
 
 
+class MlpsTiled(Event, frozen=True):
+    """MLPs of one size are computed a tile of rows at a time."""
+
+    kind: Literal["MLPs in tiles"] = "MLPs in tiles"
+    option: Literal["auto"] | int
+    planned: str = Field(description="for which length that was decided, where the length is a symbol")
+    num_mlps: int
+    tile_rows: int
+    num_rows: int
+    inside_bytes: int = Field(description="what the backward pass would read of the inside of one without tiles")
+
+    def __str__(self) -> str:
+        held = self.inside_bytes * self.tile_rows // self.num_rows
+        return (
+            f"mlp_tile={self.option!r}{self.planned}: {self.num_mlps} x an MLP in tiles of {self.tile_rows:,} rows: "
+            f"{held:,} bytes are held inside, not {self.inside_bytes:,} of all {self.num_rows:,} rows"
+        )
+
+
+class MlpsWhole(Event, frozen=True):
+    """MLPs are not computed in tiles, or none is."""
+
+    kind: Literal["MLPs whole"] = "MLPs whole"
+    option: Literal["auto"] | int
+    planned: str = Field(default="", description="for which length that was decided, where the length is a symbol")
+    num_mlps: int = Field(description="0 where no MLP is computed in tiles at all")
+    why: str
+
+    def __str__(self) -> str:
+        what = f"{self.num_mlps} x an MLP whole" if self.num_mlps else "no MLP is computed in tiles"
+        return f"mlp_tile={self.option!r}{self.planned}: {what}: {self.why}"
+
+
 class ChooseMlps:
     """A step that marks the last linears of MLPs to tile, and reports how many bytes these then hold."""
 
@@ -67,15 +100,17 @@ class ChooseMlps:
         nodes = edit.nodes()
         found = {node: mlp_of(node) for node in nodes if flops_of(node)}
         large = {node: mlp for node, mlp in found.items() if isinstance(mlp, Mlp) and self._is_large(mlp)}
-        held, lines = _Held(nodes), Counter[str]()
+        held, found_alike, planned = _Held(nodes), Counter[MlpsTiled | MlpsWhole](), planned_for(large)
         for node, mlp in large.items():
             why_whole = held.why_whole(node, mlp) if self.option == "auto" else ""
             edit.set_fact(node, _CHOSEN, not why_whole)
-            lines[why_whole or self._saving(mlp, held.inside(mlp))] += 1
-        option = f"mlp_tile={self.option!r}{planned_for(large)}"
-        report.lines += [f"{option}: {count} x {line}" for line, count in lines.items()]
+            if why_whole:
+                found_alike[MlpsWhole(option=self.option, planned=planned, num_mlps=1, why=why_whole)] += 1
+            else:
+                found_alike[self._tiled(mlp, held.inside(mlp), planned)] += 1
+        report.events += [event.model_copy(update={"num_mlps": count}) for event, count in found_alike.items()]
         if not large and self.option != "auto":
-            report.lines.append(f"mlp_tile={self.option}: no MLP is computed in tiles{_why_none(found)}")
+            report.events.append(MlpsWhole(option=self.option, num_mlps=0, why=_why_none(found)))
         return 0
 
     def text(self) -> str:
@@ -84,12 +119,11 @@ class ChooseMlps:
     def _is_large(self, mlp: Mlp) -> bool:
         return is_more_than_a_tile(mlp.num_rows, mlp.rows_of_tile(self.tile_bytes))
 
-    def _saving(self, mlp: Mlp, inside: int) -> str:
+    def _tiled(self, mlp: Mlp, inside: int, planned: str) -> MlpsTiled:
         num_rows = planned_size(mlp.num_rows)
         rows = min(num_rows, mlp.rows_of_tile(self.tile_bytes))
-        return (
-            f"an MLP in tiles of {rows:,} rows: {inside * rows // num_rows:,} bytes are held inside, "
-            f"not {inside:,} of all {num_rows:,} rows"
+        return MlpsTiled(
+            option=self.option, planned=planned, num_mlps=1, tile_rows=rows, num_rows=num_rows, inside_bytes=inside
         )
 
 
@@ -110,13 +144,13 @@ class _Held:
         """Says why tiles would cost FLOPs or save nothing; empty if they are worthwhile."""
         inner = [node for node in mlp.inside if flops_of(node)]
         if not self._again.issuperset(inner):
-            return "an MLP whole: the backward pass does not compute its inside again, and tiles would"
+            return "the backward pass does not compute its inside again, and tiles would"
         if last in self._again:
-            return "an MLP whole: the backward pass computes its result again too, and tiles the inside once more"
+            return "the backward pass computes its result again too, and tiles the inside once more"
         inside = self.inside(mlp)
         rest = self._of_layers[inner[0].meta.get("ac_graph_id")] - inside
         if inside <= rest:
-            return f"an MLP whole: {inside:,} bytes are held inside, and {rest:,} bytes of the rest of its layer"
+            return f"{inside:,} bytes are held inside, and {rest:,} bytes of the rest of its layer"
         return ""
 
 
@@ -134,8 +168,8 @@ def _why_none(found: Mapping[fx.Node, Mlp | str]) -> str:
     read = {node: bytes_of(given["input" if "input" in given else "mat1"]) for node, given in linears.items()}
     last = max(read, key=lambda node: read[node], default=None)
     if last is None:
-        return ": there is no linear"
+        return "there is no linear"
     why = found[last]
-    return f": the largest, at %{last.name} {source_line(last)}: " + (
+    return f"the largest, at %{last.name} {source_line(last)}: " + (
         why if isinstance(why, str) else "it fits into a tile"
     )

@@ -149,10 +149,10 @@ class _Page:
         return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
 
     def notes(self) -> Iterator[str]:
-        if self._report.lines:
+        if self._report.events:
             yield '<h2 id="notes">Notes</h2>'
             yield "<ul>"
-            yield from (f"<li>{escape(line)}</li>" for line in self._report.lines)
+            yield from (f"<li>{escape(str(event))}</li>" for event in self._report.events)
             yield "</ul>"
 
     def graph(self) -> Iterator[str]:

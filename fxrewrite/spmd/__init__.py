@@ -16,6 +16,7 @@ from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.context import SpmdContext, contexts
 from fxrewrite.spmd.deferred import DeferredGather, deferred_gather
 from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
+from fxrewrite.spmd.events import Drawn, Gathered, ProductsWhole, Summed
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape, layout_of
 from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 from fxrewrite.spmd.gradients import scale_gradients, sum_gradients
@@ -35,6 +36,7 @@ from fxrewrite.spmd.registered import joined_layouts, registered_layouts
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
 from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_nodes, size_proxy
+from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES, PLACEMENTS
 from fxrewrite.spmd.table import layout_table, with_table
 from fxrewrite.spmd.trial import LayoutTrial, free_dims, try_layout, try_layouts
 from fxrewrite.spmd.virtual import declare_virtual
@@ -42,10 +44,13 @@ from fxrewrite.spmd.virtual import declare_virtual
 __all__ = [
     "BUNDLE_RULES",
     "COLLECTIVES",
+    "COLLECTIVE_CALLS",
     "COLLECTIVE_RULES",
     "GLOBAL_SHAPE",
     "HELD",
+    "LOCAL_SHAPES",
     "PLACEMENT",
+    "PLACEMENTS",
     "REDUCTIONS",
     "Axis",
     "BackgroundComparison",
@@ -53,7 +58,9 @@ __all__ = [
     "Comparison",
     "DeferredGather",
     "Discovery",
+    "Drawn",
     "EntryNodes",
+    "Gathered",
     "IndexMap",
     "IndexPart",
     "Layout",
@@ -64,6 +71,7 @@ __all__ = [
     "Neutral",
     "Partial",
     "Place",
+    "ProductsWhole",
     "PropagateLayouts",
     "Replicated",
     "SampleError",
@@ -71,6 +79,7 @@ __all__ = [
     "Size",
     "SizeReader",
     "SpmdContext",
+    "Summed",
     "TensorSpec",
     "Terms",
     "agree",

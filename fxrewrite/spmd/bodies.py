@@ -26,6 +26,7 @@ from fxrewrite.ops import is_random, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.decision import Decision, operands_of, replicated
+from fxrewrite.spmd.events import Summed
 from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
 from fxrewrite.spmd.shared_nodes import size_nodes
@@ -193,10 +194,7 @@ class CustomFunctions:
                 on_chunks.forward.localize()
                 on_chunks.backward.localize()
             if give_true_gradients(self._part(function.backward), function, self._context.axis) and on_chunks is None:
-                report.lines.append(
-                    f"summed: %{node.name} {source_line(node)}: its own backward is not linear in the gradients, "
-                    "so they are summed over the ranks in front of it"
-                )
+                report.events.append(Summed(node=node.name, source=source_line(node)))
 
 
 def stays_a_sum(node: fx.Node, operands: Sequence[fx.Node], layouts: Sequence[Layout]) -> bool:

@@ -38,6 +38,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, check_layout
 from fxrewrite.spmd.redistribute import redistribute
+from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = ["HELD", "RETURNED", "Place", "inputs", "module_input", "module_output", "outputs", "param"]
 
@@ -100,6 +101,7 @@ class Place:
     def __init__(self, name: str, placements: Mapping[Site, Layout]) -> None:
         self.name = name
         self.placements = dict(placements)
+        self.precedes = (PLACEMENTS,)
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         axis = SpmdContext.required(context, self.name).axis

@@ -40,6 +40,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.bodies import CustomFunctions, stays_a_sum
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.events import Drawn, Gathered, ProductsWhole
 from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.group import COLLECTIVES, axis_rank
 from fxrewrite.spmd.infer import inferred
@@ -59,6 +60,7 @@ from fxrewrite.spmd.products import is_product, share_of
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.relocate import relocate
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, tensor_of
+from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = ["PropagateLayouts"]
 
@@ -91,6 +93,7 @@ class PropagateLayouts:
         self.name = name
         self.rules = rules
         self.prefer = prefer
+        self.gives = (PLACEMENTS,)
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
@@ -104,15 +107,10 @@ class PropagateLayouts:
                 continue
             whole = _gathered(node, decisions)
             if whole and node.target is not redistribute:  # who asks for one says why
-                report.lines.append(_gather_line(node, decision.gathered or f"{key(node)} reads it whole", whole))
+                report.events.append(_gathering(node, decision.gathered or f"{key(node)} reads it whole", whole))
             if is_random(node):
                 sharded = any(isinstance(layout, Shard) for layout in decision.gives)
-                what = (
-                    "each rank draws the numbers of its chunk"
-                    if sharded
-                    else "every rank must draw alike: seed them so"
-                )
-                report.lines.append(f"random: %{node.name} {source_line(node)}: {what}")
+                report.events.append(Drawn(node=node.name, source=source_line(node), is_sharded=sharded))
         _say_what_runs_whole({n: d for n, d in decisions.items() if n not in edit.erased}, report)
         propagation.functions.write(report)
         changes = _write(edit, decisions, context.axis, self.name)
@@ -440,15 +438,18 @@ def _num_results(node: fx.Node) -> int:
 
 
 def _say_what_runs_whole(decisions: dict[fx.Node, Decision], report: Report) -> None:
-    """A line, and a share, where matrix products, which are what a model's time is made of, run whole on every rank."""
+    """An event where matrix products, which are what a model's time is made of, run whole on every rank."""
     products = [node for node in decisions if is_product(node)]
     whole = [node for node in products if decisions[node].wants and all(want == R for want in decisions[node].wants)]
-    report.shares["whole"] = share = share_of(whole, products)
     if whole:
-        first = f"%{whole[0].name} {source_line(whole[0])}".rstrip()
-        report.lines.append(
-            f"whole: {len(whole)} of {len(products)} matrix products run whole on every rank, {share:.1%} of their "
-            f"operations; the first is {first}"
+        report.events.append(
+            ProductsWhole(
+                num_whole=len(whole),
+                num_products=len(products),
+                share=share_of(whole, products),
+                first=whole[0].name,
+                source=source_line(whole[0]),
+            )
         )
 
 
@@ -460,11 +461,11 @@ def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node
     return [operand for operand, want in ends if want == R and isinstance(decisions[operand].gives[0], Shard)]
 
 
-def _gather_line(node: fx.Node, why: str, whole: list[fx.Node]) -> str:
+def _gathering(node: fx.Node, why: str, whole: list[fx.Node]) -> Gathered:
     known = [tensor_of(n) for n in whole if not is_read_from_data(tensor_of(n).numel())]
     num_bytes = sum(size_hint(value.numel()) * value.element_size() for value in known)
-    rest = ", and what depends on data" if len(known) < len(whole) else ""
-    return f"gathered: %{node.name} {source_line(node)}: {why} ({num_bytes:,} bytes{rest} whole on each rank)"
+    is_more = len(known) < len(whole)
+    return Gathered(node=node.name, source=source_line(node), why=why, num_bytes=num_bytes, is_more=is_more)
 
 
 def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str) -> int:

@@ -15,7 +15,9 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from fxrewrite.ops import possible_keys
+from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.events import Gathered
 from fxrewrite.spmd.layout import Axis, Layout, Replicated, Shard
 from fxrewrite.spmd.notation import IndexMap
 from fxrewrite.spmd.redistribute import redistribute
@@ -23,8 +25,8 @@ from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
 
 __all__ = ["LayoutTrial", "free_dims", "index_map_of", "try_layout", "try_layouts"]
 
-Apply = Callable[[fx.GraphModule, SpmdContext], Any]
-"""Turns a graph with redistributions into a local program, in place; returns a report with `lines`."""
+Apply = Callable[[fx.GraphModule, SpmdContext], Report]
+"""Turns a graph with redistributions into a local program, in place; returns the report of that."""
 Run = Callable[[fx.GraphModule, Sequence[Any], int], tuple[list[Any], list[torch.Tensor | None]]]
 """Runs a local program on so many ranks: the outputs of each, and each input's gradient averaged over the ranks."""
 
@@ -141,7 +143,7 @@ class _Trial:
             if value.grad is not None:
                 assert found is not None, "a gradient is missing"
                 error = max(error, _difference(found, value.grad))
-        return LayoutTrial(tuple(layouts), any("gathered" in line for line in report.lines), error)
+        return LayoutTrial(tuple(layouts), any(isinstance(event, Gathered) for event in report.events), error)
 
 
 class _Graph:

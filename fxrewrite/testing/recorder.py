@@ -37,4 +37,13 @@ def recorded(rules: RuleSet) -> tuple[RuleSet, dict[str, Recorder]]:
         name = member.id if isinstance(member, Rule) else member.name
         recorders[name] = Recorder(f"after {name}")
         members += [member, recorders[name]]
-    return RuleSet(rules.name, *members, atomic=rules.atomic, invariant=rules.invariant), recorders
+    made = RuleSet(
+        rules.name,
+        *members,
+        atomic=rules.atomic,
+        invariant=rules.invariant,
+        needs=rules.needs,
+        gives=rules.gives,
+        precedes=rules.precedes,
+    )
+    return made, recorders

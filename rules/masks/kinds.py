@@ -20,16 +20,25 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit, Report
-from fxrewrite.graph import ClosedValues, OpenValueError, symbols_of
+from fxrewrite.graph import ClosedValues, Fact, OpenValueError, symbols_of
 from fxrewrite.ops import bind, fake_value
 from rules.attention.operator import attentions
 from rules.masks.expressions import Call, Leaf, MaskExpression, Term, parse_mask
 from rules.masks.proofs import is_true_everywhere
 from rules.masks.reading import ReadMask, is_dense, read_mask
 
-__all__ = ["CAUSAL", "NOTHING_HIDDEN", "Condition", "MaskKind", "NameMasks", "kind_of", "mask_kind", "name_mask"]
+__all__ = [
+    "CAUSAL",
+    "MASK_KIND",
+    "NOTHING_HIDDEN",
+    "Condition",
+    "MaskKind",
+    "NameMasks",
+    "kind_of",
+    "mask_kind",
+    "name_mask",
+]
 
-_META = "mask_kind"
 _LENGTHS = (7, 331, 1 << 18)
 """Lengths tried if the length is symbolic; the last exceeds every window."""
 _LOW = -1e4
@@ -81,6 +90,8 @@ class MaskKind:
         return " and ".join(map(str, self.parts)) or "nothing hidden"
 
 
+MASK_KIND = Fact[MaskKind]("mask kind")
+"""What a mask means, or the mask that attention has inside."""
 CAUSAL = MaskKind((MaskPart(Condition.CAUSAL),))
 NOTHING_HIDDEN = MaskKind()
 
@@ -94,27 +105,27 @@ class NameMasks:
         """Records the meaning of dense masks. Changes no node."""
         for node in attentions(edit.nodes()):
             mask = bind(node)["attn_mask"]
-            if isinstance(mask, fx.Node) and _META not in mask.meta and is_dense(mask):
+            if isinstance(mask, fx.Node) and MASK_KIND.of(mask) is None and is_dense(mask):
                 read = read_mask(mask)
                 if isinstance(read, ReadMask):
                     name_mask(edit, mask, mask_kind(mask, read))
         return 0
 
     def text(self) -> str:
-        return "records what every dense attention mask means, for the report"
+        return "what every dense mask of attention means, for costs and reports"
 
 
 def kind_of(node: fx.Node) -> MaskKind | None:
-    """Returns the recorded meaning of a mask, of a part of it, or of attention that reads it; None if there is none."""
-    while _META not in node.meta and len(node.all_input_nodes) == 1:
+    """What was written down of a mask, of what it is a part of, or of attention that reads it; None for all others."""
+    while (kind := MASK_KIND.of(node)) is None and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    return node.meta.get(_META)
+    return kind
 
 
 def name_mask(edit: Edit, node: fx.Node, kind: MaskKind | None) -> None:
     """Records what a mask means, if that is known."""
     if kind is not None:
-        edit.set_meta(node, _META, kind)
+        edit.set_fact(node, MASK_KIND, kind)
 
 
 def mask_kind(mask: fx.Node, read: ReadMask) -> MaskKind:

@@ -26,10 +26,10 @@ def test_a_graph_without_gradients_is_left_alone() -> None:
     (report,) = backend.reports
     assert report.num_ranks == 4
     assert not report.collectives
-    assert report.lines == [
+    assert report.lines == (
         "gradients are disabled, and so is AutoSP then (disable_in_eval): the graph went to the inner backend as it "
-        "was, and runs whole on every rank"
-    ]
+        "was, and runs whole on every rank",
+    )
 
 
 def test_a_graph_with_gradients_is_sharded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

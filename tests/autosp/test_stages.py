@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import fx
 
-from autosp_rules import RULES
+from autosp_rules import RULES, AutoSPConfig
 from autosp_rules.rule_set import rule_set
 from fxrewrite.backends import capture
 from fxrewrite.capture import normalize
@@ -37,7 +37,7 @@ _NOT_SHOWN = (
     "tile_mlps",
     "checkpoint",
 )
-_ULYSSES = rule_set("ulysses")
+_ULYSSES = rule_set(AutoSPConfig(attention="ulysses"))
 """For so few tokens it is cheaper to gather k and v."""
 STAGES = ("captured", *(member.name for member in _ULYSSES.members if member.name not in _NOT_SHOWN))
 

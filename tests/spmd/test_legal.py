@@ -14,6 +14,7 @@ from fxrewrite.backends import normalized
 from fxrewrite.graph import graph_text, input_name
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
+    REDUCTIONS,
     Axis,
     Layout,
     LocalizeShapes,
@@ -63,6 +64,7 @@ class Net(nn.Module):
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 ROWS: dict[Any, Layout] = {param("mlp.up.weight"): Shard(0), param("mlp.down.weight"): Shard(1)}
 PROPAGATE, LOCALIZE = PropagateLayouts("propagate", LAYOUTS), LocalizeShapes("localize", LAYOUTS)
+PROPAGATE_AGAIN = PropagateLayouts("propagate_again", LAYOUTS)
 
 
 def program() -> tuple[fx.GraphModule, list[Any]]:
@@ -120,12 +122,7 @@ def refused(rules: RuleSet, context: Any = None) -> str:
             "aten::square reads %linear_1 P(sum), and is not linear in pending sums",
         ),
         (plan(ROWS, sum_chunks, LOCALIZE, COLLECTIVE_RULES), "lies.sum_chunks: aten::cumsum reads"),
-        (
-            RuleSet("plan", LOCALIZE, COLLECTIVE_RULES),
-            "localize: no placement is known; the plan needs a PropagateLayouts",
-        ),
         (plan(ROWS, LOCALIZE), "redistribute from P(sum) to R is left in a graph whose shapes are local"),
-        (plan(ROWS, COLLECTIVE_RULES, LOCALIZE), "redistribute"),
         (
             plan({param("mlp.up.wieght"): Shard(0)}),
             "param('mlp.up.wieght') matches nothing; the graph has 'mlp.up.weight'",
@@ -144,6 +141,29 @@ def refused(rules: RuleSet, context: Any = None) -> str:
 )
 def test_is_refused(rules: RuleSet, says: str) -> None:
     assert says in refused(rules)
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        (
+            (LOCALIZE, COLLECTIVE_RULES),
+            "localize needs placements, and no stage before it gives that; add one",
+        ),
+        (
+            (PROPAGATE, COLLECTIVE_RULES, LOCALIZE),
+            "collectives needs local shapes, which localize gives after it",
+        ),
+        ((PROPAGATE, PROPAGATE_AGAIN, LOCALIZE), "propagate_again gives placements, which propagate gives already"),
+        ((PROPAGATE, Place("place", ROWS), LOCALIZE), "place precedes placements, which propagate gives before it"),
+        ((PROPAGATE, LOCALIZE, REDUCTIONS), "mean_over_shards precedes local shapes, which localize gives before it"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_order_that_cannot_work_is_an_error_where_the_set_is_made(members: tuple[Any, ...], says: str) -> None:
+    with pytest.raises(RuleDefinitionError) as error:
+        RuleSet("plan", *members)
+    assert says in str(error.value)
 
 
 @pytest.mark.parametrize(

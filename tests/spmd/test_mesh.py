@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import fx, nn
 
+from autosp_rules import AutoSPConfig
 from autosp_rules.rule_set import rule_set
 from fxrewrite import Plan, RuleSet
 from fxrewrite.backends import normalized
@@ -59,7 +60,7 @@ def parallel(name: str, place: Mapping[Any, Layout]) -> RuleSet:
 
 
 DP = parallel("data", {inputs("{input_ids,labels}"): Shard(0)})
-SP = rule_set("ulysses", checkpoint="none", mlp_tile=None)
+SP = rule_set(AutoSPConfig(attention="ulysses", checkpoint="none", mlp_tile=None))
 HEADS = {param("*.{q,k,v}_proj.weight"): Shard(0), param("*.o_proj.weight"): Shard(1)}
 MLP = {param("*.{gate,up}_proj.weight"): Shard(0), param("*.down_proj.weight"): Shard(1)}
 CONV1D = {

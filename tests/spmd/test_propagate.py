@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
-from fxrewrite import FxRewriteError, RuleSet
+from fxrewrite import Edit, FxRewriteError, Report
 from fxrewrite.spmd import LocalizeShapes, PropagateLayouts
 from rules.layouts import LAYOUTS
 from tests.spmd.on_ranks import on_ranks
@@ -33,7 +33,7 @@ class Body(nn.Module):
 
 def check(body: Any, *, num_ranks: int = 2, ids: torch.Tensor = IDS) -> list[str]:
     """Loss and gradients equal one device's; returns what the report says."""
-    return on_ranks(Body(body), ids, num_ranks).lines
+    return list(on_ranks(Body(body), ids, num_ranks).lines)
 
 
 def gathers(lines: list[str]) -> list[str]:
@@ -150,5 +150,5 @@ def test_three_and_eight_ranks() -> None:
 def test_a_plan_without_its_context_says_what_it_needs() -> None:
     gm = fx.symbolic_trace(lambda x: x + 1)
     for step in (PropagateLayouts("shard", LAYOUTS), LocalizeShapes("localize", LAYOUTS)):
-        with pytest.raises(FxRewriteError, match=r"needs to know the mesh axis; pass plan\.apply"):
-            RuleSet("s", step).apply(gm)
+        with pytest.raises(FxRewriteError, match=r"needs to know the mesh axis; pass plan\.apply"), Edit(gm) as edit:
+            step.run(edit, cast(Any, None), Report())

@@ -222,7 +222,7 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
         "grad_error": grad_error,
         "worst": worst,
         "sharded": bool(report.collectives),
-        "lines": report.lines,
+        "lines": list(report.lines),
     }
 
 

@@ -35,6 +35,7 @@ from fxrewrite.rule import Rule
 from fxrewrite.spmd.layout import Axis, Layout, Replicated, Shard
 from fxrewrite.spmd.lower.collectives import Lowering, moves
 from fxrewrite.spmd.redistribute import redistribute
+from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
 from fxrewrite.spmd.virtual import declare_virtual
 
 __all__ = ["BUNDLE_RULES", "bundle"]
@@ -108,5 +109,6 @@ BUNDLE_RULES = RuleSet(
     _together("all_to_all", moves(Shard, Shard)),
     _together("all_gather", moves(Shard, Replicated)),
     DeadCode("open_bundles"),
+    needs=(LOCAL_SHAPES,),
+    precedes=(COLLECTIVE_CALLS,),
 )
-"""In front of `fxrewrite.spmd.lower`."""

@@ -40,6 +40,7 @@ from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, local_shape, num_entries
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_proxy
+from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
 
 __all__ = ["COLLECTIVE_RULES", "Lowering", "moves", "redistribution", "take_chunk"]
 
@@ -272,5 +273,14 @@ def _(match: Match, x: fx.Proxy, layout: Shard, fill: float) -> fx.Proxy:
 
 
 COLLECTIVE_RULES = RuleSet(
-    "collectives", slice_chunk, all_gather, all_to_all, all_reduce, reduce_scatter, own_summand, clear_padding
+    "collectives",
+    slice_chunk,
+    all_gather,
+    all_to_all,
+    all_reduce,
+    reduce_scatter,
+    own_summand,
+    clear_padding,
+    needs=(LOCAL_SHAPES,),
+    gives=(COLLECTIVE_CALLS,),
 )

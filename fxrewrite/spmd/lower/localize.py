@@ -24,6 +24,7 @@ from fxrewrite.spmd.layout import Layout, Partial, Shard, local_shape, num_entri
 from fxrewrite.spmd.legal import check_lowered, check_placements
 from fxrewrite.spmd.rule import LayoutRules, tensor_of
 from fxrewrite.spmd.shared_nodes import size_nodes
+from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
 
 __all__ = ["LocalizeShapes"]
 
@@ -34,6 +35,7 @@ class LocalizeShapes:
     def __init__(self, name: str, rules: LayoutRules) -> None:
         self.name = name
         self.rules = rules
+        self.needs, self.gives = (PLACEMENTS,), (LOCAL_SHAPES,)
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         num_ranks = SpmdContext.required(context, self.name).axis.size

@@ -22,6 +22,7 @@ from fxrewrite.rule import Rule
 from fxrewrite.spmd.facts import global_shape, layout_of
 from fxrewrite.spmd.layout import Partial
 from fxrewrite.spmd.shared_nodes import size_proxy
+from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
 
 __all__ = ["REDUCTIONS", "mean_over_shards"]
 
@@ -54,4 +55,4 @@ def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     return divided if wide == dtype else aten.to(divided, dtype)
 
 
-REDUCTIONS = RuleSet("mean_over_shards", mean_over_shards)
+REDUCTIONS = RuleSet("mean_over_shards", mean_over_shards, needs=(PLACEMENTS,), precedes=(LOCAL_SHAPES,))

@@ -11,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
-from autosp_rules.memory.logits import drop_logits
+from autosp_rules.memory.logits import DropLogits
 from autosp_rules.transform import transform
-from fxrewrite import normalize
+from fxrewrite import RuleSet, normalize
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh
 from tests.autosp.models import VOCAB, batch, build
@@ -42,7 +42,7 @@ def test_no_value_has_all_logits() -> None:
 def test_the_model_returns_none() -> None:
     def without_logits(gm: fx.GraphModule, _: Any) -> fx.GraphModule:
         gm = normalize(gm)
-        drop_logits(gm)
+        RuleSet("drop", DropLogits()).apply(gm)
         return gm
 
     model, inputs = build("llama_gqa", layers=1), batch("llama_gqa", "plain")

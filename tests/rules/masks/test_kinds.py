@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxrewrite import RuleSet
-from rules.masks.kinds import NameMasks, kind_of
+from rules.masks.kinds import MASK_KIND, NameMasks, kind_of
 from tests.rules.attention.test_by_rows import (
     READABLE,
     Mask,
@@ -47,7 +47,7 @@ def kind(mask: Mask, mode: str = "symbolic") -> str:
     """The text of what the mask means, which says whether it hides later keys."""
     gm = traced(attend_with(mask), [*operands(), *data()], mode)
     RuleSet("name", NameMasks()).once().apply(gm)
-    (found,) = {kind_of(node) for node in gm.graph.nodes if "mask_kind" in node.meta}
+    (found,) = {kind_of(node) for node in gm.graph.nodes if MASK_KIND.of(node)}
     assert found is not None
     assert found.hides_later_keys == ("causal" in str(found).split(" and "))
     return str(found)

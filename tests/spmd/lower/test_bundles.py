@@ -15,6 +15,7 @@ from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     COLLECTIVES,
     GLOBAL_SHAPE,
+    LOCAL_SHAPES,
     Axis,
     Layout,
     Replicated,
@@ -68,7 +69,7 @@ def _program(moves: list[Move], axis: Axis, *, together: bool) -> fx.GraphModule
         shapes[moved[-1]] = shape
     graph.output(tuple(moved))
     gm = fx.GraphModule({}, graph)
-    known = Known(GLOBAL_SHAPE, shapes)
+    known = Known(GLOBAL_SHAPE, shapes, LOCAL_SHAPES)
     RuleSet("lower", known, BUNDLE_RULES, COLLECTIVE_RULES).apply(gm, context=SpmdContext(axis))
     return gm
 

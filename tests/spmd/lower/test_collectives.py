@@ -22,6 +22,7 @@ from fxrewrite.ops import key
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     GLOBAL_SHAPE,
+    LOCAL_SHAPES,
     Axis,
     Layout,
     Partial,
@@ -116,7 +117,9 @@ class Program:
         """The local program, and the rules that made it."""
         self.graph.output(outputs)
         gm = fx.GraphModule({}, self.graph)
-        report = RuleSet("lower", Known(GLOBAL_SHAPE, self.shapes), rules).apply(gm, context=SpmdContext(self.axis))
+        report = RuleSet("lower", Known(GLOBAL_SHAPE, self.shapes, LOCAL_SHAPES), rules).apply(
+            gm, context=SpmdContext(self.axis)
+        )
         assert not [node for node in gm.graph.nodes if key(node).endswith("redistribute")]
         return gm, [entry.rule for entry in report.rules if entry.rewrites]
 
@@ -199,7 +202,9 @@ def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layo
             total.meta["val"] = aten.sum.default(product.meta["val"])
         graph.output((move(total, Partial(), Replicated()) if isinstance(dst, Shard) else total,))
         gm = fx.GraphModule({}, graph)
-        RuleSet("lower", Known(GLOBAL_SHAPE, shapes), COLLECTIVE_RULES).apply(gm, context=SpmdContext(axis))
+        RuleSet("lower", Known(GLOBAL_SHAPE, shapes, LOCAL_SHAPES), COLLECTIVE_RULES).apply(
+            gm, context=SpmdContext(axis)
+        )
         return run_on_ranks(gm, [whole, weights], num_ranks, backward=0)
 
 
@@ -212,7 +217,9 @@ def test_slices_that_have_names(num_ranks: int, are_labels: bool) -> None:
         program = Program(torch.stack([ids] * num_ranks), logits, ids.shape, axis_of(mesh, "sp"))
         moved = program.move(Replicated(), Shard(0))
         read = [program.call(aten.cross_entropy_loss.default, program.weight, moved)] if are_labels else []
-        gm, fired = program.lowered(RuleSet("slices", SLICE_RULES, COLLECTIVE_RULES), moved, *read)
+        gm, fired = program.lowered(
+            RuleSet("slices", SLICE_RULES, COLLECTIVE_RULES, needs=(LOCAL_SHAPES,)), moved, *read
+        )
         run = run_on_ranks(gm, program.inputs, num_ranks)
     assert fired == ["autosp.shard_label_ids" if are_labels else "autosp.shard_position_ids"]
     for rank in range(num_ranks):

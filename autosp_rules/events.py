@@ -1,0 +1,37 @@
+"""What reports of AutoSP tell, by class; `report.events_of(AttentionRuns)` gives those of one."""
+
+from autosp_rules.attention.choose import AttentionRuns
+from autosp_rules.attention.skip import AttentionSkipped
+from autosp_rules.masks import FlexHoldsScores, MaskedAttention
+from autosp_rules.memory.checkpoint import Checkpointed, Recomputation, TagsUnread
+from autosp_rules.memory.logits import LogitsDropped, LogitsHeld, LogitsNoOutput
+from autosp_rules.memory.mlps import MlpsTiled, MlpsWhole
+from autosp_rules.report import LeftAlone
+from autosp_rules.sequence import OneToken, Padded, TooShort
+from autosp_rules.transform import Offloaded, OutputSharded
+from fxrewrite.spmd import Drawn, Gathered, ProductsWhole, Summed
+
+__all__ = [
+    "AttentionRuns",
+    "AttentionSkipped",
+    "Checkpointed",
+    "Drawn",
+    "FlexHoldsScores",
+    "Gathered",
+    "LeftAlone",
+    "LogitsDropped",
+    "LogitsHeld",
+    "LogitsNoOutput",
+    "MaskedAttention",
+    "MlpsTiled",
+    "MlpsWhole",
+    "Offloaded",
+    "OneToken",
+    "OutputSharded",
+    "Padded",
+    "ProductsWhole",
+    "Recomputation",
+    "Summed",
+    "TagsUnread",
+    "TooShort",
+]

@@ -1,0 +1,71 @@
+"""What propagation has to say: operators that run whole, draws of random numbers, and gradients that are summed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from fxrewrite.report import Event
+
+__all__ = ["Drawn", "Gathered", "ProductsWhole", "Summed"]
+
+
+class Gathered(Event, frozen=True):
+    """Operands of an operator are gathered, since it cannot run on shards of them."""
+
+    kind: Literal["gathered"] = "gathered"
+    node: str
+    source: str
+    why: str
+    num_bytes: int = Field(description="of the gathered operands, as every rank then holds them")
+    is_more: bool = Field(description="whether there are others, whose size the data decides")
+
+    def __str__(self) -> str:
+        rest = ", and what depends on data" if self.is_more else ""
+        return f"gathered: %{self.node} {self.source}: {self.why} ({self.num_bytes:,} bytes{rest} whole on each rank)"
+
+
+class Drawn(Event, frozen=True):
+    """An operator draws random numbers."""
+
+    kind: Literal["random"] = "random"
+    node: str
+    source: str
+    is_sharded: bool = Field(description="whether each rank draws numbers of its own")
+
+    def __str__(self) -> str:
+        sharded, whole = "each rank draws the numbers of its chunk", "every rank must draw alike: seed them so"
+        return f"random: %{self.node} {self.source}: {sharded if self.is_sharded else whole}"
+
+
+class ProductsWhole(Event, frozen=True):
+    """Some matrix products, which are what a model's time is made of, run whole on every rank."""
+
+    kind: Literal["products whole"] = "products whole"
+    num_whole: int = Field(gt=0)
+    num_products: int
+    share: float = Field(ge=0, le=1, description="of the operations of all matrix products, those of the whole ones")
+    first: str = Field(description="the first one's node")
+    source: str
+
+    def __str__(self) -> str:
+        first = f"%{self.first} {self.source}".rstrip()
+        return (
+            f"whole: {self.num_whole} of {self.num_products} matrix products run whole on every rank, "
+            f"{self.share:.1%} of their operations; the first is {first}"
+        )
+
+
+class Summed(Event, frozen=True):
+    """The gradients that a custom backward reads are summed over the ranks before it runs."""
+
+    kind: Literal["summed"] = "summed"
+    node: str
+    source: str
+
+    def __str__(self) -> str:
+        return (
+            f"summed: %{self.node} {self.source}: its own backward is not linear in the gradients, "
+            "so they are summed over the ranks in front of it"
+        )
