@@ -1,5 +1,3 @@
 """From the graph that Dynamo or export gives to one spelling: pre-dispatch ATen with autograd above it."""
 
-from fxrewrite.capture.normalize import normalize
-
-__all__ = ["normalize"]
+from fxrewrite.capture.normalize import normalize as normalize

@@ -7,8 +7,7 @@ output nodes are chosen, every path names one value, so nothing has to be undone
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
