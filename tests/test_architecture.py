@@ -95,11 +95,15 @@ def used(path: Path) -> Iterator[str]:
 
 
 def exported(module: str) -> list[str]:
-    """The literal `__all__` of the module, which must have one."""
-    for node in ast.parse(FILES[module].read_text()).body:
+    """The literal `__all__` of the module, or what a package imports under the same name: `import a as a`."""
+    tree = ast.parse(FILES[module].read_text())
+    for node in tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return ast.literal_eval(node.value)
-    raise AssertionError(f"{module} has no __all__")
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    names = [alias.name for node in imports for alias in node.names if alias.asname == alias.name]
+    assert names, f"{module} exports nothing: it has no __all__, and no `from module import name as name`"
+    return names
 
 
 def owner(name: str) -> str:

@@ -10,8 +10,15 @@ import torch
 
 from fxrewrite.cli.commands import Answer, Say, UsageError
 from fxrewrite.registry import RegistryError, find_object
-from fxrewrite.spmd import LayoutRules, compare, joined_layouts, layout_table, parse_call, with_table
-from fxrewrite.spmd import discover as discover_rule
+from fxrewrite.spmd import (
+    LayoutRules,
+    compare,
+    discover as discover_rule,
+    joined_layouts,
+    layout_table,
+    parse_call,
+    with_table,
+)
 from fxrewrite.spmd.registered import LAYOUT_GROUP
 
 __all__ = ["discover", "table"]

@@ -1,5 +1,3 @@
 """Worklist propagation of facts over a graph."""
 
-from fxrewrite.flow.worklist import Worklist, solve
-
-__all__ = ["Worklist", "solve"]
+from fxrewrite.flow.worklist import Worklist as Worklist, solve as solve

@@ -1,40 +1,26 @@
 """Facts about FX graphs: canonical text, differences, where a node comes from, sizes, and transactions that edit."""
 
-from fxrewrite.graph.bodies import bodies, nodes_of
-from fxrewrite.graph.closed import ClosedValues, LargeValueError, OpenValueError, expression, symbols_of
-from fxrewrite.graph.copy import copy_module
-from fxrewrite.graph.diff import graph_diff
-from fxrewrite.graph.digest import graph_digest
-from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.facts import Fact
-from fxrewrite.graph.inputs import input_name
-from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, size_hint
-from fxrewrite.graph.source import copied_meta, source_line
-from fxrewrite.graph.text import graph_text
-from fxrewrite.graph.walk import operands_first, reached
-
-__all__ = [
-    "ClosedValues",
-    "Edit",
-    "Fact",
-    "LargeValueError",
-    "OpenValueError",
-    "Size",
-    "bodies",
-    "copied_meta",
-    "copy_module",
-    "divide_exactly",
-    "expression",
-    "graph_diff",
-    "graph_digest",
-    "graph_text",
-    "input_name",
-    "is_same_size",
-    "nodes_of",
-    "operands_first",
-    "product",
-    "reached",
-    "size_hint",
-    "source_line",
-    "symbols_of",
-]
+from fxrewrite.graph.bodies import bodies as bodies, nodes_of as nodes_of
+from fxrewrite.graph.closed import (
+    ClosedValues as ClosedValues,
+    LargeValueError as LargeValueError,
+    OpenValueError as OpenValueError,
+    expression as expression,
+    symbols_of as symbols_of,
+)
+from fxrewrite.graph.copy import copy_module as copy_module
+from fxrewrite.graph.diff import graph_diff as graph_diff
+from fxrewrite.graph.digest import graph_digest as graph_digest
+from fxrewrite.graph.edit import Edit as Edit
+from fxrewrite.graph.facts import Fact as Fact
+from fxrewrite.graph.inputs import input_name as input_name
+from fxrewrite.graph.sizes import (
+    Size as Size,
+    divide_exactly as divide_exactly,
+    is_same_size as is_same_size,
+    product as product,
+    size_hint as size_hint,
+)
+from fxrewrite.graph.source import copied_meta as copied_meta, source_line as source_line
+from fxrewrite.graph.text import graph_text as graph_text
+from fxrewrite.graph.walk import operands_first as operands_first, reached as reached

@@ -6,8 +6,7 @@ output nodes are chosen, every path names one value, so a failing alternative le
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Set as AbstractSet
 from typing import Any
 
 import torch

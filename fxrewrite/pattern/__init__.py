@@ -1,39 +1,31 @@
 """Patterns: frozen terms, three ways to write them, and constraints on what they capture."""
 
-from fxrewrite.pattern import where
-from fxrewrite.pattern.combinators import Literal, Param, any_, cap, chain, either, loose, maybe, op, shared, siblings
-from fxrewrite.pattern.pattern import Pattern, parse, trace
-from fxrewrite.pattern.terms import Capture, Chain, Either, Ignore, ListOf, LiteralValue, Maybe, Op, Siblings, Term
-from fxrewrite.pattern.text import parse_term, term_text
-from fxrewrite.pattern.where import Constraint
-
-__all__ = [
-    "Capture",
-    "Chain",
-    "Constraint",
-    "Either",
-    "Ignore",
-    "ListOf",
-    "Literal",
-    "LiteralValue",
-    "Maybe",
-    "Op",
-    "Param",
-    "Pattern",
-    "Siblings",
-    "Term",
-    "any_",
-    "cap",
-    "chain",
-    "either",
-    "loose",
-    "maybe",
-    "op",
-    "parse",
-    "parse_term",
-    "shared",
-    "siblings",
-    "term_text",
-    "trace",
-    "where",
-]
+from fxrewrite.pattern import where as where
+from fxrewrite.pattern.combinators import (
+    Literal as Literal,
+    Param as Param,
+    any_ as any_,
+    cap as cap,
+    chain as chain,
+    either as either,
+    loose as loose,
+    maybe as maybe,
+    op as op,
+    shared as shared,
+    siblings as siblings,
+)
+from fxrewrite.pattern.pattern import Pattern as Pattern, parse as parse, trace as trace
+from fxrewrite.pattern.terms import (
+    Capture as Capture,
+    Chain as Chain,
+    Either as Either,
+    Ignore as Ignore,
+    ListOf as ListOf,
+    LiteralValue as LiteralValue,
+    Maybe as Maybe,
+    Op as Op,
+    Siblings as Siblings,
+    Term as Term,
+)
+from fxrewrite.pattern.text import parse_term as parse_term, term_text as term_text
+from fxrewrite.pattern.where import Constraint as Constraint

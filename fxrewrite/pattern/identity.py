@@ -6,8 +6,7 @@ import dis
 import enum
 import functools
 import types
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import Any

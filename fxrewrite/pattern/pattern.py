@@ -11,8 +11,7 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.combinators import Literal, Param
 from fxrewrite.pattern.terms import Capture, CaptureKind, Either, Maybe, Op, Siblings, Term, as_term, subterms
 from fxrewrite.pattern.text import parse_term, term_text
-from fxrewrite.pattern.where import Constraint
-from fxrewrite.pattern.where import parse as parse_constraint
+from fxrewrite.pattern.where import Constraint, parse as parse_constraint
 
 __all__ = ["ROOT", "Pattern", "parse", "trace"]
 

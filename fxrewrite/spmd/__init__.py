@@ -1,143 +1,114 @@
 """Layouts over a mesh axis: index notation, layout rules, propagation and process groups."""
 
 from fxrewrite.graph.sizes import (
-    Size,
-    SizeReader,
-    divide_exactly,
-    is_broadcast,
-    is_divided_by,
-    is_read_from_data,
-    is_same_size,
-    product,
-    require_divisible,
-    size_hint,
+    Size as Size,
+    SizeReader as SizeReader,
+    divide_exactly as divide_exactly,
+    is_broadcast as is_broadcast,
+    is_divided_by as is_divided_by,
+    is_read_from_data as is_read_from_data,
+    is_same_size as is_same_size,
+    product as product,
+    require_divisible as require_divisible,
+    size_hint as size_hint,
 )
-from fxrewrite.spmd.agree import agree
-from fxrewrite.spmd.context import SpmdContext, contexts
-from fxrewrite.spmd.deferred import DeferredGather, deferred_gather
-from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
-from fxrewrite.spmd.events import Drawn, Gathered, ProductsWhole, Summed
-from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape, layout_of
-from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
-from fxrewrite.spmd.gradients import scale_gradients, sum_gradients
-from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, fix_rank, global_ranks
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
-from fxrewrite.spmd.lower.bundles import BUNDLE_RULES, bundle
-from fxrewrite.spmd.lower.collectives import COLLECTIVE_RULES, moves, redistribution, take_chunk
-from fxrewrite.spmd.lower.localize import LocalizeShapes
-from fxrewrite.spmd.lower.means import REDUCTIONS
-from fxrewrite.spmd.notation import IndexMap, IndexPart, Terms, parse, view_map
-from fxrewrite.spmd.place import HELD, Place, inputs, module_input, module_output, outputs, param
-from fxrewrite.spmd.price import collective_bytes, redistribution_bytes
-from fxrewrite.spmd.products import attention_operations, declare_product, is_product, operations
-from fxrewrite.spmd.propagate import PropagateLayouts
-from fxrewrite.spmd.redistribute import redistribute, without_padding
-from fxrewrite.spmd.registered import joined_layouts, registered_layouts
-from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, Neutral
-from fxrewrite.spmd.samples import SampleError, TensorSpec, parse_call
-from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_nodes, size_proxy
-from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES, PLACEMENTS
-from fxrewrite.spmd.table import layout_table, with_table
-from fxrewrite.spmd.trial import LayoutTrial, free_dims, try_layout, try_layouts
-from fxrewrite.spmd.virtual import declare_virtual
-
-__all__ = [
-    "BUNDLE_RULES",
-    "COLLECTIVES",
-    "COLLECTIVE_CALLS",
-    "COLLECTIVE_RULES",
-    "GLOBAL_SHAPE",
-    "HELD",
-    "LOCAL_SHAPES",
-    "PLACEMENT",
-    "PLACEMENTS",
-    "REDUCTIONS",
-    "Axis",
-    "BackgroundComparison",
-    "Call",
-    "Comparison",
-    "DeferredGather",
-    "Discovery",
-    "Drawn",
-    "EntryNodes",
-    "Gathered",
-    "IndexMap",
-    "IndexPart",
-    "Layout",
-    "LayoutRule",
-    "LayoutRules",
-    "LayoutTrial",
-    "LocalizeShapes",
-    "Neutral",
-    "Partial",
-    "Place",
-    "ProductsWhole",
-    "PropagateLayouts",
-    "Replicated",
-    "SampleError",
-    "Shard",
-    "Size",
-    "SizeReader",
-    "SpmdContext",
-    "Summed",
-    "TensorSpec",
-    "Terms",
-    "agree",
-    "attention_operations",
-    "axis_of",
-    "axis_rank",
-    "bundle",
-    "collective_bytes",
-    "compare",
-    "contexts",
-    "declare_product",
-    "declare_virtual",
-    "deferred_gather",
-    "discover",
-    "divide_exactly",
-    "entry_nodes",
-    "fingerprint",
-    "fix_rank",
-    "free_dims",
-    "global_ranks",
-    "global_shape",
-    "inputs",
-    "is_broadcast",
-    "is_divided_by",
-    "is_product",
-    "is_read_from_data",
-    "is_same_layout",
-    "is_same_size",
-    "joined_layouts",
-    "layout_of",
-    "layout_table",
-    "local_shape",
-    "module_input",
-    "module_output",
-    "moves",
-    "num_entries",
-    "operations",
-    "outputs",
-    "param",
-    "parameter_checksum",
-    "parse",
-    "parse_call",
-    "product",
-    "rank_node",
-    "redistribute",
-    "redistribution",
-    "redistribution_bytes",
-    "registered_layouts",
-    "require_divisible",
-    "scale_gradients",
-    "size_hint",
-    "size_nodes",
-    "size_proxy",
-    "sum_gradients",
-    "take_chunk",
-    "try_layout",
-    "try_layouts",
-    "view_map",
-    "with_table",
-    "without_padding",
-]
+from fxrewrite.spmd.agree import agree as agree
+from fxrewrite.spmd.context import SpmdContext as SpmdContext, contexts as contexts
+from fxrewrite.spmd.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
+from fxrewrite.spmd.discover import (
+    Comparison as Comparison,
+    Discovery as Discovery,
+    compare as compare,
+    discover as discover,
+)
+from fxrewrite.spmd.events import (
+    Drawn as Drawn,
+    Gathered as Gathered,
+    ProductsWhole as ProductsWhole,
+    Summed as Summed,
+)
+from fxrewrite.spmd.facts import (
+    GLOBAL_SHAPE as GLOBAL_SHAPE,
+    PLACEMENT as PLACEMENT,
+    global_shape as global_shape,
+    layout_of as layout_of,
+)
+from fxrewrite.spmd.fingerprint import (
+    BackgroundComparison as BackgroundComparison,
+    fingerprint as fingerprint,
+    parameter_checksum as parameter_checksum,
+)
+from fxrewrite.spmd.gradients import scale_gradients as scale_gradients, sum_gradients as sum_gradients
+from fxrewrite.spmd.group import (
+    COLLECTIVES as COLLECTIVES,
+    axis_of as axis_of,
+    axis_rank as axis_rank,
+    fix_rank as fix_rank,
+    global_ranks as global_ranks,
+)
+from fxrewrite.spmd.layout import (
+    Axis as Axis,
+    Layout as Layout,
+    Partial as Partial,
+    Replicated as Replicated,
+    Shard as Shard,
+    is_same_layout as is_same_layout,
+    local_shape as local_shape,
+    num_entries as num_entries,
+)
+from fxrewrite.spmd.lower.bundles import BUNDLE_RULES as BUNDLE_RULES, bundle as bundle
+from fxrewrite.spmd.lower.collectives import (
+    COLLECTIVE_RULES as COLLECTIVE_RULES,
+    moves as moves,
+    redistribution as redistribution,
+    take_chunk as take_chunk,
+)
+from fxrewrite.spmd.lower.localize import LocalizeShapes as LocalizeShapes
+from fxrewrite.spmd.lower.means import REDUCTIONS as REDUCTIONS
+from fxrewrite.spmd.notation import (
+    IndexMap as IndexMap,
+    IndexPart as IndexPart,
+    Terms as Terms,
+    parse as parse,
+    view_map as view_map,
+)
+from fxrewrite.spmd.place import (
+    HELD as HELD,
+    Place as Place,
+    inputs as inputs,
+    module_input as module_input,
+    module_output as module_output,
+    outputs as outputs,
+    param as param,
+)
+from fxrewrite.spmd.price import collective_bytes as collective_bytes, redistribution_bytes as redistribution_bytes
+from fxrewrite.spmd.products import (
+    attention_operations as attention_operations,
+    declare_product as declare_product,
+    is_product as is_product,
+    operations as operations,
+)
+from fxrewrite.spmd.propagate import PropagateLayouts as PropagateLayouts
+from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
+from fxrewrite.spmd.registered import joined_layouts as joined_layouts, registered_layouts as registered_layouts
+from fxrewrite.spmd.rule import Call as Call, LayoutRule as LayoutRule, LayoutRules as LayoutRules, Neutral as Neutral
+from fxrewrite.spmd.samples import SampleError as SampleError, TensorSpec as TensorSpec, parse_call as parse_call
+from fxrewrite.spmd.shared_nodes import (
+    EntryNodes as EntryNodes,
+    entry_nodes as entry_nodes,
+    rank_node as rank_node,
+    size_nodes as size_nodes,
+    size_proxy as size_proxy,
+)
+from fxrewrite.spmd.stages import (
+    COLLECTIVE_CALLS as COLLECTIVE_CALLS,
+    LOCAL_SHAPES as LOCAL_SHAPES,
+    PLACEMENTS as PLACEMENTS,
+)
+from fxrewrite.spmd.table import layout_table as layout_table, with_table as with_table
+from fxrewrite.spmd.trial import (
+    LayoutTrial as LayoutTrial,
+    free_dims as free_dims,
+    try_layout as try_layout,
+)
+from fxrewrite.spmd.virtual import declare_virtual as declare_virtual

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import string
-from collections.abc import Iterator, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterator, Sequence, Set as AbstractSet
 from typing import Any
 
 from torch.utils import _pytree as pytree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,9 @@ from fxrewrite.spmd.layout import Axis, Layout, Replicated, Shard
 from fxrewrite.spmd.notation import IndexMap
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
+from fxrewrite.spmd.slices import is_float
 
-__all__ = ["LayoutTrial", "free_dims", "index_map_of", "try_layout", "try_layouts"]
+__all__ = ["LayoutTrial", "free_dims", "index_map_of", "try_layout"]
 
 Apply = Callable[[fx.GraphModule, SpmdContext], Report]
 """Turns a graph with redistributions into a local program, in place; returns the report of that."""
@@ -73,21 +74,6 @@ def free_dims(
     return {place for place, part in parts.items() if part is not None and part.index not in indices.whole}
 
 
-def try_layouts(
-    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, axis: Axis, apply: Apply, run: Run
-) -> Iterator[LayoutTrial]:
-    """Shard each tensor operand on each dimension that divides over the axis, one at a time.
-
-    `target` is a torch operator, `args` and `kwargs` hold real tensors; what requires a gradient is differentiated.
-    """
-    trial = _Trial(target, args, kwargs)
-    for operand, tensor in enumerate(trial.tensors):
-        for dim, size in enumerate(tensor.shape):
-            if size and size % axis.size == 0:
-                layouts = [Shard(dim) if place == operand else Replicated() for place in range(len(trial.tensors))]
-                yield trial.run(layouts, axis, apply, run)
-
-
 def try_layout(
     target: Any,
     args: Sequence[Any],
@@ -98,7 +84,10 @@ def try_layout(
     apply: Apply,
     run: Run,
 ) -> LayoutTrial:
-    """Run the operator with each tensor operand lying as its place in `layouts` says, replicated or sharded."""
+    """Run the operator with each tensor operand lying as its place in `layouts` says, replicated or sharded.
+
+    `target` is a torch operator, `args` and `kwargs` hold real tensors; what requires a gradient is differentiated.
+    """
     return _Trial(target, args, kwargs).run(layouts, axis, apply, run)
 
 
@@ -183,7 +172,7 @@ class _Graph:
         value = self.result.node.meta["val"]
         is_many = isinstance(value, (list, tuple))
         results = [_item(self.result, i, v) for i, v in enumerate(value)] if is_many else [self.result]
-        floats = [r for r in results if _is_float(r.node.meta["val"])]
+        floats = [r for r in results if is_float(r.node.meta["val"])]
         total = None
         for r, weight in zip(floats, map(self.placeholder, weights), strict=True):
             parts = torch.ops.aten.view_as_real.default(torch.ops.aten.resolve_conj.default(r)) if _is_complex(r) else r
@@ -207,11 +196,7 @@ def _flat(value: Any) -> list[torch.Tensor]:
 
 
 def _floats(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [value for value in values if _is_float(value)]
-
-
-def _is_float(value: torch.Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+    return [value for value in values if is_float(value)]
 
 
 def _is_complex(proxy: fx.Proxy) -> bool:

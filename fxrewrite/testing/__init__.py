@@ -5,21 +5,10 @@ from typing import TYPE_CHECKING
 from fxrewrite.lazy import lazy_package
 
 if TYPE_CHECKING:
-    from fxrewrite.testing.fake_mesh import fake_mesh
-    from fxrewrite.testing.ranks import RankRun, run_on_ranks
-    from fxrewrite.testing.recorder import Recorder, recorded
-    from fxrewrite.testing.snapshot import FxTextExtension
+    from fxrewrite.testing.fake_mesh import fake_mesh as fake_mesh
+    from fxrewrite.testing.ranks import RankRun as RankRun, run_on_ranks as run_on_ranks
+    from fxrewrite.testing.recorder import Recorder as Recorder, recorded as recorded
+    from fxrewrite.testing.snapshot import FxTextExtension as FxTextExtension
 
-__all__ = ["FxTextExtension", "RankRun", "Recorder", "fake_mesh", "recorded", "run_on_ranks"]
 
-lazy_package(
-    __name__,
-    {
-        "FxTextExtension": "fxrewrite.testing.snapshot",
-        "RankRun": "fxrewrite.testing.ranks",
-        "Recorder": "fxrewrite.testing.recorder",
-        "fake_mesh": "fxrewrite.testing.fake_mesh",
-        "recorded": "fxrewrite.testing.recorder",
-        "run_on_ranks": "fxrewrite.testing.ranks",
-    },
-)
+lazy_package(__name__)

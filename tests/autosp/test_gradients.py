@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autosp_rules import AutoSPError
-from autosp_rules import gradients as module
+from autosp_rules import AutoSPError, gradients as module
 from autosp_rules.gradients import GradientPlan
 from fxrewrite.backends import GradientReduction
 from fxrewrite.spmd import axis_of, fingerprint, parameter_checksum

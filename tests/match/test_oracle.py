@@ -15,8 +15,7 @@ from typing import Any
 import networkx as nx
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from networkx.algorithms.isomorphism import DiGraphMatcher
 from torch import fx
 from torch.fx.node import map_arg

@@ -37,9 +37,7 @@ from tests.rules.attention.test_by_rows import (
     positions,
     traced,
 )
-from tests.rules.attention.test_sinks import RULES as SINKS
-from tests.rules.attention.test_sinks import column, joined
-from tests.rules.attention.test_sinks import operands as operands_with_sinks
+from tests.rules.attention.test_sinks import RULES as SINKS, column, joined, operands as operands_with_sinks
 from tests.versions import flex_text
 
 FLEX = RuleSet("flex", RAISE_ATTENTION, BY_ROWS, flex_rules("flex"), atomic=True)

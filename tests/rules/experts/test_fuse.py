@@ -22,8 +22,8 @@ from fxrewrite.spmd import (
     Shard,
     SpmdContext,
     axis_of,
+    redistribute as redistribute_,
 )
-from fxrewrite.spmd import redistribute as redistribute_
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.experts.fuse import FuseSlots
