@@ -80,7 +80,7 @@ def transform(
         normal = normalized(gm)
         dropped = drop_logits(normal) if config.logits == "drop" else {}
         outputs = _OutputPolicy(normal, config, axis, border)
-        context = SpmdContext(axis, strict=config.strict, output_layout=outputs)
+        context = SpmdContext(axis, strict=config.strict, output_layout=outputs, gradients="mean")
         rules = rule_set(
             config.attention,
             config.rng,

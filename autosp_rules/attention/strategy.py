@@ -16,7 +16,7 @@ from torch import fx
 from autosp_rules.memory.costs import attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
 from fxrewrite.ops import bind
-from fxrewrite.spmd import Axis, Size, redistribute, require_divisible, size_hint
+from fxrewrite.spmd import REQUIRED, Axis, Layout, Size, redistribute, require_divisible, size_hint
 
 __all__ = [
     "AttentionCall",
@@ -101,6 +101,8 @@ class Choice:
     """What the other strategies would cost, or why they cannot."""
     sent: int | None = None
     """Bytes that a rank sends forward, where no redistribution shows them."""
+    required: Layout | None = None
+    """The placement that the call must produce its result with; None where propagation may find a cheaper one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +135,10 @@ def choice_of(node: fx.Node) -> Choice | None:
 
 
 def choose(edit: Edit, node: fx.Node, choice: Choice) -> None:
-    """Write the choice down where `choice_of` finds it."""
+    """Write the choice down where `choice_of` finds it, and propagation the placement that it requires."""
     edit.set_meta(node, _META, choice)
+    if choice.required is not None:
+        edit.set_fact(node, REQUIRED, choice.required)
 
 
 def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:

@@ -13,14 +13,28 @@ from fxrewrite.graph.sizes import (
     size_hint,
 )
 from fxrewrite.spmd.agree import agree
-from fxrewrite.spmd.context import SpmdContext, contexts
+from fxrewrite.spmd.context import Reduction, SpmdContext, contexts
+from fxrewrite.spmd.cotangents import COMPLETE, complete_cotangents
 from fxrewrite.spmd.deferred import DeferredGather, deferred_gather
 from fxrewrite.spmd.discover import Comparison, Discovery, compare, discover
-from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape, layout_of
+from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, REQUIRED, global_shape, layout_of
 from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 from fxrewrite.spmd.gradients import scale_gradients, sum_gradients
 from fxrewrite.spmd.group import COLLECTIVES, axis_of, axis_rank, fix_rank, global_ranks
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout, local_shape, num_entries
+from fxrewrite.spmd.input_placements import Placements, input_placements
+from fxrewrite.spmd.layout import (
+    AnyPlacement,
+    Axis,
+    Layout,
+    Partial,
+    ReduceOp,
+    Replicated,
+    Shard,
+    as_layout,
+    is_same_layout,
+    local_shape,
+    num_entries,
+)
 from fxrewrite.spmd.lower.bundles import BUNDLE_RULES, bundle
 from fxrewrite.spmd.lower.collectives import COLLECTIVE_RULES, moves, redistribution, take_chunk
 from fxrewrite.spmd.lower.localize import LocalizeShapes
@@ -43,10 +57,13 @@ __all__ = [
     "BUNDLE_RULES",
     "COLLECTIVES",
     "COLLECTIVE_RULES",
+    "COMPLETE",
     "GLOBAL_SHAPE",
     "HELD",
     "PLACEMENT",
     "REDUCTIONS",
+    "REQUIRED",
+    "AnyPlacement",
     "Axis",
     "BackgroundComparison",
     "Call",
@@ -64,7 +81,10 @@ __all__ = [
     "Neutral",
     "Partial",
     "Place",
+    "Placements",
     "PropagateLayouts",
+    "ReduceOp",
+    "Reduction",
     "Replicated",
     "SampleError",
     "Shard",
@@ -74,12 +94,14 @@ __all__ = [
     "TensorSpec",
     "Terms",
     "agree",
+    "as_layout",
     "attention_operations",
     "axis_of",
     "axis_rank",
     "bundle",
     "collective_bytes",
     "compare",
+    "complete_cotangents",
     "contexts",
     "declare_product",
     "declare_virtual",
@@ -92,6 +114,7 @@ __all__ = [
     "free_dims",
     "global_ranks",
     "global_shape",
+    "input_placements",
     "inputs",
     "is_broadcast",
     "is_divided_by",
