@@ -289,7 +289,7 @@ class _Propagation:
         parts = [indices.locate(indices.operands[i], layouts[i]) for i in order]
         required = REQUIRED.of(call.node)
         if required is not None and any(part is not None for part in parts):
-            return self._as_required(call, indices, layouts, parts, required)
+            return self._as_required(call, indices, parts, required)
         blocked = next((part for part in parts if part is not None and part.index in indices.whole), None)
         free = [part for part in parts if part is not None and part.index not in indices.whole]
         free = [part for part in free if self._divides(indices, part)]
@@ -339,12 +339,7 @@ class _Propagation:
         return replace(decision, shows=shows, gathered=f"{call.key}: {where}")
 
     def _as_required(
-        self,
-        call: Call,
-        indices: IndexMap,
-        layouts: list[Layout],
-        parts: Sequence[IndexPart | None],
-        required: Layout,
+        self, call: Call, indices: IndexMap, parts: Sequence[IndexPart | None], required: Layout
     ) -> Decision:
         """How an operator runs whose result must be produced with this placement; whoever states it knows the price.
 
@@ -364,13 +359,7 @@ class _Propagation:
             )
         # As where an index moves: users see the result on the index that the operands came with.
         home = next((p for p in parts if p is not None and _is_in_results(indices, p.index)), part)
-        decision = spread(indices, part, f"required to produce {required}", home=home)
-        ends = enumerate(zip(layouts, decision.wants, strict=True))
-        whole = [i for i, (layout, want) in ends if isinstance(layout, Shard) and want == R]
-        if whole:
-            why = f"{call.key} is {decision.why}; operand {whole} must be whole there"
-            decision = replace(decision, gathered=why)
-        return decision
+        return spread(indices, part, f"required to produce {required}", home=home)
 
     def _is_preferred(self, call: Call, indices: IndexMap, decision: Decision) -> bool:
         """Whether a result has a placement that no operand's placement leads to by the index map: it was preferred.

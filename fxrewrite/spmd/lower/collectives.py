@@ -244,9 +244,9 @@ def _(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
 
 @all_reduce.replacement
 def _(match: Match, x: fx.Proxy, src: Partial, dst: Layout) -> fx.Proxy:
-    """all-reduce; where the cotangent of the sum is complete on every rank, backward sends nothing"""
+    """all-reduce"""
     low = _lowering(match)
-    if COMPLETE.of(match.root):
+    if COMPLETE.of(match.root):  # backward sends nothing
         total = low.collective("all_reduce", aten.detach(x))
         return match.call(PASS_GRADIENT, total, x, float(low.num_ranks))
     return low.collective("all_reduce", x, src.reduce_op)
@@ -261,9 +261,9 @@ def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
 
 @own_summand.replacement
 def _(match: Match, x: fx.Proxy, src: Layout, dst: Partial) -> fx.Proxy:
-    """the value on the axis's first rank, zeros on the others; of a maximum or a minimum the value on all of them"""
+    """the value on the axis's first rank, zeros on the others"""
     if dst.reduce_op != "sum":
-        return x
+        return x  # the maximum of equal values is any of them
     low = _lowering(match)
     rank = aten.scalar_tensor(match.proxy(rank_node(match.edit, low.axis)), device=x.node.meta["val"].device)
     return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))
