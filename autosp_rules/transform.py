@@ -73,7 +73,7 @@ def transform(
     try:
         normal = normalized(gm)
         outputs = _OutputPolicy(normal, config, axis, border)
-        context = SpmdContext(axis, strict=config.strict, output_layout=outputs)
+        context = SpmdContext(axis, strict=config.strict, output_layout=outputs, gradients="mean")
         report = rule_set(config).apply(normal, context=context)
     except RefusedError as error:
         raise AutoSPError(error.refusal, error.located_at) from error

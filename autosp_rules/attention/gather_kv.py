@@ -61,7 +61,8 @@ def _why_not(call: AttentionCall, axis: Axis) -> str:
 
 
 def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
-    """If heads do not divide, propagation itself gathers k and v, or moves the shards to the batch if cheaper."""
+    """Propagation gathers where the heads do not divide, or moves to a batch where that is cheaper; where the user asks
+    for this strategy, k and v are required replicated by the redistributions that `gather_keys` states."""
     if asked or divides(call.heads, axis):
         return Choice("gather_kv", "", gather_keys.id)
     return Choice("gather_kv", "", causal_to_mask.id if call.is_causal else "")

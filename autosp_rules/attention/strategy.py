@@ -17,7 +17,7 @@ from autosp_rules.memory.costs import attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
 from fxrewrite.graph import Fact
 from fxrewrite.ops import bind
-from fxrewrite.spmd import Axis, Size, redistribute, require_divisible, size_hint
+from fxrewrite.spmd import REQUIRED, Axis, Layout, Size, redistribute, require_divisible, size_hint
 
 __all__ = [
     "CHOICE",
@@ -105,6 +105,8 @@ class Choice:
     """What the other strategies would cost, or why they cannot serve the call."""
     sent: int | None = None
     """Bytes that a rank sends forward, if no redistribution shows them."""
+    required: Layout | None = None
+    """The placement that the call must produce its result with; None where propagation may find a cheaper one."""
 
 
 CHOICE = Fact[Choice]("attention choice")
@@ -141,8 +143,10 @@ def choice_of(node: fx.Node) -> Choice | None:
 
 
 def choose(edit: Edit, node: fx.Node, choice: Choice) -> None:
-    """Write the choice down where `choice_of` finds it."""
+    """Write the choice down where `choice_of` finds it, and propagation the placement that it requires."""
     edit.set_fact(node, CHOICE, choice)
+    if choice.required is not None:
+        edit.set_fact(node, REQUIRED, choice.required)
 
 
 def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:

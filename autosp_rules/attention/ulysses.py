@@ -3,9 +3,10 @@
     attention(q, k, v, enable_gqa=True)  ->  attention(q, repeat_kv(k), repeat_kv(v), enable_gqa=True)
 
 Attention needs whole sequences, but its heads are independent. So propagation moves q, k, v and the result between
-sequence and heads: k and v before they are repeated for grouped queries (`rules.attention.groups`), 0.625 of the bytes
-with 32 / 8 heads. KV heads that do not divide over the axis are repeated to lcm(KV, P) heads, the fewest with which
-each rank gets those that its queries read.
+sequence and heads. Where the user asks for this strategy, the placement of the result is required: propagation keeps
+to it, or refuses. k and v move before they are repeated for grouped queries (`rules.attention.groups`), which is 0.625
+of the bytes with 32 / 8 heads. KV heads that do not divide over the axis are repeated to lcm(KV, P) heads, the fewest
+with which each rank gets those that its queries read.
 The three operands share one coalesced collective (`together`), so a layer has two.
 Shapes: k [B, KV, S, D] -> [B, lcm(KV, P), S, D].
 Numerics: reassociates; a gradient of k or v is summed over the repeats. Source: DeepSpeed-Ulysses (arXiv 2309.14509,
@@ -51,11 +52,12 @@ def _why_not(call: AttentionCall, axis: Axis) -> str:
 
 def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
     why = f"{size_hint(call.heads)} heads divide over axis {axis.name} (size {axis.size})"
+    required = Shard(call.q.dim() - 3) if asked and call.q.dim() > 2 else None  # by the heads
     if divides(call.kv_heads, axis) or not call.enable_gqa:
-        return Choice("ulysses", why)
+        return Choice("ulysses", why, required=required)
     kv_heads = size_hint(call.kv_heads)
     why += f", {kv_heads} kv heads are sent as {math.lcm(kv_heads, axis.size)}"
-    return Choice("ulysses", why, repeat_kv_heads.id)
+    return Choice("ulysses", why, repeat_kv_heads.id, required=required)
 
 
 def _cost(call: AttentionCall, axis: Axis) -> Cost:

@@ -22,12 +22,12 @@ from rules.fusions.biases import BIASES
 from rules.layouts import LAYOUTS
 
 RANKS = 4
-ROWS, COLUMNS = param("*.{q,k,v,gate,up}_proj.weight"), param("*.{o,down}_proj.weight")
+HELD = {param("*.{q,k,v,gate,up}_proj.weight"): Shard(0), param("*.{o,down}_proj.weight"): Shard(1)}
 TENSOR_PARALLEL = RuleSet(
     "tensor_parallel",
     NORMAL_FORMS,
     LOSSES,
-    Place("hold_weights", {ROWS: Shard(0), COLUMNS: Shard(1)}),
+    Place("hold_weights", HELD),
     BIASES,
     PropagateLayouts("propagate", LAYOUTS),
     REDUCTIONS,
@@ -56,11 +56,9 @@ def main() -> None:
     model.zero_grad()
 
     placeholders = program.graph.find_nodes(op="placeholder")
-    held = {ROWS: {"tp": Shard(0)}, COLUMNS: {"tp": Shard(1)}}
-    chunks = {i: of for i, node in enumerate(placeholders) for site, of in held.items() if site.matches(node)}
     with fake_mesh((RANKS,), ("tp",)) as mesh:
         report = TENSOR_PARALLEL.on("tp").apply(program, context=contexts(mesh))
-        run = run_on_ranks(program, inputs, mesh, placements=chunks, backward=0)
+        run = run_on_ranks(program, inputs, mesh, backward=0)
     found = dict(zip(map(input_name, placeholders), run.gradients(), strict=True))
     errors = [((found[name] - grad).abs().max() / grad.abs().max()).item() for name, grad in expected.items()]
     print(report)

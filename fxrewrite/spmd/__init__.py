@@ -13,7 +13,8 @@ from fxrewrite.graph.sizes import (
     size_hint as size_hint,
 )
 from fxrewrite.spmd.agree import agree as agree
-from fxrewrite.spmd.context import SpmdContext as SpmdContext, contexts as contexts
+from fxrewrite.spmd.context import Reduction as Reduction, SpmdContext as SpmdContext, contexts as contexts
+from fxrewrite.spmd.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents
 from fxrewrite.spmd.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
 from fxrewrite.spmd.discover import (
     Comparison as Comparison,
@@ -30,6 +31,7 @@ from fxrewrite.spmd.events import (
 from fxrewrite.spmd.facts import (
     GLOBAL_SHAPE as GLOBAL_SHAPE,
     PLACEMENT as PLACEMENT,
+    REQUIRED as REQUIRED,
     global_shape as global_shape,
     layout_of as layout_of,
 )
@@ -46,12 +48,16 @@ from fxrewrite.spmd.group import (
     fix_rank as fix_rank,
     global_ranks as global_ranks,
 )
+from fxrewrite.spmd.input_placements import Placements as Placements, input_placements as input_placements
 from fxrewrite.spmd.layout import (
+    AnyPlacement as AnyPlacement,
     Axis as Axis,
     Layout as Layout,
     Partial as Partial,
+    ReduceOp as ReduceOp,
     Replicated as Replicated,
     Shard as Shard,
+    as_layout as as_layout,
     is_same_layout as is_same_layout,
     local_shape as local_shape,
     num_entries as num_entries,

@@ -113,7 +113,7 @@ class _OnChunks:
         function = self.function
         if why := self.forward.why_not():
             return f"in its forward, {why}"
-        if any(self.forward.lies(given) == Partial() for given in (*function.results, *function.saved)):
+        if any(isinstance(self.forward.lies(given), Partial) for given in (*function.results, *function.saved)):
             return "its forward gives a sum over the ranks"
         if why := self.backward.why_not():
             return f"in its backward, {why}"
@@ -125,7 +125,7 @@ class _OnChunks:
         for operand, gradient in zip(function.inputs, function.outgoing, strict=True):
             if isinstance(gradient, fx.Node):
                 have, lies = self.given[operand], self.backward.lies(gradient)
-                if isinstance(lies, Shard) if have == R else not is_same_layout(have, lies):
+                if lies not in (R, Partial()) if have == R else not is_same_layout(have, lies):
                     return f"%{operand.name} is {have}, and its gradient {lies}"
         return ""
 
@@ -169,7 +169,7 @@ class CustomFunctions:
         """How the bodies run, once every operand is sliced of which only chunks are read."""
         forward, backward = self._part(function.forward), self._part(function.backward)
         inputs = [given for given in function.inputs if isinstance(value(given), torch.Tensor)]
-        given = {n: R if layout == Partial() else layout for n, layout in zip(inputs, layouts, strict=True)}
+        given = {n: R if isinstance(layout, Partial) else layout for n, layout in zip(inputs, layouts, strict=True)}
         while True:
             first = _Body(forward, self._propagate(forward, given))
             lies = map(first.lies, (*function.results, *function.saved))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import axis_of
-from fxrewrite.spmd.layout import Axis, Layout, Replicated
+from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Replicated
 
-__all__ = ["SpmdContext", "contexts"]
+__all__ = ["Reduction", "SpmdContext", "contexts"]
+
+Reduction: TypeAlias = Literal["done", "mean", "sum"]
+"""What the caller of a program does over the axis with gradients of inputs that are held whole; see `cotangents`."""
 
 
 def _whole(node: fx.Node, layout: Layout) -> Layout:
@@ -27,8 +30,12 @@ class SpmdContext:
     axis: Axis
     strict: bool = False
     """Refuse an operator without a layout rule instead of gathering its operands."""
-    output_layout: Callable[[fx.Node, Layout], Layout] = _whole
+    output_layout: Callable[[fx.Node, Layout], AnyPlacement] = _whole
     """How an output of the graph that lies as the given layout is returned."""
+    gradients: Reduction = "done"
+    """What the caller does over the axis with gradients of inputs that every rank holds whole: nothing, as they leave
+    the program complete ("done", which a mean does not change either); a mean, as DDP over all ranks does; or a sum.
+    Gradients of inputs in shards are those of one device in any case."""
 
     @staticmethod
     def required(context: Any, by: str) -> SpmdContext:
@@ -45,7 +52,7 @@ class SpmdContext:
         return context
 
 
-def contexts(mesh: DeviceMesh, *, strict: bool = False) -> dict[str, SpmdContext]:
+def contexts(mesh: DeviceMesh, *, strict: bool = False, gradients: Reduction = "done") -> dict[str, SpmdContext]:
     """What a plan over several axes is given: the context of each axis of the mesh, by its name.
 
         plan = first.on("x") >> second.on("y")
@@ -56,4 +63,4 @@ def contexts(mesh: DeviceMesh, *, strict: bool = False) -> dict[str, SpmdContext
     """
     if not mesh.mesh_dim_names:
         raise FxRewriteError("the axes of the mesh have no names; pass init_device_mesh(..., mesh_dim_names=(...))")
-    return {name: SpmdContext(axis_of(mesh, name), strict=strict) for name in mesh.mesh_dim_names}
+    return {name: SpmdContext(axis_of(mesh, name), strict=strict, gradients=gradients) for name in mesh.mesh_dim_names}

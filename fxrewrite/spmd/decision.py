@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxrewrite.spmd.layout import Layout, Partial, Replicated
+from fxrewrite.spmd.layout import Layout, Partial, ReduceOp, Replicated
 from fxrewrite.spmd.notation import IndexMap, IndexPart
 from fxrewrite.spmd.rule import Call, Neutral
 
@@ -44,11 +44,17 @@ def replicated(num_operands: int, num_results: int) -> Decision:
     return Decision((R,) * num_operands, (R,) * num_results, (R,) * num_results)
 
 
-def spread(indices: IndexMap, part: IndexPart, why: str, *, home: IndexPart | None = None) -> Decision:
-    """The node runs with `part` sharded; its results are shown sharded on `home` where they have that index."""
+def spread(
+    indices: IndexMap, part: IndexPart, why: str, *, home: IndexPart | None = None, reduce_op: ReduceOp = "sum"
+) -> Decision:
+    """The node runs with `part` sharded; its results are shown sharded on `home` where they have that index.
+
+    A result without the index of `part` is partial: `reduce_op` combines what the ranks have of it.
+    """
     wants = tuple(indices.layout(terms, part) for terms in indices.operands)
     gives = tuple(
-        indices.layout(terms, part) if indices.has(terms, part.index) else Partial() for terms in indices.results
+        indices.layout(terms, part) if indices.has(terms, part.index) else Partial(reduce_op)
+        for terms in indices.results
     )
     if home is None:
         return Decision(wants, gives, gives, why)

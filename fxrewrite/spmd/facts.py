@@ -1,4 +1,4 @@
-"""What is known of values while a plan works over one axis: their placement, and the shape of the whole value."""
+"""What is known of values while a plan works over one axis: placements, and the shape of the whole value."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.sizes import Size
 from fxrewrite.spmd.layout import Layout, Replicated
 
-__all__ = ["GLOBAL_SHAPE", "PLACEMENT", "global_shape", "layout_of"]
+__all__ = ["GLOBAL_SHAPE", "PLACEMENT", "REQUIRED", "global_shape", "layout_of"]
 
 PLACEMENT = Fact["Layout | tuple[Layout, ...]"]("placement", shown=True)
 """How ranks hold what a node computes; of a node with several results, a tuple."""
+REQUIRED = Fact["Layout"]("required placement")
+"""The placement that a node must produce its first result with if any of its operands is sharded: how a strategy for
+an operator is stated. Propagation keeps to it, or refuses."""
 GLOBAL_SHAPE = Fact["tuple[Size, ...]"]("global shape")
 """The shape of a sharded value on all ranks together, once its `val` is the local one."""
 

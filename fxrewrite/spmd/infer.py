@@ -1,4 +1,8 @@
-"""The placement of a node that a rule makes, from those of its operands: derived as its fake value is.
+"""The placement of a node that a rule makes, inferred from those of its operands as its fake value is.
+
+Propagation may redistribute operands; inference may not. A rule that runs after propagation states what it needs by
+`redistribute` in its replacement, and whatever then cannot run as it is placed is refused: nothing is replicated by
+default.
 
 y = op(a, b)      a: S(1), b: R, and the rule of op says that both are what sharding one index gives  ->  y likewise
 y = op(a, b)      a: P, b: R, and op is linear in a  ->  y: P
@@ -25,30 +29,36 @@ R = Replicated()
 
 
 def inferred(node: fx.Node, rules: LayoutRules) -> Layout | tuple[Layout, ...] | None:
-    """How ranks hold what the node computes of its operands as they are placed; None where nothing says it.
+    """The placement that the node produces from its operands as they are placed; None where nothing tells it.
 
     Raises:
-        RefusedError: the operands are not placed as any one sharding of the operator places them.
+        RefusedError: no sharding of the operator requires its operands placed so.
     """
     result = value(node)
     several = isinstance(result, (list, tuple))
     if is_getitem(node) and isinstance(source := node.args[0], fx.Node):
         of_source, index = PLACEMENT.of(source), node.args[1]
         return of_source[index] if isinstance(of_source, tuple) and isinstance(index, int) else of_source
+    # An operand without placement is a node from before propagation, or one that could not be inferred itself.
     operands = operands_of(node)
     layouts = [PLACEMENT.of(operand) for operand in operands]
     known = [layout for layout in layouts if layout is not None and not isinstance(layout, tuple)]
     if len(known) < len(layouts):
         return None
+    # A virtual operator states its placement; `redistribute` does so by its argument.
     stated = placement_of_virtual(node, known)
     if stated is not None:
         return stated
     if all(layout == R for layout in known):
         gives = replicated(0, len(result) if several else 1).gives
-    elif Partial() in known:
+    # A pending reduction passes through what commutes with it: linear operators and sums. Nothing commutes with both a
+    # sum and a shard, since each rank would combine its summand of the one with its chunk of the other.
+    elif pending := [layout for layout in known if isinstance(layout, Partial)]:
         sums = [operand for operand, layout in zip(operands, known, strict=True) if layout == Partial()]
         if several or any(isinstance(layout, Shard) for layout in known) or not is_linear_in(node, sums):
             _refuse(node, known, "is not linear in pending sums")
+        if len(sums) < len(pending):
+            _refuse(node, known, "does not run on pending maxima and minima")
         gives = (Partial(),)
     else:
         found = _by_rule(node, known, rules)
@@ -66,9 +76,10 @@ def _by_rule(node: fx.Node, layouts: list[Layout], rules: LayoutRules) -> tuple[
         return None
     located = zip(indices.operands, layouts, strict=True)
     parts = [indices.locate(terms, layout) for terms, layout in located if isinstance(layout, Shard)]
+    # Any operand that is sharded may tell the index; it counts if all others are placed as sharding that one requires.
     for part in parts:
         if part is not None and part.index not in indices.whole:
-            decision = spread(indices, part, "")
+            decision = spread(indices, part, "", reduce_op=rule.reduce_op)
             if all(is_same_layout(want, have) for want, have in zip(decision.wants, layouts, strict=True)):
                 return decision.gives
     return _refuse(node, layouts, f"cannot run so by {rule.id} ({rule.says()})")

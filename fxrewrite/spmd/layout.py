@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import Size, is_same_size
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
 __all__ = [
+    "AnyPlacement",
     "Axis",
     "Layout",
     "Partial",
+    "ReduceOp",
     "Replicated",
     "Shard",
+    "as_layout",
     "check_layout",
     "check_num_ranks",
     "is_same_layout",
@@ -79,15 +86,56 @@ class Shard:
         return f"S({self.dim}{runs}{', uneven' if self.uneven else ''})"
 
 
+ReduceOp: TypeAlias = Literal["sum", "max", "min"]
+"""How what the ranks hold is combined into the value."""
+
+
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the sum over the ranks of what they hold."""
+    """The value is the sum over the ranks of what they hold, or its elementwise maximum or minimum.
+
+    A maximum or a minimum has no adjoint here: of equal entries on several ranks, one device shares the gradient among
+    all of them, and a rank does not know how many there are. So only what is not differentiated can be placed so.
+
+    Raises:
+        FxRewriteError: the operator is not one of "sum", "max" and "min".
+    """
+
+    reduce_op: ReduceOp = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in get_args(ReduceOp):
+            raise FxRewriteError(f"Partial({self.reduce_op!r}) is not supported; use one of {get_args(ReduceOp)}")
 
     def __str__(self) -> str:
-        return "P(sum)"
+        return f"P({self.reduce_op})"
 
 
 Layout: TypeAlias = Replicated | Shard | Partial
+AnyPlacement: TypeAlias = "Layout | TorchPlacement"
+"""A placement, or one of torch.distributed.tensor: Shard(dim), Replicate() or Partial(reduce_op)."""
+
+
+def as_layout(placement: Any) -> Any:
+    """The same placement in the classes of this module, if it is one of `torch.distributed.tensor`; else what it was.
+
+    Raises:
+        FxRewriteError: it is one of torch's that is not supported.
+    """
+    dtensor = sys.modules.get("torch.distributed.tensor")  # whoever has an instance has imported the module
+    if dtensor is None or isinstance(placement, (Replicated, Shard, Partial)):
+        return placement
+    if isinstance(placement, dtensor.Replicate):
+        return Replicated()
+    if isinstance(placement, dtensor.Partial):
+        return Partial(placement.reduce_op)
+    if type(placement) is dtensor.Shard:
+        return Shard(placement.dim)
+    if isinstance(placement, dtensor.placement_types.Placement):
+        raise FxRewriteError(
+            f"{placement!r} is not supported; Shard(dim, outer=n) of fxrewrite.spmd has chunks of runs"
+        )
+    return placement
 
 
 def check_layout(layout: object, shape: Sequence[Size], of: str) -> None:
@@ -108,7 +156,7 @@ def is_same_layout(a: Layout, b: Layout) -> bool:
     if isinstance(a, Shard) and isinstance(b, Shard):
         is_same_run = is_same_size(a.outer, b.outer) and is_same_size(a.inner, b.inner)
         return (a.dim, a.uneven) == (b.dim, b.uneven) and is_same_run
-    return type(a) is type(b)
+    return a == b
 
 
 def num_entries(shape: Sequence[Size], layout: Shard) -> Size:

@@ -1,10 +1,10 @@
 """Legal or undone: what must be true of a graph before its shapes become local, and before that is committed.
 
-Before shapes become local, every placement is known, and every user reads what it runs on:
+Before shapes become local, every placement is known, and every node's operands have the placements that it requires:
 
 - a node runs as propagation decided, or, if rules made it or changed its arguments since, as its operands are placed;
 - a redistribution starts from its operand's placement;
-- nothing leaves the graph as a pending sum.
+- nothing leaves the graph as a pending sum, maximum or minimum, and no pending maximum or minimum is differentiated.
 
 Before the transaction commits, no virtual operator is left. A violation names node, line and rule, and undoes the plan.
 """
@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from fxrewrite.errors import RefusedError, refuse
+from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.ops import is_virtual, key
@@ -30,15 +31,16 @@ from fxrewrite.spmd.rule import LayoutRules
 __all__ = ["DECIDED", "check_lowered", "check_placements"]
 
 DECIDED = Fact[Decision]("decided")
-"""How propagation decided to run a node."""
+"""How propagation decided to run a node: required and produced placements. Nodes that rules made since have none."""
 
 
 def check_placements(edit: Edit, rules: LayoutRules) -> None:
-    """Return where every value is placed as its users need it.
+    """Return if every operand has the placement that its user requires.
 
     Raises:
-        RefusedError: a node is not; names the rule that made it.
+        RefusedError: one has not; names the rule that made the node.
     """
+    # Every propagation decides on the output, so a graph without a decision would read shards as wholes.
     assert DECIDED.of(edit.graph.output_node()) is not None, "what gives placements decides how every node runs"
     for node in edit.nodes():
         if node.op not in ("call_function", "output"):
@@ -54,6 +56,7 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
     have = [PLACEMENT.of(operand) for operand in operands_of(node)]
     decided = DECIDED.of(node)
     if node.op == "output":
+        # The caller was promised these placements; a rule that replaced an output must keep the promise.
         wants = decided.wants if decided is not None else ()
         for operand, layout, want in zip(operands_of(node), have, wants, strict=True):
             if layout is None or isinstance(layout, (tuple, Partial)) or not is_same_layout(layout, want):
@@ -62,6 +65,9 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
     placed = PLACEMENT.of(node)
     if node.target is redistribute:
         _check_source(node, have[0], node.args[1])
+        _check_adjoint(node)
+    # A node that still has the placements of its decision is right by propagation. Any other one, made or changed by a
+    # rule, must be right by inference: this finds a rule that drops a reduction, or puts an operator on a wrong shard.
     elif decided is None or not (_are_same(have, decided.wants) and _are_same(_tuple(placed), decided.gives)):
         found = inferred(node, rules)
         if found is None and have and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
@@ -69,6 +75,21 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
             refuse(f"nothing says how ranks hold what {key(node)} gives", node=node, hint=hint)
         if found is not None and not _are_same(_tuple(placed), _tuple(found)):
             refuse(f"it is said to be {placed}, and its operands make it {found}", node=node)
+
+
+def _check_adjoint(node: fx.Node) -> None:
+    """Return where the adjoint of a redistribution is known, or not needed.
+
+    Raises:
+        RefusedError: a pending maximum or minimum is differentiated.
+    """
+    for layout in node.args[1:3]:
+        if isinstance(layout, Partial) and layout.reduce_op != "sum" and is_differentiable(node):
+            refuse(
+                f"a value that is differentiated is {layout}, and a {layout.reduce_op} over ranks has no adjoint",
+                node=node,
+                hint="detach() it before the redistribution, or ask for Replicated()",
+            )
 
 
 def _check_source(node: fx.Node, layout: Any, stated: Any) -> None:

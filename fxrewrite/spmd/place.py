@@ -36,7 +36,7 @@ from fxrewrite.graph.sizes import divide_exactly, require_divisible, size_hint
 from fxrewrite.ops import is_parameter
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, check_layout
+from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Partial, Replicated, Shard, as_layout, check_layout
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.stages import PLACEMENTS
 
@@ -55,12 +55,6 @@ class Site:
 
     kind: Literal["param", "inputs", "outputs", "module_input", "module_output"]
     glob: str
-
-    def matches(self, placeholder: fx.Node) -> bool:
-        """Whether it speaks of this input of a graph."""
-        if self.kind not in ("param", "inputs") or is_parameter(placeholder) != (self.kind == "param"):
-            return False
-        return any(fnmatchcase(_input_name(placeholder), glob) for glob in _alternatives(self.glob))
 
     def __str__(self) -> str:
         return f"{self.kind}({self.glob!r})"
@@ -92,15 +86,15 @@ def module_output(glob: str) -> Site:
 
 
 class Place:
-    """The step that writes down what is stated.
+    """The step that writes down what is stated, in placements of `fxrewrite.spmd` or of `torch.distributed.tensor`.
 
     Raises:
         FxRewriteError: a glob matches nothing; says the nearest names. A placement does not fit a value's shape.
     """
 
-    def __init__(self, name: str, placements: Mapping[Site, Layout]) -> None:
+    def __init__(self, name: str, placements: Mapping[Site, AnyPlacement]) -> None:
         self.name = name
-        self.placements = dict(placements)
+        self.placements: dict[Site, Layout] = {site: as_layout(placement) for site, placement in placements.items()}
         self.precedes = (PLACEMENTS,)
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:

@@ -1,17 +1,20 @@
-"""Layout propagation: how every value lies over the axis, found by worklist, written into the graph as `redistribute`.
+"""Propagation: finds every value's placement over the axis, and inserts `redistribute` where placements disagree.
 
-1. forward   a node's operands lie somehow; its layout rule says how it wants them and how its results then lie.
-2. relocate  where operators need a sharded dimension whole, a region moves to another one if fewer bytes travel so.
-3. backward  a value that every user wants sharded the same way is computed sharded in the first place.
-4. write     where an operand lies otherwise than its user wants it, a `redistribute` node stands on that edge.
+1. forward   the operator's layout rule turns the placements of a node's operands into the placements that the node
+             requires of them, and the placements that its results are produced with.
+2. relocate  where operators require a sharded dimension whole, a region around them runs on another dimension if that
+             sends fewer bytes.
+3. backward  a replicated value that every user requires sharded in the same way is produced sharded.
+4. write     an edge whose produced placement is not the required one gets a `redistribute` node.
 
-The graph keeps its global meaning: `redistribute` is the identity on whole values, so a graph with these nodes still
-computes what it did. Nothing is guessed: an operator without a rule gets its operands whole, with a line in the report.
+The graph keeps its global meaning: `redistribute` is the identity on global values, so the graph still computes what it
+did, and rules between propagation and lowering are verified like any others. Nothing is guessed: the operands of an
+operator without a layout rule are gathered, with a line in the report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -23,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fxrewrite.capture.custom_backward import custom_function
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
+from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_read_from_data, require_divisible, size_hint
 from fxrewrite.graph.source import source_line
@@ -41,15 +45,17 @@ from fxrewrite.spmd.bodies import CustomFunctions, stays_a_sum
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, replicated, spread
 from fxrewrite.spmd.events import Drawn, Gathered, ProductsWhole
-from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.facts import PLACEMENT, REQUIRED
 from fxrewrite.spmd.group import COLLECTIVES, axis_rank
 from fxrewrite.spmd.infer import inferred
 from fxrewrite.spmd.layout import (
+    AnyPlacement,
     Axis,
     Layout,
     Partial,
     Replicated,
     Shard,
+    as_layout,
     check_layout,
     is_same_layout,
 )
@@ -57,25 +63,25 @@ from fxrewrite.spmd.legal import DECIDED
 from fxrewrite.spmd.notation import IndexMap, IndexPart
 from fxrewrite.spmd.place import HELD, RETURNED
 from fxrewrite.spmd.products import is_product, share_of
-from fxrewrite.spmd.redistribute import redistribute, without_padding
+from fxrewrite.spmd.redistribute import convert_placements, redistribute, without_padding
 from fxrewrite.spmd.relocate import relocate
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, tensor_of
 from fxrewrite.spmd.stages import PLACEMENTS
 
-__all__ = ["PropagateLayouts"]
+__all__ = ["PropagateLayouts", "memory_written"]
 
 R = Replicated()
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
-"""Operators whose result depends on how their operand lies in memory, not on its values alone."""
+"""Operators whose result depends on the strides of their operand, and not on its values alone."""
 
 
-Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor, Mapping[fx.Node, Layout]], Layout]"
-"""How a value is to be placed that was computed whole from sharded ones: of the node, one of its results, and the
-placements of its operands."""
+Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor, Mapping[fx.Node, Layout]], AnyPlacement]"
+"""The preferred placement of a result that was computed replicated from sharded operands; its arguments are the node,
+that result, and the placements of the node's operands."""
 
 
 def replicated_values(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Layout]) -> Layout:
-    """What was computed whole stays whole."""
+    """A result that was computed replicated stays replicated."""
     return R
 
 
@@ -84,9 +90,10 @@ class PropagateLayouts:
 
     Args:
         name: of the step.
-        rules: layout rules of all operators that may run on chunks.
-        prefer: how to place what had to be computed whole from sharded values. By default it stays whole; whoever knows
-            which dimensions are worth sharding says so here. It decides what is fast: results are the same.
+        rules: layout rules of all operators that may run on shards.
+        prefer: the placement of a result that had to be computed replicated from sharded operands. By default it stays
+            replicated; whoever knows which dimensions are worth sharding states it here. It changes the speed, and not
+            the results.
     """
 
     def __init__(self, name: str, rules: LayoutRules, prefer: Preference = replicated_values) -> None:
@@ -97,7 +104,9 @@ class PropagateLayouts:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
+        # Everything that can be refused without looking at values comes first: the graph is not touched yet.
         _refuse_lowered(edit, context.axis)
+        convert_placements(edit)
         _check_asked_for(edit)
         _drop_redistributions_in_bodies(edit)
         propagation = _Propagation(edit, self.rules, context, self.prefer)
@@ -106,7 +115,7 @@ class PropagateLayouts:
             if node in edit.erased:
                 continue
             whole = _gathered(node, decisions)
-            if whole and node.target is not redistribute:  # who asks for one says why
+            if whole and node.target is not redistribute:  # a stated redistribution is reported by who states it
                 report.events.append(_gathering(node, decision.gathered or f"{key(node)} reads it whole", whole))
             if is_random(node):
                 sharded = any(isinstance(layout, Shard) for layout in decision.gives)
@@ -114,6 +123,7 @@ class PropagateLayouts:
         _say_what_runs_whole({n: d for n, d in decisions.items() if n not in edit.erased}, report)
         propagation.functions.write(report)
         changes = _write(edit, decisions, context.axis, self.name)
+        # From here on a node that a rule makes gets its placement as it gets its fake value: no rule sets it by hand.
         edit.derive(PLACEMENT, lambda node: inferred(node, self.rules))
         return changes
 
@@ -134,18 +144,20 @@ class _Propagation:
         self.graph, self.erased = edit.graph, edit.erased
         self.functions = CustomFunctions(edit, context, self._in_body)
         self._given = given
-        """In a body, how its inputs lie."""
+        """The placements of the inputs of a higher-order operator's body; None for the graph itself."""
         self.rules, self.context, self.axis = rules, context, context.axis
         self._calls: dict[fx.Node, tuple[Call, LayoutRule | None, IndexMap | None]] = {}
         self.decisions: dict[fx.Node, Decision] = {}
         self._derived: set[fx.Node] = set()
-        """Nodes that are computed from sharded values."""
+        """Nodes that are computed from sharded values, also where their own results are replicated."""
         self._prefer = prefer
-        self._written = _memory_written(self.graph)
+        self._written = memory_written(self.graph)
 
     def run(self) -> dict[fx.Node, Decision]:
         solve(self.graph, self._forward, facts=self.decisions)
-        if self._given is None:  # bodies hold no redistribution, so nothing in them can move
+        # Relocation reads produced and required placements of all nodes, so it runs once the forward pass is at its
+        # fixed point; and before the backward pass, which only moves what is replicated.
+        if self._given is None:  # a body holds no redistribution, so nothing in it can be relocated
             relocate(self.graph, self.decisions, self._movable, self._derived, self.axis)
         self._backward()
         return self.decisions
@@ -153,6 +165,7 @@ class _Propagation:
     # forward
 
     def _forward(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
+        """How the node runs, given how the nodes before it run."""
         decision = self._run(node, facts)
         sharded = any(layout != R for layout in decision.gives + decision.shows)
         if sharded or any(operand in self._derived for operand in node.all_input_nodes):
@@ -161,30 +174,38 @@ class _Propagation:
         return decision
 
     def _as_preferred(self, node: fx.Node, decision: Decision) -> Decision:
-        """A value that was computed whole from sharded ones, placed as is preferred."""
+        """The decision, whose users see results that were computed replicated from shards as `prefer` places them.
+
+        Results are still produced replicated: the next step slices them for free where a user requires a shard. What is
+        written to in place keeps its placement, since a slice is a copy and would not see the write.
+        """
         if any(layout != R for layout in decision.gives + decision.shows) or node in self._written:
             return decision
         if node.target is redistribute:
-            return decision  # whole, as asked for
+            return decision  # its placement was stated
         values = node.meta.get("val")
         values = values if isinstance(values, (list, tuple)) else [values]
         placed = {operand: self._shown(operand) for operand in operands_of(node)}
         values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shows)]]
-        shows = tuple(R if value is None else self._prefer(node, value, placed) for value in values)
+        shows = tuple(R if value is None else as_layout(self._prefer(node, value, placed)) for value in values)
         return replace(decision, shows=shows, preferred=any(layout != R for layout in shows))
 
     def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
+        """How the node runs on its operands as their producers place them."""
         if node.op == "output":
             return self._output(node)
+        # Inputs have the placement that `Place` stated; an input of a body has that of the operand it stands for.
         if node.op != "call_function" or node in self.erased:
             held = HELD.of(node) if self._given is None else self._given.get(node)
             return Decision((), (held or R,), (held or R,))
+        # A stated placement is a fixed point: it requires of its operand what it produces, and nothing moves it.
         if node.target is redistribute:
             dst: Any = node.args[2]
             return Decision((dst,), (dst,), (dst,), "asked for")
         if node.target is without_padding:
             layout: Any = node.args[1]
             return Decision((layout,), (layout,), (layout,), "asked for")
+        # One of several results has the placement that the operator produces it with.
         if is_getitem(node):
             source, index = node.args
             if isinstance(source, fx.Node) and isinstance(index, int):
@@ -194,14 +215,18 @@ class _Propagation:
         num_results = _num_results(node)
         if key(node) in _BY_STRIDES and any(operand in self._derived for operand in operands):
             refuse(
-                "it reads memory by strides, which are others than on one device behind sharded values",
+                "it reads memory by strides, and those of values computed from shards differ from one device's",
                 node=node,
                 hint="write it with narrow, unfold, view or permute",
             )
+        # Replicated operands need no layout rule: every rank computes the same as one device.
         if all(layout == R for layout in layouts) and not self._writes_through_a_copy(node):
             return replicated(len(operands), num_results)
+        # Running statistics are buffers that every rank holds whole, so every rank must see all entries.
         if updates_statistics(node):
             return replace(replicated(len(operands), num_results), gathered="it writes statistics of all entries")
+        # A write in place must reach every later reader. It does where what is written is replicated; a shard was
+        # redistributed, which made a copy, and the write to the copy would be lost.
         if mutates(node):
             written = mutated(node)
             is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
@@ -212,12 +237,15 @@ class _Propagation:
                 node=node,
                 hint="write it out of place (x = x + 1, not x += 1)",
             )
+        # A function with its own backward runs on shards only if both of its bodies can.
         function = custom_function(node)
         if function is not None and self._given is None:
             preferred = any(self.decisions[operand].preferred for operand in operands)
             return replace(self.functions.decide(node, function, layouts), preferred=preferred)
+        # A body cannot hold the collective that completes a sum, so there a sum may stay pending through linear steps.
         if self._given is not None and stays_a_sum(node, operands, layouts):
             return Decision(tuple(layouts), (Partial(),), (Partial(),), "a sum stays one")
+        # Without index map nothing is known of the operator: only replicated operands are certainly right.
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
             why = (
@@ -237,7 +265,7 @@ class _Propagation:
         return replace(decision, preferred=self._is_preferred(call, indices, decision))
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
-        """Whether the node writes to a view of a sharded value: the view was gathered, so the write would be lost."""
+        """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy."""
         todo, seen = list(mutated(node)), set[fx.Node]()
         while todo:
             value = todo.pop()
@@ -251,12 +279,21 @@ class _Propagation:
         return False
 
     def _decide(self, call: Call, rule: LayoutRule, indices: IndexMap, layouts: list[Layout]) -> Decision:
+        """How an operator with an index map runs: one index is sharded, or none."""
+        # Operands may be sharded on different indices, and only one can be kept. A placement that follows from the
+        # inputs comes before one that was merely preferred, so that a preference never causes a collective.
         preferred = [self.decisions[operand].preferred for operand in call.operands]
-        order = sorted(range(len(layouts)), key=preferred.__getitem__)  # a dimension that dataflow found comes first
+        order = sorted(range(len(layouts)), key=preferred.__getitem__)
         parts = [indices.locate(indices.operands[i], layouts[i]) for i in order]
+        required = REQUIRED.of(call.node)
+        if required is not None and any(part is not None for part in parts):
+            return self._as_required(call, indices, parts, required)
         blocked = next((part for part in parts if part is not None and part.index in indices.whole), None)
         free = [part for part in parts if part is not None and part.index not in indices.whole]
         free = [part for part in free if self._divides(indices, part)]
+        # The index that is sharded must be whole: run over another one (heads, for attention) if the rule names it.
+        # Two all-to-alls send 2/P of what a gather sends. Users see the result on the index it came with ("home"), so
+        # the way back is decided by who reads it.
         if blocked is not None:
             home = next((p for p in parts if p is not None and _is_in_results(indices, p.index)), blocked)
             for index in rule.move_to:
@@ -264,12 +301,16 @@ class _Propagation:
                 if index in indices.sizes and self._divides(indices, part):
                     why = f"{blocked.index} must be whole: moved to {index}"
                     return spread(indices, part, home=home, why=why)
+        # An index that results have costs nothing; one that they lack makes them partial, which costs a reduction.
         kept = [part for part in free if _is_in_results(indices, part.index)]
         chosen = next(iter(kept or free), None)
+        # Padding of an uneven shard must count nothing in a reduction; in a body, nobody could clear it.
         sums_padding = chosen is not None and self._given is None and _sums_padding(indices, chosen)
         neutral = rule.neutral_of(call, indices, chosen.index) if chosen is not None and sums_padding else None
         if chosen is not None and (neutral is not None or not sums_padding):
-            decision = replace(spread(indices, chosen, why=f"sharded on {chosen.index}"), neutral=neutral)
+            decision = replace(
+                spread(indices, chosen, f"sharded on {chosen.index}", reduce_op=rule.reduce_op), neutral=neutral
+            )
             moved = [
                 i
                 for i, (layout, want) in enumerate(zip(layouts, decision.wants, strict=True))
@@ -281,7 +322,8 @@ class _Propagation:
             return decision
         decision = replicated(len(layouts), len(indices.results))
         if not any(isinstance(layout, Shard) for layout in layouts):
-            return decision  # partial sums only: added up, and nothing else is lost
+            return decision  # pending sums only: they are completed, and no shard is lost
+        # All operands are gathered. What runs whole may still be seen as a shard, which is a slice of it for free.
         shows = decision.shows
         if blocked is not None and self._divides(indices, blocked):
             shows = tuple(indices.layout(terms, blocked) for terms in indices.results)
@@ -290,10 +332,38 @@ class _Propagation:
             where = "its rule does not say what padding counts nothing in its sum"
         elif blocked is not None:
             where = f"its index {blocked.index} must be whole"
+            if rule.reduce_op != "sum" and is_differentiable(call.node):
+                where += f", since its {rule.reduce_op} is differentiated; detach() it where it is only a constant"
         return replace(decision, shows=shows, gathered=f"{call.key}: {where}")
 
+    def _as_required(
+        self, call: Call, indices: IndexMap, parts: Sequence[IndexPart | None], required: Layout
+    ) -> Decision:
+        """How an operator runs whose result must be produced with this placement; whoever states it knows the price.
+
+        Raises:
+            RefusedError: the operator cannot produce it.
+        """
+        part = indices.locate(indices.results[0], required)
+        if part is None or part.index in indices.whole or not self._divides(indices, part):
+            why = "its chunks fall between indices"
+            if part is not None:
+                is_whole = part.index in indices.whole
+                why = f"{part.index} must be whole" if is_whole else f"{self.axis} ranks do not divide {part.index}"
+            refuse(
+                f"{call.key} is required to produce {required}, and {why}",
+                node=call.node,
+                hint="require a placement that its layout rule allows, or none",
+            )
+        # As where an index moves: users see the result on the index that the operands came with.
+        home = next((p for p in parts if p is not None and _is_in_results(indices, p.index)), part)
+        return spread(indices, part, f"required to produce {required}", home=home)
+
     def _is_preferred(self, call: Call, indices: IndexMap, decision: Decision) -> bool:
-        """Whether a result is shown sharded otherwise than on a dimension that dataflow follows to it."""
+        """Whether a result has a placement that no operand's placement leads to by the index map: it was preferred.
+
+        Users within the graph may rely on it; outputs do not leave the graph so.
+        """
         operands = zip(call.operands, indices.operands, strict=True)
         found = [indices.locate(terms, self._shown(n)) for n, terms in operands if not self.decisions[n].preferred]
         parts = [part for part in found if part is not None]
@@ -307,12 +377,14 @@ class _Propagation:
         return part.uneven or require_divisible(indices.sizes[part.index] // part.within, self.axis.size)
 
     def _output(self, node: fx.Node) -> Decision:
+        """What leaves the graph has the placement that is stated for it, else the one that the context decides on."""
         operands = operands_of(node)
+        # A preferred placement is an optimization inside of the graph; the caller must not depend on it.
         layouts = [R if self.decisions[operand].preferred else self._shown(operand) for operand in operands]
         stated = RETURNED.of(node) or {}
         positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
         wants = [
-            stated[position] if position in stated else self.context.output_layout(operand, layout)
+            stated[position] if position in stated else as_layout(self.context.output_layout(operand, layout))
             for position, operand, layout in zip(positions, operands, layouts, strict=True)
         ]
         return Decision(tuple(wants), (), ())
@@ -320,6 +392,11 @@ class _Propagation:
     # backward
 
     def _backward(self) -> None:
+        """Produce replicated values sharded where all users require the same shard, from users to producers.
+
+        A slice after the operator is exact as well; this saves computing and holding what is then thrown away, such as
+        the rows of a mask or of position embeddings that belong to other ranks.
+        """
         work = Worklist(self.graph, backward=True)
         work.push(self.graph.nodes)
         for node in work:
@@ -329,13 +406,15 @@ class _Propagation:
                 work.push(node.all_input_nodes)
 
     def _demanded(self, node: fx.Node) -> Decision | None:
-        """The decision to compute a replicated value sharded, where every user wants it sharded alike."""
+        """The decision to produce a replicated value sharded, where every user requires the same shard; else None."""
         if node.op != "call_function" or not node.users or node.target is redistribute:
             return None
         current = self.decisions[node]
         operands = operands_of(node)
+        # Only what is replicated because its operands are: what was gathered has a reason to be whole.
         if current.shows != (R,) or current.gives != (R,) or not operands or current.gathered:
             return None
+        # Ranks that draw random numbers for their shards would draw others than one device.
         if any(self._shown(operand) != R for operand in operands) or is_random(node) or not is_pure(node):
             return None
         wanted = [want for user in node.users for want in self._wants_of(user, node)]
@@ -368,9 +447,11 @@ class _Propagation:
         return self.decisions[node].shows[0]
 
     def _movable(self, node: fx.Node) -> IndexMap | None:
-        """The index map of a node that may run otherwise than decided: not where sharding was asked for, nor where
-        memory is shared that is written to."""
+        """The index map of a node that relocation may move; None where its placement is required or its operand's was
+        stated, or where it shares memory that is written to in place."""
         if not isinstance(node.target, torch._ops.OpOverload) or node in self.erased:
+            return None
+        if REQUIRED.of(node) is not None:
             return None
         if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
             return None
@@ -390,7 +471,7 @@ def _as_it_lies(node: fx.Node, layout: Layout) -> Layout:
 
 
 def _refuse_lowered(edit: Edit, axis: Axis) -> None:
-    """A graph that is lowered over an axis is a program of one of its ranks: there is nothing left to shard on it."""
+    """Refuse a graph that is lowered over this axis: it is the program of one of its ranks, with local shapes."""
     of_ranks = {axis_rank, *COLLECTIVES.values()}
     for node in edit.nodes():
         if node.target in of_ranks and node.meta.get("axis") == axis.name and axis.group in node.args:
@@ -405,7 +486,8 @@ def _check_asked_for(edit: Edit) -> None:
 
 
 def _drop_redistributions_in_bodies(edit: Edit) -> None:
-    """What is asked for in a body, by rules that mean the graph, is not to be had there."""
+    """Drop redistributions in bodies of higher-order operators: a rule that was written for the graph inserted them
+    there, and a body cannot communicate."""
     for part in edit.parts():
         for node in part.nodes() if part is not edit else ():
             if node.target is redistribute:
@@ -413,7 +495,7 @@ def _drop_redistributions_in_bodies(edit: Edit) -> None:
                 part.erase(node)
 
 
-def _memory_written(graph: fx.Graph) -> set[fx.Node]:
+def memory_written(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that may share memory with what any node writes to."""
     written = {origin for node in graph.nodes for value in mutated(node) for origin in memory_origins(value)}
     if written:
@@ -428,7 +510,7 @@ def _is_in_results(indices: IndexMap, index: str) -> bool:
 
 
 def _sums_padding(indices: IndexMap, part: IndexPart) -> bool:
-    """Whether a rank that runs on `part` would sum up its padding."""
+    """Whether a rank that runs on `part` would reduce over padding."""
     return part.uneven and not all(indices.has(terms, part.index) for terms in indices.results)
 
 
@@ -438,7 +520,8 @@ def _num_results(node: fx.Node) -> int:
 
 
 def _say_what_runs_whole(decisions: dict[fx.Node, Decision], report: Report) -> None:
-    """An event where matrix products, which are what a model's time is made of, run whole on every rank."""
+    """An event for matrix products that every rank computes whole, with their share of all operations: most of the time
+    of a model is spent in its products, and sharding saves nothing of these."""
     products = [node for node in decisions if is_product(node)]
     whole = [node for node in products if decisions[node].wants and all(want == R for want in decisions[node].wants)]
     if whole:
@@ -454,7 +537,7 @@ def _say_what_runs_whole(decisions: dict[fx.Node, Decision], report: Report) -> 
 
 
 def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node]:
-    """The operands of an operator that lie sharded and are made whole for it."""
+    """The sharded operands of a node that are gathered for it."""
     if node.op != "call_function" or not decisions[node].wants:
         return []
     ends = zip(operands_of(node), decisions[node].wants, strict=True)
@@ -469,12 +552,15 @@ def _gathering(node: fx.Node, why: str, whole: list[fx.Node]) -> Gathered:
 
 
 def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str) -> int:
-    """Put a `redistribute` on every edge whose two ends disagree; one for all edges that agree on where."""
+    """Insert a `redistribute` on every edge whose produced placement is not the required one.
+
+    Users that require the same placement of a value share one: it is sent once.
+    """
     made: dict[tuple[fx.Node, str, int], fx.Node] = {}
     region = changes = 0
     for node in edit.nodes():
         if mutates(node):
-            region += 1  # what was made before a write, or under another autograd mode, must not serve what comes after
+            region += 1  # a copy made before a write, or under another autograd mode, is not right for users after it
         decision = decisions[node]
         if decision.gives:
             several = isinstance(node.meta.get("val"), (list, tuple))
@@ -488,7 +574,7 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
         for position, (operand, want) in enumerate(zip(operands_of(node), decision.wants, strict=True)):
             origin = operand
             if operand.target is redistribute and not is_same_layout(decisions[operand].gives[0], want):
-                origin = operand.all_input_nodes[0]  # not there and back
+                origin = operand.all_input_nodes[0]  # straight from the producer, not by way of the stated placement
             have = decisions[origin].gives[0]
             value = origin
             if not is_same_layout(have, want):
@@ -518,7 +604,7 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
 
 
 def _settle(edit: Edit, node: fx.Node, decisions: dict[fx.Node, Decision]) -> int:
-    """A redistribution that was asked for starts from how its operand lies; it is dropped where that is asked for."""
+    """Give a stated redistribution the placement that its operand is produced with; drop it where they are the same."""
     value, _, dst, axis = node.args
     assert isinstance(value, fx.Node)
     have = decisions[value].gives[0]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from fxrewrite.spmd.layout import Axis, Layout, Shard
+from fxrewrite.graph.edit import Edit
+from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Shard, as_layout
 from fxrewrite.spmd.virtual import declare_virtual
 
-__all__ = ["redistribute", "without_padding"]
+__all__ = ["convert_placements", "redistribute", "without_padding"]
 
 
-@declare_virtual(lambda args, _: args[2])
-def redistribute(x: torch.Tensor, src: Layout, dst: Layout, axis: Axis) -> torch.Tensor:
+@declare_virtual(lambda args, _: as_layout(args[2]))
+def redistribute(x: torch.Tensor, src: AnyPlacement, dst: AnyPlacement, axis: Axis) -> torch.Tensor:
     """`x`, placed as `dst` from here on where it was placed as `src`; lowering makes it a slice or a collective."""
     return x
 
@@ -20,3 +21,13 @@ def redistribute(x: torch.Tensor, src: Layout, dst: Layout, axis: Axis) -> torch
 def without_padding(x: torch.Tensor, layout: Shard, axis: Axis, fill: float) -> torch.Tensor:
     """`x`, whose padded entries are `fill` from here on; whole values have none."""
     return x
+
+
+def convert_placements(edit: Edit) -> None:
+    """Afterwards the redistributions of the graph hold placements of `fxrewrite.spmd` in place of torch's."""
+    for node in edit.graph.find_nodes(op="call_function", target=redistribute):
+        if node not in edit.erased:
+            value, src, dst, axis = node.args
+            stated: tuple[Layout, Layout] = (as_layout(src), as_layout(dst))
+            if stated != (src, dst):
+                edit.set_args(node, (value, *stated, axis))

@@ -1,13 +1,14 @@
 """Mixing along a sharded dimension: where operators need that dimension whole, a region moves to another one.
 
-Propagation keeps every value sharded where it started. An operator that must have that dimension whole is gathered:
-(P - 1) chunks travel. If it is independent in another dimension (heads, channels, the batch), two all-to-alls of
-(P - 1) / P chunks do as well, one before it and one behind it, and none where its neighbours move with it. So a scan,
-its convolution, its gates and a loop over its time steps move as one region, whose border alone communicates.
+Propagation keeps every value sharded on the dimension that it was first sharded on. An operator that requires this
+dimension whole has its operands gathered: a rank sends (P - 1) chunks. If the operator is independent in another
+dimension (heads, channels, the batch), two all-to-alls of (P - 1) / P chunks are enough, one before and one after it,
+and none where its neighbours run on that dimension too. So a scan, its convolution, its gates and a loop over its time
+steps move as one region, and only edges that cross the region's border communicate.
 
-From each operator that gathers, a region grows along index maps: all that could run with that dimension sharded. Which
-of its nodes do is a minimum cut between "as decided" and "moved", where an edge costs the bytes that travel when its
-two ends disagree. Of the dimensions the one that saves most is taken, if any saves. Ties keep a node as it is.
+From each operator that gathers, a region grows along index maps: all nodes that could run with that dimension sharded.
+Which of them do is a minimum cut between "as decided" and "moved", where an edge costs the bytes that are sent when its
+two ends disagree. Of the candidate dimensions the one that saves most is taken, if any does. Ties keep a node as it is.
 
 Source: one expansion move of Boykov, Veksler and Zabih, "Fast Approximate Energy Minimization via Graph Cuts" (2001).
 """
@@ -35,12 +36,12 @@ __all__ = ["relocate"]
 
 R = Replicated()
 _LARGEST = 4096
-"""Nodes of a region; what lies beyond stays as it is."""
+"""Most nodes of a region. A larger one stops growing: a cut of some thousand nodes takes about a second."""
 
 Decisions: TypeAlias = Mapping[fx.Node, Decision]
 Network: TypeAlias = "nx.DiGraph[object]"
 _KEPT, _MOVED = "kept", "moved"
-"""The two sides of the cut; what stands outside of the region is kept."""
+"""The two sides of the cut; nodes outside of the region are kept."""
 
 
 def relocate(
@@ -85,6 +86,8 @@ class _Relocation:
 
     def visit(self, node: fx.Node) -> None:
         """Move the region around an operator that gathers to the dimension that saves most."""
+        # Each candidate is priced with all else as decided; the best replaces the decisions, so that later operators
+        # that gather see it. A strict comparison keeps the graph as it is where nothing is saved.
         most, best = 0, dict[fx.Node, Decision]()
         for part in self._candidates(node):
             region = self._grow(node, part)
@@ -93,6 +96,7 @@ class _Relocation:
             if saved > most:
                 most, best = saved, moved
         self.decisions.update(best)
+        # What takes one of several results of a node follows the node.
         for moved in best:
             for value, index in values_of(moved):
                 if value is not moved:
@@ -101,7 +105,11 @@ class _Relocation:
             self._say_what_is_gathered(moved)
 
     def _candidates(self, node: fx.Node) -> Iterator[IndexPart]:
-        """Dimensions of the results that every sharded operand has, each tried once for all of a region."""
+        """Indices of the results that every sharded operand has.
+
+        An operand that lacks the index would still be gathered. One that was tried from another operator of the same
+        region is not tried again: the region, and so the cut, would be the same.
+        """
         indices = self.indices_of(node)
         if indices is None or not indices.results:
             return
@@ -118,7 +126,7 @@ class _Relocation:
     # what could move
 
     def _grow(self, seed: fx.Node, part: IndexPart) -> dict[fx.Node, Decision]:
-        """All that hangs together with `seed` and can run on `part`, and how it then runs."""
+        """The nodes that are connected with `seed` by values that have the sharded index, and how they run on it."""
         region: dict[fx.Node, Decision] = {}
         todo = deque([(seed, part)])
         while todo and len(region) < _LARGEST:
@@ -131,11 +139,13 @@ class _Relocation:
             region[node] = spread(indices, part, f"moved to {part.index}")
             if self.decisions[node].gathered:
                 self._tried.add((node, part.index))
+            # Both ways: a move pays where it takes producers and users along, and their border is further away.
             todo.extend(self._users(node, region[node]))
             todo.extend(self._producers(node, region[node]))
         return region
 
     def _can_run(self, indices: IndexMap, part: IndexPart) -> bool:
+        """Whether a node may run on `part` without partial results, each rank with as many entries as any other."""
         if part.index in indices.whole or not all(indices.has(terms, part.index) for terms in indices.results):
             return False
         runs = divide_exactly(indices.sizes[part.index], part.within)
@@ -162,8 +172,11 @@ class _Relocation:
                     yield producer, part
 
     def _is_projection(self, node: fx.Node, indices: IndexMap) -> bool:
-        """Whether the node multiplies sharded values by one replicated matrix, as linear layers do: regions end
-        there, or they would be the whole model."""
+        """Whether the node multiplies sharded values by one replicated matrix, as linear layers do.
+
+        Regions end there. Their features are summed over, so nothing stays sharded on them through the product, and a
+        region over the batch would otherwise be the whole model.
+        """
         if not is_product(node) or any(isinstance(give, Partial) for give in self.decisions[node].gives):
             return False
         derived, others = set[str](), list[set[str]]()
@@ -179,7 +192,7 @@ class _Relocation:
     # what of it moves
 
     def _cheapest(self, region: Mapping[fx.Node, Decision]) -> dict[fx.Node, Decision]:
-        """The nodes of `region` that move, so that as few bytes as possible travel."""
+        """The nodes of `region` that move, so that as few bytes as possible are sent."""
         network: Network = nx.DiGraph()
         network.add_nodes_from((_KEPT, _MOVED))
         for value in self._values(region):
@@ -188,16 +201,19 @@ class _Relocation:
         return {node: decision for node, decision in region.items() if node in moved}
 
     def _add_costs(self, network: Network, value: fx.Node, region: Mapping[fx.Node, Decision]) -> None:
-        """Edges that are cut, and so are paid, where `value` travels: once for each layout that any user wants.
+        """Edges that are cut, and so are paid, where `value` is sent: once for each placement that any user requires.
 
-        A node on the "kept" side runs as decided. A cost of keeping any of several users is an edge to "moved" that
-        all of them force; a cost of moving any of them is an edge from "kept" that forces all of them.
+        A node on the "kept" side runs as decided. Users that require the same placement share one collective, so its
+        price must not be paid for each: they are joined by edges that are never cut. A price of keeping any of them is
+        an edge from the joint to "moved"; a price of moving any of them is an edge from "kept" to the joint.
         """
         producer, result = _producer(value)
         here = self.decisions[value].gives[0]
         there = region[producer].gives[result] if producer in region else here
         source = producer if producer in region else _KEPT
         for demand in self._demands(value, region):
+            # What is paid whether the producer moves or not (`at_least`) depends on the users alone; the difference
+            # depends on the producer as well.
             stays, goes = (self._travel(value, lies, demand.layout) for lies in (here, there))
             at_least = min(stays, goes)
             if demand.kept:
@@ -224,7 +240,10 @@ class _Relocation:
     # costs
 
     def _saved(self, moved: Decisions) -> int:
-        """How much less travels when the nodes in `moved` run so."""
+        """How many bytes fewer are sent when the nodes in `moved` run so.
+
+        Of all values that the region reads or makes, before and after: the cut's value is not what it saves.
+        """
         after: dict[fx.Node, Decision] = {}
         for node, decision in moved.items():
             after[node] = decision
@@ -232,7 +251,7 @@ class _Relocation:
         return sum(self._bytes(value, {}) - self._bytes(value, after) for value in self._values(moved))
 
     def _bytes(self, value: fx.Node, changed: Decisions) -> int:
-        """What travels of `value`, which is moved once for all users that want it alike."""
+        """The bytes that are sent of `value`: once for each placement that users require."""
         lies = changed.get(value, self.decisions[value]).gives[0]
         wants: dict[str, Layout] = {}
         for user in value.users:
@@ -286,7 +305,7 @@ def _producer(value: fx.Node) -> tuple[fx.Node, int]:
 
 
 def _connect(network: Network, before: object, behind: object, cost: int) -> None:
-    """An edge of `cost` from any of `before` to any of `behind`; a list stands for all of its nodes at once."""
+    """An edge of `cost` from any of `before` to any of `behind`; nodes of a list are joined, and pay it once."""
     if cost <= 0:
         return
     for group, outward in ((before, True), (behind, False)):

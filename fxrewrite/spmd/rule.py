@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx
 
 from fxrewrite.errors import RuleDefinitionError, did_you_mean
+from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.sizes import Size, is_read_from_data, product, size_hint
 from fxrewrite.ops import bind, key, named_operator, no_operator
 from fxrewrite.ops.schemas import Schema, schemas_of
+from fxrewrite.spmd.layout import ReduceOp
 from fxrewrite.spmd.notation import IndexMap, Notation, parse
 
 __all__ = ["Call", "LayoutRule", "LayoutRules", "Neutral"]
@@ -120,6 +122,9 @@ class LayoutRule:
     neutral: Literal["zeros", ""] | NeutralRule = ""
     """What padding is where the result is a sum over a padded index: zeros in any one operand that has the index, or
     what a function says of a call. Where nothing is said, operands are gathered instead of summing up padding."""
+    reduce_op: ReduceOp = "sum"
+    """How results of chunks are combined where the sharded index is reduced. What is not a sum has no adjoint: under
+    autograd its index must be whole."""
     rewritten_by: str = ""
     """The rule without which a partial sum of these operators is none: a mean over chunks has to become a sum by the
     global count. Where that rule did not run, making shapes local is refused."""
@@ -157,9 +162,15 @@ class LayoutRule:
                 raise RuleDefinitionError(f"layout rule {self.id}: {op} has no argument {name!r}{near}")
 
     def map(self, call: Call) -> IndexMap | None:
+        """The indices of a call, None where the rule cannot tell them."""
         if callable(self.index_map):
-            return self.index_map(call)
-        return parse(self.index_map).bind(call.optional_shapes())
+            indices = self.index_map(call)
+        else:
+            indices = parse(self.index_map).bind(call.optional_shapes())
+        if indices is None or self.reduce_op == "sum" or not is_differentiable(call.node):
+            return indices
+        kept = {index for terms in indices.results for dim in terms for index in dim}
+        return replace(indices, whole=indices.whole | (set(indices.sizes) - kept))
 
     def neutral_of(self, call: Call, indices: IndexMap, index: str) -> Neutral | None:
         """How padded entries of `index` count nothing in a sum over it; None where the rule does not say."""

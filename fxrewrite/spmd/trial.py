@@ -18,7 +18,7 @@ from fxrewrite.ops import possible_keys
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import Gathered
-from fxrewrite.spmd.layout import Axis, Layout, Replicated, Shard
+from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Replicated, Shard, as_layout
 from fxrewrite.spmd.notation import IndexMap
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
@@ -78,7 +78,7 @@ def try_layout(
     target: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    layouts: Sequence[Layout],
+    layouts: Sequence[AnyPlacement],
     *,
     axis: Axis,
     apply: Apply,
@@ -88,7 +88,7 @@ def try_layout(
 
     `target` is a torch operator, `args` and `kwargs` hold real tensors; what requires a gradient is differentiated.
     """
-    return _Trial(target, args, kwargs).run(layouts, axis, apply, run)
+    return _Trial(target, args, kwargs).run([as_layout(layout) for layout in layouts], axis, apply, run)
 
 
 class _Trial:
@@ -120,7 +120,7 @@ class _Trial:
         if loss.requires_grad:
             loss.backward()
         gm = _Graph(self, inputs, layouts, axis).weighted(weights)
-        report = apply(gm, SpmdContext(axis, output_layout=_whole))
+        report = apply(gm, SpmdContext(axis, output_layout=_whole, gradients="mean"))
         given = [*(x.detach().requires_grad_(x.requires_grad) for x in inputs), *weights]
         outputs, grads = run(gm, given, axis.size)
         error = 0.0

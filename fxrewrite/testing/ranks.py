@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,14 +22,10 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import bodies_of_communicating, differentiating, key
 from fxrewrite.spmd.group import axis_rank, positions_of
-from fxrewrite.spmd.layout import Layout, Shard, check_num_ranks
+from fxrewrite.spmd.input_placements import Placements, input_placements
+from fxrewrite.spmd.layout import Layout, Replicated, Shard, as_layout, check_num_ranks
 
 __all__ = ["RankRun", "run_on_ranks"]
-
-
-Placements: TypeAlias = "Mapping[str, Layout]"
-"""How the ranks of a mesh hold one value, by axis; of two axes that shard one dimension the first has the outer
-chunks. Axes that are not named hold it whole."""
 
 
 class RankRun:
@@ -48,10 +44,10 @@ class RankRun:
         self._cuts = cuts
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """Each input's gradient, as one device has it.
+        """Each input's gradient: of what all ranks hold the mean over them, of chunks all of them together.
 
-        Every rank differentiates its own copy of the loss. So the gradient of what all ranks hold is the mean over
-        them, which averaging over ranks gives; that of a chunk is what came to it, divided by the number of ranks.
+        For a graph that was lowered with `SpmdContext.gradients` "done" or "mean" that is one device's; `grads` has
+        what each rank got.
         """
         found: list[torch.Tensor | None] = []
         for index, grads in enumerate(zip(*self.grads, strict=True)):
@@ -60,7 +56,7 @@ class RankRun:
             if not present:
                 found.append(None)
             else:
-                found.append(torch.stack(present).mean(0) if cut is None else cut.joined(present) / len(present))
+                found.append(torch.stack(present).mean(0) if cut is None else cut.joined(present))
         return found
 
 
@@ -79,12 +75,14 @@ def run_on_ranks(
         inputs: whole values, one for each input of the graph.
         ranks: how many, or a mesh of any number of axes. A process group of as many fake ranks must be initialized
             (`fxrewrite.testing.fake_mesh`).
-        placements: by position, inputs of which each rank is given its own chunk; every rank is given the others whole.
+        placements: how the ranks hold inputs, by position; they hold the others whole. By default what the plan that
+            lowered the graph says of them (`fxrewrite.spmd.input_placements`).
         backward: position of the output (a scalar) to differentiate; gradients are of every floating-point input that
             requires them.
 
     Raises:
-        FxRewriteError: `ranks` is no number of ranks; a placement is no shard, or its ranks do not divide the input.
+        FxRewriteError: `ranks` is not a number of ranks, or not a mesh where inputs are sharded; the ranks of a
+            placement do not divide the input.
     """
     if not isinstance(ranks, DeviceMesh):
         check_num_ranks(ranks)
@@ -94,9 +92,15 @@ def run_on_ranks(
     for operator in differentiating():
         _run_with_autograd(operator)
     cuts: list[_Cut | None] = [None] * len(inputs)
-    for index, of_axes in (placements or {}).items():
+    stated = dict(enumerate(input_placements(gm))) if placements is None else placements
+    for index, placed in stated.items():
+        of_axes = {axis: as_layout(placement) for axis, placement in placed.items()}
+        if all(layout == Replicated() for layout in of_axes.values()):
+            continue
         if not isinstance(ranks, DeviceMesh):
-            raise FxRewriteError("placements are over the axes of a mesh: pass it in place of the number of ranks")
+            raise FxRewriteError(
+                f"input {index} is sharded over {', '.join(of_axes)}: pass the mesh in place of the number of ranks"
+            )
         cuts[index] = _Cut(ranks, inputs[index], of_axes)
     with LocalTensorMode(num_ranks):
         args = [_spread(value, num_ranks, cut) for value, cut in zip(inputs, cuts, strict=True)]
@@ -111,7 +115,7 @@ def run_on_ranks(
 class _Cut:
     """How an input is cut for the ranks of a mesh: for each rank the entries of every dimension that it holds."""
 
-    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Placements) -> None:
+    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Layout]) -> None:
         self._shape = whole.shape
         self._entries: list[list[torch.Tensor]] = []
         names = mesh.mesh_dim_names or ()
@@ -119,6 +123,8 @@ class _Cut:
             (at,) = (mesh.mesh == rank).nonzero().tolist()
             entries = [torch.arange(size) for size in whole.shape]
             for axis, layout in placements.items():
+                if layout == Replicated():
+                    continue
                 if axis not in names or not isinstance(layout, Shard) or layout.uneven:
                     raise FxRewriteError(f"an input cannot be placed as {axis}: {layout}; Shard(dim) on {names} can")
                 held, num = entries[layout.dim], mesh.size(names.index(axis))
@@ -134,11 +140,12 @@ class _Cut:
         return whole
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The sum of what the ranks have, each where its chunk is."""
+        """What the ranks have, each where its chunk is; of a chunk that several ranks hold, their mean."""
         whole = torch.zeros(self._shape, dtype=chunks[0].dtype, device=chunks[0].device)
         for chunk, entries in zip(chunks, self._entries, strict=True):
             whole[torch.meshgrid(*entries, indexing="ij")] += chunk
-        return whole
+        num_holders = len(chunks) * chunks[0].numel() / max(whole.numel(), 1)
+        return whole / num_holders
 
 
 @cache

@@ -1,8 +1,13 @@
 """Reductions, and operators that run along a dimension.
 
 A sum over a sharded dimension is Partial. A mean becomes a sum divided by a global count (`fxrewrite.spmd.lower`).
-Softmax, maxima, sorts and scans need their dimension whole.
+`amax` and `amin` give partial maxima and minima where they are not differentiated. Softmax, sorts and scans need their
+dimension whole.
 """
+
+import math
+
+import torch
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.pointwise import broadcast
@@ -27,6 +32,25 @@ def whole_reduction(call: Call) -> IndexMap | None:
         return broadcast(call)
     terms, result = _reduced(call)
     return index_map(call, {"self": terms}, result)
+
+
+def extremum(call: Call) -> IndexMap | None:
+    """reduces over `dim`; a sharded one gives partial maxima or minima, where nothing is differentiated"""
+    terms, result = _reduced(call)
+    is_bool = call.node.meta["val"].dtype == torch.bool  # collectives have no bools
+    return index_map(call, {"self": terms}, result, summed=() if is_bool else names_of(terms))
+
+
+def lowest(call: Call) -> Neutral:
+    """Below all others, or equal."""
+    dtype = call.node.meta["val"].dtype
+    return Neutral(0, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min)
+
+
+def highest(call: Call) -> Neutral:
+    """Above all others, or equal."""
+    dtype = call.node.meta["val"].dtype
+    return Neutral(0, math.inf if dtype.is_floating_point else torch.iinfo(dtype).max)
 
 
 def _reduced(call: Call) -> tuple[Terms, Terms]:
@@ -119,7 +143,7 @@ def draws(call: Call) -> IndexMap | None:
 
 _SUM = "sum nansum count_nonzero"
 _WHOLE = """
-all amax amin aminmax any argmax argmin frobenius_norm kthvalue linalg_norm linalg_vector_norm logsumexp max median min
+all aminmax any argmax argmin frobenius_norm kthvalue linalg_norm linalg_vector_norm logsumexp max median min
 mode nanmean nanmedian norm prod std std_mean var var_mean
 """
 _ALONG = """
@@ -132,6 +156,8 @@ _TRANSFORMS = "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 
 LAYOUTS = (
     LayoutRule("layout.sum", tuple(f"aten::{name}" for name in _SUM.split()), reduction, neutral="zeros"),
     LayoutRule("layout.mean", ("aten::mean",), reduction, neutral="zeros", rewritten_by="reductions.mean_over_shards"),
+    LayoutRule("layout.amax", ("aten::amax",), extremum, neutral=lowest, reduce_op="max"),
+    LayoutRule("layout.amin", ("aten::amin",), extremum, neutral=highest, reduce_op="min"),
     LayoutRule("layout.reduce_whole", tuple(f"aten::{name}" for name in _WHOLE.split()), whole_reduction),
     LayoutRule("layout.along", tuple(f"aten::{name}" for name in _ALONG.split()), along),
     LayoutRule("layout.along_last_two", tuple(f"aten::{name}" for name in _ALONG_LAST_TWO.split()), along_last_two),

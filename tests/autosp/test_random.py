@@ -240,7 +240,7 @@ def test_a_draw_on_a_chunk_that_no_rank_can_make_its_own_is_refused() -> None:
     gm = fx.GraphModule({}, graph)
     expected = r"aten::rnn_tanh draws random numbers for a chunk and takes a list of tensors, so all ranks would draw"
     with fake_mesh((1,), ("sp",)) as mesh, pytest.raises(RefusedError, match=expected):
-        _sharded(gm, SpmdContext(axis_of(mesh, "sp")))
+        _sharded(gm, SpmdContext(axis_of(mesh, "sp"), gradients="mean"))
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,9 @@ def test_recomputation_does_not_draw_again(rules: str) -> None:
     def run(inner: str) -> list[Tensor]:
         torch._dynamo.reset()
         apply = _sharded if rules == "by rank" else DRAW_WHOLE.apply
-        backend = rewriting_backend(apply, inner, graph="aten", context=SpmdContext(axis_of(mesh, "sp")))
+        backend = rewriting_backend(
+            apply, inner, graph="aten", context=SpmdContext(axis_of(mesh, "sp"), gradients="mean")
+        )
         torch.manual_seed(0)
         loss = torch.compile(model, backend=backend)(x)
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

@@ -69,7 +69,7 @@ def _texts() -> dict[str, str]:
     gm = normalize(_llama())
     texts = {"captured": graph_text(gm)}
     rules, recorders = recorded(_ULYSSES)
-    rules.apply(gm, context=SpmdContext(Axis("sp", 2, "0"), output_layout=_keep))
+    rules.apply(gm, context=SpmdContext(Axis("sp", 2, "0"), output_layout=_keep, gradients="mean"))
     return texts | {stage: recorder.text_there for stage, recorder in recorders.items()}
 
 

@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed import tensor
 
 from fxrewrite import FxRewriteError, Match, Pattern, RefusedError, Rule, RuleDefinitionError, RuleSet, cap, op
 from fxrewrite.backends import normalized
 from fxrewrite.graph import graph_text, input_name
+from fxrewrite.ops import key
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     REDUCTIONS,
+    REQUIRED,
     Axis,
     Layout,
     LocalizeShapes,
@@ -24,8 +27,10 @@ from fxrewrite.spmd import (
     Replicated,
     Shard,
     SpmdContext,
+    as_layout,
     axis_of,
     contexts,
+    input_placements,
     inputs,
     module_input,
     module_output,
@@ -39,7 +44,7 @@ from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
 from rules.layouts import LAYOUTS
 from tests.autosp.one_device import captured
 
-AXIS = Axis("tp", 2)
+AXIS, R = Axis("tp", 2), Replicated()
 
 
 class Mlp(nn.Module):
@@ -214,10 +219,8 @@ def test_an_axis_is_lowered_once() -> None:
             plan({inputs("x"): Shard(0)}).apply(gm, context=SpmdContext(axis_of(mesh, "tp")))
         again = normalized(gm)
         assert graph_text(again) == graph_text(gm), "a normal graph stays as it is"
-        names = [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
-        held = {"mlp.up.weight": Shard(0), "mlp.down.weight": Shard(1)}
-        placements = {names.index(name): {"tp": layout} for name, layout in held.items()}
-        run = run_on_ranks(again, given, mesh, placements=placements, backward=0)
+        assert input_placements(again) == input_placements(gm) == [{"tp": Shard(0)}, {"tp": R}, {"tp": Shard(1)}]
+        run = run_on_ranks(again, given, mesh, backward=0)
     check_gradients(gm, run)
 
 
@@ -225,6 +228,96 @@ def test_a_rule_over_redistributions_is_not_verified_on_one_device() -> None:
     verdict = forget_sum.verify(samples=4)
     assert not verdict.ok
     assert "on one device redistribute is not what it stands for" in str(verdict)
+
+
+def test_placements_of_torch_are_those_of_ours() -> None:
+    texts = set[str]()
+    for of in (Shard, tensor.Shard):
+        gm, _ = program()
+        plan({site: of(layout.dim) for site, layout in ROWS.items()}).apply(gm, context=SpmdContext(AXIS))
+        texts.add(graph_text(gm))
+    assert len(texts) == 1
+    assert as_layout(tensor.Partial("max")) == Partial("max") != Partial() == as_layout(tensor.Partial())
+    assert as_layout(tensor.Replicate()) == R
+    with pytest.raises(FxRewriteError, match=r"Partial\('avg'\) is not supported; use one of"):
+        as_layout(tensor.Partial("avg"))
+    with pytest.raises(FxRewriteError, match=r"is not supported; Shard\(dim, outer=n\)"):
+        as_layout(tensor.placement_types._StridedShard(0, split_factor=2))
+
+
+class LogSumExp(nn.Module):
+    """As vocabulary-parallel losses have it: the maximum is a constant."""
+
+    def __init__(self, is_constant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.is_constant = nn.Linear(8, 12, bias=False), is_constant
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(x)
+        largest = (logits.detach() if self.is_constant else logits).amax(-1, keepdim=True)
+        return ((logits - largest).exp().sum(-1).log() + largest.squeeze(-1)).sum()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("is_constant", [True, False])
+def test_a_maximum_over_a_sharded_dimension(is_constant: bool, uneven: bool) -> None:
+    model = LogSumExp(is_constant).double()
+    gm, given = captured(model, {"x": X})
+    gm = normalized(gm)
+    place = {module_output("head"): Shard(1, uneven=True)} if uneven else {param("head.weight"): tensor.Shard(0)}
+    with fake_mesh((2,), ("tp",)) as mesh:
+        report = plan(place).on("tp").apply(gm, context=contexts(mesh))
+        run = run_on_ranks(gm, given, mesh, backward=0)
+    model(X).backward()
+    torch.testing.assert_close(run.outputs[0][0], model(X).detach())
+    torch.testing.assert_close(run.gradients()[0], model.head.weight.grad)
+    reduced = [node.args[1] for node in gm.graph.nodes if "all_reduce" in key(node)]
+    assert ("max" in reduced) == is_constant
+    if uneven:  # else it runs on rows, which is cheaper than gathering
+        assert ("since its max is differentiated; detach() it" in str(report)) != is_constant
+
+
+def test_a_maximum_that_is_differentiated_is_not_sent() -> None:
+    assert "a value that is differentiated is P(max)" in refused(plan({module_output("mlp.up"): Partial("max")}))
+
+
+class Require:
+    """The step that requires a placement of what `relu` produces."""
+
+    name = "require"
+
+    def __init__(self, placement: Layout) -> None:
+        self.placement = placement
+
+    def run(self, edit: Any, context: SpmdContext, report: Any) -> int:
+        edit.set_fact(next(node for node in edit.nodes() if "relu" in node.name), REQUIRED, self.placement)
+        return 0
+
+    def text(self) -> str:
+        return "requires"
+
+
+def test_a_required_placement_is_kept_to() -> None:
+    gm, given = program()
+    with fake_mesh((2,), ("tp",)) as mesh:
+        members = (Place("place", ROWS), Require(Shard(0)), PROPAGATE, LOCALIZE, COLLECTIVE_RULES)
+        RuleSet("plan", *members, atomic=True).on("tp").apply(gm, context=contexts(mesh))
+        assert "all_to_all" in gm.code
+        run = run_on_ranks(gm, given, mesh, backward=0)
+    check_gradients(gm, run)
+
+
+@pytest.mark.parametrize(
+    ("placement", "says"),
+    [
+        (Shard(0, outer=3), "aten::relu is required to produce S(0, outer=3), and its chunks fall between indices"),
+        (Shard(0, outer=4), "aten::relu is required to produce S(0, outer=4), and its chunks fall between indices"),
+    ],
+    ids=str,
+)
+def test_a_required_placement_is_refused(placement: Layout, says: str) -> None:
+    assert says in refused(RuleSet("plan", Place("place", ROWS), Require(placement), PROPAGATE, LOCALIZE))
 
 
 @pytest.mark.parametrize("through", [Partial(), Shard(1), Shard(1, inner=2), Shard(0, outer=2)], ids=str)

@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from autosp_rules import AutoSPConfig
 from autosp_rules.rule_set import rule_set
-from fxrewrite import Plan, RuleSet
+from fxrewrite import RuleSet
 from fxrewrite.backends import normalized
 from fxrewrite.graph import input_name
 from fxrewrite.ops import key
@@ -118,18 +118,6 @@ def one_device(name: str) -> tuple[fx.GraphModule, list[Any], torch.Tensor, dict
     return gm, given, loss.detach(), grads
 
 
-def placed(plan: Plan, gm: fx.GraphModule) -> dict[int, dict[str, Layout]]:
-    """What the plan's steps state of inputs, by position and axis, for the harness."""
-    found: dict[int, dict[str, Layout]] = {}
-    for stage in plan.stages:
-        for member in stage.rules.members:
-            for site, layout in member.placements.items() if isinstance(member, Place) else ():
-                for index, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-                    if site.matches(node):
-                        found.setdefault(index, {})[stage.axis] = layout
-    return found
-
-
 @cache
 def collectives(name: str, axes: tuple[str, ...]) -> Counter[tuple[str, str]]:
     """What each axis of the program sends, which is exact."""
@@ -140,9 +128,8 @@ def collectives(name: str, axes: tuple[str, ...]) -> Counter[tuple[str, str]]:
     for axis in axes[1:]:
         plan = plan >> plans[axis].on(axis)
     with fake_mesh((2,) * len(axes), axes) as mesh:
-        placements = placed(plan, program)
         plan.apply(program, context=contexts(mesh))
-        run = run_on_ranks(program, given, mesh, placements=placements, backward=0)
+        run = run_on_ranks(program, given, mesh, backward=0)
     for outputs in run.outputs:
         torch.testing.assert_close(outputs[0], loss, rtol=1e-6, atol=0)  # norms and losses are in float32
     names = map(input_name, gm.graph.find_nodes(op="placeholder"))

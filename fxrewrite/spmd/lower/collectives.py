@@ -3,9 +3,11 @@
     R -> S      the rank's chunk                       no communication
     S -> R      all-gather                             backward: reduce-scatter
     S -> S'     all-to-all                             backward: all-to-all
-    P -> R      all-reduce                             backward: all-reduce
+    P -> R      all-reduce                             backward: all-reduce, or nothing (`cotangents`)
     P -> S      reduce-scatter                         backward: all-gather
     R -> P      the value on one rank, else zeros      no communication
+
+A pending maximum or minimum is reduced by that instead of a sum; it is never differentiated.
 
 Where P ranks do not divide S entries, the last entry is repeated before they are cut, and what is whole again is cut
 back to S, whose adjoint gives padding no gradient. Sums over a padded dimension clear it first:
@@ -35,9 +37,11 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.where.base import Constraint
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import Rule
+from fxrewrite.spmd.cotangents import COMPLETE
 from fxrewrite.spmd.facts import global_shape
+from fxrewrite.spmd.gradient_ops import PASS_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, local_shape, num_entries
+from fxrewrite.spmd.layout import Axis, Layout, Partial, ReduceOp, Replicated, Shard, local_shape, num_entries
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_proxy
 from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
@@ -90,7 +94,8 @@ class Lowering:
 
     def exchange(self, kind: str, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
         """Ranks to the front, the collective, ranks back to where `src` was cut; then the shape that `dst` gives."""
-        return self.received(self.collective(kind, aten.contiguous(self.sent(x, src, dst))), src, dst)
+        reduce_op = src.reduce_op if isinstance(src, Partial) else "sum"
+        return self.received(self.collective(kind, aten.contiguous(self.sent(x, src, dst)), reduce_op), src, dst)
 
     def sent(self, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
         """What goes to each rank, in front of the collective: [ranks, *parts], or [1, *parts], the same for all."""
@@ -164,13 +169,13 @@ class Lowering:
         self.match.edit.set_meta(x.node, "val", replaced.meta["val"])
         return x
 
-    def collective(self, kind: str, x: fx.Proxy) -> fx.Proxy:
+    def collective(self, kind: str, x: fx.Proxy, reduce_op: ReduceOp = "sum") -> fx.Proxy:
         one_each = [1] * self.num_ranks
         arguments = {
             "all_to_all": (one_each, one_each),
             "all_gather": (self.num_ranks,),
-            "reduce_scatter": ("sum", self.num_ranks),
-            "all_reduce": ("sum",),
+            "reduce_scatter": (reduce_op, self.num_ranks),
+            "all_reduce": (reduce_op,),
         }
         sent = COLLECTIVES[kind](x, *arguments[kind], self.axis.group)
         self.match.edit.set_meta(sent.node, "axis", self.axis.name)
@@ -239,9 +244,13 @@ def _(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
 
 
 @all_reduce.replacement
-def _(match: Match, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, src: Partial, dst: Layout) -> fx.Proxy:
     """all-reduce"""
-    return _lowering(match).collective("all_reduce", x)
+    low = _lowering(match)
+    if COMPLETE.of(match.root):  # backward sends nothing
+        total = low.collective("all_reduce", aten.detach(x))
+        return match.call(PASS_GRADIENT, total, x, float(low.num_ranks))
+    return low.collective("all_reduce", x, src.reduce_op)
 
 
 @reduce_scatter.replacement
@@ -252,8 +261,10 @@ def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
 
 
 @own_summand.replacement
-def _(match: Match, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, src: Layout, dst: Partial) -> fx.Proxy:
     """the value on the axis's first rank, zeros on the others"""
+    if dst.reduce_op != "sum":
+        return x  # the maximum of equal values is any of them
     low = _lowering(match)
     rank = aten.scalar_tensor(match.proxy(rank_node(match.edit, low.axis)), device=x.node.meta["val"].device)
     return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))

@@ -1,7 +1,13 @@
 """From global shapes to local ones: after it, every value's `val` is what one rank holds.
 
-Of a sharded value the shape that it had before is known (`global_shape`); arguments that state a result's shape
-(view, reshape, expand) state the local one, and those that count runs of a dimension (groups) count the local ones.
+The global shape of a sharded value stays known (`global_shape`), since collectives need it. Arguments that state a
+result's shape (view, reshape, expand) state the local one, and those that count runs of a dimension (groups) count the
+local ones. The order of the steps matters:
+
+1. placements are checked while shapes are global, since layout rules read global shapes;
+2. inputs' placements are written on the program, and gradients of inputs and cotangents are made right (`cotangents`),
+   with operators that are placed as what they read;
+3. shapes become local, node by node, bodies of higher-order operators included.
 """
 
 from __future__ import annotations
@@ -19,9 +25,12 @@ from fxrewrite.graph.sizes import Size, SizeNodes, divide_exactly, is_same_size,
 from fxrewrite.ops import bind, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.cotangents import write_gradients
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape
+from fxrewrite.spmd.input_placements import write_input_placements
 from fxrewrite.spmd.layout import Layout, Partial, Shard, local_shape, num_entries
 from fxrewrite.spmd.legal import check_lowered, check_placements
+from fxrewrite.spmd.redistribute import convert_placements
 from fxrewrite.spmd.rule import LayoutRules, tensor_of
 from fxrewrite.spmd.shared_nodes import size_nodes
 from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
@@ -30,7 +39,7 @@ __all__ = ["LocalizeShapes"]
 
 
 class LocalizeShapes:
-    """The step of a plan that makes shapes local, from the layouts that propagation found."""
+    """The step of a plan that makes shapes local, from the placements that propagation found."""
 
     def __init__(self, name: str, rules: LayoutRules) -> None:
         self.name = name
@@ -38,24 +47,31 @@ class LocalizeShapes:
         self.needs, self.gives = (PLACEMENTS,), (LOCAL_SHAPES,)
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
-        num_ranks = SpmdContext.required(context, self.name).axis.size
+        context = SpmdContext.required(context, self.name)
+        axis = context.axis
+        num_ranks = axis.size
+        # Rules that run after this step make nodes of local values, of which layout rules say nothing.
         edit.underive(PLACEMENT)
+        # A redistribution that no rule lowers would be the identity on shards, and silently wrong.
         edit.before_commit(check_lowered)
+        convert_placements(edit)
         check_placements(edit, self.rules)
+        write_input_placements(edit, axis)
+        changed = write_gradients(edit, axis, context.gradients, self.name)
         values = _LocalValues(num_ranks)
-        changed = 0
         for part, node in ((body, node) for body in edit.parts() for node in body.nodes()):
             layouts = PLACEMENT.of(node)
             if layouts is None:
-                continue
+                continue  # sizes, and the nodes of bodies that run whole
             value = node.meta.get("val")
             if isinstance(layouts, tuple) and isinstance(value, (list, tuple)):
                 changed += self._localize_lengths(part, node, layouts, num_ranks)
                 local = [values.of(v, layout) for v, layout in zip(value, layouts, strict=True)]
                 part.set_meta(node, "val", type(value)(local))
-            elif isinstance(layouts, Partial):
+            elif isinstance(layouts, Partial):  # a summand has the shape of the sum
                 self._refuse_unwritten(node)
             elif isinstance(layouts, Shard):
+                # Arguments first: they are computed from the global `val`, which the last line replaces.
                 changed += self._localize_shape_arg(part, node, layouts, size_nodes(part), num_ranks)
                 changed += self._localize_run_args(part, node, layouts, size_nodes(part), num_ranks)
                 whole = tensor_of(node)
@@ -64,6 +80,7 @@ class LocalizeShapes:
         return changed
 
     def _refuse_unwritten(self, node: fx.Node) -> None:
+        """Refuse an operator whose result on a shard is no summand of the global one until another rule rewrote it."""
         rule = self.rules.get(key(node))
         if rule is not None and rule.rewritten_by:
             refuse(
@@ -73,6 +90,7 @@ class LocalizeShapes:
             )
 
     def _localize_shape_arg(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:
+        """A stated shape has the local size in the sharded dimension; -1 is right as it is: it means what remains."""
         rule = self.rules.get(key(node))
         if rule is None or not rule.shape_arg:
             return 0
@@ -88,7 +106,8 @@ class LocalizeShapes:
         return 1
 
     def _localize_run_args(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:
-        """Where ranks hold whole runs, they hold so many fewer; chunks within runs leave their number as it is."""
+        """A count of runs (a convolution's groups) is local where a rank holds whole runs; of parts of runs it holds
+        as many as there are runs."""
         rule = self.rules.get(key(node))
         changed = 0
         for name, dim in rule.run_args if rule is not None else ():
@@ -104,7 +123,7 @@ class LocalizeShapes:
         return changed
 
     def _localize_lengths(self, edit: Edit, node: fx.Node, layouts: tuple[Layout, ...], num_ranks: int) -> int:
-        """Where results are parts of one dimension, and a rank holds a chunk of each part, it cuts shorter ones."""
+        """Stated lengths of parts along the sharded dimension are local: a rank holds a chunk of each part."""
         rule = self.rules.get(key(node))
         if rule is None or not rule.length_args:
             return 0
@@ -136,7 +155,8 @@ def _set_argument(edit: Edit, node: fx.Node, args: dict[str, Any], name: str, va
 
 
 class _LocalValues:
-    """Local fake values, one for all global ones that look alike: most values of a model do, layer by layer."""
+    """Local fake values, one for all global ones with equal shape, strides and placement: equal layers share them, and
+    making a fake tensor is most of this step's time."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -156,7 +176,7 @@ class _LocalValues:
 
 
 def _cut(value: torch.Tensor, dim: int, size: Size) -> torch.Tensor:
-    """The first `size` entries of a dimension, lying in memory as if there had never been more."""
+    """A fake tensor with `size` entries in a dimension, and the strides of a tensor that was made with that size."""
     whole, run = value.shape[dim], value.shape[dim] * value.stride(dim)
     strides: list[Size] = list(value.stride())
     for outer, stride in enumerate(strides):

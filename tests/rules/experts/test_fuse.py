@@ -271,7 +271,7 @@ def test_ranks_sort_their_own_slots(sharded: int, num_ranks: int) -> None:
             moved = gm.graph.call_function(redistribute_, (operand, Replicated(), Shard(0), axis))
         moved.meta["val"] = operand.meta["val"]
         operand.replace_all_uses_with(moved, lambda user: user is not moved)
-        report = ON_RANKS.apply(gm, context=SpmdContext(axis))
+        report = ON_RANKS.apply(gm, context=SpmdContext(axis, gradients="mean"))
         run = run_on_ranks(gm, inputs(), num_ranks, backward=0)
     assert not [line for line in report.lines if "gathered" in line]
     (sort,) = (node for node in gm.graph.nodes if key(node) == "aten::sort")

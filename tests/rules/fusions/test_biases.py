@@ -45,7 +45,6 @@ def test_one_sum_and_nothing_gathered(dim: int, with_rule: bool) -> None:
     gm, given = captured(model, {"x": x})
     program = normalized(gm)
     names = [input_name(node) for node in program.graph.find_nodes(op="placeholder")]
-    held = {names.index("weight"): {"tp": Shard(dim)}}
     rules = RuleSet(
         "rows",
         Place("place", {param("weight"): Shard(dim)}),
@@ -56,7 +55,7 @@ def test_one_sum_and_nothing_gathered(dim: int, with_rule: bool) -> None:
     )
     with fake_mesh((2,), ("tp",)) as mesh:
         rules.on("tp").apply(program, context=contexts(mesh))
-        run = run_on_ranks(program, given, mesh, placements=held, backward=0)
+        run = run_on_ranks(program, given, mesh, backward=0)
     for name, value in model.named_parameters():
         torch.testing.assert_close(run.gradients()[names.index(name)], value.grad)
     sent = [key(node).partition("::")[2] for node in program.graph.nodes if "c10d" in key(node)]

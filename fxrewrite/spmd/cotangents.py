@@ -1,0 +1,216 @@
+"""Is a cotangent complete on every rank, or a summand? Found for every value, beside its placement.
+
+Every rank returns the same loss L and differentiates it, so what is differentiated is the sum of P equal losses. With
+g = dL/dx on one device, the cotangent that arrives at a value x on rank r is
+
+    x sharded                 P * g of the rank's chunk
+    x partial                 P * g
+    x replicated, summand     a summand: the sum over the ranks is P * g, so their mean is g
+    x replicated, complete    g itself, on every rank
+
+Summands need nothing: every collective's backward is then its true adjoint. Where a replicated value and its cotangent
+are equal on all ranks, adjoints are free. Complete ones are summands, too (their mean is g); the converse is false:
+
+    P -> R            all-reduce; backward: P * gradient if complete, else an all-reduce         (Megatron's g)
+    R -> summands     the identity; backward: an all-reduce, the mean, if the value is complete  (Megatron's f)
+
+An operator that every rank runs on whole values passes on what it gets. One that runs on chunks gives each replicated
+operand a summand. So the values whose cotangents are complete are one side of a cut, and an edge that crosses it pays
+an all-reduce: the minimum cut says where cotangents are summed, as once for q, k and v behind a norm, and not at every
+weight. The loss is complete where it leaves the graph. What the caller does with gradients of inputs decides for them:
+
+    "done"   nothing: an input that is held whole is complete; where it is read as summands, that is an all-reduce
+    "mean"   averages over the axis, as DDP, FSDP and ZeRO do: summands are right, and nothing here communicates
+    "sum"    sums over the axis: as "mean", and the input divides its gradient by P
+
+An input that is held in shards divides its gradient by P. Both are one node behind the input (`gradient_ops`).
+
+Source: JAX's varying and invariant values (JEP 17111, docs/notebooks/shard_map.md); Megatron-LM's f and g (arXiv
+1909.08053, figure 3); types R and I of Meta's spmd_types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import networkx as nx
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxrewrite.errors import refuse
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.facts import Fact
+from fxrewrite.graph.inputs import input_name
+from fxrewrite.graph.sizes import is_read_from_data, size_hint
+from fxrewrite.ops import is_parameter, mutates
+from fxrewrite.spmd.context import Reduction
+from fxrewrite.spmd.decision import is_getitem
+from fxrewrite.spmd.facts import PLACEMENT, layout_of
+from fxrewrite.spmd.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
+from fxrewrite.spmd.layout import Axis, Partial, Replicated, Shard
+from fxrewrite.spmd.place import RETURNED
+from fxrewrite.spmd.price import collective_bytes
+from fxrewrite.spmd.propagate import memory_written
+from fxrewrite.spmd.redistribute import redistribute
+
+__all__ = ["COMPLETE", "complete_cotangents", "write_gradients"]
+
+COMPLETE = Fact[bool]("complete cotangent")
+"""Of a replicated value: True where its cotangent is complete on every rank."""
+
+LATENCY_BYTES = 1 << 20
+"""What a rank sends in the time that a collective needs to start: 5 microseconds at 200 GB/s. So one all-reduce after a
+norm is cheaper than one before its last product and one of its weight, even if the latter are fewer bytes."""
+R = Replicated()
+_COMPLETE, _SUMMAND = "complete", "summand"
+"""The two sides of the cut."""
+Network: TypeAlias = "nx.DiGraph[object]"
+
+
+def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str) -> int:
+    """Afterwards gradients of inputs are right for a caller who reduces them as `reduction` says.
+
+    Placements are known and shapes are global. What is complete is known as `COMPLETE`, for the lowering of
+    redistributions; where it is read as summands, and behind inputs, there are operators of `gradient_ops`.
+    """
+    complete = complete_cotangents(edit, axis) if reduction == "done" else set[fx.Node]()
+    nodes = edit.nodes()
+    flows = _differentiable(nodes)
+    changes = 0
+    for node in nodes:
+        users = [user for user in node.users if user.op != "output"]
+        if node in complete:
+            edit.set_fact(node, COMPLETE, value=True)
+            users = [user for user in users if user not in complete]
+            if users and node in flows:
+                made = _after(edit, node, users, MEAN_GRADIENT, (axis.group, axis.size), rule)
+                edit.set_meta(made, "axis", axis.name)
+                changes += 1
+        elif _is_input(node) and node in flows and users and (reduction == "sum" or _is_sharded(node)):
+            _after(edit, node, users, SCALE_GRADIENT, (1 / axis.size,), rule)
+            changes += 1
+    return changes + _scale_outputs(edit, axis, rule)
+
+
+def _after(
+    edit: Edit, node: fx.Node, users: list[fx.Node], target: object, args: tuple[object, ...], rule: str
+) -> fx.Node:
+    """An identity on the value that these users read from now on, placed as the value is."""
+    # Right after the value, and not before its first user: that may run without autograd, and the others not.
+    first = next(n for n in edit.graph.nodes if n.op != "placeholder") if node.op == "placeholder" else node.next
+    made = edit.call(target, (node, *args), before=first, like=min(users), rule=rule, val=node.meta["val"])
+    edit.set_fact(made, PLACEMENT, layout_of(node))
+    edit.replace_uses(node, made, users)
+    return made
+
+
+def _scale_outputs(edit: Edit, axis: Axis, rule: str) -> int:
+    """Outputs that are stated to leave in shards come back with g of the rank's chunk; in the graph that is P * g."""
+    output = edit.graph.output_node()
+    leaves = tree_leaves(output.args[0])
+    stated = RETURNED.of(output) or {}
+    values = [leaves[position] for position, layout in stated.items() if isinstance(layout, Shard)]
+    for value in dict.fromkeys(values):
+        made = edit.call(SCALE_GRADIENT, (value, float(axis.size)), before=output, rule=rule, val=value.meta["val"])
+        edit.set_fact(made, PLACEMENT, layout_of(value))
+        edit.replace_uses(value, made, [output])
+    return len(values)
+
+
+# which cotangents are complete
+
+
+def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
+    """The replicated values whose cotangents are complete on every rank, where that costs least.
+
+    Inputs that are held whole are among them, and so are values that leave the graph if that costs nothing more.
+    """
+    network: Network = nx.DiGraph()
+    network.add_nodes_from((_COMPLETE, _SUMMAND))
+    nodes, written = edit.nodes(), memory_written(edit.graph)
+    free = {node for node in nodes if _may_be_complete(node) and node not in written}
+    _check_inputs(nodes, written)
+    free |= {node for node in nodes if is_getitem(node) and node.args[0] in free}
+    flows = _differentiable(nodes)
+    for node in nodes:
+        if node not in free:
+            continue
+        sent = collective_bytes("all_reduce", _bytes(node), axis.size)
+        all_reduce = round(sent) + LATENCY_BYTES if node in flows else 0
+        if _is_input(node):
+            network.add_edge(_COMPLETE, node)  # no capacity: what is held whole is complete
+        elif node.target is redistribute and all_reduce:
+            network.add_edge(_COMPLETE, node, capacity=all_reduce)  # the adjoint of the all-reduce that makes it
+        elif is_getitem(node):
+            network.add_edge(node.args[0], node)
+            network.add_edge(node, node.args[0])
+        users = [user for user in node.users if user.op != "output"]
+        if users and all_reduce:
+            # paid once, for all users that give it summands
+            network.add_edge(node, (node, "read"), capacity=all_reduce)
+            network.add_edges_from(((node, "read"), user if user in free else _SUMMAND) for user in users)
+    _, (_, summands) = nx.minimum_cut(network, _COMPLETE, _SUMMAND)
+    return {node for node in free if node not in summands}
+
+
+def _check_inputs(nodes: list[fx.Node], written: set[fx.Node]) -> None:
+    """Refuse activations that enter the graph whole and are written to: the value that is read is not the one that
+    entered. Parameters that require gradients cannot be written to, and buffers have none."""
+    for node in nodes:
+        is_activation = node.op == "placeholder" and _is_float(node) and not is_parameter(node)
+        if is_activation and node in written and _may_be_complete(node):
+            refuse(
+                f"input {input_name(node)} is written to in place, so its gradient cannot be made complete",
+                node=node,
+                hint='write it out of place, or pass gradients="mean" and average its gradient over the axis',
+            )
+
+
+def _may_be_complete(node: fx.Node) -> bool:
+    """Whether every rank has the whole value, and what computes it passes on the cotangent that it gets."""
+    if _is_input(node):
+        return PLACEMENT.of(node) == R
+    if node.op != "call_function" or mutates(node) or not all(layout == R for layout in _placements(node)):
+        return False
+    if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_getitem, node.users)):
+        return False  # there is no value to put an operator behind
+    if node.target is redistribute:
+        return node.args[1] == Partial()
+    return all(layout == R for operand in node.all_input_nodes for layout in _placements(operand))
+
+
+def _placements(node: fx.Node) -> Iterator[object]:
+    found = PLACEMENT.of(node)
+    yield from found if isinstance(found, tuple) else () if found is None else (found,)
+
+
+def _differentiable(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Nodes that autograd may run through, to floating-point inputs."""
+    found = set[fx.Node]()
+    for node in nodes:
+        if _is_float(node) and (_is_input(node) or any(operand in found for operand in node.all_input_nodes)):
+            found.add(node)
+    return found
+
+
+def _is_sharded(node: fx.Node) -> bool:
+    return isinstance(PLACEMENT.of(node), Shard)
+
+
+def _is_input(node: fx.Node) -> bool:
+    return node.op in ("placeholder", "get_attr")
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+
+
+def _is_float(node: fx.Node) -> bool:
+    return any(value.is_floating_point() or value.is_complex() for value in _tensors(node))
+
+
+def _bytes(node: fx.Node) -> int:
+    known = [value for value in _tensors(node) if not is_read_from_data(value.numel())]
+    return sum(size_hint(value.numel()) * value.element_size() for value in known)

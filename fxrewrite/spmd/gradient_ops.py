@@ -1,0 +1,71 @@
+"""Operators of a lowered graph that are the identity forward, and that change gradients.
+
+    scale_gradient(x, factor)             factor * gradient
+    mean_gradient(x, group, ranks)        the mean over the ranks of a mesh axis: one all-reduce
+    pass_gradient(value, x, factor)       `value` forward; `x` gets factor * gradient, and `value` gets none
+
+They give views of their first operand. Autograd runs through them; a second derivative is refused by autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fxrewrite.spmd.group import COLLECTIVES
+
+__all__ = ["MEAN_GRADIENT", "PASS_GRADIENT", "SCALE_GRADIENT"]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * ctx.factor, None
+
+
+class _Mean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str, ranks: int) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.ranks = group, ranks
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        total = COLLECTIVES["wait"](COLLECTIVES["all_reduce"](grad.contiguous(), "sum", ctx.group))
+        return total / ctx.ranks, None, None
+
+
+class _Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, x: torch.Tensor, factor: float) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return None, grad * ctx.factor, None
+
+
+# Composite, so that autograd and AOTAutograd look inside, and no compiled graph has an operator that it does not know.
+_LIBRARY = torch.library.Library("fxrewrite", "FRAGMENT")
+for _schema, _function in (
+    ("scale_gradient(Tensor(a) x, float factor) -> Tensor(a)", _Scaled),
+    ("mean_gradient(Tensor(a) x, str group, int ranks) -> Tensor(a)", _Mean),
+    ("pass_gradient(Tensor(a) value, Tensor x, float factor) -> Tensor(a)", _Passed),
+):
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _function.apply, "CompositeImplicitAutograd")
+
+SCALE_GRADIENT = torch.ops.fxrewrite.scale_gradient.default
+MEAN_GRADIENT = torch.ops.fxrewrite.mean_gradient.default
+PASS_GRADIENT = torch.ops.fxrewrite.pass_gradient.default

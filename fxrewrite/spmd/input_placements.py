@@ -1,0 +1,42 @@
+"""What a lowered graph tells of its inputs: how the ranks of each axis hold them.
+
+`LocalizeShapes` writes it on the placeholders, one axis after the other, in `meta["placements"]`: it is a part of the
+program, so it outlives the transaction and is copied with the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite.graph.edit import Edit
+from fxrewrite.spmd.facts import layout_of
+from fxrewrite.spmd.layout import AnyPlacement, Axis
+
+__all__ = ["Placements", "input_placements", "write_input_placements"]
+
+Placements: TypeAlias = "Mapping[str, AnyPlacement]"
+"""How the ranks of a mesh hold one value, by axis; of two axes that shard one dimension the first has the outer
+chunks. Ranks of an axis that is not named hold it whole."""
+_META = "placements"
+
+
+def input_placements(gm: fx.GraphModule) -> list[Placements]:
+    """The placement of every input on every axis that the graph was lowered over, in the order of lowering.
+
+    One entry for each placeholder; it is empty where the graph was not lowered, and for inputs that are not tensors.
+
+        plan.on("tp").apply(gm, context=contexts(mesh))
+        input_placements(gm)[0]     {"tp": Shard(0)}
+    """
+    return [node.meta.get(_META, {}) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def write_input_placements(edit: Edit, axis: Axis) -> None:
+    """Afterwards `input_placements` tells how the ranks of `axis` hold each input, as propagation decided."""
+    for node in edit.graph.find_nodes(op="placeholder"):
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            edit.set_meta(node, _META, {**node.meta.get(_META, {}), axis.name: layout_of(node)})
