@@ -79,8 +79,8 @@ from fxrewrite.spmd.notation import (
     view_map as view_map,
 )
 from fxrewrite.spmd.place import (
-    HELD as HELD,
     Place as Place,
+    held_as as held_as,
     inputs as inputs,
     module_input as module_input,
     module_output as module_output,

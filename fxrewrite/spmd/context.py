@@ -34,7 +34,7 @@ class SpmdContext:
     """How an output of the graph that lies as the given layout is returned."""
     gradients: Reduction = "done"
     """What the caller does over the axis with gradients of inputs that every rank holds whole: nothing, as they leave
-    the program complete ("done", which a mean does not change either); a mean, as DDP over all ranks does; or a sum.
+    the program complete ("done", which a mean does not change either); a mean, as replicas do; or a sum.
     Gradients of inputs in shards are those of one device in any case."""
 
     @staticmethod

@@ -11,8 +11,8 @@ g = dL/dx on one device, the cotangent that arrives at a value x on rank r is
 Summands need nothing: every collective's backward is then its true adjoint. Where a replicated value and its cotangent
 are equal on all ranks, adjoints are free. Complete ones are summands, too (their mean is g); the converse is false:
 
-    P -> R            all-reduce; backward: P * gradient if complete, else an all-reduce         (Megatron's g)
-    R -> summands     the identity; backward: an all-reduce, the mean, if the value is complete  (Megatron's f)
+    P -> R            all-reduce; backward: P * gradient if complete, else an all-reduce
+    R -> summands     the identity; backward: an all-reduce, the mean, if the value is complete
 
 An operator that every rank runs on whole values passes on what it gets. One that runs on chunks gives each replicated
 operand a summand. So the values whose cotangents are complete are one side of a cut, and an edge that crosses it pays
@@ -20,13 +20,13 @@ an all-reduce: the minimum cut says where cotangents are summed, as once for q, 
 weight. The loss is complete where it leaves the graph. What the caller does with gradients of inputs decides for them:
 
     "done"   nothing: an input that is held whole is complete; where it is read as summands, that is an all-reduce
-    "mean"   averages over the axis, as DDP, FSDP and ZeRO do: summands are right, and nothing here communicates
+    "mean"   averages over the axis, as replicas do that average: summands are right, and nothing here communicates
     "sum"    sums over the axis: as "mean", and the input divides its gradient by P
 
 An input that is held in shards divides its gradient by P. Both are one node behind the input (`gradient_ops`).
 
-Source: JAX's varying and invariant values (JEP 17111, docs/notebooks/shard_map.md); Megatron-LM's f and g (arXiv
-1909.08053, figure 3); types R and I of Meta's spmd_types.
+Source: JAX's varying and invariant values (JEP 17111, docs/notebooks/shard_map.md); the operators f and g
+of arXiv 1909.08053, figure 3; types R and I of Meta's spmd_types.
 """
 
 from __future__ import annotations

@@ -36,17 +36,25 @@ from fxrewrite.graph.sizes import divide_exactly, require_divisible, size_hint
 from fxrewrite.ops import is_parameter
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
 from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Partial, Replicated, Shard, as_layout, check_layout
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.stages import PLACEMENTS
 
-__all__ = ["HELD", "RETURNED", "Place", "inputs", "module_input", "module_output", "outputs", "param"]
+__all__ = ["HELD", "RETURNED", "Place", "held_as", "inputs", "module_input", "module_output", "outputs", "param"]
 
 T = TypeVar("T")
 HELD = Fact["Layout"]("held")
 """How ranks hold an input of the graph, where that is stated."""
 RETURNED = Fact["dict[int, Layout]"]("returned")
 """Of the output node: how outputs return, by position, where that is stated."""
+
+
+def held_as(node: fx.Node) -> Layout | None:
+    """Returns how ranks hold an input, if that is stated; also of an input whose gradient another axis has changed."""
+    while node.target in (SCALE_GRADIENT, MEAN_GRADIENT):
+        node = node.all_input_nodes[0]
+    return HELD.of(node)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Constraint, Pattern, Rule, RuleSet, cap, op, where
-from fxrewrite.spmd import HELD, Shard
+from fxrewrite.spmd import Shard, held_as
 
 __all__ = ["BIASES"]
 
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def _is_held_on(dim: int) -> Constraint:
     @where.predicate("w", text=f"is_held_on[{dim}]")
     def is_held(w: fx.Node) -> bool:
-        layout = HELD.of(w)
+        layout = held_as(w)
         return isinstance(layout, Shard) and layout.dim == dim
 
     return is_held
