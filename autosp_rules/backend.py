@@ -102,6 +102,10 @@ class AutoSPBackend:
         sharded.run = offloaded(run) if self.config.offload else run
         return sharded
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoSPBackend:
+        """The backend itself, as a function is: copies of a compiled model, as for averaged weights, share it."""
+        return self
+
     def _report_whole(self, axis: Axis, border: Border) -> None:
         self.reports.append(AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break))
         part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""

@@ -21,7 +21,7 @@ from autosp_rules.rank_checks import RankChecks, WholeCalls, devices_of, is_due
 from autosp_rules.transform import Border, Chunk
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import is_parameter
-from fxrewrite.spmd import Axis, Shard, SizeReader, agree, deferred_gather
+from fxrewrite.spmd import Axis, Shard, SizeReader, agree, deferred_gather, scale_gradients
 
 __all__ = ["ShardedProgram", "WholeProgram"]
 
@@ -36,6 +36,7 @@ class _Program:
         self._config, self._axis, self._border = config, axis, border
         self._is_parameter = [is_parameter(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._gradients = GradientPlan()
+        self._runs_eagerly = config.inner == "eager" or not isinstance(config.inner, str)
         self._calls = 0
 
     def _entered(self, inputs: Sequence[Any], *, is_sharded: bool) -> list[Any]:
@@ -53,7 +54,12 @@ class _Program:
                     f"a sum counts {self._axis.size} times",
                     hint="let gradients be averaged over all ranks, or remove the graph break",
                 )
-        return self._gradients.enter(inputs, self._is_parameter, self._axis, is_sharded=is_sharded)
+        entered = self._gradients.enter(inputs, self._is_parameter, self._axis, is_sharded=is_sharded)
+        if not is_sharded or not self._runs_eagerly:
+            return entered
+        # AOTAutograd refuses second derivatives; eager operators have them, of the rank's part of the loss alone.
+        flows = [isinstance(x, torch.Tensor) and x.requires_grad for x in entered]
+        return [scale_gradients([x], 1.0)[0] if flow else x for x, flow in zip(entered, flows, strict=True)]
 
 
 class ShardedProgram(_Program):

@@ -7,7 +7,7 @@ docs/compatibility.md has the versions that are tested.
 from __future__ import annotations
 
 import pickle
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Self
 
 import sympy
@@ -55,9 +55,12 @@ def hint_of_expression(expr: Any, shapes: Any, fallback: int) -> int:
 
 
 def symbolic_kernels() -> AbstractContextManager[Any]:
-    """Inside of the scope, operators run on fake values of symbolic sizes."""
-    # torch 2.13 does so by itself; in 2.12 `matmul` reads a number of elements unless Python's kernels come first.
-    return nullcontext() if _NUMBERS >= (2, 13) else enable_python_dispatcher()
+    """Inside of the scope, operators run on fake values of symbolic sizes by Python's kernels, as they are traced.
+
+    The others read sizes as numbers without a word where guards are suppressed: `matmul` up to torch 2.12, and
+    `constant_pad_nd` up to 2.15 at least, whose result then has the traced length for every length.
+    """
+    return enable_python_dispatcher()
 
 
 def attention_that_checks_lengths() -> AbstractContextManager[Any]:

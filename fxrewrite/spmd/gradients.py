@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import process_group
 from fxrewrite.spmd.layout import Axis
 
@@ -32,12 +32,19 @@ def sum_gradients(tensors: Sequence[torch.Tensor], axis: Axis, factor: float) ->
 
 
 def scale_gradients(tensors: Sequence[torch.Tensor], factor: float) -> tuple[torch.Tensor, ...]:
-    """The tensors, whose gradients are multiplied by `factor`."""
+    """The tensors, whose gradients are multiplied by `factor`.
+
+    Like those of `sum_gradients` they cannot be differentiated again: FxRewriteError says so where somebody does.
+    """
     return _apply(tensors, None, factor)
 
 
 def _apply(tensors: Sequence[torch.Tensor], axis: Axis | None, factor: float) -> tuple[torch.Tensor, ...]:
     return cast("tuple[torch.Tensor, ...]", _Reduced.apply(axis, factor, *tensors)) if tensors else ()
+
+
+def _scaled(grad: torch.Tensor, factor: float) -> torch.Tensor:
+    return grad if factor == 1 else grad * factor
 
 
 class _Reduced(torch.autograd.Function):
@@ -48,13 +55,30 @@ class _Reduced(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = [None if grad is None else (grad * ctx.factor).contiguous() for grad in grads]
+        found = [None if grad is None else _scaled(grad.detach(), ctx.factor).contiguous() for grad in grads]
         if ctx.axis is not None:
             group = process_group(ctx.axis)
             works = [dist.all_reduce(grad, group=group, async_op=True) for grad in found if grad is not None]
             for work in works:
                 if work is not None:
                     work.wait()
+        if torch.is_grad_enabled():  # create_graph=True: what differentiates these gradients again is refused
+            found = [None if grad is None else _FirstDerivative.apply(grad.requires_grad_()) for grad in found]
         return None, None, *found
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """A gradient of a compiled program; differentiating it again is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise FxRewriteError(
+            "a gradient of a compiled program is differentiated again: the program has first derivatives alone, of "
+            "which each rank holds a part; compute what needs second ones, such as a gradient penalty, on the model "
+            "without torch.compile"
+        )

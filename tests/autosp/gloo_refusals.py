@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from collections.abc import Callable
@@ -48,6 +49,15 @@ def generators_that_differ(rank: int) -> None:
     torch.manual_seed(rank)
     compiled(IDS)
     compiled(IDS)  # which reads what the last call compared
+
+
+def a_second_derivative(rank: int) -> None:
+    """A gradient penalty, of a copy of a compiled model, which shares its backend."""
+    compiled = torch.compile(Model(nn.SiLU), backend=autosp("eager"))
+    compiled(IDS).backward()
+    copied = copy.deepcopy(compiled)
+    grads = torch.autograd.grad(copied(IDS), list(copied.parameters()), create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()
 
 
 def different_batches(rank: int) -> None:

@@ -109,6 +109,7 @@ def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
         "later_batches_that_differ",
         "later_hidden_states_that_differ",
         "differences_that_nobody_asks_for",
+        "a_second_derivative",
         "weights_that_drift_apart",
         "a_model_without_a_sequence_in_parts",
         "a_last_batch_that_differs",
@@ -188,6 +189,12 @@ def test_calls_are_not_compared_where_that_is_switched_off(refusals: dict[str, l
 @pytest.mark.gloo
 def test_one_rank_may_evaluate_a_graph_that_runs_whole(refusals: dict[str, list[str]]) -> None:
     assert refusals["a_whole_graph_that_one_rank_evaluates"] == ["done", "done"]
+
+
+@pytest.mark.gloo
+def test_second_derivatives_of_an_eager_program_are_refused(refusals: dict[str, list[str]]) -> None:
+    for message in refusals["a_second_derivative"]:
+        assert "a gradient of a compiled program is differentiated again" in message
 
 
 @pytest.mark.gloo

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
 from autosp_rules import AutoSPConfig, dry_run
@@ -148,6 +149,54 @@ def test_two_programs_serve_all_lengths() -> None:
             ids = torch.arange(2 * length).reshape(2, length) % 30
             torch.testing.assert_close(run(ids)[0], model(ids)[0])
     assert len(compiled) == 3
+
+
+class Shifted(nn.Module):
+    """The next token's loss as training loops write it, by cutting the logits."""
+
+    def __init__(self, *, rows: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.rows = nn.Embedding(50, 8), nn.Linear(8, 50), rows
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embed(ids))
+        if self.rows:
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        return F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").pow(2).sum()
+
+
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 3), (2, 2), (3, 3)])
+def test_a_shifted_loss_in_one_program_for_many_lengths(rows: bool, num_rows: int, num_ranks: int) -> None:
+    """Nothing in a program may be of the length that it was traced with."""
+    model, compiled = Shifted(rows=rows).double(), list[fx.GraphModule]()
+    found: list[tuple[Sequence[Any], Sequence[torch.Tensor | None]]] = []
+    torch._dynamo.reset()
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+
+        def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            compiled.append(transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))[0])
+
+            def call(*args: Any) -> Any:
+                run = run_on_ranks(compiled[-1], args, num_ranks, backward=0)
+                found.append((args, run.gradients()))
+                return run.outputs[-1]
+
+            return call
+
+        run = torch.compile(model, backend=backend)
+        for length in (7, 11, 13, 5):  # none of them a multiple of the ranks
+            ids = torch.randint(50, (num_rows, length), generator=torch.Generator().manual_seed(length))
+            torch._dynamo.mark_dynamic(ids, 1)
+            expected = model(ids)
+            model.zero_grad()
+            expected.backward()
+            torch.testing.assert_close(run(ids), expected.detach(), rtol=1e-12, atol=0)
+            for value, grad in zip(*found[-1], strict=True):
+                if isinstance(value, nn.Parameter):
+                    torch.testing.assert_close(grad, value.grad, rtol=1e-9, atol=1e-14)
+    assert len(compiled) == 1
 
 
 def test_a_whole_batch_of_ids_and_chunks_of_one_token() -> None:
