@@ -121,7 +121,7 @@ def rule_set(config: AutoSPConfig | None = None) -> RuleSet:
     """
     config = config or AutoSPConfig()
     inner = config.inner if isinstance(config.inner, str) else "a callable"
-    return _rule_set(config.model_copy(update={"inner": inner}))
+    return _rule_set(config.model_copy(update={"inner": inner}))  # pyright: ignore[reportArgumentType]  # frozen models have a hash
 
 
 @lru_cache(maxsize=64)

@@ -291,9 +291,9 @@ class _Stage:
     strategy: Strategy
     axis: str = ""
 
-    def run(self, edit: Edit, context: Any, report: Report, before: _Stage | None) -> None:
+    def run(self, edit: Edit, context: Any, report: Report, previous: _Stage | None) -> None:
         if self.axis:
-            context = self._on_axis(edit, context, starts=before is None or before.axis != self.axis)
+            context = self._on_axis(edit, context, starts=previous is None or previous.axis != self.axis)
         if self.limit is None:
             self._once(edit, context, report)
             return

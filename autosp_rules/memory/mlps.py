@@ -92,7 +92,7 @@ class ChooseMlps:
     name = "choose_mlps"
 
     def __init__(self, option: Literal["auto"] | int) -> None:
-        self.option = option
+        self.option: Literal["auto"] | int = option
         self.tile_bytes = TILE_BYTES if isinstance(option, str) else option
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
