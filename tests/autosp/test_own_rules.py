@@ -130,7 +130,8 @@ def test_registered_layout_rules_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     importlib.invalidate_caches()
     layouts_with.cache_clear()
     try:
-        _, report = dry_run(Gated(fused=True), {"input_ids": IDS}, num_ranks=2, config=AutoSPConfig(strict=True))
+        config = AutoSPConfig(strict=True, timeout=1234.0)  # no other test's, whose rule set has its layout rules
+        _, report = dry_run(Gated(fused=True), {"input_ids": IDS}, num_ranks=2, config=config)
         assert not gathered(report)
     finally:
         layouts_with.cache_clear()
