@@ -16,14 +16,14 @@ are equal on all ranks, adjoints are free. Complete ones are summands, too (thei
 
 An operator that every rank runs on whole values passes on what it gets. One that runs on chunks gives each replicated
 operand a summand. So the values whose cotangents are complete are one side of a cut, and an edge that crosses it pays
-an all-reduce: the minimum cut says where cotangents are summed, as once for q, k and v behind a norm, and not at every
+an all-reduce: the minimum cut says where cotangents are summed, as once for q, k and v after a norm, and not at every
 weight. The loss is complete where it leaves the graph. What the caller does with gradients of inputs decides for them:
 
     "done"   nothing: an input that is held whole is complete; where it is read as summands, that is an all-reduce
     "mean"   averages over the axis, as replicas do that average: summands are right, and nothing here communicates
     "sum"    sums over the axis: as "mean", and the input divides its gradient by P
 
-An input that is held in shards divides its gradient by P. Both are one node behind the input (`gradient_ops`).
+An input that is held in shards divides its gradient by P. Both are one node after the input (`gradient_ops`).
 
 Source: JAX's varying and invariant values (JEP 17111, docs/notebooks/shard_map.md); the operators f and g
 of arXiv 1909.08053, figure 3; types R and I of Meta's spmd_types.
@@ -73,7 +73,7 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str) -> 
     """Afterwards gradients of inputs are right for a caller who reduces them as `reduction` says.
 
     Placements are known and shapes are global. What is complete is known as `COMPLETE`, for the lowering of
-    redistributions; where it is read as summands, and behind inputs, there are operators of `gradient_ops`.
+    redistributions; where it is read as summands, and after inputs, there are operators of `gradient_ops`.
     """
     complete = complete_cotangents(edit, axis) if reduction == "done" else set[fx.Node]()
     nodes = edit.nodes()
@@ -175,7 +175,7 @@ def _may_be_complete(node: fx.Node) -> bool:
     if node.op != "call_function" or mutates(node) or not all(layout == R for layout in _placements(node)):
         return False
     if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_getitem, node.users)):
-        return False  # there is no value to put an operator behind
+        return False  # there is no value to put an operator after
     if node.target is redistribute:
         return node.args[1] == Partial()
     return all(layout == R for operand in node.all_input_nodes for layout in _placements(operand))
