@@ -213,7 +213,8 @@ def _refuse_dtensors(gm: fx.GraphModule) -> None:
             raise AutoSPError.of(
                 f"input {node.target} is a DTensor, placed as {tuple(value.placements)}: parameters that the graph "
                 "itself gathers (torchtitan's SimpleFSDP) or that tensor parallelism cuts are not supported",
-                hint="shard parameters with torch.distributed.fsdp.fully_shard, on the whole model or by layer",
+                hint="shard parameters with torch.distributed.fsdp.fully_shard, on the whole model or by layer; or "
+                "state their sharding, ZERO3 | AUTOSP, for the backend spmd: docs/write-a-parallelism.md",
             )
 
 

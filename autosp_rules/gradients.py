@@ -25,7 +25,7 @@ import torch
 from autosp_rules.errors import AutoSPError
 from autosp_rules.integrations.deepspeed_groups import deepspeed_reduction
 from fxrewrite.backends import GradientReduction, gradient_reductions
-from fxrewrite.spmd import Axis, global_ranks, scale_gradients, sum_gradients
+from fxrewrite.spmd import Axis, change_gradients, global_ranks
 
 __all__ = ["GradientOption", "GradientPlan"]
 
@@ -101,18 +101,19 @@ class GradientPlan:
         flows = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         parameters = [i for i in flows if is_parameter[i]]
         others = [i for i in flows if not is_parameter[i]]
+
+        def change(places: Sequence[int], factor: float, over: Axis | None = None) -> None:
+            changed = change_gradients([inputs[i] for i in places], factor, over)
+            for place, value in zip(places, changed, strict=True):
+                entered[place] = value
+
         if self.reduced and is_sharded:
-            _put(entered, parameters, sum_gradients([inputs[i] for i in parameters], axis, self.factor / axis.size))
+            change(parameters, self.factor / axis.size, axis)
         elif self.factor != 1:
-            _put(entered, parameters, scale_gradients([inputs[i] for i in parameters], self.factor))
+            change(parameters, self.factor)
         if is_sharded:
-            _put(entered, others, sum_gradients([inputs[i] for i in others], axis, 1 / axis.size))
+            change(others, 1 / axis.size, axis)
         return entered
-
-
-def _put(values: list[Any], places: Sequence[int], new: Sequence[torch.Tensor]) -> None:
-    for place, value in zip(places, new, strict=True):
-        values[place] = value
 
 
 def _plan_for(reduction: GradientReduction, axis: Axis) -> GradientPlan:

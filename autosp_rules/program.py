@@ -21,7 +21,7 @@ from autosp_rules.rank_checks import RankChecks, WholeCalls, devices_of, is_due
 from autosp_rules.transform import Border, Chunk
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import is_parameter
-from fxrewrite.spmd import Axis, Shard, SizeReader, agree, deferred_gather, scale_gradients
+from fxrewrite.spmd import Axis, Shard, SizeReader, agree, change_gradients, deferred_gather
 
 __all__ = ["ShardedProgram", "WholeProgram"]
 
@@ -59,7 +59,7 @@ class _Program:
             return entered
         # AOTAutograd refuses second derivatives; eager operators have them, of the rank's part of the loss alone.
         flows = [isinstance(x, torch.Tensor) and x.requires_grad for x in entered]
-        return [scale_gradients([x], 1.0)[0] if flow else x for x, flow in zip(entered, flows, strict=True)]
+        return [change_gradients([x])[0] if flow else x for x, flow in zip(entered, flows, strict=True)]
 
 
 class ShardedProgram(_Program):
@@ -96,10 +96,10 @@ class ShardedProgram(_Program):
 
     def _deferred(self, value: torch.Tensor, position: int, chunk: Chunk, inputs: Sequence[Any]) -> torch.Tensor:
         shape = [self._sizes(size, inputs) for size in chunk.shape]
-        outer, inner = (self._sizes(size, inputs) for size in (chunk.layout.outer, chunk.layout.inner))
-        layout = Shard(chunk.layout.dim, outer, inner, chunk.layout.uneven)
+        outer, inner = (self._sizes(size, inputs) for size in (chunk.placement.outer, chunk.placement.inner))
+        placement = Shard(chunk.placement.dim, outer, inner, chunk.placement.uneven)
         return deferred_gather(
-            value, shape, layout, self._axis, before=partial(self._before_gather, self._checks.calls, position)
+            value, shape, placement, self._axis, before=partial(self._before_gather, self._checks.calls, position)
         )
 
     def _before_gather(self, call: int, position: int) -> None:

@@ -25,7 +25,7 @@ from autosp_rules.errors import AutoSPError
 from autosp_rules.random import draws_alike
 from fxrewrite import FxRewriteError
 from fxrewrite.graph import source_line
-from fxrewrite.ops import fake_value, is_parameter
+from fxrewrite.ops import fake_value, is_inexact, is_parameter
 from fxrewrite.spmd import Axis, BackgroundComparison, agree, fingerprint, parameter_checksum
 
 __all__ = ["RankChecks", "WholeCalls", "devices_of", "is_due", "say_not_compiled"]
@@ -70,7 +70,7 @@ class WholeCalls:
             if type(x) is not torch.Tensor or not x.numel():
                 continue
             value, scale = fingerprint(x)
-            if x.is_floating_point() or x.is_complex():
+            if is_inexact(x):
                 scale = scale.clamp_min(1e-300)  # of zeros alone
                 self._fold(None, None, value / scale + scale.log(), torch.ones_like(scale))
             else:
@@ -242,8 +242,7 @@ def _shown(value: Any) -> str:
     """Returns an input's shape, and a hash of its entries if they are integers."""
     if not isinstance(value, torch.Tensor):
         return str(value)
-    exact = not (value.is_floating_point() or value.is_complex())
-    entries = f" {_hash(value):013x}" if exact and value.numel() else ""
+    entries = f" {_hash(value):013x}" if value.numel() and not is_inexact(value) else ""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{entries}"
 
 

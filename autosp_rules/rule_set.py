@@ -9,7 +9,7 @@
     shard_inputs                  hidden states start sharded on the sequence
     name_masks                    what dense masks of attention mean is known, to costs and to the report
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
-    shard_seq_dim                 layout rules by worklist; a redistribution wherever two layouts disagree
+    shard_seq_dim                 layout rules by worklist; a redistribution wherever two placements disagree
     refuse_whole                  under `strict`, most matrix products must run sharded
     insert_attention_all_to_all   those at attention go together
     propagate_shapes              S -> S/P
@@ -39,7 +39,6 @@ from autosp_rules.masks import CheckFlex, DescribeMasks
 from autosp_rules.memory.checkpoint import FindUnreadTags, TagCheckpoints
 from autosp_rules.memory.logits import DropLogits, FindHeldLogits
 from autosp_rules.memory.mlps import tile_mlps
-from autosp_rules.random import RefuseOwnDraws
 from autosp_rules.sequence import ShardInputs, along_sequence
 from autosp_rules.slices import SLICE_RULES
 from autosp_rules.strict import RefuseWhole
@@ -54,7 +53,8 @@ from fxrewrite.spmd import (
     LayoutRule,
     LayoutRules,
     LocalizeShapes,
-    PropagateLayouts,
+    PropagatePlacements,
+    RefuseShardedDraws,
     joined_layouts,
 )
 from rules.attention.by_rows import BY_ROWS
@@ -100,6 +100,11 @@ LOSS = Property("loss", "tiled_loss_rules(...)")
 CHECKPOINTS = Property("checkpoints", "a TagCheckpoints step")
 """What layers keep is decided."""
 
+ONE_DEVICES_DRAWS = RefuseShardedDraws(
+    "refuse_own_draws", hint="use rng='local', or for attention with dropout the eager implementation"
+)
+"""What is left of random draws after `DRAW_WHOLE`, under rng="global"."""
+
 
 @cache
 def layouts_with(own: tuple[LayoutRule, ...] = ()) -> LayoutRules:
@@ -144,7 +149,7 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
         staged(ShardInputs("shard_inputs", layouts, config.sequence_dim), needs=(SLOTS,), gives=(SEQUENCE,)),
         staged(NameMasks(), needs=(CANONICAL,), gives=(MASK_KINDS,)),
         staged(choose_attention(config.attention), needs=(MASK_KINDS,), gives=(STRATEGIES,)),
-        staged(PropagateLayouts("shard_seq_dim", layouts, along_sequence), needs=(SEQUENCE, STRATEGIES)),
+        staged(PropagatePlacements("shard_seq_dim", layouts, along_sequence), needs=(SEQUENCE, STRATEGIES)),
         *((RefuseWhole(),) if config.strict else ()),
         staged(ATTENTION_RULES, needs=(PLACEMENTS, STRATEGIES), precedes=(LOCAL_SHAPES,)),
         REDUCTIONS,
@@ -160,7 +165,7 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
         *(() if flex == "rows" else (staged(CheckFlex(config.inner), needs=(MASK_KERNELS,)),)),
         staged(REPEAT_HEADS, needs=(MASK_KERNELS,), gives=(ALL_HEADS,)),
         staged(LOWER_ATTENTION, needs=(ALL_HEADS,), gives=(KERNELS,)),
-        staged(RefuseOwnDraws() if is_global else DrawByRank(), needs=(KERNELS,), gives=(DRAWS,)),
+        staged(ONE_DEVICES_DRAWS if is_global else DrawByRank(), needs=(KERNELS,), gives=(DRAWS,)),
         staged(tiled_loss_rules(config.loss_tile), needs=(COLLECTIVE_CALLS,), gives=(LOSS,)),
         *_memory(config),
         *((staged(FindHeldLogits(config.loss_tile), needs=(LOSS,)),) if config.logits == "drop" else ()),

@@ -35,13 +35,13 @@ from torch import fx
 
 from fxrewrite import Edit, Event, Report
 from fxrewrite.graph import Fact, source_line
-from fxrewrite.ops import Trait, bind, factors, has_trait, is_parameter, key
+from fxrewrite.ops import Trait, bind, factors, has_trait, is_parameter, is_tensor, key
 from fxrewrite.spmd import (
     Axis,
     Call,
-    Layout,
     LayoutRules,
-    Replicated,
+    Placement,
+    Replicate,
     Shard,
     Size,
     SpmdContext,
@@ -170,17 +170,17 @@ class ShardInputs:
         return len(starts)
 
     def _shard(self, edit: Edit, start: Start, axis: Axis, *, uneven: bool = False) -> None:
-        layout = Shard(start.dim, uneven=uneven)
+        placement = Shard(start.dim, uneven=uneven)
         moved = edit.call(
             redistribute,
-            (start.value, Replicated(), layout, axis),
+            (start.value, Replicate(), placement, axis),
             before=start.reader,
             like=start.reader,
             rule=self.name,
             val=start.value.meta["val"],
         )
         edit.replace_uses(start.value, moved, users=[start.reader])
-        held = local_shape(_token_shape(start.value), layout, axis.size)
+        held = local_shape(_token_shape(start.value), placement, axis.size)
         tokens = max(size_hint(product(held)), tokens_per_rank(edit.gm))
         output = edit.graph.output_node()
         edit.set_fact(output, _TOKENS, tokens)
@@ -194,7 +194,7 @@ def _note_joined(edit: Edit, axis: Axis) -> None:
     """Records lengths of longer sequences: tokens may be joined to one, as a class token, a prompt or an image's."""
     output = edit.graph.output_node()
     for node in edit.nodes() if _LENGTHS.of(output) else ():
-        if key(node) != "aten::cat" or not _is_tensor(node) or not _is_floating(node):
+        if key(node) != "aten::cat" or not is_tensor(node) or not _is_floating(node):
             continue
         args, lengths = bind(node), _LENGTHS.of(output) or ()
         dim, joined = args["dim"] % len(_shape(node)), _shape(node)
@@ -205,7 +205,7 @@ def _note_joined(edit: Edit, axis: Axis) -> None:
             edit.set_fact(output, _LENGTHS, (*lengths, (joined[dim], not is_divided_by(joined[dim], axis.size))))
 
 
-def along_sequence(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Layout]) -> Layout:
+def along_sequence(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Placement]) -> Placement:
     """Returns the placement of a value that was computed whole from sharded ones: sharded if as long as a sequence.
 
     That is a guess at what is fast; results are exact either way.
@@ -217,7 +217,7 @@ def along_sequence(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node
         for length, uneven in lengths
         if is_same_size(size, length)
     )
-    return next(found, Replicated())
+    return next(found, Replicate())
 
 
 def tokens_per_rank(gm: fx.GraphModule) -> int:
@@ -253,7 +253,7 @@ class _Tracing:
 
     def _dim(self, node: fx.Node) -> int | None:
         """Returns where the first operand's sequence is in the result, by the operator's layout rule, or None."""
-        if not isinstance(node.target, torch._ops.OpOverload) or not _is_tensor(node):
+        if not isinstance(node.target, torch._ops.OpOverload) or not is_tensor(node):
             return None
         call = Call.of(node)
         rule = self._rules.get(call.key)
@@ -264,8 +264,8 @@ class _Tracing:
             dim = self._trace(operand).dim
             part = indices.locate(terms, Shard(dim)) if dim is not None else None
             if part is not None:
-                layout = indices.layout(indices.results[0], part)
-                return layout.dim if isinstance(layout, Shard) and is_same_size(layout.outer, 1) else None
+                placement = indices.placement(indices.results[0], part)
+                return placement.dim if isinstance(placement, Shard) and is_same_size(placement.outer, 1) else None
         return None
 
     def _start(self, node: fx.Node) -> Start | None:
@@ -310,13 +310,13 @@ class _Tracing:
 
 def _is_one_token(edit: Edit) -> bool:
     """Whether all tensors that are passed have size 1 in their first two dimensions, and there is such a tensor."""
-    passed = (n for n in edit.nodes() if n.op == "placeholder" and _is_tensor(n) and not is_parameter(n))
+    passed = (n for n in edit.nodes() if n.op == "placeholder" and is_tensor(n) and not is_parameter(n))
     shapes = [_shape(node)[:2] for node in passed if len(_shape(node)) >= 2]
     return bool(shapes) and all(is_same_size(size, 1) for shape in shapes for size in shape)
 
 
 def _of_input(placeholder: fx.Node, sequence_dim: int | None) -> Trace:
-    if not _is_tensor(placeholder) or is_parameter(placeholder):
+    if not is_tensor(placeholder) or is_parameter(placeholder):
         return Trace()
     shape = _shape(placeholder)
     if len(shape) < 2 or (_is_floating(placeholder) and len(shape) > 3):
@@ -342,10 +342,6 @@ def _padded(start: Start, axis: Axis) -> Padded:
 
 def _token_shape(value: fx.Node) -> Sequence[Size]:
     return _shape(value)[:-1] if _is_floating(value) else _shape(value)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _is_floating(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ from torch import fx
 from fxrewrite import Constraint, Match, Pattern, Rule, RuleSet, where
 from fxrewrite.graph import reached
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd import COLLECTIVE_CALLS, LOCAL_SHAPES, Replicated, Shard, moves, redistribution, take_chunk
+from fxrewrite.spmd import COLLECTIVE_CALLS, LOCAL_SHAPES, Replicate, Shard, moves, redistribution, take_chunk
 
 __all__ = ["SLICE_RULES"]
 
@@ -30,7 +30,7 @@ def _is_target(root: fx.Node) -> bool:
 
 
 def _slice(name: str, *guards: Constraint) -> Rule:
-    made = Rule(f"autosp.{name}", Pattern((redistribution,), (moves(Replicated, Shard), *guards)))
+    made = Rule(f"autosp.{name}", Pattern((redistribution,), (moves(Replicate, Shard), *guards)))
 
     @made.replacement
     def _(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:

@@ -19,8 +19,9 @@ from autosp_rules.rule_set import rule_set
 from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Event, FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
+from fxrewrite.graph import check_sizes
 from fxrewrite.ops import is_parameter
-from fxrewrite.spmd import Axis, Layout, Replicated, Shard, Size, SpmdContext, num_entries, product, size_hint
+from fxrewrite.spmd import Axis, Placement, Replicate, Shard, Size, SpmdContext, num_entries, product, size_hint
 
 __all__ = ["NO_SEQUENCE_HINT", "Border", "Chunk", "NoSequenceError", "transform"]
 
@@ -40,7 +41,7 @@ class Chunk:
 
     shape: tuple[Size, ...]
     """The global one."""
-    layout: Shard
+    placement: Shard
 
 
 @dataclass(slots=True)
@@ -73,8 +74,9 @@ def transform(
     try:
         normal = normalized(gm)
         outputs = _OutputPolicy(normal, config, axis, border)
-        context = SpmdContext(axis, strict=config.strict, output_layout=outputs, gradients="mean")
+        context = SpmdContext(axis, strict=config.strict, output_placement=outputs, gradients="mean")
         report = rule_set(config).apply(normal, context=context)
+        check_sizes(normal)
     except RefusedError as error:
         raise AutoSPError(error.refusal, error.located_at) from error
     except FxRewriteError as error:
@@ -109,7 +111,7 @@ class OutputSharded(Event, frozen=True):
     kind: Literal["output"] = "output"
     node: str
     shape: tuple[int, ...] = Field(description="of the whole output, at the sizes at hand")
-    layout: str
+    placement: str
     is_deferred: bool = Field(description="whether it is gathered when it is first used")
     num_bytes: int = Field(description="of the whole output")
     num_held: int = Field(description="entries along its dimension that all ranks hold together")
@@ -118,10 +120,10 @@ class OutputSharded(Event, frozen=True):
     def __str__(self) -> str:
         if self.is_deferred:
             when = f"is gathered when it is first used, {self.num_bytes:,} bytes on each rank"
-            return f"output %{self.node} {self.shape} {self.layout} {when}"
+            return f"output %{self.node} {self.shape} {self.placement} {when}"
         last = f"the last {self.num_padding} of {self.num_held} entries, at the end of the last ranks, are padding"
         padding = f", and {last}" if self.num_padding else ""
-        what = f"output %{self.node} {self.shape} returns as this rank's chunk {self.layout}"
+        what = f"output %{self.node} {self.shape} returns as this rank's chunk {self.placement}"
         return f"{what}{padding}; outputs='gather' returns it whole"
 
 
@@ -139,31 +141,31 @@ class _OutputPolicy:
     def events(self) -> list[OutputSharded]:
         return list(self._said.values())
 
-    def __call__(self, node: fx.Node, layout: Layout) -> Layout:
+    def __call__(self, node: fx.Node, placement: Placement) -> Placement:
         for position, value in enumerate(tree_leaves(node.graph.output_node().args[0])):
             if value is node:
                 self._border.chunks.pop(position, None)
-                if isinstance(layout, Shard) and self._keep:
-                    self._border.chunks[position] = Chunk(tuple(node.meta["val"].shape), layout)
+                if isinstance(placement, Shard) and self._keep:
+                    self._border.chunks[position] = Chunk(tuple(node.meta["val"].shape), placement)
         value = node.meta["val"]
-        is_sharded = isinstance(layout, Shard)
+        is_sharded = isinstance(placement, Shard)
         self._bytes[node] = size_hint(product(value.shape)) * value.element_size() if is_sharded else 0
         self._said.pop(node, None)
-        if not isinstance(layout, Shard) or not self._keep:
+        if not isinstance(placement, Shard) or not self._keep:
             self._border.gathered_bytes = sum(self._bytes.values())
-            return Replicated()
-        entries = size_hint(num_entries(value.shape, layout))
-        held = -(-entries // self._num_ranks) * self._num_ranks if layout.uneven else entries
+            return Replicate()
+        entries = size_hint(num_entries(value.shape, placement))
+        held = -(-entries // self._num_ranks) * self._num_ranks if placement.uneven else entries
         self._said[node] = OutputSharded(
             node=node.name,
             shape=tuple(size_hint(n) for n in value.shape),
-            layout=str(layout),
+            placement=str(placement),
             is_deferred=self._how != "shard",
             num_bytes=self._bytes[node],
             num_held=held,
             num_padding=held - entries,
         )
-        return layout
+        return placement
 
 
 def _is_loss(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -418,17 +418,30 @@ class Plan:
             FixpointError: a fixpoint did not end.
         """
         _require_graph("apply", gm)
-        self._require_whole()
-        started = time.perf_counter()
-        report = self._new_report()
-        with Edit(gm, bodies=bodies) as edit:
-            promises = [(part, Promise(part.gm)) for part in edit.parts()]
+        with self._transaction(gm, bodies=bodies) as (edit, report):
             for before, stage in zip((None, *self.stages), self.stages, strict=False):
                 stage.run(edit, context, report, before)
+        return report
+
+    @contextlib.contextmanager
+    def _transaction(self, gm: fx.GraphModule, *, bodies: bool = True) -> Generator[tuple[Edit, Report]]:
+        """What the body does to the graph is done if outputs keep what they promise, and expectations hold."""
+        self._require_whole()
+        started = time.perf_counter()
+        report = Report()
+        for rule in self.rules():
+            rule.body  # noqa: B018  # a rule without a replacement is an error before anything is touched
+            report.rule(rule.id)
+        with Edit(gm, bodies=bodies) as edit:
+            promises = [(part, Promise(part.gm)) for part in edit.parts()]
+            yield edit, report
             for part, promise in promises:
                 promise.keep(part)
-            self._check_expectations(edit, report)
-        return _finished(report, started)
+            for rule_id, at_least in self.expectations.items():
+                if report.rule(rule_id).rewrites < at_least:
+                    raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
+        report.seconds = time.perf_counter() - started
+        _log.info("%d rewrites in %.3f s", report.rewrites, report.seconds)
 
     def applied(self, gm: fx.GraphModule, context: Any = None) -> tuple[fx.GraphModule, Report]:
         """A rewritten copy, and the report; `gm` stays as it is, and shares its parameters with the copy."""
@@ -476,23 +489,16 @@ class Plan:
             MatchExpectationError: an expectation does not hold.
         """
         _require_graph("commit", gm)
-        self._require_whole()
         _require_matches(found)
-        started = time.perf_counter()
         if isinstance(found, Found) and found.graph != graph_digest(gm):
             raise FxRewriteError("commit: this is not the graph in which the matches were found; find them again")
-        report = self._new_report()
-        with Edit(gm) as edit:
-            promises = [(part, Promise(part.gm)) for part in edit.parts()]
+        with self._transaction(gm) as (edit, report):
             sweeps = {part.path: Sweep(part, context, report, atomic=False) for part in edit.parts()}
             for match in found:
                 self._commit_one(match, sweeps.get(match.body))
             for stage in self.stages:
                 stage.rules._check(edit)  # pyright: ignore[reportPrivateUsage]
-            for part, promise in promises:
-                promise.keep(part)
-            self._check_expectations(edit, report)
-        return _finished(report, started)
+        return report
 
     def _commit_one(self, match: FoundMatch, sweep: Sweep | None) -> None:
         rule = self._rule(match.rule)
@@ -518,18 +524,6 @@ class Plan:
                 f"the plan cannot run alone: {label} needs {needed!s}, and no stage before it gives that; write "
                 f"a set{by} that does >> this"
             )
-
-    def _new_report(self) -> Report:
-        report = Report()
-        for rule in self.rules():
-            rule.body  # noqa: B018  # a rule without a replacement is an error before anything is touched
-            report.rule(rule.id)
-        return report
-
-    def _check_expectations(self, edit: Edit, report: Report) -> None:
-        for rule_id, at_least in self.expectations.items():
-            if report.rule(rule_id).rewrites < at_least:
-                raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
 
     def backend(
         self,
@@ -652,12 +646,6 @@ def _run_step(step: Step, edit: Edit, context: Any, report: Report) -> int:
         entry.seconds += time.perf_counter() - started
     entry.rewrites += changes
     return changes
-
-
-def _finished(report: Report, started: float) -> Report:
-    report.seconds = time.perf_counter() - started
-    _log.info("%d rewrites in %.3f s", report.rewrites, report.seconds)
-    return report
 
 
 def _nested(rules: RuleSet) -> Iterator[RuleSet]:

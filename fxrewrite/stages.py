@@ -1,6 +1,6 @@
 """What stages of a plan need and give, so that an order which cannot work is an error where the plan is made.
 
-    PLACEMENTS = Property("placements", given_by="a PropagateLayouts step")
+    PLACEMENTS = Property("placements", given_by="a PropagatePlacements step")
 
 A stage, which is a step or a set of rules, may say of properties of the graph that it
 

@@ -34,10 +34,10 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
-from fxrewrite.ops import bind, differentiates, is_random, key
-from fxrewrite.spmd import PLACEMENT, Shard, SpmdContext, rank_node, size_hint, size_proxy
+from fxrewrite.ops import bind, differentiates, key
+from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_proxy
 
-__all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank", "draws_on_chunk"]
+__all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank"]
 
 aten = torch.ops.aten
 
@@ -91,13 +91,6 @@ def _(match: Match, x: fx.Proxy, p: float) -> fx.Proxy:
 
 
 DRAW_WHOLE = RuleSet("draw_whole", draw_dropout_whole)
-
-
-def draws_on_chunk(node: fx.Node) -> bool:
-    """Whether the node draws random numbers for the part of a value that one rank holds."""
-    layouts = PLACEMENT.of(node)
-    layouts = layouts if isinstance(layouts, tuple) else (layouts,)
-    return any(isinstance(layout, Shard) for layout in layouts) and is_random(node)
 
 
 class DrawByRank:

@@ -97,6 +97,7 @@ def test_the_installed_wheel_works_outside_the_checkout(wheel: Path, tmp_path: P
             "console_scripts:autosp",
             "console_scripts:fxrewrite",
             "fxrewrite.layouts:aten",
+            "fxrewrite.layouts:vocabulary",
             *(f"fxrewrite.rules:{name}" for name in sorted(RULE_SETS)),
             "pytest11:fxrewrite",
             "torch_dynamo_backends:autosp",

@@ -17,6 +17,7 @@ from fxrewrite.pattern import Pattern, cap, op, where
 from fxrewrite.plan import Plan, RuleSet, Step
 from fxrewrite.report import Note, Report
 from fxrewrite.rule import Rule, rule
+from tests.rewriting import state
 
 aten = torch.ops.aten
 X = torch.rand(2, 3)
@@ -24,10 +25,6 @@ X = torch.rand(2, 3)
 
 def traced(function, *inputs) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*(inputs or (X,)))
-
-
-def state(gm: fx.GraphModule) -> list:
-    return [gm.code, *((n, n.name, n.args, n.kwargs, dict(n.meta)) for n in gm.graph.nodes)]
 
 
 def names(gm: fx.GraphModule) -> list[str]:

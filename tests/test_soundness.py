@@ -16,14 +16,9 @@ from rules.attention.composite import ATTENTION
 from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.fusions.activations import ACTIVATIONS
 from rules.fusions.norms import NORMS
+from tests.rewriting import made, silu
 
 X = torch.linspace(-2, 2, 16).reshape(4, 4)
-
-
-def made(pattern, replacement, **options):
-    it = rule("bug.it", **options)(pattern)
-    it.replacement(replacement)
-    return it
 
 
 def check(model, it, how="make_fx"):
@@ -35,9 +30,6 @@ def check(model, it, how="make_fx"):
     found = gm(X.clone())
     for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (expected, found)), strict=True):
         assert torch.allclose(a, b)
-
-
-silu = lambda: made(lambda x: x * torch.sigmoid(x), lambda x: F.silu(x))  # noqa: E731
 
 
 # The result of an in-place operator is not known to be its operand (ops.is_view: alias_info.is_write is left out),

@@ -23,7 +23,7 @@ from autosp_rules.lengths import planned_size
 from autosp_rules.memory.costs import FLOPS_PER_BYTE_SENT, bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import source_line
-from fxrewrite.spmd import Axis, Shard, SpmdContext, layout_of, redistribution_bytes, size_hint
+from fxrewrite.spmd import Axis, Shard, SpmdContext, placement_of, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 
 __all__ = ["AttentionRuns", "ChooseAttention", "DescribeAttention"]
@@ -133,9 +133,9 @@ class DescribeAttention:
         axis = SpmdContext.required(context, self.name).axis
         alike: dict[tuple[str, str, int, str], list[fx.Node]] = {}
         for node in edit.nodes():
-            layout, choice = layout_of(node), choice_of(node)
-            if isinstance(layout, Shard) and choice is not None:
-                how = _how(node, layout) if choice.sent is None else choice.strategy
+            placement, choice = placement_of(node), choice_of(node)
+            if isinstance(placement, Shard) and choice is not None:
+                how = _how(node, placement) if choice.sent is None else choice.strategy
                 why = choice.why if how == choice.strategy else "it sends fewer bytes"
                 sent = _bytes_sent(node, axis) if choice.sent is None else choice.sent
                 alike.setdefault((how, why, sent, choice.others), []).append(node)
@@ -156,9 +156,9 @@ class DescribeAttention:
         return "an event for every kind of call: strategy, reason, bytes, and what the others would cost"
 
 
-def _how(node: fx.Node, layout: Shard) -> str:
+def _how(node: fx.Node, placement: Shard) -> str:
     """Returns the strategy of a call, which follows from the sharded dimension of its result [..., H, S, D]."""
-    from_behind = layout.dim - node.meta["val"].dim()
+    from_behind = placement.dim - node.meta["val"].dim()
     return {-2: "gather_kv", -3: "ulysses"}.get(from_behind, "by the batch")
 
 

@@ -19,7 +19,7 @@ from torch import fx
 
 from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, Cost, divides, needs, serve
 from fxrewrite import Match
-from fxrewrite.spmd import Axis, Replicated, Shard, SpmdContext, redistribute, redistribution_bytes, size_proxy
+from fxrewrite.spmd import Axis, Replicate, Shard, SpmdContext, redistribute, redistribution_bytes, size_proxy
 from rules.attention.operator import attend_with, attention_rule
 from rules.masks.kinds import CAUSAL, name_mask
 
@@ -41,7 +41,7 @@ def _(match: Match) -> fx.Proxy:
 def _(match: Match, k: Any, v: Any, mask: Any, is_causal: bool) -> fx.Proxy:
     """attention(q, redistribute(k, R), redistribute(v, R), mask)"""
     axis = SpmdContext.required(match.context, gather_keys.id).axis
-    k, v = (match.call(redistribute, x, Replicated(), Replicated(), axis) for x in (k, v))
+    k, v = (match.call(redistribute, x, Replicate(), Replicate(), axis) for x in (k, v))
     mask = _causal_mask(match) if is_causal else mask
     return serve(match, attend_with(match, key=k, value=v, attn_mask=mask, is_causal=False))
 
@@ -70,7 +70,7 @@ def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
 
 def _cost(call: AttentionCall, axis: Axis) -> Cost:
     """Returns the cost; the last rank is busiest, because its rows read the most keys."""
-    sent = redistribution_bytes(call.kv_bytes(), Shard(-2), Replicated(), axis.size)
+    sent = redistribution_bytes(call.kv_bytes(), Shard(-2), Replicate(), axis.size)
     busiest = (2 - 1 / axis.size) if call.hides_later_keys else 1
     return Cost(sent, sent, busiest * call.flops / axis.size)
 

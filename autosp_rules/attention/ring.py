@@ -55,8 +55,8 @@ from fxrewrite.spmd import (
     global_shape,
     is_divided_by,
     is_same_size,
-    layout_of,
     local_shape,
+    placement_of,
     rank_node,
     size_hint,
     size_proxy,
@@ -144,7 +144,7 @@ ring_in_groups = _to_ring("ring_in_groups")
 
 @where.predicate("root", text="is_sharded")
 def _is_sharded(root: fx.Node) -> bool:
-    return isinstance(layout_of(root), Shard)
+    return isinstance(placement_of(root), Shard)
 
 
 lower_ring = Rule(
@@ -168,13 +168,13 @@ lower_ring = Rule(
 def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, per_group: int, sinks: Any) -> Any:
     """exchange(ring_attention(exchange(q, k, v, sinks)))"""
     context = SpmdContext.required(match.context, lower_ring.id)
-    axis, layout = context.axis, layout_of(match.root)
-    assert isinstance(layout, Shard), "the rule matches sharded calls"
-    held = local_shape(global_shape(match["q"]), layout, axis.size)[2] * axis.size
+    axis, placement = context.axis, placement_of(match.root)
+    assert isinstance(placement, Shard), "the rule matches sharded calls"
+    held = local_shape(global_shape(match["q"]), placement, axis.size)[2] * axis.size
     zigzag = axis.size > per_group and bool(mask) and is_divided_by(held, 2 * axis.size // per_group)
     rank = match.proxy(rank_node(match.edit, axis))
     how = (rank, axis.size, per_group, zigzag, axis.group)
-    if layout.uneven:
+    if placement.uneven:
         leaves, mask = _without_padding(match, leaves, mask, held)
     if per_group > 1:
         kv_heads = match["k"].meta["val"].shape[1]

@@ -15,7 +15,7 @@ Source: Ring Attention (arXiv 2310.01889); PyTorch, torch/distributed/tensor/exp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,22 @@ def _of_heads(leaf: torch.Tensor, ring: Ring) -> torch.Tensor:
     return leaf.narrow(-3, ring.member * size, size)
 
 
+def _around(
+    held: list[torch.Tensor], leaves: Sequence[torch.Tensor], ring: Ring
+) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Yields k and v of the rank's group, then of each group before it, with the mask's leaves cut to its columns.
+
+    Step s has the keys of group g - s, while those of the next step arrive.
+    """
+    own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
+    for step in range(ring.num_groups):
+        coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
+        source = (ring.group + (ring.num_groups - step)) % ring.num_groups
+        yield held, [_of_group(x, -1, source, ring) for x in own]
+        if coming is not None:
+            held = _arrived(coming, held)
+
+
 def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -81,19 +97,11 @@ def _attend(
             includes it.
         place: position in the ring; see `autosp_rules.attention.exchange.Ring`.
     """
-    ring = Ring(*place)
-    own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
     found: tuple[torch.Tensor, torch.Tensor] | None = None
-    held = [k, v]
-    # Step s attends to the keys of group g - s, while the keys of the next step arrive.
-    for step in range(ring.num_groups):
-        coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
-        source = (ring.group + (ring.num_groups - step)) % ring.num_groups
-        out, lse = attention_by_rows(q, *held, [_of_group(x, -1, source, ring) for x in own], mask, scale)
+    for held, cut in _around([k, v], leaves, Ring(*place)):
+        out, lse = attention_by_rows(q, *held, cut, mask, scale, None)
         out = out.to(lse.dtype)
         found = (out, lse) if found is None else merge_blocks(*found, out, lse)
-        if coming is not None:
-            held = _arrived(coming, held)
     assert found is not None, "a ring has a group"
     out, lse = found
     if sinks is not None:
@@ -115,20 +123,14 @@ def _gradients_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of a rank's q, k and v."""
     ring = Ring(*place)
-    own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
-    held, dq, home = [k, v], torch.zeros_like(q, dtype=lse.dtype), None
+    dq, home = torch.zeros_like(q, dtype=lse.dtype), None
     # The gradients of a chunk follow it around the ring; each group adds its part and sends them on.
-    for step in range(ring.num_groups):
-        coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
-        source = (ring.group + (ring.num_groups - step)) % ring.num_groups
-        cut = [_of_group(x, -1, source, ring) for x in own]
+    for held, cut in _around([k, v], leaves, ring):
         dq_part, *given = attention_by_rows_backward(dout, q, *held, out, lse, cut, mask, scale, lse.dtype)
         dq = dq + dq_part
         if home is not None:
             given = [x + y for x, y in zip(_arrived(home, given), given, strict=True)]
         home = _to_next(given, ring)
-        if coming is not None:
-            held = _arrived(coming, held)
     assert home is not None, "a ring has a group"
     dk, dv = _arrived(home, [k, v])
     # dk and dv arrived in one piece of memory, so they are copied.

@@ -1,7 +1,7 @@
 """The contract of strategies for attention over a sharded sequence: when one can serve a call, its cost, its rules.
 
-A strategy is chosen for each call before layouts are propagated, from shapes and the axis alone. The choice is a fact
-of the call, which the strategy's rules read.
+A strategy is chosen for each call before placements are propagated, from shapes and the axis alone. The choice is a
+fact of the call, which the strategy's rules read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autosp_rules.memory.costs import attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
 from fxrewrite.graph import Fact
 from fxrewrite.ops import bind
-from fxrewrite.spmd import REQUIRED, Axis, Layout, Size, redistribute, require_divisible, size_hint
+from fxrewrite.spmd import REQUIRED, Axis, Placement, Size, redistribute, require_divisible, size_hint
 
 __all__ = [
     "CHOICE",
@@ -105,7 +105,7 @@ class Choice:
     """What the other strategies would cost, or why they cannot serve the call."""
     sent: int | None = None
     """Bytes that a rank sends forward, if no redistribution shows them."""
-    required: Layout | None = None
+    required: Placement | None = None
     """The placement that the call must produce its result with; None where propagation may find a cheaper one."""
 
 

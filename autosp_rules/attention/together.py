@@ -18,7 +18,7 @@ from torch import fx
 from autosp_rules.attention.strategy import redistribution_of
 from fxrewrite import Edit, Report
 from fxrewrite.ops import mutates
-from fxrewrite.spmd import Replicated, Shard, SpmdContext, bundle, redistribute
+from fxrewrite.spmd import Replicate, Shard, SpmdContext, bundle, redistribute
 from rules.attention.operator import attentions
 
 __all__ = ["MoveTogether"]
@@ -76,7 +76,7 @@ def _alike(attention: fx.Node) -> Iterator[list[fx.Node]]:
 def _collective(moved: fx.Node) -> str:
     """Returns the kind of collective that a redistribution is lowered to, if it can be coalesced; else ""."""
     _, src, dst, _ = moved.args
-    if isinstance(src, Shard) and isinstance(dst, Replicated):
+    if isinstance(src, Shard) and isinstance(dst, Replicate):
         return "all_gather"
     return "all_to_all" if isinstance(src, Shard) and isinstance(dst, Shard) and src.dim != dst.dim else ""
 

@@ -15,7 +15,7 @@ from torch import fx
 from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
 from fxrewrite.graph import Fact, product, reached, size_hint
-from fxrewrite.ops import bind, has_trait, is_maybe_view, is_random, is_view, key, mutated
+from fxrewrite.ops import bind, has_trait, is_inexact, is_maybe_view, is_random, is_view, key, mutated, tensors_of
 from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes, operations
 from rules.attention.operator import ATTEND
 from rules.masks.kinds import kind_of
@@ -108,9 +108,7 @@ def is_received(node: fx.Node) -> bool:
 
 def bytes_of(node: fx.Node, size: Callable[[Size], int] = planned_size) -> int:
     """Returns the bytes of the node's tensors; symbolic sizes are by default those that a program is planned for."""
-    value = node.meta.get("val")
-    tensors: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
-    return sum(size(t.numel()) * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+    return sum(size(t.numel()) * t.element_size() for t in tensors_of(node))
 
 
 def planned_for(nodes: Iterable[fx.Node]) -> str:
@@ -221,9 +219,7 @@ def _shows(node: fx.Node) -> bool:
 
 
 def _has_gradient(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    tensors: list[Any] = list(value) if isinstance(value, (tuple, list)) else [value]
-    return any(t.is_floating_point() or t.is_complex() for t in tensors if isinstance(t, torch.Tensor))
+    return any(map(is_inexact, tensors_of(node)))
 
 
 def _operands(node: fx.Node, count: int) -> list[fx.Node]:

@@ -19,6 +19,7 @@ from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.other_sizes import check_sizes
 
 __all__ = [
     "RewritingBackend",
@@ -130,6 +131,11 @@ _BREAK_HINTS = (
         "let Dynamo skip the logger's method, such as warning: "
         "torch._dynamo.config.ignore_logging_functions.add(logging.Logger.warning)",
     ),
+    (
+        ".register_hook(",
+        "register_hook on a value inside of the compiled function is not supported: register it on a parameter, or on "
+        "what the compiled function returns",
+    ),
     ("data-dependent", "the model branches on values: choose a variant that computes both sides (torch.where)"),
 )
 _ANY_BREAK_HINT = "use torch.compile(..., fullgraph=True) to see the break, and remove it"
@@ -170,10 +176,15 @@ class RewritingBackend(Generic[R]):
         return f"<RewritingBackend graph={self.graph!r}, inner={inner!r}>"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        """Returns the compiled program; `options` are the `mode` and `options` of `torch.compile`, for `inner`."""
+        """Returns the compiled program; `options` are the `mode` and `options` of `torch.compile`, for `inner`.
+
+        Raises RefusedError if a rewritten normal form for many sizes holds one of the trace as a number.
+        """
         refuse_precompile()
         program = normalized(gm) if self.graph == "aten" else gm
         report = rewrite(self._apply, program, self._context)
+        if self.graph == "aten":
+            check_sizes(program)
         self.reports.append(report)
         if self._on_report is not None:
             self._on_report(report)

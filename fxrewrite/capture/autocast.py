@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxrewrite.capture.running import Running
 from fxrewrite.errors import refuse
 from fxrewrite.graph.bodies import nodes_of
 
@@ -92,26 +93,19 @@ class Regions:
             self.exit()
 
 
-class Casting(fx.Interpreter):
+class Casting(Running):
     """Runs a graph of ATen operators as autocast does, so that a tracer records the casts."""
-
-    _at: fx.Node
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
         self._outside = _enabled()
-
-    def run_node(self, n: fx.Node) -> Any:
-        """Runs the node, and remembers it for error messages."""
-        self._at = n
-        return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the operator's autocast kernel if it has one; decomposes it if an operator inside has one."""
         if isinstance(target, HigherOrderOperator) and _enabled() != self._outside:
             refuse(
                 f"the higher-order op {target.name()} in an autocast region has no normal form",
-                node=self._at,
+                node=self.current,
                 hint="compile the model within torch.autocast, not with a region of it inside",
             )
         if isinstance(target, OpOverload) and (enabled := _enabled()):

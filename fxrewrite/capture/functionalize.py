@@ -12,7 +12,7 @@ reads; and memory with a view or a write that has no functional form here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fxrewrite.capture.running import Running
 from fxrewrite.graph.sizes import is_same_size
-from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated, operators
+from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated, operators, tensors_of
 
 __all__ = ["Functional", "Memory", "functional_writes"]
 
@@ -77,23 +78,16 @@ def functional_writes(graph: fx.Graph) -> dict[fx.Node, Memory]:
     return {write: memory for memory in memories if memory not in hidden for write in memory.writes}
 
 
-class Functional(fx.Interpreter):
+class Functional(Running):
     """Runs a graph with these writes, which `functional_writes` found, in functional form."""
-
-    _at: fx.Node
 
     def __init__(self, gm: fx.GraphModule, writes: dict[fx.Node, Memory]) -> None:
         super().__init__(gm, garbage_collect_values=False)  # views of written memory run again
         self._writes = writes
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Runs the node, and remembers it, because calls need their node's memory."""
-        self._at = n
-        return super().run_node(n)
-
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a write by its functional form, and updates the values of all views of that memory."""
-        memory = self._writes.get(self._at)
+        memory = self._writes.get(self.current)
         if memory is None:
             return super().call_function(target, args, kwargs)
         value = _written_value(target, args, kwargs)
@@ -103,8 +97,8 @@ class Functional(fx.Interpreter):
 
     def _scatter(self, memory: Memory, value: Any) -> set[fx.Node]:
         """Puts the value where the current node writes, and into all its bases; returns the changed members."""
-        changed = {self._at}
-        for view, base in memory.path(self._at):
+        changed = {self.current}
+        for view, base in memory.path(self.current):
             put = _inverse_of(view, base)
             assert put is not None, "functional_writes has checked it"
             named: Any = self.map_nodes_to_values(_arguments(view), view)  # pyright: ignore[reportArgumentType]
@@ -115,9 +109,9 @@ class Functional(fx.Interpreter):
     def _read_anew(self, memory: Memory, changed: set[fx.Node]) -> None:
         """Runs the views again that were made before the current node and are read after it."""
         for view in memory.members:
-            if view is self._at:
+            if view is self.current:
                 return
-            if view not in changed and memory.is_read_after(view, self._at):
+            if view not in changed and memory.is_read_after(view, self.current):
                 args, kwargs = self.fetch_args_kwargs_from_env(view)
                 again: Any = view.target
                 self.env[view] = args[0] if view in self._writes else super().call_function(again, args, kwargs)
@@ -147,13 +141,11 @@ def _memories(graph: fx.Graph) -> list[Memory]:
 
 
 def _storages(node: fx.Node) -> set[StorageWeakRef]:
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors(node)}
+    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _strided(node)}
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    value = node.meta.get("val")
-    values: Iterable[Any] = value if isinstance(value, (list, tuple)) else (value,)
-    return (v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided)
+def _strided(node: fx.Node) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors_of(node) if tensor.layout is torch.strided]
 
 
 # What autograd sees.
@@ -317,7 +309,7 @@ def _inverse_of(view: fx.Node, base: fx.Node) -> Inverse | None:
 
 
 def _dtypes(node: fx.Node) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in _tensors(node)}
+    return {tensor.dtype for tensor in _strided(node)}
 
 
 def _is_same_view(a: Any, b: Any) -> bool:

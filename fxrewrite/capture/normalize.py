@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrewrite.capture.autocast import ENTER, EXIT, Casting, Regions, casts, drop_regions, shield
 from fxrewrite.capture.custom_backward import APPLY, NormalBodies
 from fxrewrite.capture.functionalize import Functional, functional_writes
+from fxrewrite.capture.running import Running
 from fxrewrite.capture.vmap import without_vmap
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph.copy import copy_module
@@ -51,6 +52,8 @@ _WRAPPERS: dict[Any, Callable[..., AbstractContextManager[Any]]] = {
 _TRANSFORMS = {"_grad_increment_nesting", "_jvp_increment_nesting", "_enter_dual_level"}
 """Functions with which Dynamo begins a transform of torch.func; vmap is handled apart."""
 _NO_HIGHER_ORDER_OP = {
+    "register_hook": "it calls a hook on a gradient inside of the compiled function: register it on a parameter, or on "
+    "what the compiled function returns",
     "flex_attention": "its score and mask functions index whole keys and values; use attn_implementation='sdpa'",
 }
 
@@ -128,7 +131,7 @@ def _fake_value(node: fx.Node) -> Any:
     return node.meta[key]
 
 
-class _Inliner(fx.Interpreter):
+class _Inliner(Running):
     """Runs a Dynamo graph with subgraphs of wrappers inlined; those of plain activation checkpoints are also tagged.
 
     Attributes:
@@ -210,10 +213,6 @@ class _Inliner(fx.Interpreter):
         if target == "item" and isinstance(value, torch.SymFloat):
             return float(value)  # with dynamic=True a Python float is a 0-dim tensor; it is a guarded constant
         return super().call_method(target, args, kwargs)
-
-    def run_node(self, n: fx.Node) -> Any:
-        self.current = n
-        return super().run_node(n)
 
 
 class _CastingInliner(Casting, _Inliner):

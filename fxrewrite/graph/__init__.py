@@ -14,6 +14,8 @@ from fxrewrite.graph.digest import graph_digest as graph_digest
 from fxrewrite.graph.edit import Edit as Edit
 from fxrewrite.graph.facts import Fact as Fact
 from fxrewrite.graph.inputs import input_name as input_name
+from fxrewrite.graph.modules import matches_glob as matches_glob, module_names as module_names
+from fxrewrite.graph.other_sizes import check_sizes as check_sizes
 from fxrewrite.graph.sizes import (
     Size as Size,
     divide_exactly as divide_exactly,

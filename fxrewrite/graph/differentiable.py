@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from fxrewrite import ops
+from fxrewrite.graph.walk import reached
 
 __all__ = ["is_differentiable"]
 
@@ -17,20 +17,9 @@ def is_differentiable(node: fx.Node) -> bool:
 
     Whether the inputs require gradients is known to the caller of the program alone, so all of them count.
     """
-    todo, seen = [node], {node}
-    while todo:
-        found = todo.pop()
-        if ops.key(found) in _STOPS or not _is_float(found):
-            continue
-        if found.op in ("placeholder", "get_attr"):
-            return True
-        new = [operand for operand in found.all_input_nodes if operand not in seen]
-        seen.update(new)
-        todo += new
-    return False
+    through = reached([node], lambda found: found.all_input_nodes if _is_passed(found) else ())
+    return any(found.op in ("placeholder", "get_attr") and _is_passed(found) for found in through)
 
 
-def _is_float(node: fx.Node) -> bool:
-    value = ops.value(node)
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+def _is_passed(node: fx.Node) -> bool:
+    return ops.key(node) not in _STOPS and any(map(ops.is_inexact, ops.tensors_of(node)))

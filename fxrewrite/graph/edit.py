@@ -287,7 +287,7 @@ class Edit:
     def _run(self, node: fx.Node) -> Any:
         """Computes the node's value by running its operator on fake values; equal calls are run once."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore[reportArgumentType]
-        same = (node.target, _identity(args), _identity(kwargs))
+        same = (node.target, identity_of(args), identity_of(kwargs))
         if same in self._runs:
             return self._runs[same][0]
         result = self._call(node.target, args, kwargs)
@@ -458,12 +458,12 @@ def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
         names._base_count.pop(node.name, None)
 
 
-def _identity(value: Any) -> Any:
+def identity_of(value: Any) -> Any:
     """Returns a key of arguments, tensors and symbols by address; layers that repeat the same call compute it once."""
     if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(map(_identity, value))
+        return type(value).__name__, tuple(map(identity_of, value))
     if isinstance(value, dict):
-        return tuple((name, _identity(item)) for name, item in value.items())
+        return tuple((name, identity_of(item)) for name, item in value.items())
     if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
         return type(value).__name__, value
     return id(value)

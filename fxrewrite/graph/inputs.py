@@ -7,21 +7,39 @@ import re
 import torch
 from torch import fx
 
-__all__ = ["input_name"]
+__all__ = ["input_name", "is_buffer"]
 
+_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+"""What Dynamo writes for a module, a parameter or a buffer in the place where an input comes from."""
 _CONTAINER = re.compile(r"_(?:modules|parameters|buffers)_")
 
 
 def input_name(placeholder: fx.Node) -> str:
     """Returns the name of an input: `layers.0.q_proj.weight` for a parameter or buffer, `input_ids` for an argument.
 
-    Dynamo encodes the path of an input in its name, `L_self_modules_layers_modules_0_..._parameters_weight_`; inputs of
-    other graphs keep their names. A symbolic size is named by its symbol.
+    Dynamo says where an input comes from; in the placeholder's name, which is read where that is lost, the path is in
+    lower case: `L_self_modules_layers_modules_0_..._parameters_weight_`, with `G_` where the model is a global of the
+    compiled function. Inputs of other graphs keep their names. A symbolic size is named by its symbol.
     """
     value = placeholder.meta.get("val", placeholder.meta.get("example_value"))
     if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
         return str(value.node.expr)
-    if not placeholder.name.startswith("l_"):
+    source = getattr(placeholder, "_dynamo_source", None)
+    path = _MEMBER.findall(source.name) if source is not None else []
+    if path:
+        return ".".join(path)
+    if not _is_path(placeholder.name):
         return placeholder.name
-    owner, *path = _CONTAINER.split(placeholder.name.removeprefix("l_").rstrip("_"))
+    owner, *path = _CONTAINER.split(placeholder.name[2:].rstrip("_"))
     return ".".join(path) or owner
+
+
+def is_buffer(placeholder: fx.Node) -> bool:
+    """Whether Dynamo's name of an input says that it is a buffer of a module."""
+    containers = re.findall(r"_(modules|parameters|buffers)_", placeholder.name)
+    return _is_path(placeholder.name) and containers[-1:] == ["buffers"]
+
+
+def _is_path(name: str) -> bool:
+    """Whether Dynamo wrote a path in the name: from a local of the frame, or to what a global module has."""
+    return name.startswith("l_") or (name.startswith("g_") and _CONTAINER.search(name) is not None)

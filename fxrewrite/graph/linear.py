@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any, Literal, TypeAlias
 
-import torch
 from torch import fx
 
 from fxrewrite import ops
@@ -125,6 +124,4 @@ def _nodes(value: Any) -> Iterator[fx.Node]:
 
 def _is_float(node: fx.Node) -> bool:
     """Whether the node returns floating-point or complex tensors; a cast to integers is not linear."""
-    value = ops.value(node)
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return all(v.is_floating_point() or v.is_complex() for v in values if isinstance(v, torch.Tensor))
+    return all(map(ops.is_inexact, ops.tensors_of(node)))

@@ -1,6 +1,6 @@
 """Symbolic sizes: compares and divides them without adding guards, and writes them as graph nodes.
 
-This is the only file that uses torch's symbolic-shape machinery.
+This file and `other_sizes` alone use torch's symbolic-shape machinery.
 """
 
 from __future__ import annotations

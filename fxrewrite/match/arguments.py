@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.match.values import frozen, has_node, signature
+from fxrewrite.match.values import call_signature, frozen, has_node
 
 __all__ = ["ArgumentReader"]
 
@@ -24,7 +24,7 @@ class ArgumentReader:
 
     def __init__(self, mentioned: tuple[str, ...]) -> None:
         self.mentioned = mentioned
-        self._known: dict[ops.Layout, _Reading | None] = {}
+        self._known: dict[ops.Signature, _Reading | None] = {}
         self._spelled: dict[tuple[Any, ...], _Reading] = {}
         self._pair = (
             (mentioned.index("self"), mentioned.index("other")) if set(mentioned) == {"self", "other"} else None
@@ -35,12 +35,12 @@ class ArgumentReader:
         spelling = ops.spelling(node)
         reading = self._spelled.get(spelling)
         if reading is None:
-            layout = signature(node)
-            if layout is None:
+            signature = call_signature(node)
+            if signature is None:
                 return None
-            if layout not in self._known:
-                self._known[layout] = self._work_out(layout, node)
-            reading = self._known[layout]
+            if signature not in self._known:
+                self._known[signature] = self._work_out(signature, node)
+            reading = self._known[signature]
             if reading is None:
                 return None
             if ops.is_settled(spelling):
@@ -52,33 +52,35 @@ class ArgumentReader:
                 return found[::-1]
         return found
 
-    def _work_out(self, layout: ops.Layout, node: fx.Node) -> _Reading | None:
-        others = tuple(name for name in layout.given if name not in self.mentioned)
-        if not set(self.mentioned) <= set(layout.names) or not set(others) <= layout.defaults.keys():
+    def _work_out(self, signature: ops.Signature, node: fx.Node) -> _Reading | None:
+        others = tuple(name for name in signature.given if name not in self.mentioned)
+        if not set(self.mentioned) <= set(signature.names) or not set(others) <= signature.defaults.keys():
             return None
         commutes = self._pair is not None and ops.is_commutative(ops.key(node))
-        return _Reading(layout, self.mentioned, others, commutes)
+        return _Reading(signature, self.mentioned, others, commutes)
 
 
 class _Reading:
     """How to read the arguments of one spelling of a call."""
 
-    __slots__ = ("_get", "_layout", "_mentioned", "_others", "commutes")
+    __slots__ = ("_get", "_mentioned", "_others", "_signature", "commutes")
 
-    def __init__(self, layout: ops.Layout, mentioned: tuple[str, ...], others: tuple[str, ...], commutes: bool) -> None:
-        self._layout = layout
+    def __init__(
+        self, signature: ops.Signature, mentioned: tuple[str, ...], others: tuple[str, ...], commutes: bool
+    ) -> None:
+        self._signature = signature
         self._mentioned = mentioned
         self._others = others
         self.commutes = commutes
-        plain = [layout.plain[name] for name in mentioned if name in layout.plain]
+        plain = [signature.plain[name] for name in mentioned if name in signature.plain]
         is_plain = len(plain) == len(mentioned) > 1 and not others
         self._get = operator.itemgetter(*plain) if is_plain else None
 
     def read(self, node: fx.Node) -> Sequence[Any] | None:
         if self._get is not None:
             return self._get(node.args)
-        bound = self._layout.bind(node.args, node.kwargs)
-        defaults = self._layout.defaults
+        bound = self._signature.bind(node.args, node.kwargs)
+        defaults = self._signature.defaults
         if not all(_is_default(bound[name], defaults[name]) for name in self._others):
             return None
         return [bound[name] for name in self._mentioned]

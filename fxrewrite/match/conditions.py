@@ -18,7 +18,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import Reason
 from fxrewrite.match.arguments import ArgumentReader
-from fxrewrite.match.values import ABSENT, Candidate, Path, has_node, is_same, literal_outcomes, signature
+from fxrewrite.match.values import ABSENT, Candidate, Path, call_signature, has_node, is_same, literal_outcomes
 
 __all__ = [
     "NAMES",
@@ -34,7 +34,7 @@ __all__ = [
     "IsOptionalNode",
     "IsParameter",
     "IsPlain",
-    "Same",
+    "IsSame",
 ]
 
 NAMES: Mapping[str, Any] = MappingProxyType(
@@ -112,10 +112,10 @@ class Arguments(Condition):
         return f"no arguments but {', '.join(self.names)} at {self.path}"
 
     def found(self, candidate: Candidate) -> str:
-        layout = signature(candidate.value(self.path))
-        if layout is None:
+        signature = call_signature(candidate.value(self.path))
+        if signature is None:
             return "arguments that fit no signature"
-        return ", ".join(f"{name}={candidate.value(self.path / name)!r}" for name in layout.given)
+        return ", ".join(f"{name}={candidate.value(self.path / name)!r}" for name in signature.given)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ class IsList(_WithOperand):
     words = "a list of {x} at {path}"
 
 
-class Same(_WithOperand):
+class IsSame(_WithOperand):
     """The same node as at the path `operand`, or an equal Python value."""
 
     reason = Reason.SAME

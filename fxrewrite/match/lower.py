@@ -23,7 +23,7 @@ from fxrewrite.match.conditions import (
     IsOptionalNode,
     IsParameter,
     IsPlain,
-    Same,
+    IsSame,
 )
 from fxrewrite.match.values import FIRST, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
@@ -229,7 +229,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
         # The second occurrence of a name is not a capture but a condition for the first one's value.
         for name, path in part.captures:
             if name in captures:
-                conditions.append(Same(path, captures[name]))
+                conditions.append(IsSame(path, captures[name]))
             else:
                 captures[name] = path
         for path, term in part.operators:

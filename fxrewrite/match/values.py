@@ -20,12 +20,12 @@ __all__ = [
     "FIRST",
     "Candidate",
     "Path",
+    "call_signature",
     "frozen",
     "has_node",
     "is_same",
     "literal_outcomes",
     "part",
-    "signature",
 ]
 
 FIRST = "first operand"
@@ -107,17 +107,17 @@ def part(value: Any, step: str | int) -> Any:
     if not isinstance(value, fx.Node):
         is_item = isinstance(value, (list, tuple)) and isinstance(step, int) and step < len(value)
         return value[step] if is_item else ABSENT  # pyright: ignore[reportCallIssue, reportArgumentType]
-    layout = signature(value) if value.op in ("call_function", "call_method") else None
-    if layout is None:
+    signature = call_signature(value) if value.op in ("call_function", "call_method") else None
+    if signature is None:
         return ABSENT
-    bound: dict[Any, Any] = layout.bind(value.args, value.kwargs)
+    bound: dict[Any, Any] = signature.bind(value.args, value.kwargs)
     return next(iter(bound.values()), ABSENT) if step == FIRST else bound.get(step, ABSENT)
 
 
-def signature(node: fx.Node) -> ops.Layout | None:
+def call_signature(node: fx.Node) -> ops.Signature | None:
     """Returns how the node spells its arguments; None if they fit no signature."""
     try:
-        return ops.layout_of(node.target, node.args, node.kwargs)
+        return ops.signature_of(node.target, node.args, node.kwargs)
     except ops.BindingError:
         return None
 

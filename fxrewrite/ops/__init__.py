@@ -3,11 +3,11 @@
 from fxrewrite.ops.aten import emit_aten as emit_aten
 from fxrewrite.ops.binding import (
     BindingError as BindingError,
-    Layout as Layout,
+    Signature as Signature,
     bind as bind,
     is_settled as is_settled,
-    layout_of as layout_of,
     overload_of as overload_of,
+    signature_of as signature_of,
     spelling as spelling,
 )
 from fxrewrite.ops.communicating import (
@@ -58,8 +58,11 @@ from fxrewrite.ops.traits import (
 from fxrewrite.ops.value import (
     MISSING as MISSING,
     fake_value as fake_value,
+    is_inexact as is_inexact,
     is_parameter as is_parameter,
     is_scalar as is_scalar,
+    is_tensor as is_tensor,
+    tensors_of as tensors_of,
     value as value,
     value_key as value_key,
 )

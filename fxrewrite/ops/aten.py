@@ -10,10 +10,10 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from fxrewrite.ops.binding import BindingError, Layout, layout_of, overload_of
+from fxrewrite.ops.binding import BindingError, Signature, overload_of, signature_of
 from fxrewrite.ops.keys import key
 from fxrewrite.ops.schemas import schema_of
-from fxrewrite.ops.value import MISSING, value
+from fxrewrite.ops.value import is_tensor, value
 
 __all__ = ["emit_aten"]
 
@@ -34,10 +34,10 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
         kwargs: the same by name.
         emit: called with (target, args, kwargs) for every node to make, in order; its last result is returned.
     """
-    if target is operator.getitem and isinstance(args[0], fx.Node) and _is_tensor(args[0]):
+    if target is operator.getitem and isinstance(args[0], fx.Node) and is_tensor(args[0]):
         return _emit_index(args[0], args[1], emit) if _is_basic(args[1]) else emit(target, args, kwargs)
     try:
-        layout = layout_of(target, args, kwargs)
+        signature = signature_of(target, args, kwargs)
         overload = overload_of(target, args, kwargs)
     except BindingError:
         return emit(target, args, kwargs)
@@ -45,31 +45,31 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
         return emit(target, args, kwargs)
     operator_key = key(target)
     if operator_key in ("aten::add", "aten::mul", "aten::sub", "aten::div"):
-        bound = layout.bind(args, kwargs)
+        bound = signature.bind(args, kwargs)
         if _is_number(bound.get("self")) and "rounding_mode" not in bound:
             return _emit_reflected(operator_key, bound["self"], bound["other"], emit)
         overload = _TENSOR_OVERLOADS.get(overload, overload)
-    places = _PLACES.get((layout, id(overload)))
+    places = _PLACES.get((signature, id(overload)))
     if places is None:
-        places = _PLACES[layout, id(overload)] = _places(layout, overload)
+        places = _PLACES[signature, id(overload)] = _places(signature, overload)
     positional, by_keyword = places
     as_written = len(args) == len(positional) and set(kwargs) == set(by_keyword)
-    if as_written and layout.is_plain and (positional, by_keyword) == layout.written:
+    if as_written and signature.is_plain and (positional, by_keyword) == signature.written:
         return emit(overload, args, kwargs)
-    bound = layout.bind(args, kwargs)
+    bound = signature.bind(args, kwargs)
     return emit(overload, tuple(bound[name] for name in positional), {name: bound[name] for name in by_keyword})
 
 
-_PLACES: dict[tuple[Layout, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+_PLACES: dict[tuple[Signature, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
 """Names of positional and of keyword arguments, by the spelling of a call and its overload."""
 
 
-def _places(layout: Layout, overload: torch._ops.OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _places(signature: Signature, overload: torch._ops.OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
     positional: list[str] = []
     by_keyword: list[str] = []
     skipped = False
     for parameter in schema_of(overload).parameters:
-        if parameter.name not in layout.given and parameter.name in layout.defaults:
+        if parameter.name not in signature.given and parameter.name in signature.defaults:
             skipped = True
         elif parameter.keyword_only or skipped:
             by_keyword.append(parameter.name)
@@ -129,11 +129,6 @@ def _has_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 def _is_number(item: Any) -> bool:
     return isinstance(value(item) if isinstance(item, fx.Node) else item, _NUMBERS)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    found = value(node)
-    return found is not MISSING and isinstance(found, torch.Tensor)
 
 
 def _leaves(item: Any) -> list[Any]:

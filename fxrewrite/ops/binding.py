@@ -16,7 +16,7 @@ from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, schema_of
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper
 from fxrewrite.ops.value import value
 
-__all__ = ["BindingError", "Layout", "bind", "is_settled", "layout_of", "overload_of", "spelling"]
+__all__ = ["BindingError", "Signature", "bind", "is_settled", "overload_of", "signature_of", "spelling"]
 
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
@@ -29,7 +29,7 @@ class BindingError(TypeError):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
+class Signature:
     """How one spelling of a call maps its arguments to schema names; there is one object per spelling.
 
     Attributes:
@@ -98,15 +98,15 @@ class Layout:
         return bound
 
 
-_LAYOUTS: dict[Any, Layout | None] = {}
-"""Layouts by (target, argument count, keyword names); None if the kinds of the arguments decide."""
+_SIGNATURES: dict[Any, Signature | None] = {}
+"""Signatures by (target, argument count, keyword names); None if the kinds of the arguments decide."""
 _TARGETS: dict[Any, Any] = {}
 """Keeps the targets alive whose ids are keys of the tables."""
 _SOLE: ByTarget[torch._ops.OpOverload | Literal[False]] = ByTarget()
 _OVERLOADS: dict[Any, torch._ops.OpOverload | None] = {}
 """Overloads by the kinds of the arguments, because binding does not distinguish `gt.Tensor` from `gt.Scalar`."""
-_BY_KINDS: dict[Any, Layout] = {}
-"""Layouts by spelling and kinds of the arguments, where `_LAYOUTS` has None."""
+_BY_KINDS: dict[Any, Signature] = {}
+"""Signatures by spelling and kinds of the arguments, where `_SIGNATURES` has None."""
 
 
 def bind(node: fx.Node) -> dict[str, Any]:
@@ -119,17 +119,17 @@ def bind(node: fx.Node) -> dict[str, Any]:
     Raises:
         BindingError: the arguments fit no signature of the target.
     """
-    return layout_of(node.target, node.args, node.kwargs).bind(node.args, node.kwargs)
+    return signature_of(node.target, node.args, node.kwargs).bind(node.args, node.kwargs)
 
 
-def layout_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
-    """Returns the layout of a call, cached per (target, argument count, keyword names) unless argument kinds decide."""
+def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
+    """The signature of a call, cached per (target, argument count, keyword names) unless argument kinds decide."""
     name = target if type(target) is str else id(target)  # as in ByTarget: an overload hashes slowly
     spelling = (name, len(args), *kwargs) if kwargs else (name, len(args))
-    found = _LAYOUTS.get(spelling, _LAYOUTS)
-    if found is _LAYOUTS:
+    found = _SIGNATURES.get(spelling, _SIGNATURES)
+    if found is _SIGNATURES:
         _TARGETS[name] = target
-        found = _LAYOUTS[spelling] = _settled(target, len(args), tuple(kwargs))
+        found = _SIGNATURES[spelling] = _settled(target, len(args), tuple(kwargs))
     if found is None:
         kinds = (spelling, *map(_kind, args), *map(_kind, kwargs.values()))
         found = _BY_KINDS.get(kinds)
@@ -146,8 +146,8 @@ def spelling(node: fx.Node) -> tuple[Any, ...]:
 
 
 def is_settled(spelling: tuple[Any, ...]) -> bool:
-    """Whether all calls with this spelling have the same layout, and one of them was bound already."""
-    return _LAYOUTS.get(spelling) is not None
+    """Whether all calls with this spelling have the same signature, and one of them was bound already."""
+    return _SIGNATURES.get(spelling) is not None
 
 
 def _kind(argument: Any) -> Any:
@@ -188,34 +188,34 @@ def _sole_overload(target: Any) -> torch._ops.OpOverload | Literal[False]:
     return False if overload is None else overload
 
 
-def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Layout | None:
-    """Returns the layout of all calls with this spelling; None if the arguments themselves decide."""
+def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Signature | None:
+    """Returns the signature of all calls with this spelling; None if the arguments themselves decide."""
     wrapper = keys.wrapper_of(target)
     if (wrapper is not None and (wrapper.unless or wrapper.needs_default)) or (
         count and _packed_from(target) is not None
     ):
         return None
-    layouts = _layouts(target, count, keywords)
-    return layouts[0] if all(_same(layouts[0], other) for other in layouts[1:]) else None
+    signatures = _signatures(target, count, keywords)
+    return signatures[0] if all(_same(signatures[0], other) for other in signatures[1:]) else None
 
 
-def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Layout:
-    """Returns the first layout, in torch's order of overloads, that every argument fits."""
+def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
+    """Returns the first signature, in torch's order of overloads, that every argument fits."""
     if "::" not in keys.call_key(target, args, kwargs) and keys.wrapper_of(target) is not None:
-        return _python_layout(target, len(args), tuple(kwargs))
-    layouts = _layouts(target, len(args), tuple(kwargs), _spread_from(target, args))
+        return _python_signature(target, len(args), tuple(kwargs))
+    signatures = _signatures(target, len(args), tuple(kwargs), _spread_from(target, args))
     # torch wraps a number into a 0-dim tensor only if no overload takes the number itself, hence two rounds.
     for numbers_as_tensors in (False, True):
-        for layout in layouts:
-            parameters = {p.name: p for p in schema_of(layout.overload).parameters} if layout.overload else {}
-            bound = layout.bind(args, kwargs)
+        for signature in signatures:
+            parameters = {p.name: p for p in schema_of(signature.overload).parameters} if signature.overload else {}
+            bound = signature.bind(args, kwargs)
             if all(
                 name not in parameters
                 or fits(parameters[name], bound[name])
                 or (numbers_as_tensors and _is_wrapped_number(parameters[name], bound[name]))
-                for name in layout.given
+                for name in signature.given
             ):
-                return layout
+                return signature
     raise BindingError(f"{keys.key(target)} called with {args} {dict(kwargs)}: no overload of it takes these arguments")
 
 
@@ -233,7 +233,7 @@ def _is_wrapped_number(parameter: Parameter, given: Any) -> bool:
     return parameter.kind == "Tensor" and isinstance(given, (int, float, complex, torch.SymInt, torch.SymFloat))
 
 
-def _same(a: Layout, b: Layout) -> bool:
+def _same(a: Signature, b: Signature) -> bool:
     return (a.names, a.given, a.listed) == (b.names, b.given, b.listed) and a.defaults == b.defaults
 
 
@@ -244,26 +244,26 @@ def _packed_from(target: Any) -> int | None:
     return VARARGS.get(name) if isinstance(target, str) or inspect.isroutine(target) else None
 
 
-def _layouts(target: Any, count: int, keywords: tuple[str, ...], rest: int | None = None) -> list[Layout]:
-    """Returns the layouts of all signatures with this many positional arguments and these keywords."""
+def _signatures(target: Any, count: int, keywords: tuple[str, ...], rest: int | None = None) -> list[Signature]:
+    """Returns the signatures of all signatures with this many positional arguments and these keywords."""
     wrapper = keys.wrapper_of(target)
     if wrapper is not None:
-        return [_wrapped_layout(target, wrapper, count, keywords)]
+        return [_wrapped_signature(target, wrapper, count, keywords)]
     if isinstance(target, str) and target in CASTS:
         target, extra = "to", {"dtype": CASTS[target]}
-        cast = _layout(schema_of(torch.ops.aten.to.dtype), count, keywords, rest, extra)
+        cast = _signature(schema_of(torch.ops.aten.to.dtype), count, keywords, rest, extra)
         return [] if cast is None else [cast]
     schemas = _candidates(target, keywords)
     if schemas is None:
-        return [_python_layout(target, count, keywords)]
-    found = [_layout(schema, count, keywords, rest, {}) for schema in schemas]
-    layouts = [layout for layout in found if layout is not None]
-    if not layouts:
+        return [_python_signature(target, count, keywords)]
+    found = [_signature(schema, count, keywords, rest, {}) for schema in schemas]
+    signatures = [signature for signature in found if signature is not None]
+    if not signatures:
         raise BindingError(
             f"{keys.key(target)} called with {count} positional arguments and keywords {list(keywords)}: "
             f"no overload of it takes these arguments"
         )
-    return layouts
+    return signatures
 
 
 def _candidates(target: Any, keywords: tuple[str, ...]) -> tuple[Schema, ...] | None:
@@ -282,10 +282,10 @@ def _candidates(target: Any, keywords: tuple[str, ...]) -> tuple[Schema, ...] | 
     return schemas_of(getattr(torch.ops.aten, name), "out" in keywords)
 
 
-def _layout(
+def _signature(
     schema: Schema, count: int, keywords: tuple[str, ...], rest: int | None, extra: Mapping[str, Any]
-) -> Layout | None:
-    """Returns the layout of a call to one schema; None if the counts or the names do not fit it."""
+) -> Signature | None:
+    """Returns the signature of a call to one schema; None if the counts or the names do not fit it."""
     names = schema.names
     positional = [p.name for p in schema.parameters if not p.keyword_only]
     from_rest: tuple[str, int] | None = None
@@ -319,7 +319,7 @@ def _layout(
     listed = tuple(name for name in given if kinds[name].startswith("List["))
     numbered = tuple(name for name in given if kinds[name] == "List[int]")
     floats = tuple(name for name in given if kinds[name] == "float" or (schema.overload, name) in _TRUE_DIVISION)
-    return Layout(
+    return Signature(
         names,
         given,
         defaults,
@@ -342,8 +342,8 @@ def _split_size(keyword: str, names: tuple[str, ...]) -> str:
     return "self" if keyword == "tensor" else keyword
 
 
-def _wrapped_layout(target: Any, wrapper: Wrapper, count: int, keywords: tuple[str, ...]) -> Layout:
-    """Returns the layout of a Python wrapper, in terms of the operator that it wraps."""
+def _wrapped_signature(target: Any, wrapper: Wrapper, count: int, keywords: tuple[str, ...]) -> Signature:
+    """Returns the signature of a Python wrapper, in terms of the operator that it wraps."""
     schema = schemas_of(getattr(torch.ops.aten, wrapper.name))[0]
     signature = inspect.signature(target).parameters
     python_names = tuple(signature)
@@ -374,7 +374,7 @@ def _wrapped_layout(target: Any, wrapper: Wrapper, count: int, keywords: tuple[s
     if missing:
         raise BindingError(f"{keys.key(target)} called without {missing}")
     kinds = {p.name: p.kind for p in schema.parameters}
-    return Layout(
+    return Signature(
         schema.names,
         given,
         {p.name: p.default for p in schema.parameters if p.default is not NO_DEFAULT},
@@ -397,8 +397,8 @@ def _at_default(parameter: Parameter, given: Any, wrapper: Wrapper) -> bool:
     return parameter.default is not NO_DEFAULT and (given == parameter.default or given is parameter.default)
 
 
-def _python_layout(target: Any, count: int, keywords: tuple[str, ...]) -> Layout:
-    """Returns the layout of a callable that is not a torch operator, from its Python signature."""
+def _python_signature(target: Any, count: int, keywords: tuple[str, ...]) -> Signature:
+    """Returns the signature of a callable that is not a torch operator, from its Python signature."""
     try:
         parameters = list(inspect.signature(target).parameters.values()) if callable(target) else []
     except (TypeError, ValueError):  # builtins without a signature
@@ -419,4 +419,4 @@ def _python_layout(target: Any, count: int, keywords: tuple[str, ...]) -> Layout
         raise BindingError(f"{keys.key(target)} called without {missing}")
     base = {name: defaults.get(name) for name in names}
     given = tuple(name for name in names if name in taken)
-    return Layout(names, given, defaults, {}, None, (), (), (), base, positions, by_keyword)
+    return Signature(names, given, defaults, {}, None, (), (), (), base, positions, by_keyword)

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[reportPrivateUsage]
 
 from fxrewrite.ops import keys
-from fxrewrite.ops.binding import BindingError, Layout, bind, layout_of
+from fxrewrite.ops.binding import BindingError, Signature, bind, signature_of
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.ops.traits import operators
@@ -336,18 +336,12 @@ def may_take_out(target: Any) -> bool:
 
 def may_write(target: Any) -> bool:
     """False if no call of the target mutates or is a barrier, except calls with `out=`; cached per target."""
-    found = _EFFECTS.get(target)
-    if found is None:
-        found = _EFFECTS.set(target, _possible_effects(target))
-    return found[0]
+    return (_EFFECTS.get(target) or _EFFECTS.set(target, _possible_effects(target)))[0]
 
 
 def may_draw(target: Any) -> bool:
     """False if no call of the target draws random numbers; cached per target."""
-    found = _EFFECTS.get(target)
-    if found is None:
-        found = _EFFECTS.set(target, _possible_effects(target))
-    return found[1]
+    return (_EFFECTS.get(target) or _EFFECTS.set(target, _possible_effects(target)))[1]
 
 
 def _possible_effects(target: Any) -> tuple[bool, bool]:
@@ -376,17 +370,17 @@ def _possible_effects(target: Any) -> tuple[bool, bool]:
 
 def _is_idle(node: fx.Node) -> bool:
     """True if the arguments, or by default the schema, switch the randomness off; cached per spelling."""
-    layout = layout_of(node.target, node.args, node.kwargs)
-    if not _SWITCHES.isdisjoint(layout.given):
-        return _switch_off(layout.bind(node.args, node.kwargs))
-    found = _IDLE.get(layout)
+    signature = signature_of(node.target, node.args, node.kwargs)
+    if not _SWITCHES.isdisjoint(signature.given):
+        return _switch_off(signature.bind(node.args, node.kwargs))
+    found = _IDLE.get(signature)
     if found is None:
-        found = _IDLE[layout] = _switch_off(layout.bind(node.args, node.kwargs))
+        found = _IDLE[signature] = _switch_off(signature.bind(node.args, node.kwargs))
     return found
 
 
 _SWITCHES = frozenset({"train", "training", "dropout_p", "p", "dropout"})
-_IDLE: dict[Layout, bool] = {}
+_IDLE: dict[Signature, bool] = {}
 
 
 def _switch_off(bound: dict[str, Any]) -> bool:
@@ -446,7 +440,7 @@ def _overload(node: fx.Node) -> torch._ops.OpOverload | None:
     if "::" not in keys.key(node):
         return None
     try:
-        return layout_of(node.target, node.args, node.kwargs).overload
+        return signature_of(node.target, node.args, node.kwargs).overload
     except BindingError:
         return None  # a higher-order operator, or a call that would fail when run: nothing is known
 

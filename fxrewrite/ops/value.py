@@ -9,7 +9,17 @@ from torch import fx
 
 from fxrewrite.errors import refuse
 
-__all__ = ["MISSING", "fake_value", "is_parameter", "is_scalar", "value", "value_key"]
+__all__ = [
+    "MISSING",
+    "fake_value",
+    "is_inexact",
+    "is_parameter",
+    "is_scalar",
+    "is_tensor",
+    "tensors_of",
+    "value",
+    "value_key",
+]
 
 
 class _Missing:
@@ -45,6 +55,22 @@ def fake_value(node: fx.Node) -> Any:
             node=node,
         )
     return found
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """True if the node is known to hold one tensor."""
+    return isinstance(value(node), torch.Tensor)
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Returns the tensors that the node is known to hold: one, several in a list, or none."""
+    found = value(node)
+    return [v for v in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(v, torch.Tensor)]
+
+
+def is_inexact(tensor: torch.Tensor) -> bool:
+    """True for real and complex numbers, which can be differentiated."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def value_key(node: fx.Node) -> str:

@@ -226,20 +226,20 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
     """
     key = ops.call_key(target, args, kwargs)
     try:
-        layout = ops.layout_of(target, args, kwargs)
+        signature = ops.signature_of(target, args, kwargs)
     except ops.BindingError as error:
         raise RuleDefinitionError(f"in a pattern: {error}") from error
-    written = layout.overload is not None and layout.overload._schema.is_mutable
+    written = signature.overload is not None and signature.overload._schema.is_mutable
     if written or kwargs.get("out") is not None or (key.endswith("_") and not key.endswith("__")):
         raise RuleDefinitionError(
             f"{key} in a pattern writes to memory; match the functional operator, on a graph made functional first"
         )
     is_index = key == "operator.getitem"
     terms: list[tuple[str, Term]] = []
-    for name, value in layout.bind(args, kwargs).items():
-        if not isinstance(value, Term) and name in layout.defaults and _is_default(value, layout.defaults[name]):
+    for name, value in signature.bind(args, kwargs).items():
+        if not isinstance(value, Term) and name in signature.defaults and _is_default(value, signature.defaults[name]):
             continue
-        literal_index = is_index and name == layout.names[1] and not _holds_term(value)  # here `...` means itself
+        literal_index = is_index and name == signature.names[1] and not _holds_term(value)  # here `...` means itself
         terms.append((name, LiteralValue(value) if literal_index else as_term(value)))
     return Op(key, tuple(terms), shared)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,7 @@ from fxrewrite.pattern.terms import (
     call,
 )
 
-__all__ = ["parse_term", "term_text"]
+__all__ = ["column_of", "parse_term", "term_text"]
 
 _KINDS = {"literal": "lit", "optional": "opt", "param": "param", "any": "any"}
 _PREFIXES = {short: kind for kind, short in _KINDS.items()}
@@ -140,13 +141,18 @@ def parse_term(text: str) -> Term:
         raise RuleDefinitionError(f"pattern {text!r}, column {error.offset}: {error.msg}") from error
 
 
+def column_of(text: str, node: ast.expr) -> int:
+    """Returns the column (from 1, in characters) at which a node starts in its line of the text it was parsed from."""
+    line = re.split(r"\r\n|\r|\n", text)[node.lineno - 1]
+    return len(line.encode()[: node.col_offset].decode()) + 1  # ast counts bytes
+
+
 class _Parser:
     def __init__(self, text: str) -> None:
         self.text = text
 
     def error(self, node: ast.expr, what: str) -> RuleDefinitionError:
-        column = len(self.text.encode()[: node.col_offset].decode()) + 1  # ast counts bytes
-        return RuleDefinitionError(f"pattern {self.text!r}, column {column}: {what}")
+        return RuleDefinitionError(f"pattern {self.text!r}, column {column_of(self.text, node)}: {what}")
 
     def read(self, node: ast.expr) -> Any:
         if isinstance(node, ast.Constant):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match import Match
 from fxrewrite.pattern import Capture, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
+from fxrewrite.pattern.text import column_of
 
 __all__ = ["Expression", "parse_expression"]
 
@@ -107,7 +107,7 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
     term = parse_term(text)
     captures = {capture.name: capture.kind for capture in pattern.captures}
     for node, what in _misplaced(ast.parse(text, mode="eval").body, tuple(captures)):
-        raise RuleDefinitionError(f"pattern {text!r}, column {_column(text, node)}: {what}")
+        raise RuleDefinitionError(f"pattern {text!r}, column {column_of(text, node)}: {what}")
     outputs = term.items if isinstance(term, ListOf) else (term,)
     for output in outputs:
         is_value = isinstance(output, Op) or (isinstance(output, Capture) and captures[output.name] != "literal")
@@ -146,8 +146,3 @@ def _misplaced(node: ast.expr, captures: tuple[str, ...], in_index: bool = False
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 yield from _misplaced(child, captures)
-
-
-def _column(text: str, node: ast.expr) -> int:
-    line = re.split(r"\r\n|\r|\n", text)[node.lineno - 1]
-    return len(line.encode()[: node.col_offset].decode()) + 1

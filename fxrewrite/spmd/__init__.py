@@ -13,6 +13,7 @@ from fxrewrite.graph.sizes import (
     size_hint as size_hint,
 )
 from fxrewrite.spmd.agree import agree as agree
+from fxrewrite.spmd.backend import SpmdBackend as SpmdBackend, spmd as spmd
 from fxrewrite.spmd.context import Reduction as Reduction, SpmdContext as SpmdContext, contexts as contexts
 from fxrewrite.spmd.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents
 from fxrewrite.spmd.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
@@ -22,25 +23,28 @@ from fxrewrite.spmd.discover import (
     compare as compare,
     discover as discover,
 )
+from fxrewrite.spmd.draws import RefuseShardedDraws as RefuseShardedDraws, draws_on_chunk as draws_on_chunk
 from fxrewrite.spmd.events import (
     Drawn as Drawn,
     Gathered as Gathered,
+    NotInPart as NotInPart,
     ProductsWhole as ProductsWhole,
     Summed as Summed,
 )
+from fxrewrite.spmd.expect import Sends as Sends, sends as sends
 from fxrewrite.spmd.facts import (
     GLOBAL_SHAPE as GLOBAL_SHAPE,
     PLACEMENT as PLACEMENT,
     REQUIRED as REQUIRED,
     global_shape as global_shape,
-    layout_of as layout_of,
+    placement_of as placement_of,
 )
 from fxrewrite.spmd.fingerprint import (
     BackgroundComparison as BackgroundComparison,
     fingerprint as fingerprint,
     parameter_checksum as parameter_checksum,
 )
-from fxrewrite.spmd.gradients import scale_gradients as scale_gradients, sum_gradients as sum_gradients
+from fxrewrite.spmd.gradients import change_gradients as change_gradients
 from fxrewrite.spmd.group import (
     COLLECTIVES as COLLECTIVES,
     axis_of as axis_of,
@@ -49,19 +53,6 @@ from fxrewrite.spmd.group import (
     global_ranks as global_ranks,
 )
 from fxrewrite.spmd.input_placements import Placements as Placements, input_placements as input_placements
-from fxrewrite.spmd.layout import (
-    AnyPlacement as AnyPlacement,
-    Axis as Axis,
-    Layout as Layout,
-    Partial as Partial,
-    ReduceOp as ReduceOp,
-    Replicated as Replicated,
-    Shard as Shard,
-    as_layout as as_layout,
-    is_same_layout as is_same_layout,
-    local_shape as local_shape,
-    num_entries as num_entries,
-)
 from fxrewrite.spmd.lower.bundles import BUNDLE_RULES as BUNDLE_RULES, bundle as bundle
 from fxrewrite.spmd.lower.collectives import (
     COLLECTIVE_RULES as COLLECTIVE_RULES,
@@ -78,14 +69,30 @@ from fxrewrite.spmd.notation import (
     parse as parse,
     view_map as view_map,
 )
+from fxrewrite.spmd.parallelism import Parallelism as Parallelism, Parallelisms as Parallelisms
+from fxrewrite.spmd.parameters import shard_parameters as shard_parameters, whole_parameters as whole_parameters
 from fxrewrite.spmd.place import (
     Place as Place,
+    Stored as Stored,
     held_as as held_as,
     inputs as inputs,
     module_input as module_input,
     module_output as module_output,
     outputs as outputs,
     param as param,
+)
+from fxrewrite.spmd.placement import (
+    AnyPlacement as AnyPlacement,
+    Axis as Axis,
+    Partial as Partial,
+    Placement as Placement,
+    ReduceOp as ReduceOp,
+    Replicate as Replicate,
+    Shard as Shard,
+    as_placement as as_placement,
+    is_same_placement as is_same_placement,
+    local_shape as local_shape,
+    num_entries as num_entries,
 )
 from fxrewrite.spmd.price import collective_bytes as collective_bytes, redistribution_bytes as redistribution_bytes
 from fxrewrite.spmd.products import (
@@ -94,8 +101,9 @@ from fxrewrite.spmd.products import (
     is_product as is_product,
     operations as operations,
 )
-from fxrewrite.spmd.propagate import PropagateLayouts as PropagateLayouts
+from fxrewrite.spmd.propagate import PropagatePlacements as PropagatePlacements
 from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
+from fxrewrite.spmd.regather import Regather as Regather
 from fxrewrite.spmd.registered import joined_layouts as joined_layouts, registered_layouts as registered_layouts
 from fxrewrite.spmd.rule import Call as Call, LayoutRule as LayoutRule, LayoutRules as LayoutRules, Neutral as Neutral
 from fxrewrite.spmd.samples import SampleError as SampleError, TensorSpec as TensorSpec, parse_call as parse_call
@@ -113,8 +121,8 @@ from fxrewrite.spmd.stages import (
 )
 from fxrewrite.spmd.table import layout_table as layout_table, with_table as with_table
 from fxrewrite.spmd.trial import (
-    LayoutTrial as LayoutTrial,
+    PlacementTrial as PlacementTrial,
     free_dims as free_dims,
-    try_layout as try_layout,
+    try_placements as try_placements,
 )
 from fxrewrite.spmd.virtual import declare_virtual as declare_virtual

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import axis_rank, global_ranks, is_fake, store_of
-from fxrewrite.spmd.layout import Axis
+from fxrewrite.spmd.placement import Axis
 
 __all__ = ["agree"]
 

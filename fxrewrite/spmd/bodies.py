@@ -22,20 +22,20 @@ from fxrewrite.errors import RefusedError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear, is_linear_in
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import is_random, key, value
+from fxrewrite.ops import is_inexact, is_random, is_tensor, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.decision import Decision, operands_of, replicated
 from fxrewrite.spmd.events import Summed
 from fxrewrite.spmd.facts import PLACEMENT
-from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
+from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 from fxrewrite.spmd.shared_nodes import size_nodes
 from fxrewrite.spmd.true_gradients import give_true_gradients
 
 __all__ = ["CustomFunctions", "Propagate", "stays_a_sum"]
 
-R = Replicated()
-Propagate: TypeAlias = Callable[[Edit, Mapping[fx.Node, Layout]], dict[fx.Node, Decision]]
+R = Replicate()
+Propagate: TypeAlias = Callable[[Edit, Mapping[fx.Node, Placement]], dict[fx.Node, Decision]]
 """How the nodes of a body run whose inputs lie as given."""
 
 
@@ -46,10 +46,10 @@ class _Body:
     edit: Edit
     decisions: dict[fx.Node, Decision]
 
-    def lies(self, given: Any) -> Layout:
+    def lies(self, given: Any) -> Placement:
         return self.decisions[given].gives[0] if isinstance(given, fx.Node) else R
 
-    def wants_of(self, operand: fx.Node) -> Iterator[Layout]:
+    def wants_of(self, operand: fx.Node) -> Iterator[Placement]:
         """How the body's operators want a value; its output takes it as it lies."""
         for user in operand.users:
             if user.op != "output":
@@ -64,10 +64,10 @@ class _Body:
             if decision.gathered:
                 return decision.gathered
             for operand, want in zip(operands_of(node), decision.wants, strict=False):  # inputs want nothing
-                if not is_same_layout(self.lies(operand), want):
+                if not is_same_placement(self.lies(operand), want):
                     return f"{key(node)} wants %{operand.name} as {want}, and it is {self.lies(operand)}"
             whole = value(node)
-            dims = [layout.dim for layout in decision.gives if isinstance(layout, Shard)]
+            dims = [placement.dim for placement in decision.gives if isinstance(placement, Shard)]
             if isinstance(whole, torch.Tensor) and not all(sizes.can_express(whole.shape[dim]) for dim in dims):
                 return f"the size of %{node.name} is not known in it"
         return ""
@@ -86,27 +86,27 @@ class _OnChunks:
     """A custom function on operands that lie as `given`, by input of its forward body."""
 
     function: CustomFunction
-    given: Mapping[fx.Node, Layout]
+    given: Mapping[fx.Node, Placement]
     forward: _Body
     backward: _Body
 
-    def asked(self) -> dict[fx.Node, Layout]:
+    def asked(self) -> dict[fx.Node, Placement]:
         """The inputs that every rank has whole and of which the bodies read, or give as a gradient, only chunks."""
-        found: dict[fx.Node, Layout] = {}
-        for operand, layout in self.given.items():
-            wants = list(self._wants_of(operand)) if layout == R else []
-            if wants and isinstance(wants[0], Shard) and all(is_same_layout(want, wants[0]) for want in wants):
+        found: dict[fx.Node, Placement] = {}
+        for operand, placement in self.given.items():
+            wants = list(self._wants_of(operand)) if placement == R else []
+            if wants and isinstance(wants[0], Shard) and all(is_same_placement(want, wants[0]) for want in wants):
                 found[operand] = wants[0]
         return found
 
-    def _wants_of(self, operand: fx.Node) -> Iterator[Layout]:
+    def _wants_of(self, operand: fx.Node) -> Iterator[Placement]:
         yield from self.forward.wants_of(operand)
         for saved, restored in zip(self.function.saved, self.function.restored, strict=True):
             if saved is operand:
                 yield from self.backward.wants_of(restored)
         for given, gradient in zip(self.function.inputs, self.function.outgoing, strict=True):
-            if given is operand and isinstance(layout := self.backward.lies(gradient), Shard):
-                yield layout
+            if given is operand and isinstance(placement := self.backward.lies(gradient), Shard):
+                yield placement
 
     def why_not(self) -> str:
         """Why the function cannot run so, or ''."""
@@ -125,15 +125,20 @@ class _OnChunks:
         for operand, gradient in zip(function.inputs, function.outgoing, strict=True):
             if isinstance(gradient, fx.Node):
                 have, lies = self.given[operand], self.backward.lies(gradient)
-                if lies not in (R, Partial()) if have == R else not is_same_layout(have, lies):
+                if lies not in (R, Partial()) if have == R else not is_same_placement(have, lies):
                     return f"%{operand.name} is {have}, and its gradient {lies}"
         return ""
 
     def _sums_padding(self) -> bool:
         """Whether padding counts in a gradient that is a sum: it does not where that is linear in what arrives, of
         which padding gets zeros."""
-        lies = [layout for body in (self.forward, self.backward) for d in body.decisions.values() for layout in d.gives]
-        if not any(isinstance(layout, Shard) and layout.uneven for layout in lies):
+        lies = [
+            placement
+            for body in (self.forward, self.backward)
+            for d in body.decisions.values()
+            for placement in d.gives
+        ]
+        if not any(isinstance(placement, Shard) and placement.uneven for placement in lies):
             return False
         sums = any(self.backward.lies(gradient) == Partial() for gradient in self.function.outgoing)
         arrives = [node for node in self.function.incoming if node.users]
@@ -141,18 +146,18 @@ class _OnChunks:
 
 
 class CustomFunctions:
-    """The custom functions that a graph calls, while layouts are propagated through it."""
+    """The custom functions that a graph calls, while placements are propagated through it."""
 
     def __init__(self, edit: Edit, context: SpmdContext, propagate: Propagate) -> None:
         self._edit, self._context, self._propagate = edit, context, propagate
         self._on_chunks: dict[fx.Node, _OnChunks] = {}
 
-    def decide(self, node: fx.Node, function: CustomFunction, layouts: list[Layout]) -> Decision:
-        """How a custom function runs whose tensor operands are seen as `layouts`."""
+    def decide(self, node: fx.Node, function: CustomFunction, placements: list[Placement]) -> Decision:
+        """How a custom function runs whose tensor operands are seen as `placements`."""
         self._on_chunks.pop(node, None)
         why = "its bodies draw random numbers" if is_random(node) else ""
         try:
-            found = None if why else self._settle(function, layouts)
+            found = None if why else self._settle(function, placements)
             why = why if found is None else found.why_not()
         except RefusedError as error:
             if self._context.strict:
@@ -160,16 +165,21 @@ class CustomFunctions:
             found, why = None, error.refusal.reason
         if found is None or why:
             num_results = len(function.results)
-            return replace(replicated(len(layouts), num_results), gathered=f"a function with its own backward: {why}")
+            return replace(
+                replicated(len(placements), num_results), gathered=f"a function with its own backward: {why}"
+            )
         self._on_chunks[node] = found
         gives = tuple(found.forward.lies(result) for result in function.results)
         return Decision(tuple(found.given.values()), gives, gives, "its bodies run on chunks")
 
-    def _settle(self, function: CustomFunction, layouts: list[Layout]) -> _OnChunks:
+    def _settle(self, function: CustomFunction, placements: list[Placement]) -> _OnChunks:
         """How the bodies run, once every operand is sliced of which only chunks are read."""
         forward, backward = self._part(function.forward), self._part(function.backward)
         inputs = [given for given in function.inputs if isinstance(value(given), torch.Tensor)]
-        given = {n: R if isinstance(layout, Partial) else layout for n, layout in zip(inputs, layouts, strict=True)}
+        given = {
+            n: R if isinstance(placement, Partial) else placement
+            for n, placement in zip(inputs, placements, strict=True)
+        }
         while True:
             first = _Body(forward, self._propagate(forward, given))
             lies = map(first.lies, (*function.results, *function.saved))
@@ -197,16 +207,15 @@ class CustomFunctions:
                 report.events.append(Summed(node=node.name, source=source_line(node)))
 
 
-def stays_a_sum(node: fx.Node, operands: Sequence[fx.Node], layouts: Sequence[Layout]) -> bool:
+def stays_a_sum(node: fx.Node, operands: Sequence[fx.Node], placements: Sequence[Placement]) -> bool:
     """Whether a body's node may run on summands, where elsewhere they are added up first: it gives one result, and is
     linear in its operands that are sums."""
-    if Partial() not in layouts or not isinstance(value(node), torch.Tensor):
+    if Partial() not in placements or not is_tensor(node):
         return False
-    is_whole = all(layout in (R, Partial()) for layout in layouts)
-    sums = [operand for operand, layout in zip(operands, layouts, strict=True) if layout == Partial()]
+    is_whole = all(placement in (R, Partial()) for placement in placements)
+    sums = [operand for operand, placement in zip(operands, placements, strict=True) if placement == Partial()]
     return is_whole and is_linear_in(node, sums)
 
 
 def _is_float(given: Any) -> bool:
-    found = value(given) if isinstance(given, fx.Node) else None
-    return isinstance(found, torch.Tensor) and (found.is_floating_point() or found.is_complex())
+    return isinstance(given, fx.Node) and is_tensor(given) and is_inexact(value(given))

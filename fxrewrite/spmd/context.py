@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import axis_of
-from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Replicated
+from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Replicate
 
 __all__ = ["Reduction", "SpmdContext", "contexts"]
 
@@ -19,8 +19,8 @@ Reduction: TypeAlias = Literal["done", "mean", "sum"]
 """What the caller of a program does over the axis with gradients of inputs that are held whole; see `cotangents`."""
 
 
-def _whole(node: fx.Node, layout: Layout) -> Layout:
-    return Replicated()
+def _whole(node: fx.Node, placement: Placement) -> Placement:
+    return Replicate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,14 @@ class SpmdContext:
     axis: Axis
     strict: bool = False
     """Refuse an operator without a layout rule instead of gathering its operands."""
-    output_layout: Callable[[fx.Node, Layout], AnyPlacement] = _whole
-    """How an output of the graph that lies as the given layout is returned."""
+    output_placement: Callable[[fx.Node, Placement], AnyPlacement] = _whole
+    """How an output of the graph that lies as the given placement is returned."""
     gradients: Reduction = "done"
     """What the caller does over the axis with gradients of inputs that every rank holds whole: nothing, as they leave
     the program complete ("done", which a mean does not change either); a mean, as replicas do; or a sum.
     Gradients of inputs in shards are those of one device in any case."""
+    is_part: bool = False
+    """Whether the graph is a part of a model, where what is stated of another part matches nothing."""
 
     @staticmethod
     def required(context: Any, by: str) -> SpmdContext:
@@ -52,7 +54,9 @@ class SpmdContext:
         return context
 
 
-def contexts(mesh: DeviceMesh, *, strict: bool = False, gradients: Reduction = "done") -> dict[str, SpmdContext]:
+def contexts(
+    mesh: DeviceMesh, *, strict: bool = False, gradients: Reduction = "done", is_part: bool = False
+) -> dict[str, SpmdContext]:
     """What a plan over several axes is given: the context of each axis of the mesh, by its name.
 
         plan = first.on("x") >> second.on("y")
@@ -63,4 +67,7 @@ def contexts(mesh: DeviceMesh, *, strict: bool = False, gradients: Reduction = "
     """
     if not mesh.mesh_dim_names:
         raise FxRewriteError("the axes of the mesh have no names; pass init_device_mesh(..., mesh_dim_names=(...))")
-    return {name: SpmdContext(axis_of(mesh, name), strict=strict, gradients=gradients) for name in mesh.mesh_dim_names}
+    return {
+        name: SpmdContext(axis_of(mesh, name), strict=strict, gradients=gradients, is_part=is_part)
+        for name in mesh.mesh_dim_names
+    }

@@ -35,7 +35,6 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import networkx as nx
-import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -43,15 +42,14 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.graph.sizes import is_read_from_data, size_hint
-from fxrewrite.ops import is_parameter, mutates
+from fxrewrite.ops import is_inexact, is_parameter, mutates, tensors_of
 from fxrewrite.spmd.context import Reduction
 from fxrewrite.spmd.decision import is_getitem
-from fxrewrite.spmd.facts import PLACEMENT, layout_of
+from fxrewrite.spmd.facts import PLACEMENT, placement_of
 from fxrewrite.spmd.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
-from fxrewrite.spmd.layout import Axis, Partial, Replicated, Shard
 from fxrewrite.spmd.place import RETURNED
-from fxrewrite.spmd.price import collective_bytes
+from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
+from fxrewrite.spmd.price import bytes_held, collective_bytes
 from fxrewrite.spmd.propagate import memory_written
 from fxrewrite.spmd.redistribute import redistribute
 
@@ -63,21 +61,29 @@ COMPLETE = Fact[bool]("complete cotangent")
 LATENCY_BYTES = 1 << 20
 """What a rank sends in the time that a collective needs to start: 5 microseconds at 200 GB/s. So one all-reduce after a
 norm is cheaper than one before its last product and one of its weight, even if the latter are fewer bytes."""
-R = Replicated()
+R = Replicate()
 _COMPLETE, _SUMMAND = "complete", "summand"
 """The two sides of the cut."""
 Network: TypeAlias = "nx.DiGraph[object]"
 
 
-def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str) -> int:
+def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, own_inputs: bool = False) -> int:
     """Afterwards gradients of inputs are right for a caller who reduces them as `reduction` says.
 
     Placements are known and shapes are global. What is complete is known as `COMPLETE`, for the lowering of
     redistributions; where it is read as summands, and after inputs, there are operators of `gradient_ops`.
+    With `own_inputs` each rank computes a loss of its own, and the objective is their mean: nothing that is computed is
+    equal on the ranks, so gradients are summed where parameters are read.
     """
-    complete = complete_cotangents(edit, axis) if reduction == "done" else set[fx.Node]()
     nodes = edit.nodes()
+    if reduction != "done":
+        complete = set[fx.Node]()
+    elif own_inputs:
+        complete = {n for n in nodes if _is_input(n) and is_parameter(n) and PLACEMENT.of(n) == R}
+    else:
+        complete = complete_cotangents(edit, axis)
     flows = _differentiable(nodes)
+    first = next(node for node in nodes if node.op != "placeholder")
     changes = 0
     for node in nodes:
         users = [user for user in node.users if user.op != "output"]
@@ -85,23 +91,32 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str) -> 
             edit.set_fact(node, COMPLETE, value=True)
             users = [user for user in users if user not in complete]
             if users and node in flows:
-                made = _after(edit, node, users, MEAN_GRADIENT, (axis.group, axis.size), rule)
+                made = _after(edit, node, first, users, MEAN_GRADIENT, (axis.group, axis.size), rule)
                 edit.set_meta(made, "axis", axis.name)
                 changes += 1
         elif _is_input(node) and node in flows and users and (reduction == "sum" or _is_sharded(node)):
-            _after(edit, node, users, SCALE_GRADIENT, (1 / axis.size,), rule)
+            _after(edit, node, first, users, SCALE_GRADIENT, (1 / axis.size,), rule)
             changes += 1
     return changes + _scale_outputs(edit, axis, rule)
 
 
 def _after(
-    edit: Edit, node: fx.Node, users: list[fx.Node], target: object, args: tuple[object, ...], rule: str
+    edit: Edit,
+    node: fx.Node,
+    first: fx.Node,
+    users: list[fx.Node],
+    target: object,
+    args: tuple[object, ...],
+    rule: str,
 ) -> fx.Node:
-    """An identity on the value that these users read from now on, placed as the value is."""
-    # Right after the value, and not before its first user: that may run without autograd, and the others not.
-    first = next(n for n in edit.graph.nodes if n.op != "placeholder") if node.op == "placeholder" else node.next
-    made = edit.call(target, (node, *args), before=first, like=min(users), rule=rule, val=node.meta["val"])
-    edit.set_fact(made, PLACEMENT, layout_of(node))
+    """An identity on the value that these users read from now on, placed as the value is.
+
+    It is right after the value (after all inputs, before `first`), and not before its first user: that may run without
+    autograd, and the others not.
+    """
+    before = first if node.op == "placeholder" else node.next
+    made = edit.call(target, (node, *args), before=before, like=min(users), rule=rule, val=node.meta["val"])
+    edit.set_fact(made, PLACEMENT, placement_of(node))
     edit.replace_uses(node, made, users)
     return made
 
@@ -111,10 +126,10 @@ def _scale_outputs(edit: Edit, axis: Axis, rule: str) -> int:
     output = edit.graph.output_node()
     leaves = tree_leaves(output.args[0])
     stated = RETURNED.of(output) or {}
-    values = [leaves[position] for position, layout in stated.items() if isinstance(layout, Shard)]
+    values = [leaves[position] for position, placement in stated.items() if isinstance(placement, Shard)]
     for value in dict.fromkeys(values):
         made = edit.call(SCALE_GRADIENT, (value, float(axis.size)), before=output, rule=rule, val=value.meta["val"])
-        edit.set_fact(made, PLACEMENT, layout_of(value))
+        edit.set_fact(made, PLACEMENT, placement_of(value))
         edit.replace_uses(value, made, [output])
     return len(values)
 
@@ -137,7 +152,7 @@ def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
     for node in nodes:
         if node not in free:
             continue
-        sent = collective_bytes("all_reduce", _bytes(node), axis.size)
+        sent = collective_bytes("all_reduce", bytes_held(node), axis.size)
         all_reduce = round(sent) + LATENCY_BYTES if node in flows else 0
         if _is_input(node):
             network.add_edge(_COMPLETE, node)  # no capacity: what is held whole is complete
@@ -172,13 +187,13 @@ def _may_be_complete(node: fx.Node) -> bool:
     """Whether every rank has the whole value, and what computes it passes on the cotangent that it gets."""
     if _is_input(node):
         return PLACEMENT.of(node) == R
-    if node.op != "call_function" or mutates(node) or not all(layout == R for layout in _placements(node)):
+    if node.op != "call_function" or mutates(node) or not all(placement == R for placement in _placements(node)):
         return False
     if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_getitem, node.users)):
         return False  # there is no value to put an operator after
     if node.target is redistribute:
         return node.args[1] == Partial()
-    return all(layout == R for operand in node.all_input_nodes for layout in _placements(operand))
+    return all(placement == R for operand in node.all_input_nodes for placement in _placements(operand))
 
 
 def _placements(node: fx.Node) -> Iterator[object]:
@@ -203,14 +218,5 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-
-
 def _is_float(node: fx.Node) -> bool:
-    return any(value.is_floating_point() or value.is_complex() for value in _tensors(node))
-
-
-def _bytes(node: fx.Node) -> int:
-    known = [value for value in _tensors(node) if not is_read_from_data(value.numel())]
-    return sum(size_hint(value.numel()) * value.element_size() for value in known)
+    return any(map(is_inexact, tensors_of(node)))

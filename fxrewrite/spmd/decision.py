@@ -9,22 +9,22 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from fxrewrite.spmd.layout import Layout, Partial, ReduceOp, Replicated
 from fxrewrite.spmd.notation import IndexMap, IndexPart
+from fxrewrite.spmd.placement import Partial, Placement, ReduceOp, Replicate
 from fxrewrite.spmd.rule import Call, Neutral
 
 __all__ = ["Decision", "is_getitem", "operands_of", "replicated", "spread", "values_of"]
 
-R = Replicated()
+R = Replicate()
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     """How one node runs: its operands as `wants`, its results as `gives`, which its users see as `shows`."""
 
-    wants: tuple[Layout, ...]
-    gives: tuple[Layout, ...]
-    shows: tuple[Layout, ...]
+    wants: tuple[Placement, ...]
+    gives: tuple[Placement, ...]
+    shows: tuple[Placement, ...]
     why: str = ""
     gathered: str = ""
     """Why operands had to be made whole, where they had."""
@@ -51,15 +51,15 @@ def spread(
 
     A result without the index of `part` is partial: `reduce_op` combines what the ranks have of it.
     """
-    wants = tuple(indices.layout(terms, part) for terms in indices.operands)
+    wants = tuple(indices.placement(terms, part) for terms in indices.operands)
     gives = tuple(
-        indices.layout(terms, part) if indices.has(terms, part.index) else Partial(reduce_op)
+        indices.placement(terms, part) if indices.has(terms, part.index) else Partial(reduce_op)
         for terms in indices.results
     )
     if home is None:
         return Decision(wants, gives, gives, why)
     shows = tuple(
-        indices.layout(terms, home) if indices.has(terms, home.index) else give
+        indices.placement(terms, home) if indices.has(terms, home.index) else give
         for terms, give in zip(indices.results, gives, strict=True)
     )
     return Decision(wants, gives, shows, why)

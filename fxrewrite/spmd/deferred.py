@@ -1,6 +1,6 @@
 """A sharded result of a compiled program, as a tensor of global shape that is gathered when it is first used.
 
-    deferred_gather(chunk, shape, layout, axis)     a DeferredGather; no communication, no memory but the chunk's
+    deferred_gather(chunk, shape, placement, axis)     a DeferredGather; no communication, no memory but the chunk's
 
 A chunk that returns to eager code looks like a tensor of a smaller batch or of fewer rows: its last row `y[:, -1]` or
 a mean over it is silently wrong on every rank. A DeferredGather has the global shape. Any operator that reads it runs
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.layout import Axis, Shard, num_entries
+from fxrewrite.spmd.placement import Axis, Shard, num_entries
 
 __all__ = ["DeferredGather", "deferred_gather"]
 
@@ -42,7 +42,7 @@ class _Memory:
 
     chunk: torch.Tensor
     shape: Sequence[int]
-    layout: Shard
+    placement: Shard
     axis: Axis
     before: Before
     whole: torch.Tensor | None = None
@@ -51,13 +51,13 @@ class _Memory:
         if self.whole is None:
             self.before()
             log.info("gathering %s of %s over %s: it is used", tuple(self.shape), self.chunk.dtype, self.axis)
-            self.whole = _gather(self.chunk, self.shape, self.layout, self.axis)
+            self.whole = _gather(self.chunk, self.shape, self.placement, self.axis)
         return self.whole
 
     def mapped(self, func: Callable[[torch.Tensor], torch.Tensor]) -> _Memory:
         """Other memory, with what the function of each element makes of what is here."""
         whole = None if self.whole is None else func(self.whole)
-        return _Memory(func(self.chunk), self.shape, self.layout, self.axis, self.before, whole)
+        return _Memory(func(self.chunk), self.shape, self.placement, self.axis, self.before, whole)
 
 
 class DeferredGather(torch.Tensor):
@@ -147,20 +147,20 @@ _OUTSIDE_THE_DISPATCHER = {
 def deferred_gather(
     chunk: torch.Tensor,
     shape: Sequence[int],
-    layout: Shard,
+    placement: Shard,
     axis: Axis,
     *,
     grad_scale: float = 1.0,
     before: Before = lambda: None,
 ) -> torch.Tensor:
-    """A tensor of global `shape` of which every rank of `axis` holds `chunk` as `layout` says; see the module.
+    """A tensor of global `shape` of which every rank of `axis` holds `chunk` as `placement` says; see the module.
 
     Args:
-        chunk: what this rank holds, with its padding where the layout is uneven.
+        chunk: what this rank holds, with its padding where the placement is uneven.
         grad_scale: what the gradient of the chunk is multiplied with.
         before: called when the value is used, before the collective: the place to see whether every rank comes.
     """
-    return cast("torch.Tensor", _Deferred.apply(chunk, tuple(shape), layout, axis, grad_scale, before))
+    return cast("torch.Tensor", _Deferred.apply(chunk, tuple(shape), placement, axis, grad_scale, before))
 
 
 class _Deferred(torch.autograd.Function):
@@ -169,23 +169,23 @@ class _Deferred(torch.autograd.Function):
         ctx: Any,
         chunk: torch.Tensor,
         shape: tuple[int, ...],
-        layout: Shard,
+        placement: Shard,
         axis: Axis,
         grad_scale: float,
         before: Before,
     ) -> DeferredGather:
-        ctx.of = (chunk.shape, shape, layout, axis, grad_scale)
+        ctx.of = (chunk.shape, shape, placement, axis, grad_scale)
         ctx.set_materialize_grads(False)
-        return DeferredGather(_Memory(chunk.detach(), shape, layout, axis, before))
+        return DeferredGather(_Memory(chunk.detach(), shape, placement, axis, before))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return (None,) * 6
-        chunk_shape, shape, layout, axis, grad_scale = ctx.of
+        chunk_shape, shape, placement, axis, grad_scale = ctx.of
         if isinstance(grad, DeferredGather):
             grad = grad.gathered()
-        found = cast("torch.Tensor", _ReduceScatter.apply(grad, shape, layout, axis)).reshape(chunk_shape)
+        found = cast("torch.Tensor", _ReduceScatter.apply(grad, shape, placement, axis)).reshape(chunk_shape)
         return found if grad_scale == 1.0 else found * grad_scale, None, None, None, None, None
 
 
@@ -194,10 +194,10 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: torch.Tensor, shape: tuple[int, ...], layout: Shard, axis: Axis
+        ctx: Any, grad: torch.Tensor, shape: tuple[int, ...], placement: Shard, axis: Axis
     ) -> torch.Tensor:
         ctx.of = (shape, axis)
-        return _reduce_scatter(grad, shape, layout, axis)
+        return _reduce_scatter(grad, shape, placement, axis)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -209,25 +209,25 @@ class _ReduceScatter(torch.autograd.Function):
         )
 
 
-def _runs(shape: Sequence[int], layout: Shard, entries: int) -> list[int]:
+def _runs(shape: Sequence[int], placement: Shard, entries: int) -> list[int]:
     """The shape with the sharded dimension split into [outer, entries, inner]."""
-    return [*shape[: layout.dim], int(layout.outer), entries, int(layout.inner), *shape[layout.dim + 1 :]]
+    return [*shape[: placement.dim], int(placement.outer), entries, int(placement.inner), *shape[placement.dim + 1 :]]
 
 
-def _gather(chunk: torch.Tensor, shape: Sequence[int], layout: Shard, axis: Axis) -> torch.Tensor:
-    entries = int(num_entries(shape, layout))
-    held, at = -(-entries // axis.size), layout.dim + 1
-    runs = chunk.detach().reshape(_runs(shape, layout, held)).movedim(at, 0).contiguous()
+def _gather(chunk: torch.Tensor, shape: Sequence[int], placement: Shard, axis: Axis) -> torch.Tensor:
+    entries = int(num_entries(shape, placement))
+    held, at = -(-entries // axis.size), placement.dim + 1
+    runs = chunk.detach().reshape(_runs(shape, placement, held)).movedim(at, 0).contiguous()
     sent = runs.view(torch.uint8) if runs.dtype == torch.bool else runs  # gloo sends no booleans
     received = COLLECTIVES["wait"](COLLECTIVES["all_gather"](sent, axis.size, axis.group))
     whole = received.view(runs.dtype).narrow(0, 0, entries)
     return whole.movedim(0, at).reshape(tuple(shape)).contiguous()
 
 
-def _reduce_scatter(grad: torch.Tensor, shape: Sequence[int], layout: Shard, axis: Axis) -> torch.Tensor:
-    entries = int(num_entries(shape, layout))
-    held, at = -(-entries // axis.size), layout.dim + 1
-    runs = grad.reshape(_runs(shape, layout, entries)).movedim(at, 0)
+def _reduce_scatter(grad: torch.Tensor, shape: Sequence[int], placement: Shard, axis: Axis) -> torch.Tensor:
+    entries = int(num_entries(shape, placement))
+    held, at = -(-entries // axis.size), placement.dim + 1
+    runs = grad.reshape(_runs(shape, placement, entries)).movedim(at, 0)
     padding = held * axis.size - entries
     if padding:
         runs = torch.cat([runs, runs.new_zeros(padding, *runs.shape[1:])])

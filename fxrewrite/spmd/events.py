@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fxrewrite.report import Event
 
-__all__ = ["Drawn", "Gathered", "ProductsWhole", "Summed"]
+__all__ = ["Drawn", "Gathered", "NotInPart", "ProductsWhole", "Summed"]
 
 
 class Gathered(Event, frozen=True):
@@ -37,6 +37,16 @@ class Drawn(Event, frozen=True):
     def __str__(self) -> str:
         sharded, whole = "each rank draws the numbers of its chunk", "every rank must draw alike: seed them so"
         return f"random: %{self.node} {self.source}: {sharded if self.is_sharded else whole}"
+
+
+class NotInPart(Event, frozen=True):
+    """Something that is stated was not looked at, because the graph is a part of a model that breaks."""
+
+    kind: Literal["not in part"] = "not in part"
+    stated: str
+
+    def __str__(self) -> str:
+        return f"not in this part of the model, which breaks into several graphs: {self.stated}"
 
 
 class ProductsWhole(Event, frozen=True):

@@ -8,23 +8,23 @@ from torch import fx
 
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.sizes import Size
-from fxrewrite.spmd.layout import Layout, Replicated
+from fxrewrite.spmd.placement import Placement, Replicate
 
-__all__ = ["GLOBAL_SHAPE", "PLACEMENT", "REQUIRED", "global_shape", "layout_of"]
+__all__ = ["GLOBAL_SHAPE", "PLACEMENT", "REQUIRED", "global_shape", "placement_of"]
 
-PLACEMENT = Fact["Layout | tuple[Layout, ...]"]("placement", shown=True)
+PLACEMENT = Fact["Placement | tuple[Placement, ...]"]("placement", shown=True)
 """How ranks hold what a node computes; of a node with several results, a tuple."""
-REQUIRED = Fact["Layout"]("required placement")
+REQUIRED = Fact["Placement"]("required placement")
 """The placement that a node must produce its first result with if any of its operands is sharded: how a strategy for
 an operator is stated. Propagation keeps to it, or refuses."""
 GLOBAL_SHAPE = Fact["tuple[Size, ...]"]("global shape")
 """The shape of a sharded value on all ranks together, once its `val` is the local one."""
 
 
-def layout_of(node: fx.Node) -> Layout:
+def placement_of(node: fx.Node) -> Placement:
     """How ranks hold the value that `node` computes, after propagation; replicated before."""
-    layout = PLACEMENT.of(node)
-    return layout if layout is not None and not isinstance(layout, tuple) else Replicated()
+    placement = PLACEMENT.of(node)
+    return placement if placement is not None and not isinstance(placement, tuple) else Replicate()
 
 
 def global_shape(node: fx.Node) -> Sequence[Size]:

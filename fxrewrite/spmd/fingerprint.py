@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from fxrewrite.spmd.group import process_group
-from fxrewrite.spmd.layout import Axis
+from fxrewrite.spmd.placement import Axis
 
 __all__ = ["TOLERANCE", "BackgroundComparison", "fingerprint", "parameter_checksum"]
 

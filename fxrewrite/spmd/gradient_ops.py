@@ -1,7 +1,7 @@
 """Operators of a lowered graph that are the identity forward, and that change gradients.
 
     scale_gradient(x, factor)             factor * gradient
-    mean_gradient(x, group, ranks)        the mean over the ranks of a mesh axis: one all-reduce
+    mean_gradient(x, group_name, ranks)        the mean over the ranks of a mesh axis: one all-reduce
     pass_gradient(value, x, factor)       `value` forward; `x` gets factor * gradient, and `value` gets none
 
 They give views of their first operand. Autograd runs through them; a second derivative is refused by autograd.
@@ -17,18 +17,6 @@ from torch.autograd.function import once_differentiable
 from fxrewrite.spmd.group import COLLECTIVES
 
 __all__ = ["MEAN_GRADIENT", "PASS_GRADIENT", "SCALE_GRADIENT"]
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad * ctx.factor, None
 
 
 class _Mean(torch.autograd.Function):
@@ -59,12 +47,12 @@ class _Passed(torch.autograd.Function):
 # Composite, so that autograd and AOTAutograd look inside, and no compiled graph has an operator that it does not know.
 _LIBRARY = torch.library.Library("fxrewrite", "FRAGMENT")
 for _schema, _function in (
-    ("scale_gradient(Tensor(a) x, float factor) -> Tensor(a)", _Scaled),
-    ("mean_gradient(Tensor(a) x, str group, int ranks) -> Tensor(a)", _Mean),
-    ("pass_gradient(Tensor(a) value, Tensor x, float factor) -> Tensor(a)", _Passed),
+    ("scale_gradient(Tensor(a) x, float factor) -> Tensor(a)", lambda x, factor: _Passed.apply(x, x, factor)),
+    ("mean_gradient(Tensor(a) x, str group_name, int ranks) -> Tensor(a)", _Mean.apply),
+    ("pass_gradient(Tensor(a) value, Tensor x, float factor) -> Tensor(a)", _Passed.apply),
 ):
     _LIBRARY.define(_schema)
-    _LIBRARY.impl(_schema.partition("(")[0], _function.apply, "CompositeImplicitAutograd")
+    _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeImplicitAutograd")
 
 SCALE_GRADIENT = torch.ops.fxrewrite.scale_gradient.default
 MEAN_GRADIENT = torch.ops.fxrewrite.mean_gradient.default

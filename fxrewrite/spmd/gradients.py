@@ -1,7 +1,7 @@
 """Gradients where a compiled program meets eager code: summed over an axis, or multiplied, by an identity.
 
-    sum_gradients(tensors, axis, factor)    the same tensors; backward gives factor * sum over the ranks
-    scale_gradients(tensors, factor)        the same tensors; backward gives factor * gradient
+    change_gradients(tensors, factor, axis)    the same tensors; backward gives factor * sum over the ranks
+    change_gradients(tensors, factor)          the same tensors; backward gives factor * gradient
 
 Every rank of a program returns the loss of the whole batch, and each collective's backward is its adjoint, so a rank
 differentiates the sum of the losses of all P ranks. What reaches a tensor that every rank holds is therefore a summand:
@@ -18,36 +18,27 @@ import torch.distributed as dist
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import process_group
-from fxrewrite.spmd.layout import Axis
+from fxrewrite.spmd.placement import Axis
 
-__all__ = ["scale_gradients", "sum_gradients"]
+__all__ = ["change_gradients"]
 
 
-def sum_gradients(tensors: Sequence[torch.Tensor], axis: Axis, factor: float) -> tuple[torch.Tensor, ...]:
-    """The tensors, whose gradients are summed over the ranks of `axis`, then multiplied by `factor`.
+def change_gradients(
+    tensors: Sequence[torch.Tensor], factor: float = 1.0, axis: Axis | None = None
+) -> tuple[torch.Tensor, ...]:
+    """The tensors, whose gradients are summed over the ranks of `axis` if there is one, then multiplied by `factor`.
 
-    One all-reduce each, of the gradient's bytes, all of them after the last gradient has come.
+    One all-reduce each, of the gradient's bytes, all of them after the last gradient has come. The gradients cannot be
+    differentiated again: FxRewriteError says so where somebody does.
     """
-    return _apply(tensors, axis, factor)
-
-
-def scale_gradients(tensors: Sequence[torch.Tensor], factor: float) -> tuple[torch.Tensor, ...]:
-    """The tensors, whose gradients are multiplied by `factor`.
-
-    Like those of `sum_gradients` they cannot be differentiated again: FxRewriteError says so where somebody does.
-    """
-    return _apply(tensors, None, factor)
-
-
-def _apply(tensors: Sequence[torch.Tensor], axis: Axis | None, factor: float) -> tuple[torch.Tensor, ...]:
-    return cast("tuple[torch.Tensor, ...]", _Reduced.apply(axis, factor, *tensors)) if tensors else ()
+    return cast("tuple[torch.Tensor, ...]", _Changed.apply(axis, factor, *tensors)) if tensors else ()
 
 
 def _scaled(grad: torch.Tensor, factor: float) -> torch.Tensor:
     return grad if factor == 1 else grad * factor
 
 
-class _Reduced(torch.autograd.Function):
+class _Changed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: Axis | None, factor: float, *tensors: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.axis, ctx.factor = axis, factor

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.ops import declare_per_rank, declare_pure
-from fxrewrite.spmd.layout import Axis
+from fxrewrite.spmd.placement import Axis
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName

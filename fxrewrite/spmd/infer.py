@@ -19,16 +19,16 @@ from fxrewrite.graph.linear import is_linear_in
 from fxrewrite.ops import key, value
 from fxrewrite.spmd.decision import is_getitem, operands_of, replicated, spread
 from fxrewrite.spmd.facts import PLACEMENT
-from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
+from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 from fxrewrite.spmd.rule import Call, LayoutRules
 from fxrewrite.spmd.virtual import placement_of_virtual
 
 __all__ = ["inferred"]
 
-R = Replicated()
+R = Replicate()
 
 
-def inferred(node: fx.Node, rules: LayoutRules) -> Layout | tuple[Layout, ...] | None:
+def inferred(node: fx.Node, rules: LayoutRules) -> Placement | tuple[Placement, ...] | None:
     """The placement that the node produces from its operands as they are placed; None where nothing tells it.
 
     Raises:
@@ -41,21 +41,21 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Layout | tuple[Layout, ...] |
         return of_source[index] if isinstance(of_source, tuple) and isinstance(index, int) else of_source
     # An operand without placement is a node from before propagation, or one that could not be inferred itself.
     operands = operands_of(node)
-    layouts = [PLACEMENT.of(operand) for operand in operands]
-    known = [layout for layout in layouts if layout is not None and not isinstance(layout, tuple)]
-    if len(known) < len(layouts):
+    placements = [PLACEMENT.of(operand) for operand in operands]
+    known = [placement for placement in placements if placement is not None and not isinstance(placement, tuple)]
+    if len(known) < len(placements):
         return None
     # A virtual operator states its placement; `redistribute` does so by its argument.
     stated = placement_of_virtual(node, known)
     if stated is not None:
         return stated
-    if all(layout == R for layout in known):
+    if all(placement == R for placement in known):
         gives = replicated(0, len(result) if several else 1).gives
     # A pending reduction passes through what commutes with it: linear operators and sums. Nothing commutes with both a
     # sum and a shard, since each rank would combine its summand of the one with its chunk of the other.
-    elif pending := [layout for layout in known if isinstance(layout, Partial)]:
-        sums = [operand for operand, layout in zip(operands, known, strict=True) if layout == Partial()]
-        if several or any(isinstance(layout, Shard) for layout in known) or not is_linear_in(node, sums):
+    elif pending := [placement for placement in known if isinstance(placement, Partial)]:
+        sums = [operand for operand, placement in zip(operands, known, strict=True) if placement == Partial()]
+        if several or any(isinstance(placement, Shard) for placement in known) or not is_linear_in(node, sums):
             _refuse(node, known, "is not linear in pending sums")
         if len(sums) < len(pending):
             _refuse(node, known, "does not run on pending maxima and minima")
@@ -68,25 +68,27 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Layout | tuple[Layout, ...] |
     return gives if several else gives[0]
 
 
-def _by_rule(node: fx.Node, layouts: list[Layout], rules: LayoutRules) -> tuple[Layout, ...] | None:
+def _by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> tuple[Placement, ...] | None:
     call = Call.of(node)
     rule = rules.get(call.key)
     indices = None if rule is None or call.reads_sizes else rule.map(call)
     if rule is None or indices is None:
         return None
-    located = zip(indices.operands, layouts, strict=True)
-    parts = [indices.locate(terms, layout) for terms, layout in located if isinstance(layout, Shard)]
+    located = zip(indices.operands, placements, strict=True)
+    parts = [indices.locate(terms, placement) for terms, placement in located if isinstance(placement, Shard)]
     # Any operand that is sharded may tell the index; it counts if all others are placed as sharding that one requires.
     for part in parts:
         if part is not None and part.index not in indices.whole:
             decision = spread(indices, part, "", reduce_op=rule.reduce_op)
-            if all(is_same_layout(want, have) for want, have in zip(decision.wants, layouts, strict=True)):
+            if all(is_same_placement(want, have) for want, have in zip(decision.wants, placements, strict=True)):
                 return decision.gives
-    return _refuse(node, layouts, f"cannot run so by {rule.id} ({rule.says()})")
+    return _refuse(node, placements, f"cannot run so by {rule.id} ({rule.says()})")
 
 
-def _refuse(node: fx.Node, layouts: list[Layout], why: str) -> NoReturn:
-    placed = ", ".join(f"%{operand.name} {layout}" for operand, layout in zip(operands_of(node), layouts, strict=True))
+def _refuse(node: fx.Node, placements: list[Placement], why: str) -> NoReturn:
+    placed = ", ".join(
+        f"%{operand.name} {placement}" for operand, placement in zip(operands_of(node), placements, strict=True)
+    )
     refuse(
         f"{key(node)} reads {placed}, and {why}",
         node=node,

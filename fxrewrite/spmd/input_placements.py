@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxrewrite.graph.edit import Edit
-from fxrewrite.spmd.facts import layout_of
-from fxrewrite.spmd.layout import AnyPlacement, Axis
+from fxrewrite.spmd.facts import placement_of
+from fxrewrite.spmd.placement import AnyPlacement, Axis
 
 __all__ = ["Placements", "input_placements", "write_input_placements"]
 
@@ -39,4 +39,4 @@ def write_input_placements(edit: Edit, axis: Axis) -> None:
     """Afterwards `input_placements` tells how the ranks of `axis` hold each input, as propagation decided."""
     for node in edit.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
-            edit.set_meta(node, _META, {**node.meta.get(_META, {}), axis.name: layout_of(node)})
+            edit.set_meta(node, _META, {**node.meta.get(_META, {}), axis.name: placement_of(node)})

@@ -24,7 +24,7 @@ from fxrewrite.ops import is_virtual, key
 from fxrewrite.spmd.decision import Decision, operands_of
 from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.infer import inferred
-from fxrewrite.spmd.layout import Layout, Partial, is_same_layout
+from fxrewrite.spmd.placement import Partial, Placement, is_same_placement
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.rule import LayoutRules
 
@@ -58,9 +58,9 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
     if node.op == "output":
         # The caller was promised these placements; a rule that replaced an output must keep the promise.
         wants = decided.wants if decided is not None else ()
-        for operand, layout, want in zip(operands_of(node), have, wants, strict=True):
-            if layout is None or isinstance(layout, (tuple, Partial)) or not is_same_layout(layout, want):
-                refuse(f"%{operand.name} leaves the graph as {layout}, and {want} was decided", node=node)
+        for operand, placement, want in zip(operands_of(node), have, wants, strict=True):
+            if placement is None or isinstance(placement, (tuple, Partial)) or not is_same_placement(placement, want):
+                refuse(f"%{operand.name} leaves the graph as {placement}, and {want} was decided", node=node)
         return
     placed = PLACEMENT.of(node)
     if node.target is redistribute:
@@ -71,7 +71,7 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
     elif decided is None or not (_are_same(have, decided.wants) and _are_same(_tuple(placed), decided.gives)):
         found = inferred(node, rules)
         if found is None and have and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
-            hint = f"add a LayoutRule for {key(node)}, or redistribute its operands to Replicated()"
+            hint = f"add a LayoutRule for {key(node)}, or redistribute its operands to Replicate()"
             refuse(f"nothing says how ranks hold what {key(node)} gives", node=node, hint=hint)
         if found is not None and not _are_same(_tuple(placed), _tuple(found)):
             refuse(f"it is said to be {placed}, and its operands make it {found}", node=node)
@@ -83,28 +83,28 @@ def _check_adjoint(node: fx.Node) -> None:
     Raises:
         RefusedError: a pending maximum or minimum is differentiated.
     """
-    for layout in node.args[1:3]:
-        if isinstance(layout, Partial) and layout.reduce_op != "sum" and is_differentiable(node):
+    for placement in node.args[1:3]:
+        if isinstance(placement, Partial) and placement.reduce_op != "sum" and is_differentiable(node):
             refuse(
-                f"a value that is differentiated is {layout}, and a {layout.reduce_op} over ranks has no adjoint",
+                f"a value that is differentiated is {placement}, and a {placement.reduce_op} over ranks has no adjoint",
                 node=node,
-                hint="detach() it before the redistribution, or ask for Replicated()",
+                hint="detach() it before the redistribution, or ask for Replicate()",
             )
 
 
-def _check_source(node: fx.Node, layout: Any, stated: Any) -> None:
-    if isinstance(layout, tuple) or layout is None or not is_same_layout(layout, stated):
+def _check_source(node: fx.Node, placement: Any, stated: Any) -> None:
+    if isinstance(placement, tuple) or placement is None or not is_same_placement(placement, stated):
         operand = node.all_input_nodes[0]
-        refuse(f"it starts from {stated}, and its operand %{operand.name} is {layout}", node=node)
+        refuse(f"it starts from {stated}, and its operand %{operand.name} is {placement}", node=node)
 
 
-def _tuple(placed: Layout | tuple[Layout, ...] | None) -> tuple[Layout | None, ...]:
+def _tuple(placed: Placement | tuple[Placement, ...] | None) -> tuple[Placement | None, ...]:
     return placed if isinstance(placed, tuple) else (placed,)
 
 
 def _are_same(have: Any, wants: Any) -> bool:
     return len(have) == len(wants) and all(
-        a is not None and b is not None and not isinstance(a, tuple) and is_same_layout(a, b)
+        a is not None and b is not None and not isinstance(a, tuple) and is_same_placement(a, b)
         for a, b in zip(have, wants, strict=True)
     )
 

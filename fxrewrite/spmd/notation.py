@@ -19,7 +19,7 @@ from functools import cache
 from typing import TypeAlias
 
 from fxrewrite.graph.sizes import Size, divide_exactly, is_same_size, product, size_hint
-from fxrewrite.spmd.layout import Layout, Replicated, Shard
+from fxrewrite.spmd.placement import Placement, Replicate, Shard
 
 __all__ = ["IndexMap", "IndexPart", "Terms", "parse", "view_map"]
 
@@ -51,36 +51,36 @@ class IndexMap:
     whole: frozenset[str] = frozenset()
     """Indices that every rank must hold whole."""
 
-    def locate(self, terms: Terms, layout: Layout) -> IndexPart | None:
-        """The index of `terms` that `layout` shards, or None where it falls between indices."""
-        if not isinstance(layout, Shard):
+    def locate(self, terms: Terms, placement: Placement) -> IndexPart | None:
+        """The index of `terms` that `placement` shards, or None where it falls between indices."""
+        if not isinstance(placement, Shard):
             return None
         before: Size = 1
-        for index in terms[layout.dim]:
-            within = divide_exactly(layout.outer, before)
+        for index in terms[placement.dim]:
+            within = divide_exactly(placement.outer, before)
             if within is None:
                 return None
             size = self.sizes[index]
             if not is_same_size(within, size) and divide_exactly(within, size) is None:
-                below = self._below(terms[layout.dim], index) if layout.uneven else 1
-                inner = divide_exactly(layout.inner, below)
+                below = self._below(terms[placement.dim], index) if placement.uneven else 1
+                inner = divide_exactly(placement.inner, below)
                 if inner is None or divide_exactly(size, within) is None:
                     return None
-                return IndexPart(index, within, inner, layout.uneven)
+                return IndexPart(index, within, inner, placement.uneven)
             before = before * size
         return None
 
     def _below(self, dim: Dim, index: str) -> Size:
         return product(self.sizes[other] for other in dim[dim.index(index) + 1 :])
 
-    def layout(self, terms: Terms, part: IndexPart) -> Layout:
+    def placement(self, terms: Terms, part: IndexPart) -> Placement:
         """How a tensor over `terms` lies when `part` is sharded; replicated where it does not have that index."""
         for dim, indices in enumerate(terms):
             if part.index in indices:
                 before = product(self.sizes[index] for index in indices[: indices.index(part.index)])
                 inner = part.inner * self._below(indices, part.index) if part.uneven else 1
                 return Shard(dim, before * part.within, inner, part.uneven)
-        return Replicated()
+        return Replicate()
 
     def has(self, terms: Terms, index: str) -> bool:
         return any(index in indices for indices in terms)

@@ -5,7 +5,7 @@
         param("*.down_proj.weight"): Shard(1),
         inputs("input_ids"): Shard(0),                  each rank is called with its own part of the batch
         module_output("*.mlp"): Shard(1),               asked for; propagation finds what follows from it
-        outputs(0): Replicated(),
+        outputs(0): Replicate(),
     })
 
 What is stated of an input is how ranks hold it from outside: the graph's input becomes the local one. What is stated of
@@ -16,41 +16,80 @@ A glob is matched against qualified names as in `named_parameters`; `{a,b}` is o
 
 from __future__ import annotations
 
-import itertools
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
-from typing import Literal, TypeVar
+from typing import Literal, TypeAlias, TypeVar
 
-import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
-from fxrewrite.graph.inputs import input_name
-from fxrewrite.graph.sizes import divide_exactly, require_divisible, size_hint
-from fxrewrite.ops import is_parameter
+from fxrewrite.graph.inputs import input_name, is_buffer
+from fxrewrite.graph.modules import matches_glob, module_names
+from fxrewrite.graph.sizes import Size, divide_exactly, require_divisible, size_hint
+from fxrewrite.ops import is_parameter, is_tensor
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.events import NotInPart
 from fxrewrite.spmd.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
-from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Partial, Replicated, Shard, as_layout, check_layout
+from fxrewrite.spmd.placement import (
+    AnyPlacement,
+    Axis,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    as_placement,
+    check_placement,
+)
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.stages import PLACEMENTS
 
-__all__ = ["HELD", "RETURNED", "Place", "held_as", "inputs", "module_input", "module_output", "outputs", "param"]
+__all__ = [
+    "HELD",
+    "RETURNED",
+    "Place",
+    "Placed",
+    "Site",
+    "Stored",
+    "held_as",
+    "held_placement",
+    "inputs",
+    "module_input",
+    "module_output",
+    "outputs",
+    "param",
+]
 
 T = TypeVar("T")
-HELD = Fact["Layout"]("held")
+HELD = Fact["Placement"]("held")
 """How ranks hold an input of the graph, where that is stated."""
-RETURNED = Fact["dict[int, Layout]"]("returned")
+RETURNED = Fact["dict[int, Placement]"]("returned")
 """Of the output node: how outputs return, by position, where that is stated."""
 
 
-def held_as(node: fx.Node) -> Layout | None:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A parameter that ranks hold in shards and gather before any use; its gradient is reduced and scattered.
+
+    With `or_whole`, a parameter whose dimension the ranks do not divide, or that has no such dimension, is held whole.
+    """
+
+    held: AnyPlacement
+    or_whole: bool = False
+
+    def __str__(self) -> str:
+        return f"{as_placement(self.held)}, gathered before use{' (whole where it does not fit)' * self.or_whole}"
+
+
+Placed: TypeAlias = "AnyPlacement | Stored"
+"""What can be stated of a site."""
+
+
+def held_as(node: fx.Node) -> Placement | None:
     """Returns how ranks hold an input, if that is stated; also of an input whose gradient another axis has changed."""
     while node.target in (SCALE_GRADIENT, MEAN_GRADIENT):
         node = node.all_input_nodes[0]
@@ -63,14 +102,19 @@ class Site:
 
     kind: Literal["param", "inputs", "outputs", "module_input", "module_output"]
     glob: str
+    optional: bool = False
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.glob!r})"
+        return f"{self.kind}({self.glob!r}{', optional=True' * self.optional})"
 
 
-def param(glob: str) -> Site:
-    """Parameters and buffers by qualified name."""
-    return Site("param", glob)
+def param(glob: str, *, optional: bool = False) -> Site:
+    """Parameters and buffers by qualified name.
+
+    A glob that matches nothing is an error, unless it is `optional`: what not every model has, or what a tied one has
+    under another name.
+    """
+    return Site("param", glob, optional)
 
 
 def inputs(glob: str) -> Site:
@@ -83,14 +127,19 @@ def outputs(position: int) -> Site:
     return Site("outputs", str(position))
 
 
-def module_input(glob: str) -> Site:
-    """The activations that modules read, by the modules' qualified name."""
-    return Site("module_input", glob)
+def module_input(glob: str, *, optional: bool = False) -> Site:
+    """The activations that modules read, by the modules' qualified name; with `optional` the glob may match nothing."""
+    return Site("module_input", glob, optional)
 
 
-def module_output(glob: str) -> Site:
-    """The values that modules compute and that others read, by the modules' qualified name."""
-    return Site("module_output", glob)
+def module_output(glob: str, *, optional: bool = False) -> Site:
+    """The values that modules compute and that others read, by the modules' qualified name; with `optional` the glob
+    may match nothing."""
+    return Site("module_output", glob, optional)
+
+
+class _NothingMatchesError(FxRewriteError):
+    """A glob that matches nothing of the graph."""
 
 
 class Place:
@@ -100,74 +149,122 @@ class Place:
         FxRewriteError: a glob matches nothing; says the nearest names. A placement does not fit a value's shape.
     """
 
-    def __init__(self, name: str, placements: Mapping[Site, AnyPlacement]) -> None:
+    def __init__(self, name: str, placements: Mapping[Site, Placed]) -> None:
         self.name = name
-        self.placements: dict[Site, Layout] = {site: as_layout(placement) for site, placement in placements.items()}
+        self.placements: dict[Site, Placement | Stored] = {
+            site: stated if isinstance(stated, Stored) else as_placement(stated) for site, stated in placements.items()
+        }
         self.precedes = (PLACEMENTS,)
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
-        axis = SpmdContext.required(context, self.name).axis
+        context = SpmdContext.required(context, self.name)
         changes = 0
-        for site, layout in self.placements.items():
-            changes += _PLACED[site.kind](edit, axis, site, layout, self.name)
+        for site, placed in self.placements.items():
+            try:
+                if isinstance(placed, Stored):
+                    changes += _place_stored(edit, context.axis, site, placed, self.name)
+                else:
+                    changes += _PLACED[site.kind](edit, context.axis, site, placed, self.name)
+            except _NothingMatchesError:
+                if not context.is_part:
+                    raise
+                report.events.append(NotInPart(stated=str(site)))
         return changes
 
     def text(self) -> str:
-        return "\n".join(f"{site}: {layout}" for site, layout in self.placements.items())
+        return "\n".join(f"{site}: {placement}" for site, placement in self.placements.items())
 
 
-def _place_inputs(edit: Edit, axis: Axis, site: Site, layout: Layout, rule: str) -> int:
-    is_of_model = site.kind == "param"
-    known = {_input_name(n): n for n in edit.nodes() if n.op == "placeholder" and is_parameter(n) == is_of_model}
+def held_placement(shape: Sequence[Size], placed: Placed, axis: Axis, of: str) -> Placement:
+    """How ranks hold a parameter of this shape, of which that is stated.
+
+    Raises:
+        FxRewriteError: the placement does not fit the shape; `of` says whose it is.
+    """
+    if isinstance(placed, Stored):
+        placement: Placement = as_placement(placed.held)
+        if placed.or_whole and not _fits(shape, placement, axis):
+            return Replicate()
+    else:
+        placement = as_placement(placed)
+    _check_fits(shape, placement, axis, of)
+    if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.uneven):
+        raise FxRewriteError(f"{of}: an input cannot be held as {placement}; Shard(dim) and Replicate() can be")
+    return placement
+
+
+def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str) -> int:
+    if site.kind != "param":
+        raise FxRewriteError(f"{site}: {placed}: only parameters are gathered before use")
+    known = {name: node for name, node in _inputs(edit, of_model=True).items() if not is_buffer(node)}
+    first = next(node for node in edit.graph.nodes if node.op != "placeholder")
+    changes = 0
     for name, node in _matching(site, known):
-        _check_fits(node.meta["val"], layout, axis, f"{site}: {name}")
-        if isinstance(layout, Partial) or (isinstance(layout, Shard) and layout.uneven):
-            raise FxRewriteError(f"{site}: an input cannot be held as {layout}; Shard(dim) and Replicated() can be")
-        if isinstance(layout, Shard) and not isinstance(node.meta["val"].shape[layout.dim], int):
+        value, users = node.meta["val"], list(node.users)
+        placement = held_placement(value.shape, placed, axis, f"{site}: {name}")
+        edit.set_fact(node, HELD, placement)
+        if isinstance(placement, Shard) and users:
+            changes += _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
+    return changes
+
+
+def _inputs(edit: Edit, *, of_model: bool) -> dict[str, fx.Node]:
+    placeholders = (node for node in edit.nodes() if node.op == "placeholder")
+    return {_input_name(node): node for node in placeholders if is_parameter(node) == of_model}
+
+
+def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
+    known = _inputs(edit, of_model=site.kind == "param")
+    changes = 0
+    for name, node in _matching(site, known):
+        shape = node.meta["val"].shape
+        held_placement(shape, placement, axis, f"{site}: {name}")
+        if isinstance(placement, Shard) and not isinstance(shape[placement.dim], int):
             raise FxRewriteError(
-                f"{site}: {name}: dimension {layout.dim} is symbolic, and sizes in the graph are read off it as a "
+                f"{site}: {name}: dimension {placement.dim} is symbolic, and sizes in the graph are read off it as a "
                 "whole; compile with dynamic=False, or mark_static this dimension"
             )
-        edit.set_fact(node, HELD, layout)
-    return sum(1 for _ in _matching(site, known))
+        edit.set_fact(node, HELD, placement)
+        changes += 1
+    return changes
 
 
-def _place_outputs(edit: Edit, axis: Axis, site: Site, layout: Layout, rule: str) -> int:
+def _place_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
     output = edit.graph.output_node()
     leaves = tree_leaves(output.args[0])
     position = int(site.glob)
     value = leaves[position] if position < len(leaves) else None
-    if not isinstance(value, fx.Node) or not _is_tensor(value):
+    if not isinstance(value, fx.Node) or not is_tensor(value):
         raise FxRewriteError(f"{site}: the graph returns no tensor there; it has {len(leaves)} outputs")
-    _check_fits(value.meta["val"], layout, axis, str(site))
-    edit.set_fact(output, RETURNED, {**(RETURNED.of(output) or {}), position: layout})
+    _check_fits(value.meta["val"].shape, placement, axis, str(site))
+    edit.set_fact(output, RETURNED, {**(RETURNED.of(output) or {}), position: placement})
     return 1
 
 
-def _place_module_outputs(edit: Edit, axis: Axis, site: Site, layout: Layout, rule: str) -> int:
+def _place_module_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
     changes = 0
     for name, nodes in _matching(site, _modules(edit)):
         inside = set(nodes)
         for node in nodes:
             users = [user for user in node.users if user not in inside]
-            if users and _is_tensor(node):
-                changes += _ask(edit, axis, node, users, layout, f"{site}: {name}", after=node, rule=rule)
+            if users and is_tensor(node):
+                changes += _ask(edit, axis, node, users, placement, f"{site}: {name}", after=node, rule=rule)
     return changes
 
 
-def _place_module_inputs(edit: Edit, axis: Axis, site: Site, layout: Layout, rule: str) -> int:
+def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
     changes = 0
     for name, nodes in _matching(site, _modules(edit)):
         inside = set(nodes)
         read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
         for operand in read:
-            if _is_tensor(operand) and not is_parameter(operand):
+            if is_tensor(operand) and not is_parameter(operand):
                 users = [node for node in nodes if operand in node.all_input_nodes]
-                changes += _ask(edit, axis, operand, users, layout, f"{site}: {name}", before=users[0], rule=rule)
+                changes += _ask(edit, axis, operand, users, placement, f"{site}: {name}", before=users[0], rule=rule)
     return changes
 
 
-_PLACED: Mapping[str, Callable[[Edit, Axis, Site, Layout, str], int]] = {
+_PLACED: Mapping[str, Callable[[Edit, Axis, Site, Placement, str], int]] = {
     "param": _place_inputs,
     "inputs": _place_inputs,
     "outputs": _place_outputs,
@@ -181,27 +278,33 @@ def _ask(
     axis: Axis,
     value: fx.Node,
     users: list[fx.Node],
-    layout: Layout,
+    placement: Placement,
     of: str,
     *,
     rule: str,
     before: fx.Node | None = None,
     after: fx.Node | None = None,
 ) -> int:
-    _check_fits(value.meta["val"], layout, axis, of)
-    move = (value, Replicated(), layout, axis)
+    _check_fits(value.meta["val"].shape, placement, axis, of)
+    move = (value, Replicate(), placement, axis)
     moved = edit.call(redistribute, move, before=before, after=after, like=value, rule=rule, val=value.meta["val"])
     edit.replace_uses(value, moved, users)
     return 1
 
 
-def _check_fits(value: torch.Tensor, layout: Layout, axis: Axis, of: str) -> None:
-    check_layout(layout, value.shape, of)
-    if isinstance(layout, Shard) and not layout.uneven:
-        entries = divide_exactly(value.shape[layout.dim], layout.outer * layout.inner)
-        if entries is None or not require_divisible(entries, axis.size):
-            shape = [size_hint(n) for n in value.shape]
-            raise FxRewriteError(f"{of} {shape}: {axis} ranks do not divide {layout}")
+def _check_fits(shape: Sequence[Size], placement: Placement, axis: Axis, of: str) -> None:
+    check_placement(placement, shape, of)
+    if not _fits(shape, placement, axis):
+        raise FxRewriteError(f"{of} {[size_hint(n) for n in shape]}: {axis} ranks do not divide {placement}")
+
+
+def _fits(shape: Sequence[Size], placement: Placement, axis: Axis) -> bool:
+    if not isinstance(placement, Shard):
+        return True
+    if placement.dim not in range(len(shape)):
+        return False
+    entries = divide_exactly(shape[placement.dim], placement.outer * placement.inner)
+    return placement.uneven or (entries is not None and require_divisible(entries, axis.size))
 
 
 def _input_name(placeholder: fx.Node) -> str:
@@ -213,32 +316,14 @@ def _modules(edit: Edit) -> dict[str, list[fx.Node]]:
     found: dict[str, list[fx.Node]] = {}
     for node in edit.nodes():
         if node.op == "call_function":
-            paths = (path for path, _ in node.meta.get("nn_module_stack", {}).values())
-            for name in dict.fromkeys(map(_module_name, paths)):
+            for name in module_names(node):
                 found.setdefault(name, []).append(node)
     return found
 
 
-def _module_name(path: str) -> str:
-    """`layers.0.mlp` of Dynamo's `L['self'].layers.0.mlp`."""
-    return re.sub(r"^L\['\w+'\]\.?|^L__self___?", "", path)
-
-
 def _matching(site: Site, known: Mapping[str, T]) -> Iterator[tuple[str, T]]:
-    globs = list(_alternatives(site.glob))
-    found = [name for name in known if any(fnmatchcase(name, glob) for glob in globs)]
-    if not found:
+    found = [name for name in known if matches_glob(name, site.glob)]
+    if not found and not site.optional:
         near = get_close_matches(site.glob, known, n=3, cutoff=0.3) or list(known)[:3]
-        raise FxRewriteError(f"{site} matches nothing; the graph has {', '.join(map(repr, near)) or 'none'}")
+        raise _NothingMatchesError(f"{site} matches nothing; the graph has {', '.join(map(repr, near)) or 'none'}")
     yield from ((name, known[name]) for name in found)
-
-
-def _alternatives(glob: str) -> Iterator[str]:
-    """`a.{b,c}.d` as `a.b.d` and `a.c.d`."""
-    parts = re.split(r"\{([^{}]*)\}", glob)
-    for choice in itertools.product(*(part.split(",") if i % 2 else [part] for i, part in enumerate(parts))):
-        yield "".join(choice)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)

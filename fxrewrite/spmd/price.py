@@ -13,11 +13,21 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from fxrewrite.spmd.layout import Layout, Partial, Replicated, Shard, is_same_layout
+from torch import fx
 
-__all__ = ["CollectiveKind", "collective_bytes", "redistribution_bytes"]
+from fxrewrite.graph.sizes import is_read_from_data, size_hint
+from fxrewrite.ops import tensors_of
+from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
+
+__all__ = ["CollectiveKind", "bytes_held", "collective_bytes", "redistribution_bytes"]
 
 CollectiveKind: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+
+
+def bytes_held(node: fx.Node) -> int:
+    """Bytes of the node's tensors at the sizes at hand, without those whose size the data decide."""
+    known = [value for value in tensors_of(node) if not is_read_from_data(value.numel())]
+    return sum(size_hint(value.numel()) * value.element_size() for value in known)
 
 
 def collective_bytes(kind: CollectiveKind, held: float, num_ranks: int) -> float:
@@ -31,11 +41,11 @@ def collective_bytes(kind: CollectiveKind, held: float, num_ranks: int) -> float
             return 2 * held * (num_ranks - 1) / num_ranks
 
 
-def redistribution_bytes(num_bytes: float, src: Layout, dst: Layout, num_ranks: int) -> float:
-    """Bytes that one rank sends to bring a value of `num_bytes`, the whole of it, from one layout to another."""
-    if isinstance(src, Replicated) or is_same_layout(src, dst):
+def redistribution_bytes(num_bytes: float, src: Placement, dst: Placement, num_ranks: int) -> float:
+    """Bytes that one rank sends to bring a value of `num_bytes`, the whole of it, from one placement to another."""
+    if isinstance(src, Replicate) or is_same_placement(src, dst):
         return 0
     if isinstance(src, Partial):
-        return collective_bytes("all_reduce" if isinstance(dst, Replicated) else "reduce_scatter", num_bytes, num_ranks)
+        return collective_bytes("all_reduce" if isinstance(dst, Replicate) else "reduce_scatter", num_bytes, num_ranks)
     is_all_to_all = isinstance(dst, Shard) and src.dim != dst.dim
     return collective_bytes("all_to_all" if is_all_to_all else "all_gather", num_bytes / num_ranks, num_ranks)

@@ -28,7 +28,7 @@ from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.sizes import is_read_from_data, require_divisible, size_hint
+from fxrewrite.graph.sizes import is_read_from_data, require_divisible
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import (
     is_pure,
@@ -48,44 +48,45 @@ from fxrewrite.spmd.events import Drawn, Gathered, ProductsWhole
 from fxrewrite.spmd.facts import PLACEMENT, REQUIRED
 from fxrewrite.spmd.group import COLLECTIVES, axis_rank
 from fxrewrite.spmd.infer import inferred
-from fxrewrite.spmd.layout import (
-    AnyPlacement,
-    Axis,
-    Layout,
-    Partial,
-    Replicated,
-    Shard,
-    as_layout,
-    check_layout,
-    is_same_layout,
-)
 from fxrewrite.spmd.legal import DECIDED
 from fxrewrite.spmd.notation import IndexMap, IndexPart
 from fxrewrite.spmd.place import HELD, RETURNED
+from fxrewrite.spmd.placement import (
+    AnyPlacement,
+    Axis,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    as_placement,
+    check_placement,
+    is_same_placement,
+)
+from fxrewrite.spmd.price import bytes_held
 from fxrewrite.spmd.products import is_product, share_of
 from fxrewrite.spmd.redistribute import convert_placements, redistribute, without_padding
 from fxrewrite.spmd.relocate import relocate
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules, tensor_of
 from fxrewrite.spmd.stages import PLACEMENTS
 
-__all__ = ["PropagateLayouts", "memory_written"]
+__all__ = ["PropagatePlacements", "memory_written"]
 
-R = Replicated()
+R = Replicate()
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
 """Operators whose result depends on the strides of their operand, and not on its values alone."""
 
 
-Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor, Mapping[fx.Node, Layout]], AnyPlacement]"
+Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor, Mapping[fx.Node, Placement]], AnyPlacement]"
 """The preferred placement of a result that was computed replicated from sharded operands; its arguments are the node,
 that result, and the placements of the node's operands."""
 
 
-def replicated_values(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Layout]) -> Layout:
+def replicated_values(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Placement]) -> Placement:
     """A result that was computed replicated stays replicated."""
     return R
 
 
-class PropagateLayouts:
+class PropagatePlacements:
     """The step of a plan that runs layout rules by worklist.
 
     Args:
@@ -94,10 +95,15 @@ class PropagateLayouts:
         prefer: the placement of a result that had to be computed replicated from sharded operands. By default it stays
             replicated; whoever knows which dimensions are worth sharding states it here. It changes the speed, and not
             the results.
+        own_inputs: whether each rank of the axis is called with values of its own; then no work is done twice, and the
+            report counts none.
     """
 
-    def __init__(self, name: str, rules: LayoutRules, prefer: Preference = replicated_values) -> None:
+    def __init__(
+        self, name: str, rules: LayoutRules, prefer: Preference = replicated_values, *, own_inputs: bool = False
+    ) -> None:
         self.name = name
+        self.own_inputs = own_inputs
         self.rules = rules
         self.prefer = prefer
         self.gives = (PLACEMENTS,)
@@ -118,9 +124,10 @@ class PropagateLayouts:
             if whole and node.target is not redistribute:  # a stated redistribution is reported by who states it
                 report.events.append(_gathering(node, decision.gathered or f"{key(node)} reads it whole", whole))
             if is_random(node):
-                sharded = any(isinstance(layout, Shard) for layout in decision.gives)
+                sharded = any(isinstance(placement, Shard) for placement in decision.gives)
                 report.events.append(Drawn(node=node.name, source=source_line(node), is_sharded=sharded))
-        _say_what_runs_whole({n: d for n, d in decisions.items() if n not in edit.erased}, report)
+        if not self.own_inputs:
+            _say_what_runs_whole({n: d for n, d in decisions.items() if n not in edit.erased}, report)
         propagation.functions.write(report)
         changes = _write(edit, decisions, context.axis, self.name)
         # From here on a node that a rule makes gets its placement as it gets its fake value: no rule sets it by hand.
@@ -139,7 +146,7 @@ class _Propagation:
         rules: LayoutRules,
         context: SpmdContext,
         prefer: Preference,
-        given: Mapping[fx.Node, Layout] | None = None,
+        given: Mapping[fx.Node, Placement] | None = None,
     ) -> None:
         self.graph, self.erased = edit.graph, edit.erased
         self.functions = CustomFunctions(edit, context, self._in_body)
@@ -167,7 +174,7 @@ class _Propagation:
     def _forward(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         """How the node runs, given how the nodes before it run."""
         decision = self._run(node, facts)
-        sharded = any(layout != R for layout in decision.gives + decision.shows)
+        sharded = any(placement != R for placement in decision.gives + decision.shows)
         if sharded or any(operand in self._derived for operand in node.all_input_nodes):
             self._derived.add(node)
             return self._as_preferred(node, decision)
@@ -179,7 +186,7 @@ class _Propagation:
         Results are still produced replicated: the next step slices them for free where a user requires a shard. What is
         written to in place keeps its placement, since a slice is a copy and would not see the write.
         """
-        if any(layout != R for layout in decision.gives + decision.shows) or node in self._written:
+        if any(placement != R for placement in decision.gives + decision.shows) or node in self._written:
             return decision
         if node.target is redistribute:
             return decision  # its placement was stated
@@ -187,8 +194,8 @@ class _Propagation:
         values = values if isinstance(values, (list, tuple)) else [values]
         placed = {operand: self._shown(operand) for operand in operands_of(node)}
         values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shows)]]
-        shows = tuple(R if value is None else as_layout(self._prefer(node, value, placed)) for value in values)
-        return replace(decision, shows=shows, preferred=any(layout != R for layout in shows))
+        shows = tuple(R if value is None else as_placement(self._prefer(node, value, placed)) for value in values)
+        return replace(decision, shows=shows, preferred=any(placement != R for placement in shows))
 
     def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         """How the node runs on its operands as their producers place them."""
@@ -203,15 +210,15 @@ class _Propagation:
             dst: Any = node.args[2]
             return Decision((dst,), (dst,), (dst,), "asked for")
         if node.target is without_padding:
-            layout: Any = node.args[1]
-            return Decision((layout,), (layout,), (layout,), "asked for")
+            placement: Any = node.args[1]
+            return Decision((placement,), (placement,), (placement,), "asked for")
         # One of several results has the placement that the operator produces it with.
         if is_getitem(node):
             source, index = node.args
             if isinstance(source, fx.Node) and isinstance(index, int):
                 return facts[source].item(index)
         operands = operands_of(node)
-        layouts = [self._shown(operand) for operand in operands]
+        placements = [self._shown(operand) for operand in operands]
         num_results = _num_results(node)
         if key(node) in _BY_STRIDES and any(operand in self._derived for operand in operands):
             refuse(
@@ -219,8 +226,8 @@ class _Propagation:
                 node=node,
                 hint="write it with narrow, unfold, view or permute",
             )
-        # Replicated operands need no layout rule: every rank computes the same as one device.
-        if all(layout == R for layout in layouts) and not self._writes_through_a_copy(node):
+        # Replicate operands need no layout rule: every rank computes the same as one device.
+        if all(placement == R for placement in placements) and not self._writes_through_a_copy(node):
             return replicated(len(operands), num_results)
         # Running statistics are buffers that every rank holds whole, so every rank must see all entries.
         if updates_statistics(node):
@@ -241,10 +248,10 @@ class _Propagation:
         function = custom_function(node)
         if function is not None and self._given is None:
             preferred = any(self.decisions[operand].preferred for operand in operands)
-            return replace(self.functions.decide(node, function, layouts), preferred=preferred)
+            return replace(self.functions.decide(node, function, placements), preferred=preferred)
         # A body cannot hold the collective that completes a sum, so there a sum may stay pending through linear steps.
-        if self._given is not None and stays_a_sum(node, operands, layouts):
-            return Decision(tuple(layouts), (Partial(),), (Partial(),), "a sum stays one")
+        if self._given is not None and stays_a_sum(node, operands, placements):
+            return Decision(tuple(placements), (Partial(),), (Partial(),), "a sum stays one")
         # Without index map nothing is known of the operator: only replicated operands are certainly right.
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
@@ -259,32 +266,23 @@ class _Propagation:
                 )
             return replace(replicated(len(operands), num_results), gathered=why)
         try:
-            decision = self._decide(call, rule, indices, layouts)
+            decision = self._decide(call, rule, indices, placements)
         except RefusedError as error:
             raise error.filled(rule=rule.id) from error
         return replace(decision, preferred=self._is_preferred(call, indices, decision))
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
         """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy."""
-        todo, seen = list(mutated(node)), set[fx.Node]()
-        while todo:
-            value = todo.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            if value in self.decisions and any(layout != R for layout in self.decisions[value].shows):
-                return True
-            if is_view(value):
-                todo += value.all_input_nodes
-        return False
+        shown = {value for written in mutated(node) for value in memory_origins(written)} & self.decisions.keys()
+        return any(placement != R for value in shown for placement in self.decisions[value].shows)
 
-    def _decide(self, call: Call, rule: LayoutRule, indices: IndexMap, layouts: list[Layout]) -> Decision:
+    def _decide(self, call: Call, rule: LayoutRule, indices: IndexMap, placements: list[Placement]) -> Decision:
         """How an operator with an index map runs: one index is sharded, or none."""
         # Operands may be sharded on different indices, and only one can be kept. A placement that follows from the
         # inputs comes before one that was merely preferred, so that a preference never causes a collective.
         preferred = [self.decisions[operand].preferred for operand in call.operands]
-        order = sorted(range(len(layouts)), key=preferred.__getitem__)
-        parts = [indices.locate(indices.operands[i], layouts[i]) for i in order]
+        order = sorted(range(len(placements)), key=preferred.__getitem__)
+        parts = [indices.locate(indices.operands[i], placements[i]) for i in order]
         required = REQUIRED.of(call.node)
         if required is not None and any(part is not None for part in parts):
             return self._as_required(call, indices, parts, required)
@@ -313,20 +311,20 @@ class _Propagation:
             )
             moved = [
                 i
-                for i, (layout, want) in enumerate(zip(layouts, decision.wants, strict=True))
-                if isinstance(layout, Shard) and not is_same_layout(layout, want)
+                for i, (placement, want) in enumerate(zip(placements, decision.wants, strict=True))
+                if isinstance(placement, Shard) and not is_same_placement(placement, want)
             ]
             if moved:
                 why = f"{call.key} runs over {chosen.index}; operand {moved} must be whole there"
                 decision = replace(decision, gathered=why)
             return decision
-        decision = replicated(len(layouts), len(indices.results))
-        if not any(isinstance(layout, Shard) for layout in layouts):
+        decision = replicated(len(placements), len(indices.results))
+        if not any(isinstance(placement, Shard) for placement in placements):
             return decision  # pending sums only: they are completed, and no shard is lost
         # All operands are gathered. What runs whole may still be seen as a shard, which is a slice of it for free.
         shows = decision.shows
         if blocked is not None and self._divides(indices, blocked):
-            shows = tuple(indices.layout(terms, blocked) for terms in indices.results)
+            shows = tuple(indices.placement(terms, blocked) for terms in indices.results)
         where = "its chunks fall between indices"
         if sums_padding:
             where = "its rule does not say what padding counts nothing in its sum"
@@ -337,7 +335,7 @@ class _Propagation:
         return replace(decision, shows=shows, gathered=f"{call.key}: {where}")
 
     def _as_required(
-        self, call: Call, indices: IndexMap, parts: Sequence[IndexPart | None], required: Layout
+        self, call: Call, indices: IndexMap, parts: Sequence[IndexPart | None], required: Placement
     ) -> Decision:
         """How an operator runs whose result must be produced with this placement; whoever states it knows the price.
 
@@ -368,8 +366,8 @@ class _Propagation:
         found = [indices.locate(terms, self._shown(n)) for n, terms in operands if not self.decisions[n].preferred]
         parts = [part for part in found if part is not None]
         for terms, shown in zip(indices.results, decision.shows, strict=True):
-            followed = [indices.layout(terms, part) for part in parts if indices.has(terms, part.index)]
-            if isinstance(shown, Shard) and not any(is_same_layout(shown, layout) for layout in followed):
+            followed = [indices.placement(terms, part) for part in parts if indices.has(terms, part.index)]
+            if isinstance(shown, Shard) and not any(is_same_placement(shown, placement) for placement in followed):
                 return True
         return False
 
@@ -380,12 +378,12 @@ class _Propagation:
         """What leaves the graph has the placement that is stated for it, else the one that the context decides on."""
         operands = operands_of(node)
         # A preferred placement is an optimization inside of the graph; the caller must not depend on it.
-        layouts = [R if self.decisions[operand].preferred else self._shown(operand) for operand in operands]
+        placements = [R if self.decisions[operand].preferred else self._shown(operand) for operand in operands]
         stated = RETURNED.of(node) or {}
         positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
         wants = [
-            stated[position] if position in stated else as_layout(self.context.output_layout(operand, layout))
-            for position, operand, layout in zip(positions, operands, layouts, strict=True)
+            stated[position] if position in stated else as_placement(self.context.output_placement(operand, placement))
+            for position, operand, placement in zip(positions, operands, placements, strict=True)
         ]
         return Decision(tuple(wants), (), ())
 
@@ -418,7 +416,7 @@ class _Propagation:
         if any(self._shown(operand) != R for operand in operands) or is_random(node) or not is_pure(node):
             return None
         wanted = [want for user in node.users for want in self._wants_of(user, node)]
-        if not wanted or not isinstance(wanted[0], Shard) or any(not is_same_layout(w, wanted[0]) for w in wanted):
+        if not wanted or not isinstance(wanted[0], Shard) or any(not is_same_placement(w, wanted[0]) for w in wanted):
             return None
         _, rule, indices = self._call(node)
         if rule is None or indices is None or len(indices.results) != 1:
@@ -430,7 +428,7 @@ class _Propagation:
             return None  # broadcast along that dimension: nothing to save
         return spread(indices, part, why="every user wants it so")
 
-    def _wants_of(self, user: fx.Node, value: fx.Node) -> list[Layout]:
+    def _wants_of(self, user: fx.Node, value: fx.Node) -> list[Placement]:
         decision = self.decisions[user]
         operands = operands_of(user)
         if len(decision.wants) != len(operands):
@@ -439,11 +437,11 @@ class _Propagation:
 
     # shared
 
-    def _in_body(self, body: Edit, given: Mapping[fx.Node, Layout]) -> dict[fx.Node, Decision]:
-        context = replace(self.context, output_layout=_as_it_lies)
+    def _in_body(self, body: Edit, given: Mapping[fx.Node, Placement]) -> dict[fx.Node, Decision]:
+        context = replace(self.context, output_placement=_as_it_lies)
         return _Propagation(body, self.rules, context, replicated_values, given).run()
 
-    def _shown(self, node: fx.Node) -> Layout:
+    def _shown(self, node: fx.Node) -> Placement:
         return self.decisions[node].shows[0]
 
     def _movable(self, node: fx.Node) -> IndexMap | None:
@@ -466,8 +464,8 @@ class _Propagation:
         return self._calls[node]
 
 
-def _as_it_lies(node: fx.Node, layout: Layout) -> Layout:
-    return layout
+def _as_it_lies(node: fx.Node, placement: Placement) -> Placement:
+    return placement
 
 
 def _refuse_lowered(edit: Edit, axis: Axis) -> None:
@@ -481,8 +479,8 @@ def _refuse_lowered(edit: Edit, axis: Axis) -> None:
 def _check_asked_for(edit: Edit) -> None:
     for node in edit.nodes():
         if node.target is redistribute:
-            for layout in node.args[1:3]:
-                check_layout(layout, tensor_of(node).shape, f"%{node.name}")
+            for placement in node.args[1:3]:
+                check_placement(placement, tensor_of(node).shape, f"%{node.name}")
 
 
 def _drop_redistributions_in_bodies(edit: Edit) -> None:
@@ -545,9 +543,7 @@ def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node
 
 
 def _gathering(node: fx.Node, why: str, whole: list[fx.Node]) -> Gathered:
-    known = [tensor_of(n) for n in whole if not is_read_from_data(tensor_of(n).numel())]
-    num_bytes = sum(size_hint(value.numel()) * value.element_size() for value in known)
-    is_more = len(known) < len(whole)
+    num_bytes, is_more = sum(map(bytes_held, whole)), any(is_read_from_data(tensor_of(n).numel()) for n in whole)
     return Gathered(node=node.name, source=source_line(node), why=why, num_bytes=num_bytes, is_more=is_more)
 
 
@@ -573,11 +569,11 @@ def _write(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str
         swap: dict[fx.Node, list[fx.Node]] = {}
         for position, (operand, want) in enumerate(zip(operands_of(node), decision.wants, strict=True)):
             origin = operand
-            if operand.target is redistribute and not is_same_layout(decisions[operand].gives[0], want):
+            if operand.target is redistribute and not is_same_placement(decisions[operand].gives[0], want):
                 origin = operand.all_input_nodes[0]  # straight from the producer, not by way of the stated placement
             have = decisions[origin].gives[0]
             value = origin
-            if not is_same_layout(have, want):
+            if not is_same_placement(have, want):
                 at = (origin, str(want), region)
                 if at not in made:
                     like = node if node.op != "output" else operand
@@ -608,7 +604,7 @@ def _settle(edit: Edit, node: fx.Node, decisions: dict[fx.Node, Decision]) -> in
     value, _, dst, axis = node.args
     assert isinstance(value, fx.Node)
     have = decisions[value].gives[0]
-    if is_same_layout(have, dst):  # pyright: ignore[reportArgumentType]
+    if is_same_placement(have, dst):  # pyright: ignore[reportArgumentType]
         edit.replace_uses(node, value)
         edit.erase(node)
     else:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import torch
 
 from fxrewrite.graph.edit import Edit
-from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Shard, as_layout
+from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Shard, as_placement
 from fxrewrite.spmd.virtual import declare_virtual
 
 __all__ = ["convert_placements", "redistribute", "without_padding"]
 
 
-@declare_virtual(lambda args, _: as_layout(args[2]))
+@declare_virtual(lambda args, _: as_placement(args[2]))
 def redistribute(x: torch.Tensor, src: AnyPlacement, dst: AnyPlacement, axis: Axis) -> torch.Tensor:
     """`x`, placed as `dst` from here on where it was placed as `src`; lowering makes it a slice or a collective."""
     return x
 
 
 @declare_virtual(lambda args, _: args[1])
-def without_padding(x: torch.Tensor, layout: Shard, axis: Axis, fill: float) -> torch.Tensor:
+def without_padding(x: torch.Tensor, placement: Shard, axis: Axis, fill: float) -> torch.Tensor:
     """`x`, whose padded entries are `fill` from here on; whole values have none."""
     return x
 
@@ -28,6 +28,6 @@ def convert_placements(edit: Edit) -> None:
     for node in edit.graph.find_nodes(op="call_function", target=redistribute):
         if node not in edit.erased:
             value, src, dst, axis = node.args
-            stated: tuple[Layout, Layout] = (as_layout(src), as_layout(dst))
+            stated: tuple[Placement, Placement] = (as_placement(src), as_placement(dst))
             if stated != (src, dst):
                 edit.set_args(node, (value, *stated, axis))

@@ -23,18 +23,17 @@ from typing import TypeAlias
 import networkx as nx
 from torch import fx
 
-from fxrewrite.graph.sizes import divide_exactly, is_read_from_data, size_hint
+from fxrewrite.graph.sizes import divide_exactly
 from fxrewrite.ops import key
 from fxrewrite.spmd.decision import Decision, is_getitem, operands_of, spread, values_of
-from fxrewrite.spmd.layout import Axis, Layout, Partial, Replicated, Shard, is_same_layout
 from fxrewrite.spmd.notation import IndexMap, IndexPart
-from fxrewrite.spmd.price import redistribution_bytes
+from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
+from fxrewrite.spmd.price import bytes_held, redistribution_bytes
 from fxrewrite.spmd.products import is_product
-from fxrewrite.spmd.rule import tensor_of
 
 __all__ = ["relocate"]
 
-R = Replicated()
+R = Replicate()
 _LARGEST = 4096
 """Most nodes of a region. A larger one stops growing: a cut of some thousand nodes takes about a second."""
 
@@ -64,9 +63,9 @@ def relocate(
 
 @dataclass(frozen=True, slots=True)
 class _Demand:
-    """One layout in which a value is wanted: by users that run as decided, and by users that moved."""
+    """One placement in which a value is wanted: by users that run as decided, and by users that moved."""
 
-    layout: Layout
+    placement: Placement
     kept: list[object]
     moved: list[object]
 
@@ -214,7 +213,7 @@ class _Relocation:
         for demand in self._demands(value, region):
             # What is paid whether the producer moves or not (`at_least`) depends on the users alone; the difference
             # depends on the producer as well.
-            stays, goes = (self._travel(value, lies, demand.layout) for lies in (here, there))
+            stays, goes = (self._travel(value, lies, demand.placement) for lies in (here, there))
             at_least = min(stays, goes)
             if demand.kept:
                 _connect(network, demand.kept, _MOVED, at_least)
@@ -227,7 +226,7 @@ class _Relocation:
     def _demands(self, value: fx.Node, region: Mapping[fx.Node, Decision]) -> list[_Demand]:
         demands: dict[str, _Demand] = {}
 
-        def demand(want: Layout) -> _Demand:
+        def demand(want: Placement) -> _Demand:
             return demands.setdefault(str(want), _Demand(want, [], []))
 
         for user in value.users:
@@ -253,22 +252,20 @@ class _Relocation:
     def _bytes(self, value: fx.Node, changed: Decisions) -> int:
         """The bytes that are sent of `value`: once for each placement that users require."""
         lies = changed.get(value, self.decisions[value]).gives[0]
-        wants: dict[str, Layout] = {}
+        wants: dict[str, Placement] = {}
         for user in value.users:
             wants |= {str(w): w for w in self._wants(user, value, changed.get(user, self.decisions[user]))}
         return sum(self._travel(value, lies, want) for want in wants.values())
 
-    def _travel(self, value: fx.Node, src: Layout, dst: Layout) -> int:
+    def _travel(self, value: fx.Node, src: Placement, dst: Placement) -> int:
         """The bytes that a rank sends to bring `value` from `src` to `dst`, times P^2 / (P - 1).
 
         So they are a whole number, as capacities of a minimum cut should be: that of all bytes for an all-to-all. Of
         two ways that send as much the one that leaves no rank with the whole value is cheaper, by one unit.
         """
-        if src == R or is_same_layout(src, dst) or self.num_ranks == 1:
+        if src == R or is_same_placement(src, dst) or self.num_ranks == 1:
             return 0
-        numel = tensor_of(value).numel()
-        num_bytes = 0 if is_read_from_data(numel) else size_hint(numel) * tensor_of(value).element_size()
-        sent = redistribution_bytes(num_bytes, src, dst, self.num_ranks)
+        sent = redistribution_bytes(bytes_held(value), src, dst, self.num_ranks)
         return round(sent * self.num_ranks**2 / (self.num_ranks - 1)) + (isinstance(src, Shard) and dst == R)
 
     def _values(self, region: Decisions) -> list[fx.Node]:
@@ -276,7 +273,7 @@ class _Relocation:
         values = dict.fromkeys(value for node in region for value, _ in values_of(node))
         return list(values | dict.fromkeys(operand for node in region for operand in self._operands_of(node)))
 
-    def _wants(self, user: fx.Node, value: fx.Node, decision: Decision) -> list[Layout]:
+    def _wants(self, user: fx.Node, value: fx.Node, decision: Decision) -> list[Placement]:
         if not decision.wants:
             return []
         return [w for operand, w in zip(self._operands_of(user), decision.wants, strict=True) if operand is value]

@@ -14,8 +14,8 @@ from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.sizes import Size, is_read_from_data, product, size_hint
 from fxrewrite.ops import bind, key, named_operator, no_operator
 from fxrewrite.ops.schemas import Schema, schemas_of
-from fxrewrite.spmd.layout import ReduceOp
 from fxrewrite.spmd.notation import IndexMap, Notation, parse
+from fxrewrite.spmd.placement import ReduceOp
 
 __all__ = ["Call", "LayoutRule", "LayoutRules", "Neutral"]
 

@@ -13,7 +13,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import Size, SizeNodes, is_there
 from fxrewrite.match import Match
 from fxrewrite.spmd.group import axis_rank
-from fxrewrite.spmd.layout import Axis, Shard, local_shape
+from fxrewrite.spmd.placement import Axis, Shard, local_shape
 
 __all__ = ["EntryNodes", "entry_nodes", "rank_node", "size_nodes", "size_proxy"]
 

@@ -14,7 +14,7 @@ from fxrewrite import ops
 from fxrewrite.spmd.samples import SampleError, TensorSpec
 from fxrewrite.torch_versions import attention_that_checks_lengths
 
-__all__ = ["FoundIndex", "Place", "SliceTrial", "drawn", "find_indices", "first_line", "is_close", "is_float"]
+__all__ = ["FoundIndex", "Place", "SliceTrial", "drawn", "find_indices", "first_line", "is_close"]
 
 Place: TypeAlias = tuple[int, int]
 """(operand, dimension), with tensor operands counted in the order of the schema; or (result, dimension)."""
@@ -71,7 +71,7 @@ class SliceTrial:
         results = self.run(self.operands, {})
         generator = torch.Generator().manual_seed(seed + 1)
         self.weights = [
-            torch.randn(r.shape, dtype=r.dtype, generator=generator) if is_float(r) else None for r in results
+            torch.randn(r.shape, dtype=r.dtype, generator=generator) if ops.is_inexact(r) else None for r in results
         ]
         self.no_gradient = ""
         self.results = [result.detach() for result in results]
@@ -163,7 +163,7 @@ class SliceTrial:
         if self._is_sum(parts):
             return frozenset()
         for k, operand in enumerate(self.operands):
-            if k not in cut.places and is_float(operand):
+            if k not in cut.places and ops.is_inexact(operand):
                 without = [torch.zeros_like(x) if place == k else x for place, x in enumerate(self.operands)]
                 if self._is_sum([parts[0], *(self.run(*cut.given(without, chunk)) for chunk in cut.chunks[1:])]):
                     return frozenset({k})
@@ -341,22 +341,17 @@ def _argument_name(path: Sequence[Any]) -> str:
     return f"{name.key}{''.join(map(str, rest))}"
 
 
-def is_float(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's numbers are real or complex ones, which can be differentiated."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 def is_close(found: torch.Tensor, whole: torch.Tensor) -> bool:
     if found.shape != whole.shape or found.dtype != whole.dtype:
         return False
-    if not is_float(found):
+    if not ops.is_inexact(found):
         return torch.equal(found, whole)
     return torch.allclose(found, whole, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
 
 
 def _by(found: torch.Tensor, whole: torch.Tensor) -> str:
     """How far apart they are."""
-    if found.shape != whole.shape or not is_float(found):
+    if found.shape != whole.shape or not ops.is_inexact(found):
         return ""
     return f", off by {(found - whole).abs().max().item():.2g}"
 

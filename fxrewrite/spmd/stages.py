@@ -4,7 +4,7 @@ from fxrewrite.stages import Property
 
 __all__ = ["COLLECTIVE_CALLS", "LOCAL_SHAPES", "PLACEMENTS"]
 
-PLACEMENTS = Property("placements", given_by="a PropagateLayouts step")
+PLACEMENTS = Property("placements", given_by="a PropagatePlacements step")
 """How ranks hold every value is known, and what disagrees is redistributed; values are global ones."""
 LOCAL_SHAPES = Property("local shapes", given_by="a LocalizeShapes step")
 """Values are those of one rank."""

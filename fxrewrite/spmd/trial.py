@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import map_arg
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
-from fxrewrite.ops import possible_keys
+from fxrewrite.ops import is_inexact, possible_keys
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import Gathered
-from fxrewrite.spmd.layout import AnyPlacement, Axis, Layout, Replicated, Shard, as_layout
 from fxrewrite.spmd.notation import IndexMap
+from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Replicate, Shard, as_placement
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.rule import Call, LayoutRule, LayoutRules
-from fxrewrite.spmd.slices import is_float
 
-__all__ = ["LayoutTrial", "free_dims", "index_map_of", "try_layout"]
+__all__ = ["PlacementTrial", "free_dims", "index_map_of", "try_placements"]
+
+aten = torch.ops.aten
 
 Apply = Callable[[fx.GraphModule, SpmdContext], Report]
 """Turns a graph with redistributions into a local program, in place; returns the report of that."""
@@ -33,10 +32,10 @@ Run = Callable[[fx.GraphModule, Sequence[Any], int], tuple[list[Any], list[torch
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutTrial:
-    """One operator run with its tensor operands lying as `layouts`."""
+class PlacementTrial:
+    """One operator run with its tensor operands lying as `placements`."""
 
-    layouts: tuple[Layout, ...]
+    placements: tuple[Placement, ...]
     gathered: bool
     """Whether some operand had to be made whole: the rule allows no sharding here."""
     error: float
@@ -49,7 +48,7 @@ def index_map_of(
     """The rule of a call and its indices; None where no rule speaks of it. Nothing is run but on fake tensors."""
     if not any(rules.get(key) for key in possible_keys(target)):
         return None
-    call = Call.of(_Trial(target, args, kwargs or {}).traced().node)
+    call = Call.of(_Trial(target, args, kwargs or {}).traced())
     rule = rules.get(call.key)
     indices = rule.map(call) if rule is not None else None
     return None if rule is None or indices is None else (rule, indices)
@@ -74,21 +73,21 @@ def free_dims(
     return {place for place, part in parts.items() if part is not None and part.index not in indices.whole}
 
 
-def try_layout(
+def try_placements(
     target: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    layouts: Sequence[AnyPlacement],
+    placements: Sequence[AnyPlacement],
     *,
     axis: Axis,
     apply: Apply,
     run: Run,
-) -> LayoutTrial:
-    """Run the operator with each tensor operand lying as its place in `layouts` says, replicated or sharded.
+) -> PlacementTrial:
+    """Run the operator with each tensor operand lying as its place in `placements` says, replicated or sharded.
 
     `target` is a torch operator, `args` and `kwargs` hold real tensors; what requires a gradient is differentiated.
     """
-    return _Trial(target, args, kwargs).run([as_layout(layout) for layout in layouts], axis, apply, run)
+    return _Trial(target, args, kwargs).run([as_placement(placement) for placement in placements], axis, apply, run)
 
 
 class _Trial:
@@ -106,112 +105,71 @@ class _Trial:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return self.target(*args, **kwargs)
 
-    def traced(self) -> fx.Proxy:
+    def traced(self) -> fx.Node:
         """The call in a graph of its own, on fake tensors."""
-        return _Graph(self, [tensor.detach() for tensor in self.tensors]).result
+        graph = fx.Graph()
+        result = self.call(_placeholders(graph, self.tensors))
+        graph.output(result.node)
+        FakeTensorProp(fx.GraphModule({}, graph)).propagate(*(tensor.detach() for tensor in self.tensors))
+        return result.node
 
-    def run(self, layouts: Sequence[Layout], axis: Axis, apply: Apply, run: Run) -> LayoutTrial:
+    def run(self, placements: Sequence[Placement], axis: Axis, apply: Apply, run: Run) -> PlacementTrial:
         inputs = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
-        expected = _flat(self.call(inputs))
+        returned = self.call(inputs)
+        expected: Sequence[torch.Tensor] = [returned] if isinstance(returned, torch.Tensor) else returned
+        floats = [_parts(value) for value in expected if is_inexact(value)]
         generator = torch.Generator().manual_seed(0)
-        weights = [torch.randn(_parts(v).shape, dtype=_parts(v).dtype, generator=generator) for v in _floats(expected)]
-        terms = [(_parts(v) * w).sum() for v, w in zip(_floats(expected), weights, strict=True)]
+        weights = [torch.randn(value.shape, dtype=value.dtype, generator=generator) for value in floats]
+        terms = [(value * weight).sum() for value, weight in zip(floats, weights, strict=True)]
         loss = sum(terms, torch.zeros((), dtype=torch.float64))
         if loss.requires_grad:
             loss.backward()
-        gm = _Graph(self, inputs, layouts, axis).weighted(weights)
-        report = apply(gm, SpmdContext(axis, output_layout=_whole, gradients="mean"))
         given = [*(x.detach().requires_grad_(x.requires_grad) for x in inputs), *weights]
+        graph = fx.Graph()
+        operands = _placeholders(graph, given)
+        factors = operands[len(inputs) :]
+        for place, placement in enumerate(placements):
+            if placement != Replicate():
+                move: tuple[Any, ...] = (operands[place].node, Replicate(), placement, axis)
+                operands[place] = fx.Proxy(graph.call_function(redistribute, move), operands[place].tracer)
+        result: Any = self.call(operands)
+        results = [result] if isinstance(returned, torch.Tensor) else [result[i] for i in range(len(expected))]
+        graph.output((_weighted(results, expected, factors), *(r.node for r in results)))
+        gm = fx.GraphModule({}, graph)
+        FakeTensorProp(gm).propagate(*given)
+        report = apply(gm, SpmdContext(axis, gradients="mean"))
         outputs, grads = run(gm, given, axis.size)
         error = 0.0
-        for results in outputs:
-            for found, want in zip(results[1:], expected, strict=True):
+        for found_results in outputs:
+            for found, want in zip(found_results[1:], expected, strict=True):
                 assert (found.shape, found.dtype) == (want.shape, want.dtype), (found.shape, want.shape)
                 error = max(error, _difference(found, want.detach()))
         for found, value in zip(grads, inputs, strict=False):
             if value.grad is not None:
                 assert found is not None, "a gradient is missing"
                 error = max(error, _difference(found, value.grad))
-        return LayoutTrial(tuple(layouts), any(isinstance(event, Gathered) for event in report.events), error)
+        return PlacementTrial(tuple(placements), any(isinstance(event, Gathered) for event in report.events), error)
 
 
-class _Graph:
-    """A graph that calls the operator on its inputs, each lying as its layout."""
-
-    def __init__(
-        self,
-        trial: _Trial,
-        inputs: Sequence[torch.Tensor],
-        layouts: Sequence[Layout] = (),
-        axis: Axis | None = None,
-    ) -> None:
-        self.graph = fx.Graph()
-        self.tracer = GraphAppendingTracer(self.graph)
-        self.mode = FakeTensorMode()
-        operands = [self.placeholder(value) for value in inputs]
-        for place, layout in enumerate(layouts):
-            if layout != Replicated():
-                source = operands[place].node
-                move: tuple[Any, ...] = (source, Replicated(), layout, axis)
-                moved = self.graph.call_function(redistribute, move)
-                moved.meta["val"] = source.meta["val"]
-                operands[place] = fx.Proxy(moved, self.tracer)
-        self.result: fx.Proxy = trial.call(operands)
-        with self.mode:
-            self.result.node.meta["val"] = trial.call(p.node.meta["val"] for p in operands)
-
-    def placeholder(self, value: torch.Tensor) -> fx.Proxy:
-        last = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
-        with self.graph.inserting_before(last) if last is not None else nullcontext():
-            node = self.graph.placeholder(f"x{len(self.graph.find_nodes(op='placeholder'))}")
-        node.meta["val"] = self.mode.from_tensor(value)
-        return fx.Proxy(node, self.tracer)
-
-    def weighted(self, weights: Sequence[torch.Tensor]) -> fx.GraphModule:
-        """output((sum of results * weights), results ...)"""
-        value = self.result.node.meta["val"]
-        is_many = isinstance(value, (list, tuple))
-        results = [_item(self.result, i, v) for i, v in enumerate(value)] if is_many else [self.result]
-        floats = [r for r in results if is_float(r.node.meta["val"])]
-        total = None
-        for r, weight in zip(floats, map(self.placeholder, weights), strict=True):
-            parts = torch.ops.aten.view_as_real.default(torch.ops.aten.resolve_conj.default(r)) if _is_complex(r) else r
-            term = torch.ops.aten.sum.default(torch.ops.aten.mul.Tensor(parts, weight))
-            total = term if total is None else torch.ops.aten.add.Tensor(total, term)
-        self.graph.output(((total.node if total is not None else None), *(r.node for r in results)))
-        gm = fx.GraphModule({}, self.graph)
-        with self.mode:
-            for node in self.graph.nodes:
-                if node.op == "call_function" and "val" not in node.meta:
-                    node.meta["val"] = node.target(*map_arg(node.args, lambda n: n.meta["val"]))
-        return gm
+def _placeholders(graph: fx.Graph, values: Sequence[object]) -> list[fx.Proxy]:
+    tracer = GraphAppendingTracer(graph)
+    return [fx.Proxy(graph.placeholder(f"x{i}"), tracer) for i in range(len(values))]
 
 
-def _whole(node: fx.Node, layout: Layout) -> Layout:
-    return Replicated()
-
-
-def _flat(value: Any) -> list[torch.Tensor]:
-    return [v for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-
-
-def _floats(values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [value for value in values if is_float(value)]
-
-
-def _is_complex(proxy: fx.Proxy) -> bool:
-    return proxy.node.meta["val"].is_complex()
+def _weighted(results: Sequence[Any], expected: Sequence[torch.Tensor], weights: Sequence[fx.Proxy]) -> fx.Node | None:
+    """The sum of the real and complex results, each times its weights; None where there are none of them."""
+    floats = [(r, value) for r, value in zip(results, expected, strict=True) if is_inexact(value)]
+    total = None
+    for (r, value), weight in zip(floats, weights, strict=True):
+        parts = aten.view_as_real.default(aten.resolve_conj.default(r)) if value.is_complex() else r
+        term = aten.sum.default(aten.mul.Tensor(parts, weight))
+        total = term if total is None else aten.add.Tensor(total, term)
+    return None if total is None else total.node
 
 
 def _parts(value: torch.Tensor) -> torch.Tensor:
     """A complex tensor as its real and imaginary parts, any other as it is."""
     return torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-
-
-def _item(result: fx.Proxy, index: int, value: Any) -> fx.Proxy:
-    item = result[index]  # pyright: ignore[reportIndexIssue]  # fx adds Proxy's operators at run time
-    item.node.meta["val"] = value
-    return item
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -17,9 +17,9 @@ from torch.fx.node import map_arg
 from fxrewrite.capture.custom_backward import CustomFunction
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear
-from fxrewrite.spmd.facts import PLACEMENT, layout_of
+from fxrewrite.spmd.facts import PLACEMENT, placement_of
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.layout import Axis, Replicated, Shard
+from fxrewrite.spmd.placement import Axis, Replicate, Shard
 
 __all__ = ["give_true_gradients"]
 
@@ -29,7 +29,7 @@ aten = torch.ops.aten
 def give_true_gradients(edit: Edit, function: CustomFunction, axis: Axis) -> bool:
     """Afterwards the backward body is right whatever it computes; False where no gradient had to be changed for it.
 
-    Its nodes carry layouts where it runs on chunks, and none where it runs whole.
+    Its nodes carry placements where it runs on chunks, and none where it runs whole.
     """
     arrives = [node for index, node in enumerate(function.incoming) if index not in function.non_differentiable]
     incoming = [node for node in arrives if node.users]
@@ -55,7 +55,7 @@ def _multiply_outgoing(edit: Edit, axis: Axis) -> None:
 
     def multiplied(node: fx.Node) -> fx.Node:
         if node not in made:
-            is_whole = layout_of(node) == Replicated()
+            is_whole = placement_of(node) == Replicate()
             product = node if is_whole else edit.call(aten.mul.Tensor, (node, axis.size), before=output)
             made[node] = node if is_whole else _like(edit, product, node)
         return made[node]

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.spmd.layout import Layout
+from fxrewrite.spmd.placement import Placement
 
 __all__ = ["declare_virtual", "placement_of_virtual"]
 
-Placement: TypeAlias = "Layout | tuple[Layout, ...]"
-PlacementRule: TypeAlias = "Callable[[Sequence[Any], Sequence[Layout]], Placement]"
+ResultPlacement: TypeAlias = "Placement | tuple[Placement, ...]"
+PlacementRule: TypeAlias = "Callable[[Sequence[Any], Sequence[Placement]], ResultPlacement]"
 Function: TypeAlias = Callable[..., Any]
 _PLACEMENTS: dict[Function, PlacementRule] = {}
 
@@ -38,7 +38,7 @@ def declare_virtual(
     return declare
 
 
-def placement_of_virtual(node: fx.Node, placements: Sequence[Layout]) -> Placement | None:
+def placement_of_virtual(node: fx.Node, placements: Sequence[Placement]) -> ResultPlacement | None:
     """How ranks hold what a virtual operator gives; None where its layout rule says it, and for other operators."""
     placement = _PLACEMENTS.get(node.target)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return None if placement is None else placement(node.args, placements)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from fxrewrite.testing.fake_mesh import fake_mesh as fake_mesh
     from fxrewrite.testing.ranks import RankRun as RankRun, run_on_ranks as run_on_ranks
     from fxrewrite.testing.recorder import Recorder as Recorder, recorded as recorded
+    from fxrewrite.testing.simulate import Simulated as Simulated, simulate as simulate
     from fxrewrite.testing.snapshot import FxTextExtension as FxTextExtension
 
 

@@ -23,7 +23,7 @@ from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import bodies_of_communicating, differentiating, key
 from fxrewrite.spmd.group import axis_rank, positions_of
 from fxrewrite.spmd.input_placements import Placements, input_placements
-from fxrewrite.spmd.layout import Layout, Replicated, Shard, as_layout, check_num_ranks
+from fxrewrite.spmd.placement import Placement, Replicate, Shard, as_placement, check_num_ranks
 
 __all__ = ["RankRun", "run_on_ranks"]
 
@@ -94,8 +94,8 @@ def run_on_ranks(
     cuts: list[_Cut | None] = [None] * len(inputs)
     stated = dict(enumerate(input_placements(gm))) if placements is None else placements
     for index, placed in stated.items():
-        of_axes = {axis: as_layout(placement) for axis, placement in placed.items()}
-        if all(layout == Replicated() for layout in of_axes.values()):
+        of_axes = {axis: as_placement(placement) for axis, placement in placed.items()}
+        if all(placement == Replicate() for placement in of_axes.values()):
             continue
         if not isinstance(ranks, DeviceMesh):
             raise FxRewriteError(
@@ -115,23 +115,25 @@ def run_on_ranks(
 class _Cut:
     """How an input is cut for the ranks of a mesh: for each rank the entries of every dimension that it holds."""
 
-    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Layout]) -> None:
+    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Placement]) -> None:
         self._shape = whole.shape
         self._entries: list[list[torch.Tensor]] = []
         names = mesh.mesh_dim_names or ()
         for rank in range(mesh.size()):
             (at,) = (mesh.mesh == rank).nonzero().tolist()
             entries = [torch.arange(size) for size in whole.shape]
-            for axis, layout in placements.items():
-                if layout == Replicated():
+            for axis, placement in placements.items():
+                if placement == Replicate():
                     continue
-                if axis not in names or not isinstance(layout, Shard) or layout.uneven:
-                    raise FxRewriteError(f"an input cannot be placed as {axis}: {layout}; Shard(dim) on {names} can")
-                held, num = entries[layout.dim], mesh.size(names.index(axis))
-                if len(held) % (int(layout.outer) * num):
-                    raise FxRewriteError(f"{layout} over {axis}={num} does not divide an input of {list(whole.shape)}")
-                chunks = held.unflatten(0, (int(layout.outer), num, -1))
-                entries[layout.dim] = chunks[:, at[names.index(axis)]].flatten()
+                if axis not in names or not isinstance(placement, Shard) or placement.uneven:
+                    raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
+                held, num = entries[placement.dim], mesh.size(names.index(axis))
+                if len(held) % (int(placement.outer) * num):
+                    raise FxRewriteError(
+                        f"{placement} over {axis}={num} does not divide an input of {list(whole.shape)}"
+                    )
+                chunks = held.unflatten(0, (int(placement.outer), num, -1))
+                entries[placement.dim] = chunks[:, at[names.index(axis)]].flatten()
             self._entries.append(entries)
 
     def chunk(self, whole: torch.Tensor, rank: int) -> torch.Tensor:

@@ -19,11 +19,11 @@ from fxrewrite import ops
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
 from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term, subterms
 from fxrewrite.pattern.text import term_text
-from fxrewrite.pattern.where.facts import NoOtherUsers
+from fxrewrite.pattern.where.facts import Is
 from fxrewrite.verify.calls import NoCallError, emit, signatures
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.sample import TORCH_ERRORS, Binding, Sample
-from fxrewrite.verify.tensors import TensorSpec
+from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["Builder", "FakeMode", "NoSampleError"]
 
@@ -181,13 +181,13 @@ class Builder:
     def _realized(self, name: str, binding: Binding) -> Any:
         if binding is ...:
             return _ABSENT
-        if isinstance(binding, TensorSpec):
+        if isinstance(binding, InputSpec):
             return self._input(name, binding)
         if isinstance(binding, list):
-            return [self._input(f"{name}_{i}", b) if isinstance(b, TensorSpec) else b for i, b in enumerate(binding)]
+            return [self._input(f"{name}_{i}", b) if isinstance(b, InputSpec) else b for i, b in enumerate(binding)]
         return binding
 
-    def _input(self, name: str, spec: TensorSpec) -> fx.Node:
+    def _input(self, name: str, spec: InputSpec) -> fx.Node:
         graph = self._graph
         first = next(iter(graph.nodes), None)
         after = self._last_input
@@ -212,7 +212,7 @@ class Builder:
         if self._guesses is None:
             return
         for constraint in self._guesses.pattern.where:
-            if isinstance(constraint, NoOtherUsers):
+            if isinstance(constraint, Is) and constraint.asked == "no_other_users":
                 continue  # its users do not exist yet
             suffixes = {name.partition("@")[2] for name in names if name.partition("@")[0] in constraint.names}
             for suffix in suffixes:
@@ -234,7 +234,7 @@ class Builder:
         inputs: set[str] = set()
         for node in self._graph.nodes:
             if node.op == "placeholder":
-                spec: TensorSpec = node.meta["spec"]
+                spec: InputSpec = node.meta["spec"]
                 name = str(node.target)
                 while name in inputs:  # the input of a sibling's `w@1` may collide with the capture `w_1`
                     name += "_"

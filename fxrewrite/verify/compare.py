@@ -27,7 +27,7 @@ import torch
 
 from fxrewrite.verify.observe import Observation
 
-__all__ = ["Difference", "Kind", "Promise", "compare", "compare_gradients"]
+__all__ = ["Difference", "Kind", "RulePromise", "compare", "compare_gradients"]
 
 Kind: TypeAlias = Literal[
     "value",
@@ -72,7 +72,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Promise:
+class RulePromise:
     """What a rule promises, and whether it keeps strides; `tolerance` replaces the bound of the table."""
 
     numerics: str = "exact"
@@ -92,7 +92,7 @@ class Promise:
 
 
 def compare(
-    before: Observation, after: Observation, promise: Promise, inputs: Sequence[torch.Tensor], magnitude: float
+    before: Observation, after: Observation, promise: RulePromise, inputs: Sequence[torch.Tensor], magnitude: float
 ) -> list[Difference]:
     """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew."""
     # If the original raises, the rewritten graph must raise too, but need not raise the same error.
@@ -128,7 +128,7 @@ def _compare_one(
     index: int,
     was: Any,
     is_now: Any,
-    promise: Promise,
+    promise: RulePromise,
     inputs: Sequence[torch.Tensor],
     magnitude: float,
     comparable: bool,
@@ -194,7 +194,7 @@ def compare_gradients(
     before: Sequence[torch.Tensor | None] | Exception | None,
     after: Sequence[torch.Tensor | None] | Exception | None,
     names: Sequence[str],
-    promise: Promise,
+    promise: RulePromise,
     magnitude: float,
 ) -> list[Difference]:
     """Returns differences between gradients; none if the original has no gradients."""

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from fxrewrite.verify.tensors import Contents, Layout, TensorSpec
+from fxrewrite.verify.tensors import Contents, InputSpec, MemoryLayout
 
 __all__ = ["Domain", "Draw", "Sampler"]
 
@@ -42,7 +42,7 @@ class Draw:
         dtypes: all dtypes that are tested.
         most: upper limit of sizes, except for one long dimension in every fifth sample; to shrink a counterexample, it
             is drawn again with a small limit.
-        contents: what most tensors of this sample contain; see `TensorSpec.contents`.
+        contents: what most tensors of this sample contain; see `InputSpec.contents`.
     """
 
     def __init__(
@@ -98,12 +98,12 @@ class Draw:
         """Draws one of the options."""
         return self.rng.choice(options)
 
-    def spec(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, is_param: bool = False) -> TensorSpec:
+    def spec(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, is_param: bool = False) -> InputSpec:
         """Draws a tensor of this shape in any memory layout, as a spec."""
-        layouts: list[Layout] = ["contiguous", "contiguous", "contiguous", "transposed", "expanded"]
+        layouts: list[MemoryLayout] = ["contiguous", "contiguous", "contiguous", "transposed", "expanded"]
         layout, seed = self.rng.choice(layouts), self.rng.getrandbits(32)
         contents: Contents = self.contents if self.flag(0.8) or self.contents == "special" else "normal"
-        return TensorSpec(tuple(shape), dtype or self.dtype, layout, contents, seed, is_param=is_param)
+        return InputSpec(tuple(shape), dtype or self.dtype, layout, contents, seed, is_param=is_param)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Draws a tensor of this shape with any entries and memory layout; by default with the sample's dtype."""

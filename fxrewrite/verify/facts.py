@@ -9,11 +9,11 @@ import torch
 
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import LiteralValue
-from fxrewrite.pattern.where.facts import Dtype, IsParam, Same, ShapeEq
+from fxrewrite.pattern.where.facts import Dtype, Is, Same, ShapeEq
 from fxrewrite.pattern.where.numbers import RankOf, Relation
 from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.literals import numbers_in
-from fxrewrite.verify.tensors import TensorSpec
+from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["Facts"]
 
@@ -43,7 +43,7 @@ class Facts:
                 self._same_dtype.append(constraint.names)
             elif isinstance(constraint, ShapeEq):
                 self._same_shape.append(constraint.names)
-            elif isinstance(constraint, IsParam):
+            elif isinstance(constraint, Is) and constraint.asked == "is_param":
                 self._params.add(constraint.name)
             elif isinstance(constraint, Relation):
                 self._read_rank(constraint)
@@ -63,7 +63,7 @@ class Facts:
 
     def tensor(
         self, name: str, context: Sequence[torch.Tensor], bound: Mapping[str, Any], draw: Draw, attempt: int
-    ) -> TensorSpec:
+    ) -> InputSpec:
         """Guesses the tensor that is captured as `name`, for a call with these other tensors.
 
         Args:
@@ -89,9 +89,9 @@ class Facts:
             return draw.choice(*draw.dtypes)
         return draw.choice(*_ALSO) if attempt > 3 and draw.flag(0.4) else draw.dtype
 
-    def _partner(self, name: str, groups: Sequence[tuple[str, ...]], bound: Mapping[str, Any]) -> TensorSpec | None:
+    def _partner(self, name: str, groups: Sequence[tuple[str, ...]], bound: Mapping[str, Any]) -> InputSpec | None:
         names = (other for group in groups if name in group for other in group)
-        return next((bound[other] for other in names if isinstance(bound.get(other), TensorSpec)), None)
+        return next((bound[other] for other in names if isinstance(bound.get(other), InputSpec)), None)
 
 
 def _shape(rank: int | None, context: Sequence[torch.Tensor], draw: Draw) -> tuple[int, ...]:

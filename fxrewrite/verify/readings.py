@@ -12,11 +12,11 @@ from fxrewrite.pattern.terms import Capture, Chain, Either, ListOf, Maybe, Op, S
 from fxrewrite.pattern.text import term_text
 from fxrewrite.verify.calls import first_name
 
-__all__ = ["Alternative", "Choose", "Reading", "Site", "read", "sites"]
+__all__ = ["Alternative", "ChoiceSite", "Choose", "Reading", "read", "sites"]
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ChoiceSite:
     """A choice in a pattern; equal terms are one site, wherever they occur."""
 
     text: str
@@ -27,14 +27,14 @@ class Site:
 class Alternative:
     """One option of one site."""
 
-    site: Site
+    site: ChoiceSite
     option: int
 
     def __str__(self) -> str:
         return f"{self.site.text}: {self.site.options[self.option]}"
 
 
-Choose: TypeAlias = Callable[[Site], int]
+Choose: TypeAlias = Callable[[ChoiceSite], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +52,25 @@ class Reading:
     siblings: str = ""
 
 
-def sites(pattern: Pattern) -> tuple[Site, ...]:
+def sites(pattern: Pattern) -> tuple[ChoiceSite, ...]:
     """Returns all sites of the pattern."""
     found = (site for output in pattern.outputs for term in subterms(output) for site in _sites_at(term))
     return tuple(dict.fromkeys(found))
 
 
-def _sites_at(term: Term) -> Iterator[Site]:
+def _sites_at(term: Term) -> Iterator[ChoiceSite]:
     text = term_text(term)
     if isinstance(term, Maybe):
-        yield Site(text, ("taken", "left out"))
+        yield ChoiceSite(text, ("taken", "left out"))
     elif isinstance(term, Either):
-        yield Site(text, tuple(map(term_text, term.options)))
+        yield ChoiceSite(text, tuple(map(term_text, term.options)))
     elif isinstance(term, Chain):
-        yield Site(text, tuple(f"{count} operators" for count in range(term.least, term.most + 1)))
-        yield Site(f"operator of {text}", term.keys)
+        yield ChoiceSite(text, tuple(f"{count} operators" for count in range(term.least, term.most + 1)))
+        yield ChoiceSite(f"operator of {text}", term.keys)
     elif isinstance(term, Siblings):
-        yield Site(text, (f"{term.least} siblings", f"{term.least + 1} siblings"))
+        yield ChoiceSite(text, (f"{term.least} siblings", f"{term.least + 1} siblings"))
     elif isinstance(term, Op) and _commutes(term):
-        yield Site(text, ("as written", "operands swapped"))
+        yield ChoiceSite(text, ("as written", "operands swapped"))
 
 
 def _commutes(term: Op) -> bool:
@@ -84,7 +84,7 @@ def read(pattern: Pattern, choose: Choose) -> Reading:
     """Returns the reading in which `choose` decides every site that it reaches."""
     chosen: dict[Alternative, None] = {}
 
-    def decide(site: Site) -> int:
+    def decide(site: ChoiceSite) -> int:
         option = choose(site)
         chosen[Alternative(site, option)] = None
         return option

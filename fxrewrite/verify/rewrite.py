@@ -19,16 +19,16 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
-from fxrewrite.verify.compare import Promise
+from fxrewrite.verify.compare import RulePromise
 from fxrewrite.verify.draw import Domain, Draw, Sampler
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner
-from fxrewrite.verify.readings import Alternative, Site, read, sites
+from fxrewrite.verify.readings import Alternative, ChoiceSite, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
-from fxrewrite.verify.tensors import TensorSpec
+from fxrewrite.verify.tensors import InputSpec
 from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
 
@@ -103,7 +103,7 @@ def verify_rewrite(
     trials = Trials(
         pattern,
         rewrite,
-        Promise(numerics, rng, shapes, strides, tolerance),
+        RulePromise(numerics, rng, shapes, strides, tolerance),
         grad,
         terminates,
         run,
@@ -180,7 +180,7 @@ class _Search:
             sizes=self.facts.sizes,
         )
 
-        def choose(site: Site) -> int:
+        def choose(site: ChoiceSite) -> int:
             options = [Alternative(site, option) for option in range(len(site.options))]
             weights = [self.met[option] + self.proposed[option] / _PROPOSALS + draw.rng.random() for option in options]
             return weights.index(min(weights))
@@ -213,7 +213,7 @@ class _Search:
             return value
         is_param = any(c.kind == "param" for c in self.trials.pattern.captures if c.name == name.partition("@")[0])
         is_param = is_param or self.facts.is_param(name)
-        return TensorSpec(tuple(value.shape), value.dtype, data=value, is_given=True, is_param=is_param)
+        return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True, is_param=is_param)
 
     def _count(self, trial: Trial, chosen: tuple[Alternative, ...]) -> None:
         self.proposed.update(chosen)

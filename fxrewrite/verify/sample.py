@@ -10,12 +10,12 @@ import torch
 
 from fxrewrite.verify.calls import Form
 from fxrewrite.verify.readings import Reading
-from fxrewrite.verify.tensors import Contents, TensorSpec
+from fxrewrite.verify.tensors import Contents, InputSpec
 
 __all__ = ["TORCH_ERRORS", "Binding", "Sample"]
 
 Binding: TypeAlias = Any
-"""A TensorSpec, a list of these, a Python value, or `...` for the operator's default."""
+"""A InputSpec, a list of these, a Python value, or `...` for the operator's default."""
 TORCH_ERRORS = (
     RuntimeError,
     TypeError,
@@ -56,7 +56,7 @@ class Sample:
         """Returns the same entries in other dtypes; a captured dtype that an input has changes with it."""
         had = {spec.dtype for _, spec in self.specs()}
 
-        def converted(spec: TensorSpec) -> TensorSpec:
+        def converted(spec: InputSpec) -> InputSpec:
             if spec.dtype not in finer:
                 return spec
             entries = spec.tensor().to(finer[spec.dtype])
@@ -70,7 +70,7 @@ class Sample:
     def in_dtype(self, dtype: torch.dtype) -> Sample:
         """Returns the sample drawn in one floating-point dtype, except tensors that a sampler gave."""
 
-        def converted(spec: TensorSpec) -> TensorSpec:
+        def converted(spec: InputSpec) -> InputSpec:
             return replace(spec, dtype=dtype) if spec.dtype.is_floating_point and not spec.is_given else spec
 
         return self._with_specs(converted)
@@ -78,23 +78,23 @@ class Sample:
     def plain(self, contents: Contents) -> Sample:
         """Returns the sample with contiguous inputs and other entries, except tensors that a sampler gave."""
 
-        def made_plain(spec: TensorSpec) -> TensorSpec:
+        def made_plain(spec: InputSpec) -> InputSpec:
             return spec if spec.is_given else replace(spec, layout="contiguous", contents=contents)
 
         return self._with_specs(made_plain)
 
-    def _with_specs(self, change: Callable[[TensorSpec], TensorSpec]) -> Sample:
+    def _with_specs(self, change: Callable[[InputSpec], InputSpec]) -> Sample:
         def changed(binding: Binding) -> Binding:
             if isinstance(binding, list):
                 return [changed(item) for item in binding]
-            return change(binding) if isinstance(binding, TensorSpec) else binding
+            return change(binding) if isinstance(binding, InputSpec) else binding
 
         return replace(self, bindings={name: changed(binding) for name, binding in self.bindings.items()})
 
-    def specs(self) -> Iterator[tuple[str, TensorSpec]]:
+    def specs(self) -> Iterator[tuple[str, InputSpec]]:
         """Yields the names of the graph's inputs, in order, with their specs."""
         for name, binding in self.bindings.items():
-            if isinstance(binding, TensorSpec):
+            if isinstance(binding, InputSpec):
                 yield name, binding
             elif isinstance(binding, list):
-                yield from ((f"{name}_{i}", spec) for i, spec in enumerate(binding) if isinstance(spec, TensorSpec))
+                yield from ((f"{name}_{i}", spec) for i, spec in enumerate(binding) if isinstance(spec, InputSpec))

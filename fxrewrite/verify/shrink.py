@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fxrewrite.verify.sample import Sample
-from fxrewrite.verify.tensors import Contents, TensorSpec
+from fxrewrite.verify.tensors import Contents, InputSpec
 
 __all__ = ["shrunk"]
 
@@ -51,17 +51,17 @@ def _smaller(sample: Sample) -> Iterator[Sample]:
     for name, spec in _free_specs(sample):
         yield from (sample.with_binding(name, simpler) for simpler in _simpler_spec(spec))
     for name, value in sample.bindings.items():
-        if isinstance(value, list) and len(value) > 1 and isinstance(value[0], TensorSpec):
+        if isinstance(value, list) and len(value) > 1 and isinstance(value[0], InputSpec):
             yield sample.with_binding(name, value[:-1])
-        elif not isinstance(value, TensorSpec) and value is not ...:
+        elif not isinstance(value, InputSpec) and value is not ...:
             if "." in name:  # the pattern ignores it: try the operator's default
                 yield sample.with_binding(name, ...)
             yield from (sample.with_binding(name, simpler) for simpler in _simpler_literal(value))
 
 
-def _free_specs(sample: Sample) -> Iterator[tuple[str, TensorSpec]]:
+def _free_specs(sample: Sample) -> Iterator[tuple[str, InputSpec]]:
     for name, value in sample.bindings.items():
-        if isinstance(value, TensorSpec) and not value.is_given:
+        if isinstance(value, InputSpec) and not value.is_given:
             yield name, value
 
 
@@ -76,7 +76,7 @@ def _with_sizes(sample: Sample) -> Iterator[Sample]:
     ranks = {len(spec.shape) for _, spec in _free_specs(sample)}
     if len(ranks) == 1 and min(ranks) > 0:
         dropped = {
-            name: _reshaped(value, value.shape[1:]) if isinstance(value, TensorSpec) and not value.is_given else value
+            name: _reshaped(value, value.shape[1:]) if isinstance(value, InputSpec) and not value.is_given else value
             for name, value in sample.bindings.items()
         }
         yield replace(sample, bindings=dropped)
@@ -90,14 +90,14 @@ def _with_sizes(sample: Sample) -> Iterator[Sample]:
 
 
 def _resized(value: Any, size: int, smaller: int) -> Any:
-    if isinstance(value, TensorSpec):
+    if isinstance(value, InputSpec):
         return value if value.is_given else _reshaped(value, tuple(smaller if n == size else n for n in value.shape))
     if isinstance(value, list):
         return [_resized(item, size, smaller) for item in value]
     return smaller if type(value) is int and value == size else value
 
 
-def _reshaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+def _reshaped(spec: InputSpec, shape: tuple[int, ...]) -> InputSpec:
     if spec.data is None:
         return replace(spec, shape=shape)
     entries = spec.data.flatten()
@@ -107,13 +107,13 @@ def _reshaped(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     return replace(spec, shape=shape, data=entries.repeat(max(repeats, 1))[: math.prod(shape)].reshape(shape))
 
 
-def _with_contents(spec: TensorSpec, contents: Contents) -> TensorSpec:
+def _with_contents(spec: InputSpec, contents: Contents) -> InputSpec:
     """Returns the spec with these contents, unless its contents are as plain already."""
     is_plain = spec.data is not None or _PLAINER.index(spec.contents) <= _PLAINER.index(contents)
     return spec if is_plain else replace(spec, contents=contents)
 
 
-def _simpler_spec(spec: TensorSpec) -> Iterator[TensorSpec]:
+def _simpler_spec(spec: InputSpec) -> Iterator[InputSpec]:
     if spec.data is None:
         if spec.layout != "contiguous":
             yield replace(spec, layout="contiguous")

@@ -12,7 +12,7 @@ from torch.fx.node import _get_qualified_name
 
 from fxrewrite import ops
 from fxrewrite.verify.compare import Difference
-from fxrewrite.verify.tensors import TensorSpec
+from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["snippet"]
 
@@ -52,7 +52,7 @@ def snippet(
     title: str,
     before: fx.GraphModule,
     after: fx.GraphModule,
-    inputs: Sequence[tuple[str, TensorSpec]],
+    inputs: Sequence[tuple[str, InputSpec]],
     difference: Difference,
     imports: Sequence[str] = (),
 ) -> str:

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Contents", "Layout", "TensorSpec", "stride_of"]
+__all__ = ["Contents", "InputSpec", "MemoryLayout", "stride_of"]
 
-Layout = Literal["contiguous", "transposed", "expanded"]
+MemoryLayout = Literal["contiguous", "transposed", "expanded"]
 Contents = Literal["normal", "special", "integers", "ones", "zeros", "hundreds", "ten_thousands", "far_from_zero"]
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0)
 _LARGE: dict[Contents, tuple[float, float]] = {
@@ -24,7 +24,7 @@ minus a squared mean cancels in float32 if the mean is large.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorSpec:
+class InputSpec:
     """One tensor that can be made repeatedly, with the same entries in every process.
 
     Attributes:
@@ -42,7 +42,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: Layout = "contiguous"
+    layout: MemoryLayout = "contiguous"
     contents: Contents = "normal"
     seed: int = 0
     data: torch.Tensor | None = None
@@ -69,7 +69,7 @@ class TensorSpec:
         return entries.as_strided(self.shape, self.stride)
 
 
-def stride_of(shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+def stride_of(shape: tuple[int, ...], layout: MemoryLayout) -> tuple[int, ...]:
     """Returns the strides of a memory layout."""
     sizes = list(shape)
     if layout == "transposed" and len(sizes) > 1:

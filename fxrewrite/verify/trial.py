@@ -17,7 +17,7 @@ from fxrewrite.match.explain import explain
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
-from fxrewrite.verify.compare import Difference, Kind, Promise, compare, compare_gradients
+from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Observation, Runner, cotangents, gradients, largest_value, observe, run_here
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
@@ -80,7 +80,7 @@ class Trials:
 
     pattern: Pattern
     rewrite: Rewrite
-    promise: Promise
+    promise: RulePromise
     grad: bool
     terminates: bool
     run: Runner | None

@@ -56,6 +56,11 @@ _MOST_ENTRIES = 1 << 24
 bounds of all tiles."""
 
 
+@torch.library.custom_op(
+    "fxrewrite_rules::attention_by_rows",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, Tensor? sinks) -> (Tensor, Tensor)",
+)
 def attention_by_rows(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -63,7 +68,7 @@ def attention_by_rows(
     leaves: Sequence[torch.Tensor],
     mask: str,
     scale: float,
-    sinks: torch.Tensor | None = None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention, and the logsumexp of its scores [B, H, L], which has no gradient; shapes as in this module.
 
@@ -74,23 +79,6 @@ def attention_by_rows(
         scale: factor of the scores.
         sinks: an additional score for each row [B, H, L, 1], of a key whose value is 0; the logsumexp includes it.
     """
-    return ATTENTION_BY_ROWS(q, k, v, leaves, mask, scale, sinks)
-
-
-@torch.library.custom_op(
-    "fxrewrite_rules::attention_by_rows",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, Tensor? sinks) -> (Tensor, Tensor)",
-)
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    leaves: Sequence[torch.Tensor],
-    mask: str,
-    scale: float,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
     out, lse = _results(q, v)
     for rows, runs, part in _blocks(q, k, v, leaves, mask):
         attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale)
@@ -144,7 +132,7 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return out, q.new_full((batch, heads, length), -math.inf, dtype=lse_dtype(q.dtype))
 
 
-@_attend.register_fake
+@attention_by_rows.register_fake
 def _(q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, sinks: Any) -> Any:
     return _results(q, v)
 
@@ -169,7 +157,7 @@ def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
     return (*given, [None] * len(leaves), None, None, to_sinks)
 
 
-_attend.register_autograd(_gradients, setup_context=_save)
+attention_by_rows.register_autograd(_gradients, setup_context=_save)
 ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
 """The registered operator of `attention_by_rows`; graphs call this."""
 

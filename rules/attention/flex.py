@@ -32,7 +32,7 @@ from fxrewrite.ops import bind, fake_value
 from fxrewrite.spmd import is_same_size
 from rules.attention.by_rows import ATTENTION_BY_ROWS
 from rules.attention.flex_operator import FLEX_ATTENTION, flex_arguments
-from rules.masks.expressions import Call, MaskExpression, Term, parse_mask
+from rules.masks.expressions import MaskCall, MaskExpression, Term, parse_mask
 from rules.masks.functions import indices_of, mask_body, score_body
 from rules.masks.kinds import kind_of, name_mask
 from rules.masks.tiles import MASK_TILES, NUM_TILE_TENSORS
@@ -75,7 +75,7 @@ def _is_bool(mask: MaskExpression, leaves: Sequence[fx.Node]) -> bool:
 
 
 def _numbers(term: Term) -> Iterator[float]:
-    if isinstance(term, Call):
+    if isinstance(term, MaskCall):
         for arg in term.args:
             yield from _numbers(arg)
     elif isinstance(term, (int, float)):

@@ -35,7 +35,7 @@ from torch import fx
 
 from fxrewrite import Literal, Match, RuleSet, cap, either, op, shared, where
 from fxrewrite.ops import bind, key, value
-from fxrewrite.spmd import PLACEMENT, Size, is_same_size, layout_of
+from fxrewrite.spmd import PLACEMENT, Size, is_same_size, placement_of
 from rules.attention.operator import attend_with, attention_rule
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _(match: Match, q: Any, k: Any, v: Any) -> Any:
     """attention(q, repeat_kv(k), repeat_kv(v), mask)"""
     k, v = (aten.repeat_interleave(x, value(q.node).shape[-3] // value(x.node).shape[-3], -3) for x in (k, v))
     attended = attend_with(match, key=k, value=v, enable_gqa=False)
-    match.edit.set_fact(attended.node, PLACEMENT, layout_of(match.root))  # says whose numbers dropout draws
+    match.edit.set_fact(attended.node, PLACEMENT, placement_of(match.root))  # says whose numbers dropout draws
     return attended
 
 

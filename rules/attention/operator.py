@@ -1,4 +1,4 @@
-"""Attention is one graph operator, whichever way a model writes it: rules and layouts match only this one.
+"""Attention is one graph operator, whichever way a model writes it: rules and placements match only this one.
 
     scaled_dot_product_attention(q, k, v, mask, ...)  ->  attention(q, k, v, mask, ...)                  RAISE_ATTENTION
     attention(q, k, v, mask, ...)                     ->  scaled_dot_product_attention(q, k, v, mask, ...)
@@ -32,7 +32,7 @@ from torch import fx
 
 from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd import PLACEMENT, LayoutRule, attention_operations, declare_product, layout_of
+from fxrewrite.spmd import PLACEMENT, LayoutRule, attention_operations, declare_product, placement_of
 from rules.layouts.attention import attention as attention_layout
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_caus
     """scaled_dot_product_attention(q, k, v, mask, ...)"""
     options = {"enable_gqa": True} if match["enable_gqa"] else {}
     made = aten.scaled_dot_product_attention(q, k, v, mask, dropout_p, is_causal, scale=scale, **options)
-    match.edit.set_fact(made.node, PLACEMENT, layout_of(match.root))  # dropout draws by this placement
+    match.edit.set_fact(made.node, PLACEMENT, placement_of(match.root))  # dropout draws by this placement
     return made
 
 

@@ -172,7 +172,7 @@ def _new_to(name: str, *values: str) -> Rule:
         """a tensor of the size, with the dtype and device of x"""
         args, like = bind(match.root), fake_value(match["x"])
         if args["layout"] not in (None, torch.strided):
-            refuse(f"its layout is {args['layout']}", hint="the call is left unchanged")
+            refuse(f"its placement is {args['placement']}", hint="the call is left unchanged")
         return match.call(
             getattr(torch.ops.aten, name).default,
             args["size"],

@@ -59,7 +59,7 @@ class _Cut:
     """The operators after the slice, in order, each with the dimension of its result that holds the entries."""
 
     @property
-    def layout(self) -> Shard:
+    def placement(self) -> Shard:
         """The dimension of the last value of the chain that holds the entries, written as a placement."""
         return self.chain[-1][1] if self.chain else Shard(_dim(self.slice), uneven=True)
 
@@ -86,9 +86,9 @@ def _cuts_above(node: fx.Node) -> Iterator[_Cut]:
     call = Call.of(node)
     for position, operand in enumerate(call.operands):
         for cut in _cuts_above(operand):
-            layout = _below(call, position, cut.layout)
-            if layout is not None:
-                yield replace(cut, chain=(*cut.chain, (node, layout)))
+            placement = _below(call, position, cut.placement)
+            if placement is not None:
+                yield replace(cut, chain=(*cut.chain, (node, placement)))
 
 
 def _cut_off(node: fx.Node) -> tuple[int, int] | None:
@@ -107,7 +107,7 @@ def _dim(cut: fx.Node) -> int:
     return bind(cut)["dim"] % fake_value(cut).dim()
 
 
-def _below(call: Call, position: int, layout: Shard) -> Shard | None:
+def _below(call: Call, position: int, placement: Shard) -> Shard | None:
     """Returns where an operand's entries are in the result of a call; None if the call does not keep them apart."""
     rule = LAYOUTS.get(call.key)
     if rule is None or call.reads_sizes or (rule.shape_arg and call.key != "aten::reshape"):
@@ -115,18 +115,18 @@ def _below(call: Call, position: int, layout: Shard) -> Shard | None:
     indices = rule.map(call)
     if indices is None or len(indices.results) != 1:
         return None
-    part = indices.locate(indices.operands[position], layout)
+    part = indices.locate(indices.operands[position], placement)
     if part is None or part.index in indices.whole:
         return None
     if any(indices.has(terms, part.index) for at, terms in enumerate(indices.operands) if at != position):
         return None  # another operand would have to be sliced as well
-    below = indices.layout(indices.results[0], part)
+    below = indices.placement(indices.results[0], part)
     return below if isinstance(below, Shard) else None
 
 
 def _cut_of(logits: fx.Node) -> _Cut | None:
     """Returns the nearest slice of rows of the logits, `[N, V]` or `[B, V, ...]`."""
-    return next((cut for cut in _cuts_above(logits) if cut.layout.dim != 1), None)
+    return next((cut for cut in _cuts_above(logits) if cut.placement.dim != 1), None)
 
 
 @where.predicate("logits", "target", "root", text="is_of_a_cut")
@@ -172,12 +172,12 @@ def _uncut(match: Match, cut: _Cut, rule: str) -> fx.Node:
     """Repeats the chain on the value before the slice."""
     made = {cut.slice: cut.whole}
     value = cut.whole
-    for node, layout in cut.chain:
+    for node, placement in cut.chain:
         args: Any = map_arg(node.args, lambda n: made.get(n, n))
         kwargs: Any = map_arg(node.kwargs, lambda n: made.get(n, n))
-        if key(node) == "aten::reshape" and args[1][layout.dim] != -1:
-            size = size_proxy(match, layout.outer * cut.num_whole * layout.inner)
-            args = args[0], [*args[1][: layout.dim], getattr(size, "node", size), *args[1][layout.dim + 1 :]]
+        if key(node) == "aten::reshape" and args[1][placement.dim] != -1:
+            size = size_proxy(match, placement.outer * cut.num_whole * placement.inner)
+            args = args[0], [*args[1][: placement.dim], getattr(size, "node", size), *args[1][placement.dim + 1 :]]
         value = made[node] = match.edit.call(node.target, args, kwargs, before=match.root, like=node, rule=rule)
     return value
 
@@ -188,7 +188,7 @@ class _Tokens:
     def __init__(self, match: Match, cut: _Cut) -> None:
         self._match, self._cut = match, cut
         self._shape = fake_value(match["target"]).shape
-        self._dim = max(0, cut.layout.dim - 1)  # one less than in the logits, whose dimension 1 has the classes
+        self._dim = max(0, cut.placement.dim - 1)  # one less than in the logits, whose dimension 1 has the classes
 
     def padded(self, targets: Any) -> Any:
         """Returns the targets, with ignored ones where the slice removed logits."""
@@ -205,10 +205,10 @@ class _Tokens:
         return aten.reshape(kept, self._joined(left))
 
     def _runs(self, entries: Size) -> list[Any]:
-        return self._with(self._cut.layout.outer, entries, self._cut.layout.inner)
+        return self._with(self._cut.placement.outer, entries, self._cut.placement.inner)
 
     def _joined(self, entries: Size) -> list[Any]:
-        return self._with(self._cut.layout.outer * entries * self._cut.layout.inner)
+        return self._with(self._cut.placement.outer * entries * self._cut.placement.inner)
 
     def _with(self, *sizes: Size) -> list[Any]:
         shape = *self._shape[: self._dim], *sizes, *self._shape[self._dim + 1 :]

@@ -24,8 +24,8 @@ aten = torch.ops.aten
 def _is_held_on(dim: int) -> Constraint:
     @where.predicate("w", text=f"is_held_on[{dim}]")
     def is_held(w: fx.Node) -> bool:
-        layout = held_as(w)
-        return isinstance(layout, Shard) and layout.dim == dim
+        placement = held_as(w)
+        return isinstance(placement, Shard) and placement.dim == dim
 
     return is_held
 

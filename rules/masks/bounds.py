@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rules.masks.expressions import POINTWISE, Call, Leaf, MaskExpression, Term
+from rules.masks.expressions import POINTWISE, Leaf, MaskCall, MaskExpression, Term
 
 __all__ = ["Bounds", "dtype_range", "mask_bounds", "term_bounds"]
 
@@ -56,11 +56,11 @@ def _of_runs(leaf: Bounds, dim: int, size: int) -> Bounds:
     return _without_nan(low.amin(dim), high.amax(dim))
 
 
-def term_bounds(term: Term, leaves: Sequence[Bounds], known: dict[Call, Bounds]) -> Bounds:
+def term_bounds(term: Term, leaves: Sequence[Bounds], known: dict[MaskCall, Bounds]) -> Bounds:
     """Returns the bounds of a term, given those of its leaves; adds the bounds of its subterms to `known`."""
     if isinstance(term, Leaf):
         return leaves[term.index]
-    if not isinstance(term, Call):
+    if not isinstance(term, MaskCall):
         return term, term
     if term not in known:
         operands = [term_bounds(arg, leaves, known) for arg in term.args]

@@ -27,7 +27,7 @@ from fxrewrite.graph import ClosedValues, LargeValueError, OpenValueError, expre
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import is_same_size
 from rules.attention.operator import sdpa_rule
-from rules.masks.expressions import Call, Leaf, Term, parse_mask
+from rules.masks.expressions import Leaf, MaskCall, Term, parse_mask
 from rules.masks.positions import LONGEST, leaves_of
 from rules.masks.proofs import MOST_ENTRIES, above_diagonal, is_true_everywhere, is_true_within, up_to_diagonal
 from rules.masks.reading import ReadMask, read_mask
@@ -103,7 +103,7 @@ def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
     term, num_leaves = (Leaf(0), 1) if isinstance(read, str) else (parse_mask(read.text).term, len(read.places))
     kept, hidden = _kept_and_hidden(term, fake_value(mask).dtype)
     sides = Leaf(num_leaves), Leaf(num_leaves + 1)
-    is_causal = Call("where", (Call("le", sides), kept, hidden))
+    is_causal = MaskCall("where", (MaskCall("le", sides), kept, hidden))
     left: dict[Meaning, Term] = dict(zip(_MEANINGS, (is_causal, kept), strict=True))
     symbols = symbols_of(length)
     for at in _LENGTHS if symbols else (0,):
@@ -128,8 +128,8 @@ def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
 def _kept_and_hidden(term: Term, dtype: torch.dtype) -> tuple[Term, Term]:
     """Returns terms for "this entry keeps its key" and "it hides it"; an entry with another value does neither."""
     if dtype == torch.bool:
-        return term, Call("bitwise_not", (term,))
-    return Call("eq", (term, 0.0)), Call("le", (term, torch.finfo(dtype).min / 2))
+        return term, MaskCall("bitwise_not", (term,))
+    return MaskCall("eq", (term, 0.0)), MaskCall("le", (term, torch.finfo(dtype).min / 2))
 
 
 def _read(meaning: Meaning) -> Rule:

@@ -27,7 +27,7 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = ["POINTWISE", "Call", "Leaf", "MaskExpression", "Range", "Term", "parse_mask"]
+__all__ = ["POINTWISE", "Leaf", "MaskCall", "MaskExpression", "Range", "Term", "parse_mask"]
 
 aten = torch.ops.aten
 
@@ -64,14 +64,14 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class MaskCall:
     """A pointwise operator, named as in `POINTWISE`, applied to terms."""
 
     name: str
     args: tuple[Term, ...]
 
 
-Term: TypeAlias = "Leaf | Call | float | bool | torch.dtype | None"
+Term: TypeAlias = "Leaf | MaskCall | float | bool | torch.dtype | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,11 @@ class MaskExpression:
         return self.part(given, (0, 1), (0, 1)).dtype
 
 
-def _value(term: Term, leaves: Sequence[torch.Tensor], known: dict[Call, torch.Tensor]) -> Any:
+def _value(term: Term, leaves: Sequence[torch.Tensor], known: dict[MaskCall, torch.Tensor]) -> Any:
     """Evaluates a term. Not a recursive closure: that would keep `known` alive until garbage collection."""
     if isinstance(term, Leaf):
         return leaves[term.index]
-    if not isinstance(term, Call):
+    if not isinstance(term, MaskCall):
         return term
     if term not in known:
         known[term] = POINTWISE[term.name](*(_value(arg, leaves, known) for arg in term.args))
@@ -124,7 +124,7 @@ def parse_mask(text: str) -> MaskExpression:
 def _term(found: ast.expr) -> Term:
     match found:
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in POINTWISE:
-            return Call(name, tuple(map(_term, args)))
+            return MaskCall(name, tuple(map(_term, args)))
         case ast.Name(id="inf"):
             return math.inf
         case ast.Name(id=name) if name[:1] == "x" and name[1:].isdecimal():

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from fxrewrite.spmd import is_same_size
-from rules.masks.expressions import POINTWISE, Call, Leaf, MaskExpression, Term
+from rules.masks.expressions import POINTWISE, Leaf, MaskCall, MaskExpression, Term
 
 __all__ = ["INDICES", "Indices", "indices_of", "mask_body", "score_body"]
 
@@ -70,10 +70,10 @@ class _Writer:
         }
 
     def write(self, term: Term) -> Any:
-        if not isinstance(term, (Call, Leaf)):
+        if not isinstance(term, (MaskCall, Leaf)):
             return term
         if term not in self._known:
-            assert isinstance(term, Call), "all leaves are known"
+            assert isinstance(term, MaskCall), "all leaves are known"
             self._known[term] = self._call(term.name, tuple(map(self.write, term.args)))
         return self._known[term]
 

@@ -23,7 +23,7 @@ from fxrewrite import Edit, Report
 from fxrewrite.graph import ClosedValues, Fact, OpenValueError, symbols_of
 from fxrewrite.ops import bind, fake_value
 from rules.attention.operator import attentions
-from rules.masks.expressions import Call, Leaf, MaskExpression, Term, parse_mask
+from rules.masks.expressions import Leaf, MaskCall, MaskExpression, Term, parse_mask
 from rules.masks.proofs import is_true_everywhere
 from rules.masks.reading import ReadMask, is_dense, read_mask
 
@@ -31,7 +31,7 @@ __all__ = [
     "CAUSAL",
     "MASK_KIND",
     "NOTHING_HIDDEN",
-    "Condition",
+    "MaskCondition",
     "MaskKind",
     "NameMasks",
     "kind_of",
@@ -45,7 +45,7 @@ _LOW = -1e4
 """Numbers up to this one hide a key when they are added to its score."""
 
 
-class Condition(Enum):
+class MaskCondition(Enum):
     """What a part of a mask compares; `{}` in the text is the number of the `MaskPart`."""
 
     CAUSAL = "causal"
@@ -67,7 +67,7 @@ class Condition(Enum):
 class MaskPart:
     """One of the conditions whose conjunction is the mask."""
 
-    condition: Condition
+    condition: MaskCondition
     number: int = 0
     """Number of keys of a window, a chunk or a prefix; 0 for other conditions."""
 
@@ -84,7 +84,7 @@ class MaskKind:
     @property
     def hides_later_keys(self) -> bool:
         """Whether no row keeps a key at a later position."""
-        return any(part.condition is Condition.CAUSAL for part in self.parts)
+        return any(part.condition is MaskCondition.CAUSAL for part in self.parts)
 
     def __str__(self) -> str:
         return " and ".join(map(str, self.parts)) or "nothing hidden"
@@ -92,7 +92,7 @@ class MaskKind:
 
 MASK_KIND = Fact[MaskKind]("mask kind")
 """What a mask means, or the mask that attention has inside."""
-CAUSAL = MaskKind((MaskPart(Condition.CAUSAL),))
+CAUSAL = MaskKind((MaskPart(MaskCondition.CAUSAL),))
 NOTHING_HIDDEN = MaskKind()
 
 
@@ -155,7 +155,7 @@ class _Look:
     def is_everywhere(self, term: Term, kept: Term) -> bool:
         """Whether a part equals `kept`, an expression of columns, `Leaf(0)`, and rows, `Leaf(1)`, in every entry."""
         leaves = [torch.arange(self.num_columns), torch.arange(self.num_rows)[:, None], *self._leaves_of(term)]
-        condition = Call("eq", (_renumbered(term, 2), kept))
+        condition = MaskCall("eq", (_renumbered(term, 2), kept))
         return is_true_everywhere(condition, leaves, self.num_rows, self.num_columns) is True
 
     def _leaves_of(self, term: Term) -> list[torch.Tensor]:
@@ -172,7 +172,7 @@ _NONE = torch.empty(())
 def _renumbered(term: Term, by: int) -> Term:
     if isinstance(term, Leaf):
         return Leaf(term.index + by)
-    return Call(term.name, tuple(_renumbered(arg, by) for arg in term.args)) if isinstance(term, Call) else term
+    return MaskCall(term.name, tuple(_renumbered(arg, by) for arg in term.args)) if isinstance(term, MaskCall) else term
 
 
 def _looks(mask: fx.Node, read: ReadMask) -> Iterator[_Look]:
@@ -184,17 +184,19 @@ def _looks(mask: fx.Node, read: ReadMask) -> Iterator[_Look]:
 def _conjuncts(term: Term) -> list[Term]:
     """Splits a term into conditions that must all hold for a kept key, and biases that are added."""
     match term:
-        case Call("bitwise_and" | "logical_and", (a, b)) | Call("add", (a, b)):
+        case MaskCall("bitwise_and" | "logical_and", (a, b)) | MaskCall("add", (a, b)):
             return [*_conjuncts(a), *_conjuncts(b)]
-        case Call("where", (kept, 0 | Call("full", (0, _)), float() as low)) if low <= _LOW:
+        case MaskCall("where", (kept, 0 | MaskCall("full", (0, _)), float() as low)) if low <= _LOW:
             return _conjuncts(kept)
-        case Call("masked_fill", (base, Call("bitwise_not" | "logical_not", (kept,)), float() as low)) if low <= _LOW:
+        case MaskCall("masked_fill", (base, MaskCall("bitwise_not" | "logical_not", (kept,)), float() as low)) if (
+            low <= _LOW
+        ):
             return [*_conjuncts(base), *_conjuncts(kept)]
-        case Call("masked_fill", (base, hidden, float() as low)) if low <= _LOW:
-            return [*_conjuncts(base), Call("bitwise_not", (hidden,))]
-        case Call("full", (0, _)):
+        case MaskCall("masked_fill", (base, hidden, float() as low)) if low <= _LOW:
+            return [*_conjuncts(base), MaskCall("bitwise_not", (hidden,))]
+        case MaskCall("full", (0, _)):
             return []
-        case Call("to", (x, torch.dtype() as dtype)) if dtype != torch.bool:
+        case MaskCall("to", (x, torch.dtype() as dtype)) if dtype != torch.bool:
             return _conjuncts(x)
         case _:
             return [term]
@@ -205,41 +207,41 @@ def _part(term: Term, read: ReadMask, looks: Sequence[_Look]) -> MaskPart | None
     try:
         ends = [looks[-1].row(term, row) for row in (0, -1)]
         if ends[0].dtype != torch.bool:
-            return MaskPart(Condition.BIAS_OF_POSITIONS)
+            return MaskPart(MaskCondition.BIAS_OF_POSITIONS)
         for condition, row, kept in _CONDITIONS:
             number = int(ends[row].sum())
             if number and all(look.is_everywhere(term, parse_mask(kept.format(n=number)).term) for look in looks):
                 return None if condition is None else MaskPart(condition, number if "{}" in condition.value else 0)
     except OpenValueError:
         return MaskPart(_by_form(term, read))
-    return MaskPart(Condition.POSITIONS)
+    return MaskPart(MaskCondition.POSITIONS)
 
 
 _CONDITIONS = (
     (None, 0, "ge(x0, 0)"),
-    (Condition.CAUSAL, 0, "le(x0, x1)"),
-    (Condition.WINDOW, -1, "gt(x0, sub(x1, {n}))"),
-    (Condition.WINDOW_TO_BOTH_SIDES, 0, "bitwise_and(lt(sub(x0, x1), {n}), lt(sub(x1, x0), {n}))"),
-    (Condition.CHUNKS, 0, "eq(floor_divide(x0, {n}), floor_divide(x1, {n}))"),
-    (Condition.PREFIX, 0, "bitwise_or(le(x0, x1), lt(x0, {n}))"),
+    (MaskCondition.CAUSAL, 0, "le(x0, x1)"),
+    (MaskCondition.WINDOW, -1, "gt(x0, sub(x1, {n}))"),
+    (MaskCondition.WINDOW_TO_BOTH_SIDES, 0, "bitwise_and(lt(sub(x0, x1), {n}), lt(sub(x1, x0), {n}))"),
+    (MaskCondition.CHUNKS, 0, "eq(floor_divide(x0, {n}), floor_divide(x1, {n}))"),
+    (MaskCondition.PREFIX, 0, "bitwise_or(le(x0, x1), lt(x0, {n}))"),
 )
 """Candidates: a meaning, the row whose number of kept columns is `n`, and the condition on columns x0 and rows x1."""
 
 
-def _by_form(term: Term, read: ReadMask) -> Condition:
+def _by_form(term: Term, read: ReadMask) -> MaskCondition:
     """Names a part that depends on data."""
     sides = [{dim for dim in (-2, -1) for number in _leaves(t) if read.has(number, dim)} for t in (term, *_args(term))]
     whole, *operands = sides
     if len(whole) < 2:
-        return Condition.QUERY_PADDING if whole == {-2} else Condition.KEY_PADDING
-    name = term.name if isinstance(term, Call) else ""
+        return MaskCondition.QUERY_PADDING if whole == {-2} else MaskCondition.KEY_PADDING
+    name = term.name if isinstance(term, MaskCall) else ""
     if name in ("eq", "le", "lt", "ge", "gt") and all(len(operand) == 1 for operand in operands):
-        return Condition.DOCUMENTS if name == "eq" else Condition.GIVEN_POSITIONS
-    return Condition.BIAS if name in ("mul", "sub", "div", "neg") else Condition.DATA
+        return MaskCondition.DOCUMENTS if name == "eq" else MaskCondition.GIVEN_POSITIONS
+    return MaskCondition.BIAS if name in ("mul", "sub", "div", "neg") else MaskCondition.DATA
 
 
 def _args(term: Term) -> tuple[Term, ...]:
-    return term.args if isinstance(term, Call) else ()
+    return term.args if isinstance(term, MaskCall) else ()
 
 
 def _leaves(term: Term) -> set[int]:

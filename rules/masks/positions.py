@@ -23,7 +23,7 @@ from fxrewrite.graph import operands_first
 from fxrewrite.ops import bind, fake_value, filled_with, key, operators, value
 from fxrewrite.spmd import is_same_size
 from rules.masks.expressions import POINTWISE
-from rules.masks.reading import POINTWISE_KEYS, Place, ReadMask
+from rules.masks.reading import POINTWISE_KEYS, MaskPlace, ReadMask
 
 __all__ = ["LONGEST", "Affine", "Corners", "affine_of", "leaves_of", "pointwise"]
 
@@ -149,7 +149,7 @@ def leaves_of(read: ReadMask) -> list[Affine | torch.Tensor]:
     return [_leaf(place) for place in read.places]
 
 
-def _leaf(place: Place) -> Affine | torch.Tensor:
+def _leaf(place: MaskPlace) -> Affine | torch.Tensor:
     rank = max((-dim for dim in place.dims if dim is not None), default=0)
     counts = Affine((1,), 0, torch.int64)
     found = affine_of(place.node) if place.counted is None else counts

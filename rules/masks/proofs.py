@@ -14,7 +14,7 @@ Numerics: exact; entries are computed by the operators of the mask.
 >>> positions = torch.arange(100_000)
 >>> mask = parse_mask("bitwise_or(le(x0, x1), bitwise_and(eq(x0, 777), eq(x1, 776)))")
 >>> leaves = [positions, positions[:, None]]
->>> is_true_everywhere(Call("eq", (mask.term, Call("le", (Leaf(0), Leaf(1))))), leaves, 100_000, 100_000)
+>>> is_true_everywhere(MaskCall("eq", (mask.term, MaskCall("le", (Leaf(0), Leaf(1))))), leaves, 100_000, 100_000)
 False
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from rules.masks.bounds import Bounds, dtype_range, mask_bounds, term_bounds
-from rules.masks.expressions import Call, Leaf, MaskExpression, Term
+from rules.masks.expressions import Leaf, MaskCall, MaskExpression, Term
 from rules.masks.positions import Affine, Corners, pointwise
 
 __all__ = ["MOST_ENTRIES", "above_diagonal", "is_true_everywhere", "is_true_within", "up_to_diagonal"]
@@ -59,15 +59,15 @@ def is_true_within(corners: Corners, condition: Term, leaves: Sequence[Affine | 
         condition: a bool expression.
         leaves: each as an affine value, or as a meta tensor if only its rank and dtype are known.
     """
-    values: dict[Call, Affine | None] = {}
-    known: dict[Call, Bounds] = {}
+    values: dict[MaskCall, Affine | None] = {}
+    known: dict[MaskCall, Bounds] = {}
 
     def value_of(term: Term) -> Any:
         """Returns a literal, the affine value of a term, or None."""
         if isinstance(term, Leaf):
             leaf = leaves[term.index]
             return leaf if isinstance(leaf, Affine) else None
-        if not isinstance(term, Call):
+        if not isinstance(term, MaskCall):
             return term
         if term not in values:
             found = values[term] = pointwise(term.name, [value_of(arg) for arg in term.args], corners)

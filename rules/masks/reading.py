@@ -27,7 +27,7 @@ from fxrewrite.ops import bind, fake_value, filled_with, has_trait, key, value
 from fxrewrite.spmd import Size, is_same_size, size_proxy
 from rules.masks.expressions import POINTWISE
 
-__all__ = ["POINTWISE_KEYS", "Place", "ReadMask", "is_dense", "read_mask"]
+__all__ = ["POINTWISE_KEYS", "MaskPlace", "ReadMask", "is_dense", "read_mask"]
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ class _Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MaskPlace:
     """A graph value as part of the mask: where its dimensions are in the mask, and the cuts applied to it."""
 
     node: fx.Node
@@ -86,12 +86,12 @@ class ReadMask:
     """A mask as text for `rules.masks.expressions.parse_mask`, with the graph values that are its leaves."""
 
     text: str
-    places: tuple[Place, ...] = field(repr=False)
+    places: tuple[MaskPlace, ...] = field(repr=False)
 
     def leaves(self, match: Match) -> list[fx.Proxy]:
         """Adds the leaves to the graph, in a replacement."""
 
-        def given(place: Place) -> fx.Proxy:
+        def given(place: MaskPlace) -> fx.Proxy:
             if place.counted is None:
                 return match.proxy(place.node)
             device = fake_value(place.node).device
@@ -129,8 +129,8 @@ def read_mask(mask: fx.Node) -> ReadMask | str:
     return ReadMask(text, tuple(reader.places))
 
 
-def _whole(mask: fx.Node) -> Place:
-    return Place(mask, _from_behind(fake_value(mask).dim()))
+def _whole(mask: fx.Node) -> MaskPlace:
+    return MaskPlace(mask, _from_behind(fake_value(mask).dim()))
 
 
 def _from_behind(rank: int) -> tuple[int, ...]:
@@ -141,10 +141,10 @@ class _Reader:
     """Reads one mask; `places` numbers its leaves in the order of the text."""
 
     def __init__(self) -> None:
-        self.places: dict[Place, int] = {}
-        self._texts: dict[Place, str] = {}
+        self.places: dict[MaskPlace, int] = {}
+        self._texts: dict[MaskPlace, str] = {}
 
-    def text(self, place: Place) -> str:
+    def text(self, place: MaskPlace) -> str:
         """Returns the text of what is computed at a place."""
         if place.counted is not None or (not place.is_dense and not _is_number(place.node)):
             return f"x{self.places.setdefault(place, len(self.places))}"
@@ -154,7 +154,7 @@ class _Reader:
             raise _UnreadableError("it is too long an expression")
         return self._texts[place]
 
-    def _dense(self, place: Place) -> str:
+    def _dense(self, place: MaskPlace) -> str:
         node, name = place.node, key(place.node)
         if has_trait(node, "cast"):
             return f"to({self._operand(place, node.args[0])}, {fake_value(node).dtype})"
@@ -166,19 +166,19 @@ class _Reader:
         # tril and triu are rewritten as a comparison of positions, which are leaves of their own.
         if name in _TRIANGLES:
             hidden, diagonal = _TRIANGLES[name], _literal(node, bind(node)["diagonal"])
-            rows, columns = (self.text(Place(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))
-            kept = self.text(Place(node.all_input_nodes[0], place.dims, place.cuts))
+            rows, columns = (self.text(MaskPlace(node, (place.dims[dim],), place.cuts, dim)) for dim in (-2, -1))
+            kept = self.text(MaskPlace(node.all_input_nodes[0], place.dims, place.cuts))
             return f"masked_fill({kept}, {hidden}(sub({columns}, {rows}), {diagonal}), 0)"
         return self.text(_looked_through(place))
 
-    def _operand(self, place: Place, arg: Any) -> str:
+    def _operand(self, place: MaskPlace, arg: Any) -> str:
         """Returns the text of an operand of a pointwise operator, which broadcasts from the last dimension."""
         if not isinstance(arg, fx.Node):
             return _literal(place.node, arg)
         found = value(arg)
         if not isinstance(found, torch.Tensor):
             raise _UnreadableError(f"%{place.node.name} is computed from a number of the graph")
-        return self.text(Place(arg, place.dims[len(place.dims) - found.dim() :], place.cuts))
+        return self.text(MaskPlace(arg, place.dims[len(place.dims) - found.dim() :], place.cuts))
 
 
 def _is_number(node: fx.Node) -> bool:
@@ -193,35 +193,37 @@ def _literal(node: fx.Node, number: Any) -> str:
     return str(number)
 
 
-def _looked_through(place: Place) -> Place:
+def _looked_through(place: MaskPlace) -> MaskPlace:
     """Returns the place of a view's operand, with the view applied to its dimensions and cuts."""
     node, name = place.node, key(place.node)
     source = node.all_input_nodes[0] if node.all_input_nodes else node
     shape: Any = getattr(value(source), "shape", ())
     if has_trait(node, "same", "detach", "expand"):
-        return Place(source, place.dims[len(place.dims) - len(shape) :], place.cuts)
+        return MaskPlace(source, place.dims[len(place.dims) - len(shape) :], place.cuts)
     if has_trait(node, "reshape", "squeeze"):
-        return Place(source, _but_for_ones(place, shape), place.cuts)
+        return MaskPlace(source, _but_for_ones(place, shape), place.cuts)
     if name == "aten::permute":
         order = [dim % len(shape) for dim in bind(node)["dims"]]
-        return Place(source, tuple(place.dims[order.index(dim)] for dim in range(len(shape))), place.cuts)
+        return MaskPlace(source, tuple(place.dims[order.index(dim)] for dim in range(len(shape))), place.cuts)
     if name == "aten::transpose":
         args, dims = bind(node), list(place.dims)
         a, b = args["dim0"], args["dim1"]
         dims[a], dims[b] = dims[b], dims[a]
-        return Place(source, tuple(dims), place.cuts)
+        return MaskPlace(source, tuple(dims), place.cuts)
     if has_trait(node, "slice"):
         _, dim, *rest = bind(node).values()
         cut = place.dims[dim]
-        return Place(source, place.dims, place.cuts if cut is None else (_Cut(cut, node.target, (*rest,)), *place.cuts))
+        return MaskPlace(
+            source, place.dims, place.cuts if cut is None else (_Cut(cut, node.target, (*rest,)), *place.cuts)
+        )
     if name == "aten::select" and is_same_size(shape[bind(node)["dim"]], 1):
         dim: int = bind(node)["dim"] % len(shape)
-        return Place(source, (*place.dims[:dim], None, *place.dims[dim:]), place.cuts)
+        return MaskPlace(source, (*place.dims[:dim], None, *place.dims[dim:]), place.cuts)
     what = "an input or a parameter" if node.op in ("placeholder", "get_attr") else name
     raise _UnreadableError(f"%{node.name}, {what}, has rows and columns")
 
 
-def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
+def _but_for_ones(place: MaskPlace, shape: Sequence[Size]) -> Dims:
     """Returns dims for `shape`, which has the value's dimensions up to added and removed dimensions of size 1."""
     left = [(dim, size) for dim, size in zip(place.dims, place.shape, strict=True) if not is_same_size(size, 1)]
     found: list[int | None] = []
@@ -238,7 +240,7 @@ def _but_for_ones(place: Place, shape: Sequence[Size]) -> Dims:
     return tuple(found)
 
 
-def _laid_out(place: Place, x: Any, given: Callable[[fx.Node], Any], call: Callable[..., Any]) -> Any:
+def _laid_out(place: MaskPlace, x: Any, given: Callable[[fx.Node], Any], call: Callable[..., Any]) -> Any:
     """Applies the cuts to the value `x` of a place, and orders its dimensions as the mask's."""
     dims = list(place.dims)
     for cut in place.cuts:

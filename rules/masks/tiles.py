@@ -24,7 +24,7 @@ import torch
 
 from fxrewrite import FxRewriteError
 from rules.masks.bounds import mask_bounds
-from rules.masks.expressions import Call, MaskExpression, Term, parse_mask
+from rules.masks.expressions import MaskCall, MaskExpression, Term, parse_mask
 
 __all__ = ["MASK_TILES", "NUM_TILE_TENSORS", "TILE"]
 
@@ -102,12 +102,12 @@ def _unhidden(term: Term) -> Term:
     match term:
         case float() if term == -math.inf:
             return 0.0
-        case Call("full", (number, dtype)):
-            return Call("full", (_unhidden(number), dtype))
-        case Call("to", (x, torch.dtype() as dtype)) if dtype.is_floating_point:
-            return Call("to", (_unhidden(x), dtype))
-        case Call(name, args) if name in _PASS_ON:
+        case MaskCall("full", (number, dtype)):
+            return MaskCall("full", (_unhidden(number), dtype))
+        case MaskCall("to", (x, torch.dtype() as dtype)) if dtype.is_floating_point:
+            return MaskCall("to", (_unhidden(x), dtype))
+        case MaskCall(name, args) if name in _PASS_ON:
             condition = _CONDITIONS.get(name)
-            return Call(name, tuple(arg if i == condition else _unhidden(arg) for i, arg in enumerate(args)))
+            return MaskCall(name, tuple(arg if i == condition else _unhidden(arg) for i, arg in enumerate(args)))
         case _:
             return term

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, fake_value, has_trait, key, layout_of, value
+from fxrewrite.ops import bind, fake_value, has_trait, key, signature_of, value
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 
 __all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step"]
@@ -190,11 +190,11 @@ def why_no_step(node: fx.Node) -> str:
     kind = _KINDS.get(name)
     if kind is None:
         return f"%{node.name}, {name}, is not in the table of pointwise operators"
-    layout = layout_of(node.target, node.args, node.kwargs)
-    given = layout.bind(node.args, node.kwargs)
+    signature = signature_of(node.target, node.args, node.kwargs)
+    given = signature.bind(node.args, node.kwargs)
     for argument, what in given.items():
         if argument not in kind.arguments:
-            is_known = what == layout.defaults.get(argument)
+            is_known = what == signature.defaults.get(argument)
         elif isinstance(what, fx.Node):
             is_known = argument in kind.arguments[: kind.num_tensors] and _width(what) == _width(node)
         else:

@@ -1,4 +1,4 @@
-"""One rank of a real gloo run: `python gloo_worker.py <cells as JSON> <folder for results>`, started by torchrun.
+"""What a rank computes of models of each kind, for `gloo_ranks.py`.
 
 A cell is {model, kind, inner, dynamic, checkpointing, lengths, dropout, options}. Each rank computes the
 single-device loss and gradients itself, then runs the compiled model on the whole batch, averages its gradients over
@@ -7,18 +7,14 @@ the ranks and compares.
 
 from __future__ import annotations
 
-import json
-import sys
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from autosp_rules import autosp, prepare_autosp_inputs
+from tests.autosp.gloo_ranks import StoppedError
 from tests.autosp.models import batch, build, with_dropout
 
 
@@ -58,20 +54,11 @@ def run_cell(cell: dict[str, Any]) -> dict[str, Any]:
     return {**worst, "graphs": len(backend.reports), "report": str(backend.reports[0])}
 
 
-def main() -> None:
-    cells, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results = []
+def run(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
     for cell in cells:
         try:
             results.append(run_cell(cell))
-        except Exception:  # noqa: BLE001  # the test reads it from the file
-            results.append({"error": traceback.format_exc()})
-            break  # the ranks are not at the same place any more
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        except Exception as error:
+            raise StoppedError([*results, {"error": traceback.format_exc()}]) from error
+    return results

@@ -1,4 +1,4 @@
-"""One rank of short trainings under what people wrap models in: `python gloo_wrappers.py <cases> <folder for results>`.
+"""Short trainings under what people wrap models in, for `gloo_ranks.py`.
 
 A sequence over two ranks; on four ranks two replicas of it. A case trains three steps of SGD, whose parameters show a
 factor in the gradient, and compares them with the same training on one device. The model has more than 1 MiB of
@@ -7,13 +7,10 @@ parameters, DDP's first bucket, at which Dynamo would split its graph.
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import AutoSPBackend, autosp
 
@@ -328,24 +323,15 @@ def compare(case: Case) -> float:
     return max(((found - want).abs().max() / want.abs().max()).item() for found, want in moved)
 
 
-def main() -> None:
-    cases, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+def run(cases: list[str]) -> dict[str, str]:
+    """For each case the difference, or the error."""
     results: dict[str, str] = {}
     for case in cases:
         torch._dynamo.reset()
-        try:
-            results[case] = f"{compare(CASES[case])}"
-        except Exception as error:  # noqa: BLE001  # the test reads it from the file
-            results[case] = f"{type(error).__name__}: {error}"
-        if dist.get_rank() == 0:
-            sys.stdout.write(f"{case} | {results[case][:700]}\n")
-            sys.stdout.flush()
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                results[case] = f"{compare(CASES[case])}"
+            except Exception as error:  # noqa: BLE001  # the test reads it
+                results[case] = f"{type(error).__name__}: {error}"
+    return results

@@ -13,22 +13,130 @@ import pytest
 
 from tests.autosp.gloo_wrappers import CASES
 
+pytestmark = pytest.mark.xdist_group("gloo")  # the processes are started once
+
+LLAMA = {"model": "llama_gqa", "inner": "inductor", "layers": 1, "checkpointing": True}
+TWO_RANKS = [
+    {"model": "mistral", "kind": "right_padding", "inner": "eager", "lengths": [17, 16], "graphs": 2, "layers": 1},
+    {"model": "bert", "kind": "labels_on_one_rank", "inner": "eager", "layers": 1},
+    {
+        "model": "llama_gqa",
+        "kind": "num_items",
+        "inner": "eager",
+        "dynamic": True,
+        "lengths": [16, 24, 20],
+        "layers": 1,
+    },
+    {
+        "model": "gpt2",
+        "kind": "uneven_labels",
+        "inner": "aot_eager",
+        "layers": 1,
+        "checkpointing": True,
+        "dropout": 0.3,
+    },
+]
+FOUR_RANKS = [
+    {
+        "model": "qwen3",
+        "kind": "right_padding",
+        "inner": "aot_eager",
+        "layers": 1,
+        "options": {"attention": "ring_ulysses", "checkpoint": "attention"},
+    },
+]
+INDUCTOR = [{**LLAMA, "kind": "right_padding", "dynamic": True, "lengths": [16, 24], "options": {"attention": "ring"}}]
+REFUSALS = [
+    "different_graphs",
+    "different_batches",
+    "one_rank_does_not_compile",
+    "generators_that_differ",
+    "later_batches_that_differ",
+    "later_hidden_states_that_differ",
+    "differences_that_nobody_asks_for",
+    "a_second_derivative",
+    "weights_that_drift_apart",
+    "a_model_without_a_sequence_in_parts",
+    "a_last_batch_that_differs",
+    "targets_of_a_whole_graph_that_differ",
+    "floating_targets_of_a_whole_graph_that_differ",
+    "generators_of_a_whole_graph_that_differ",
+    "a_whole_graph_that_one_rank_evaluates",
+    "different_outputs_of_one_shape",
+    "an_output_used_on_one_rank",
+    "one_rank_never_compiles",
+]
+"""The last one leaves the ranks at different places."""
+JOBS: dict[str, tuple[int, str, list[Any]]] = {
+    "two_ranks": (2, "gloo_worker", TWO_RANKS),
+    "inductor": (2, "gloo_worker", INDUCTOR),
+    "wrappers_of_two": (2, "gloo_wrappers", [name for name, case in CASES.items() if case.ranks == 2]),
+    "refusals": (2, "gloo_refusals", REFUSALS),
+    "four_ranks": (4, "gloo_worker", FOUR_RANKS),
+    "entry_point": (4, "gloo_refusals", ["entry_point_and_mesh"]),
+    "wrappers_of_four": (4, "gloo_wrappers", [name for name, case in CASES.items() if case.ranks == 4]),
+}
+"""Fixture of the results -> number of ranks, module, cases; in order."""
+
 
 def launch(script: str, argument: str, num_ranks: int, folder: Path) -> list[str]:
     """What each rank wrote into its file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    path = Path(__file__).with_name(script)
+    path = Path(__file__).parent / script
     done = subprocess.run(
-        [*command, str(path), argument, str(folder)], capture_output=True, text=True, timeout=600, check=False
+        [*command, str(path), argument, str(folder)], capture_output=True, text=True, timeout=1200, check=False
     )
     files = sorted(folder.glob("rank*"))
     assert len(files) == num_ranks, done.stderr[-4000:]
     return [file.read_text() for file in files]
 
 
-def check(cells: list[dict[str, Any]], num_ranks: int, folder: Path) -> None:
-    for rank, text in enumerate(launch("gloo_worker.py", json.dumps(cells), num_ranks, folder)):
-        results = json.loads(text)
+class Processes:
+    """Runs the jobs that the selected tests read, those of one number of ranks in the same processes."""
+
+    def __init__(self, selected: set[str], folders: pytest.TempPathFactory) -> None:
+        self._selected, self._folders = selected, folders
+        self._found: dict[int, list[dict[str, Any]]] = {}
+
+    def results(self, name: str) -> list[Any]:
+        """What each rank found."""
+        num_ranks = JOBS[name][0]
+        if num_ranks not in self._found:
+            jobs = [(job, *how[1:]) for job, how in JOBS.items() if job in self._selected and how[0] == num_ranks]
+            texts = launch("gloo_ranks.py", json.dumps(jobs), num_ranks, self._folders.mktemp("ranks"))
+            self._found[num_ranks] = [json.loads(text) for text in texts]
+        missing = f"the processes ended before {name}: they finished {[list(rank) for rank in self._found[num_ranks]]}"
+        assert all(name in rank for rank in self._found[num_ranks]), missing
+        return [rank[name] for rank in self._found[num_ranks]]
+
+
+@pytest.fixture(scope="module")
+def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processes:
+    here = [item for item in request.session.items if item.path == request.path]
+    return Processes({name for item in here for name in getattr(item, "fixturenames", ())}, tmp_path_factory)
+
+
+def _results(name: str) -> Any:
+    @pytest.fixture(scope="module", name=name)
+    def results(processes: Processes) -> list[Any]:
+        return processes.results(name)
+
+    return results
+
+
+two_ranks, inductor, four_ranks = map(_results, ("two_ranks", "inductor", "four_ranks"))
+entry_point, wrappers_of_two, wrappers_of_four = map(_results, ("entry_point", "wrappers_of_two", "wrappers_of_four"))
+
+
+@pytest.fixture(scope="module")
+def refusals(processes: Processes) -> dict[str, list[str]]:
+    """What each of two ranks says in each case."""
+    messages = processes.results("refusals")
+    return {case: [message[case] for message in messages] for case in REFUSALS}
+
+
+def check(cells: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> None:
+    for rank, results in enumerate(ranks):
         for cell, result in zip(cells, results, strict=False):
             assert "error" not in result, f"rank {rank}, {cell}:\n{result['error']}"
             assert result["loss"] <= 1e-6, (cell, result)
@@ -39,94 +147,20 @@ def check(cells: list[dict[str, Any]], num_ranks: int, folder: Path) -> None:
 
 
 @pytest.mark.gloo
-def test_two_ranks(tmp_path: Path) -> None:
-    check(
-        [
-            {
-                "model": "mistral",
-                "kind": "right_padding",
-                "inner": "eager",
-                "lengths": [17, 16],
-                "graphs": 2,
-                "layers": 1,
-            },
-            {"model": "bert", "kind": "labels_on_one_rank", "inner": "eager", "layers": 1},
-            {
-                "model": "llama_gqa",
-                "kind": "num_items",
-                "inner": "eager",
-                "dynamic": True,
-                "lengths": [16, 24, 20],
-                "layers": 1,
-            },
-            {
-                "model": "gpt2",
-                "kind": "uneven_labels",
-                "inner": "aot_eager",
-                "layers": 1,
-                "checkpointing": True,
-                "dropout": 0.3,
-            },
-        ],
-        2,
-        tmp_path,
-    )
+def test_two_ranks(two_ranks: list[Any]) -> None:
+    check(TWO_RANKS, two_ranks)
 
 
 @pytest.mark.gloo
-def test_four_ranks(tmp_path: Path) -> None:
-    check(
-        [
-            {
-                "model": "qwen3",
-                "kind": "right_padding",
-                "inner": "aot_eager",
-                "layers": 1,
-                "options": {"attention": "ring_ulysses", "checkpoint": "attention"},
-            },
-        ],
-        4,
-        tmp_path,
-    )
+def test_four_ranks(four_ranks: list[Any]) -> None:
+    check(FOUR_RANKS, four_ranks)
 
 
 @pytest.mark.gloo
 @pytest.mark.slow
-def test_two_ranks_inductor(tmp_path: Path) -> None:
+def test_two_ranks_inductor(inductor: list[Any]) -> None:
     """A ring; "DDP compiled" below is by all-to-all."""
-    cell = {"model": "llama_gqa", "kind": "right_padding", "inner": "inductor", "layers": 1, "checkpointing": True}
-    check([{**cell, "dynamic": True, "lengths": [16, 24], "options": {"attention": "ring"}}], 2, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each of two ranks says in each case; the last one leaves them at different places."""
-    cases = [
-        "different_graphs",
-        "different_batches",
-        "one_rank_does_not_compile",
-        "generators_that_differ",
-        "later_batches_that_differ",
-        "later_hidden_states_that_differ",
-        "differences_that_nobody_asks_for",
-        "a_second_derivative",
-        "weights_that_drift_apart",
-        "a_model_without_a_sequence_in_parts",
-        "a_last_batch_that_differs",
-        "targets_of_a_whole_graph_that_differ",
-        "floating_targets_of_a_whole_graph_that_differ",
-        "generators_of_a_whole_graph_that_differ",
-        "a_whole_graph_that_one_rank_evaluates",
-        "different_outputs_of_one_shape",
-        "an_output_used_on_one_rank",
-        "one_rank_never_compiles",
-    ]
-    texts = launch("gloo_refusals.py", json.dumps(cases), 2, tmp_path_factory.mktemp("refusals"))
-    messages = [json.loads(text) for text in texts]
-    return {case: [message[case] for message in messages] for case in cases}
-
-
-pytestmark = pytest.mark.xdist_group("gloo")  # the fixture is made once
+    check(INDUCTOR, inductor)
 
 
 @pytest.mark.gloo
@@ -222,9 +256,8 @@ def test_a_rank_that_cannot_compile_is_heard_by_the_others(refusals: dict[str, l
 
 
 @pytest.mark.gloo
-def test_entry_point_on_one_axis_of_a_mesh(tmp_path: Path) -> None:
-    for text in launch("gloo_refusals.py", json.dumps(["entry_point_and_mesh"]), 4, tmp_path):
-        assert json.loads(text) == {"entry_point_and_mesh": "done"}
+def test_entry_point_on_one_axis_of_a_mesh(entry_point: list[dict[str, str]]) -> None:
+    assert entry_point == [{"entry_point_and_mesh": "done"}] * 4
 
 
 @pytest.mark.gloo
@@ -256,16 +289,18 @@ REFUSED = {
 
 @pytest.mark.gloo
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_training_is_exact_under_what_people_wrap_models_in(num_ranks: int, tmp_path: Path) -> None:
+def test_training_is_exact_under_what_people_wrap_models_in(
+    wrappers_of_two: list[dict[str, str]], wrappers_of_four: list[dict[str, str]]
+) -> None:
     """Replicas of two ranks each, three steps of SGD: the parameters of one device that has the batches of all."""
-    cases = [name for name, case in CASES.items() if case.ranks == num_ranks]
-    for text in launch("gloo_wrappers.py", json.dumps(cases), num_ranks, tmp_path):
-        results = json.loads(text)
-        assert list(results) == cases
-        wrong = {
-            case: found
-            for case, found in results.items()
-            if not (re.search(REFUSED[case], found) if case in REFUSED else found[0].isdigit() and float(found) < 1e-11)
-        }
-        assert not wrong
+    for job, ranks in (("wrappers_of_two", wrappers_of_two), ("wrappers_of_four", wrappers_of_four)):
+        for results in ranks:
+            assert list(results) == JOBS[job][2]
+            wrong = {case: found for case, found in results.items() if not _is_right(case, found)}
+            assert not wrong
+
+
+def _is_right(case: str, found: str) -> bool:
+    if case in REFUSED:
+        return bool(re.search(REFUSED[case], found))
+    return found[0].isdigit() and float(found) < 1e-11

@@ -64,6 +64,30 @@ class Gated(nn.Module):
 IDS = torch.arange(16).reshape(2, 8)
 
 
+@rule("own.cut_at_the_traced_length", numerics="exact")
+def cut_at_the_traced_length(x):
+    return x * torch.sigmoid(2 * x)
+
+
+@cut_at_the_traced_length.replacement
+def _(x):
+    """x + gate(x)[:, :8].sum(1, keepdim=True): of the right shape at every length"""
+    y = torch.ops.aten.slice.Tensor(torch.ops.own_rules.gate(x), 1, 0, 8)
+    return torch.ops.aten.add.Tensor(x, torch.ops.aten.sum.dim_IntList(y, [1], True))
+
+
+def test_a_rule_that_writes_the_traced_length_as_a_number_is_refused() -> None:
+    """The graph has guards for every length, so a longer batch would be cut without an error."""
+    model, ids = Gated(fused=False).double(), IDS.clone()
+    config = AutoSPConfig(rules=cut_at_the_traced_length)
+    dry_run(model, {"input_ids": ids}, num_ranks=2, config=config)
+    torch._dynamo.reset()
+    torch._dynamo.mark_dynamic(ids, 1)
+    message = r"(?s)aten::slice .* at the sizes s\d+ = .*has a size of the trace as a number.*test_own_rules\.py:\d+"
+    with pytest.raises(AutoSPError, match=message):
+        dry_run(model, {"input_ids": ids}, num_ranks=2, config=config)
+
+
 def gathered(report: Any) -> list[str]:
     return [line for line in report.lines if line.startswith("gathered") and "gate" in line]
 
@@ -71,8 +95,8 @@ def gathered(report: Any) -> list[str]:
 def test_an_own_layout_rule_shards_an_own_operator() -> None:
     model, inputs = Gated(fused=True).double(), {"input_ids": IDS}
     assert gathered(assert_equal_to_one_device(model, inputs, ranks=(2,)))
-    for layouts in (LayoutRules([GATE]), [GATE]):
-        assert not gathered(assert_equal_to_one_device(model, inputs, config=AutoSPConfig(layouts=layouts)))
+    for rules in (LayoutRules([GATE]), [GATE]):
+        assert not gathered(assert_equal_to_one_device(model, inputs, config=AutoSPConfig(layouts=rules)))
 
 
 def test_own_rules_run_before_anything_is_sharded() -> None:

@@ -84,6 +84,20 @@ def test_higher_order_operator_is_refused_by_name() -> None:
     assert "the higher-order op cond is not supported" in str(refusal(Tiny(extra=branches), 2))
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_hook_on_a_value_inside_of_the_model_is_refused(writes: bool) -> None:
+    """Dynamo traces a hook that computes, and refuses one that writes to Python's state."""
+    seen: list[torch.Tensor] = []
+
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(seen.append if writes else lambda grad: grad * 2)
+        return x
+
+    said = str(refusal(Tiny(extra=hooked), 2))
+    assert "register_hook" in said
+    assert "register it on a parameter, or on what the compiled function returns" in said
+
+
 def test_model_without_token_ids() -> None:
     class Projection(nn.Linear):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:

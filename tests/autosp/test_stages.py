@@ -15,7 +15,7 @@ from autosp_rules.rule_set import rule_set
 from fxrewrite.backends import capture
 from fxrewrite.capture import normalize
 from fxrewrite.graph import graph_text
-from fxrewrite.spmd import Axis, Layout, Replicated, Shard, SpmdContext
+from fxrewrite.spmd import Axis, Placement, Replicate, Shard, SpmdContext
 from fxrewrite.testing import recorded
 
 _NOT_SHOWN = (
@@ -59,8 +59,8 @@ def _llama() -> fx.GraphModule:
     return capture(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": labels})
 
 
-def _keep(node: fx.Node, layout: Layout) -> Layout:
-    return layout if isinstance(layout, Shard) else Replicated()
+def _keep(node: fx.Node, placement: Placement) -> Placement:
+    return placement if isinstance(placement, Shard) else Replicate()
 
 
 @cache
@@ -69,7 +69,7 @@ def _texts() -> dict[str, str]:
     gm = normalize(_llama())
     texts = {"captured": graph_text(gm)}
     rules, recorders = recorded(_ULYSSES)
-    rules.apply(gm, context=SpmdContext(Axis("sp", 2, "0"), output_layout=_keep, gradients="mean"))
+    rules.apply(gm, context=SpmdContext(Axis("sp", 2, "0"), output_placement=_keep, gradients="mean"))
     return texts | {stage: recorder.text_there for stage, recorder in recorders.items()}
 
 

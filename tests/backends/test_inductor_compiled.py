@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 from torch._inductor import config, custom_graph_pass
+from torch._inductor.codecache import FxGraphCache
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed import _functional_collectives as funcol
 
@@ -36,10 +38,18 @@ MISS = {"autograd_cache_miss": 1, "autograd_cache_saved": 1, "fxgraph_cache_miss
 BYPASS = {"autograd_cache_bypass": 1, "fxgraph_cache_bypass": 1}
 
 
-@pytest.fixture(autouse=True)
-def _caches_of_this_test() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="module")
+def _kernels_of_these_tests() -> Iterator[None]:
+    """Kernels are found by their source, which says all; a C++ compiler takes most of the time."""
     with fresh_cache():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _caches_of_this_test() -> None:
+    """Graphs, which the tests are about, are not found again."""
+    FxGraphCache.clear()
+    AOTAutogradCache.clear()
 
 
 @pytest.mark.parametrize("how", [*SLOTS, "torch", "aten"])

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from fxrewrite.capture import normalize
 from fxrewrite.graph import source_line
+from tests.dynamo import caught
 
 aten = torch.ops.aten
 _enter = torch.amp.autocast_mode._enter_autocast
@@ -59,16 +60,9 @@ IDS = torch.arange(12).reshape(2, 6) % 11
 
 
 def dynamo_and_normal(model: Callable[..., Any], *inputs: Any, ambient: bool, **options: Any) -> tuple[Any, ...]:
-    found: list[Any] = []
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        found.extend((gm, normalize(gm), list(example_inputs)))
-        return gm
-
-    torch._dynamo.reset()
     with bfloat16() if ambient else nullcontext():
-        torch.compile(model, backend=backend, fullgraph=True, **options)(*inputs)
-    return found[0], found[1], [int(v) if isinstance(v, torch.SymInt) else v for v in found[2]]
+        graphs, given = caught(model, *inputs, inside=lambda gm: (gm, normalize(gm)), **options)
+    return *graphs, given
 
 
 def loss_and_grads(gm: fx.GraphModule, inputs: list[Any], *, ambient: bool) -> list[torch.Tensor]:

@@ -14,21 +14,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from fxrewrite.capture import normalize
 from fxrewrite.graph import source_line
 from fxrewrite.ops import mutated
+from tests.dynamo import caught
 
 Body = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def normal_and_inputs(body: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> tuple[Any, Any, list[Any]]:
     """Dynamo's graph of `body`, its normal form, and the inputs of both."""
-    found: list[Any] = []
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        found.extend((gm, normalize(gm), list(example_inputs)))
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(body, backend=backend, fullgraph=True, dynamic=dynamic)(*inputs)
-    return found[0], found[1], [int(v) if isinstance(v, torch.SymInt) else v for v in found[2]]
+    graphs, given = caught(body, *inputs, inside=lambda gm: (gm, normalize(gm)), dynamic=dynamic)
+    return *graphs, given
 
 
 def outcome(gm: fx.GraphModule, inputs: list[Any]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from fxrewrite import RefusedError
 from fxrewrite.capture import normalize
 from fxrewrite.graph import nodes_of, source_line
+from tests.dynamo import caught
 
 
 class Block(nn.Module):
@@ -44,14 +45,8 @@ def compile_and_keep(
     model: nn.Module, *inputs: torch.Tensor, **options: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule, list[Any]]:
     """Dynamo's graph, its normal form (made inside of the backend, as in use), and the inputs of both."""
-    found: list[Any] = []
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        found.extend((gm, normalize(gm), list(example_inputs)))
-        return gm
-
-    torch.compile(model, backend=backend, fullgraph=True, **options)(*inputs)
-    return found[0], found[1], [int(v) if isinstance(v, torch.SymInt) else v for v in found[2]]
+    graphs, given = caught(model, *inputs, inside=lambda gm: (gm, normalize(gm)), **options)
+    return *graphs, given
 
 
 def loss_and_grads(gm: fx.GraphModule, inputs: list[Any]) -> list[torch.Tensor]:

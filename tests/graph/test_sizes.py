@@ -12,17 +12,11 @@ from fxrewrite import Edit
 from fxrewrite.capture import normalize
 from fxrewrite.graph import divide_exactly, is_same_size, product
 from fxrewrite.graph.sizes import SizeNodes, require_divisible, size_hint
+from tests.dynamo import caught
 
 
 def _graph(run: Any, *inputs: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
-    found: list[Any] = []
-
-    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
-        found.extend((normalize(gm), example_inputs))
-        return gm
-
-    torch.compile(run, backend=keep, fullgraph=True, dynamic=True)(*inputs)
-    return found[0], [size_hint(v) if isinstance(v, torch.SymInt) else v for v in found[1]]
+    return caught(run, *inputs, inside=normalize, dynamic=True)
 
 
 def _sizes() -> tuple[Any, Any]:

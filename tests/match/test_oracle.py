@@ -113,7 +113,7 @@ def host_tree(root: fx.Node, height: int) -> nx.DiGraph[int]:
         tree.add_node(vertex, value=value, is_root=not vertex, rank=rank, extra=frozenset())
         if isinstance(value, fx.Node) and value.op in ("call_function", "call_method"):
             bound = ops.bind(value)
-            defaults = ops.layout_of(value.target, value.args, value.kwargs).defaults
+            defaults = ops.signature_of(value.target, value.args, value.kwargs).defaults
             tree.nodes[vertex]["extra"] = frozenset(
                 name for name, v in bound.items() if name not in defaults or frozen(v) != frozen(defaults[name])
             )
@@ -274,7 +274,7 @@ class Cutter:
         rng = self.rng
         if node.op not in ("call_function", "call_method") or depth <= 0 or rng.random() < 0.15:
             return Capture(f"p_{node.name}", "param") if rng.random() < 0.1 else Capture(f"v_{node.name}")
-        defaults = ops.layout_of(node.target, node.args, node.kwargs).defaults
+        defaults = ops.signature_of(node.target, node.args, node.kwargs).defaults
         args = [
             (name, self.argument(value, depth - 1))
             for name, value in ops.bind(node).items()

@@ -22,18 +22,18 @@ from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     REDUCTIONS,
     Call,
-    Layout,
     LayoutRule,
     LayoutRules,
-    LayoutTrial,
     LocalizeShapes,
-    PropagateLayouts,
-    Replicated,
+    Placement,
+    PlacementTrial,
+    PropagatePlacements,
+    Replicate,
     Shard,
     SpmdContext,
     axis_of,
     free_dims,
-    try_layout,
+    try_placements,
 )
 from fxrewrite.spmd.trial import index_map_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
@@ -52,7 +52,7 @@ aten = torch.ops.aten
 PLAN = RuleSet(
     "check",
     NORMAL_FORMS,
-    PropagateLayouts("layouts", LAYOUTS),
+    PropagatePlacements("layouts", LAYOUTS),
     REDUCTIONS,
     LocalizeShapes("shapes", LAYOUTS),
     COLLECTIVE_RULES,
@@ -134,8 +134,10 @@ def test_operator_on_shards_equals_operator_whole(name: str) -> None:
             free = sorted(_dividing(tensors, 2) - case.whole_dims)
             is_first = next(other for other in CASES if case in CASES[other]) == name
             for operand, dim in free if is_first else random.Random(name).sample(free, min(len(free), 1)):
-                layouts = [Shard(dim) if place == operand else Replicated() for place in range(len(tensors))]
-                trial = try_layout(target, args, case.kwargs, layouts, axis=axis_of(mesh, "sp"), apply=_apply, run=_run)
+                placements = [Shard(dim) if place == operand else Replicate() for place in range(len(tensors))]
+                trial = try_placements(
+                    target, args, case.kwargs, placements, axis=axis_of(mesh, "sp"), apply=_apply, run=_run
+                )
                 assert trial.error <= TOLERANCE, (name, case.whole, trial)
                 assert not trial.gathered, (name, case.whole, trial)
 
@@ -152,8 +154,8 @@ def test_rule_holds_for_other_sizes_ranks_and_layouts(rule: LayoutRule) -> None:
         target = _target(name, case, args)
         with fake_mesh((num_ranks,), ("sp",)) as mesh:
             axis = axis_of(mesh, "sp")
-            layouts = [_drawn_layout(tensor, num_ranks, draw) for tensor in _tensors(case, args)]
-            trial = try_layout(target, args, case.kwargs, layouts, axis=axis, apply=_apply, run=_run)
+            placements = [_drawn_placement(tensor, num_ranks, draw) for tensor in _tensors(case, args)]
+            trial = try_placements(target, args, case.kwargs, placements, axis=axis, apply=_apply, run=_run)
             assert trial.error <= TOLERANCE, (name, num_ranks, [tuple(t.shape) for t in _tensors(case, args)], trial)
 
 
@@ -173,38 +175,38 @@ def test_padding_that_counts_is_found() -> None:
     """A target of zeros is a class."""
     (rule,) = (rule for rule in LAYOUTS if rule.id == "layout.cross_entropy")
     wrong = LayoutRules([*(other for other in LAYOUTS if other is not rule), replace(rule, neutral="zeros")])
-    plan = RuleSet("wrong", PropagateLayouts("l", wrong), LocalizeShapes("s", wrong), COLLECTIVE_RULES).once()
+    plan = RuleSet("wrong", PropagatePlacements("l", wrong), LocalizeShapes("s", wrong), COLLECTIVE_RULES).once()
     case = Case(lambda m, n, k: (f(k, n), i(n, k), None, 2))
     found = list(_padded_trials("cross_entropy_loss", case, lambda gm, context: plan.apply(gm, context=context)))
     assert max(trial.error for trial in found) > 0.1
 
 
-def _padded_trials(name: str, case: Case, apply: Any) -> list[LayoutTrial]:
+def _padded_trials(name: str, case: Case, apply: Any) -> list[PlacementTrial]:
     """The operator with each dimension padded that its rule lets be sharded and 4 ranks do not divide."""
     args = _args(name, case, SIZES)
     target, tensors = _target(name, case, args), _tensors(case, args)
     found = index_map_of(LAYOUTS, target, args, case.kwargs)
     assert found is not None
     _, indices = found
-    trials: list[LayoutTrial] = []
+    trials: list[PlacementTrial] = []
     with fake_mesh((4,), ("sp",)) as mesh:
         axis = axis_of(mesh, "sp")
         for operand, dim in sorted(free_dims(LAYOUTS, target, args, case.kwargs) or ()):
-            layout = Shard(dim, uneven=True)
-            is_located = indices.locate(indices.operands[operand], layout) is not None
+            placement = Shard(dim, uneven=True)
+            is_located = indices.locate(indices.operands[operand], placement) is not None
             if is_located and tensors[operand].shape[dim] % 4 and tensors[operand].shape[dim] > 1:
-                layouts = [layout if place == operand else Replicated() for place in range(len(tensors))]
-                trials.append(try_layout(target, args, case.kwargs, layouts, axis=axis, apply=apply, run=_run))
+                placements = [placement if place == operand else Replicate() for place in range(len(tensors))]
+                trials.append(try_placements(target, args, case.kwargs, placements, axis=axis, apply=apply, run=_run))
     return trials
 
 
-def _drawn_layout(tensor: torch.Tensor, num_ranks: int, draw: random.Random) -> Layout:
-    layouts: list[Layout] = [Replicated()]
+def _drawn_placement(tensor: torch.Tensor, num_ranks: int, draw: random.Random) -> Placement:
+    placements: list[Placement] = [Replicate()]
     for dim, size in enumerate(tensor.shape):
         outers = [outer for outer in (1, 2, 3) if size and size % outer == 0]
-        layouts += [Shard(dim, outer) for outer in outers if size // outer % num_ranks == 0]
-        layouts += [Shard(dim, outer, uneven=True) for outer in outers if size // outer > 1]
-    return draw.choice(layouts)
+        placements += [Shard(dim, outer) for outer in outers if size // outer % num_ranks == 0]
+        placements += [Shard(dim, outer, uneven=True) for outer in outers if size // outer > 1]
+    return draw.choice(placements)
 
 
 OF_ATEN = [rule for rule in LAYOUTS if rule.ops[0].startswith("aten::")]
@@ -244,7 +246,7 @@ def test_a_mean_that_is_not_written_as_a_sum_is_refused() -> None:
     plan = RuleSet(
         "without",
         NORMAL_FORMS,
-        PropagateLayouts("layouts", LAYOUTS),
+        PropagatePlacements("layouts", LAYOUTS),
         LocalizeShapes("shapes", LAYOUTS),
         COLLECTIVE_RULES,
         atomic=True,
@@ -256,9 +258,9 @@ def test_a_mean_that_is_not_written_as_a_sum_is_refused() -> None:
     args = (torch.randn(4, 6, dtype=torch.float64), [1])
     with fake_mesh((2,), ("sp",)) as mesh:
         given = {"axis": axis_of(mesh, "sp"), "run": _run}
-        assert try_layout(aten.mean.dim, args, {}, (Shard(0),), apply=apply, **given).error <= TOLERANCE
+        assert try_placements(aten.mean.dim, args, {}, (Shard(0),), apply=apply, **given).error <= TOLERANCE
         with pytest.raises(RefusedError, match=r"over a sharded dimension .*; run reductions.mean_over_shards between"):
-            try_layout(aten.mean.dim, args, {}, (Shard(1),), apply=apply, **given)
+            try_placements(aten.mean.dim, args, {}, (Shard(1),), apply=apply, **given)
 
 
 @pytest.mark.parametrize(
@@ -276,6 +278,6 @@ def test_equal_parts_of_a_dimension_may_each_be_sharded(target: Any, args: tuple
     x = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
     with fake_mesh((2,), ("tp",)) as mesh:
         axis = axis_of(mesh, "tp")
-        trial = try_layout(target, (x, *args), {}, (Shard(1, outer=3),), axis=axis, apply=_apply, run=_run)
+        trial = try_placements(target, (x, *args), {}, (Shard(1, outer=3),), axis=axis, apply=_apply, run=_run)
     assert trial.error <= TOLERANCE
     assert not trial.gathered

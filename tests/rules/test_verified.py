@@ -23,7 +23,7 @@ from rules.attention.groups import repeat_heads
 from rules.attention.operator import attentions
 
 ON_RANKS = "it lowers to what ranks tell each other"
-WITH_LAYOUT = "it reads a layout that propagation found"
+WITH_LAYOUT = "it reads a placement that propagation found"
 ON_DEVICE = "it matches on devices whose kernels take no groups of heads"
 WHERE_CHOSEN = "it reads which strategy was chosen for an attention"
 OF_A_BODY = "what it writes out is no literal that could be guessed"
@@ -83,7 +83,7 @@ def test_what_is_verified_elsewhere_is_registered_and_cannot_be_verified_here() 
 
 
 def _interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """Layouts are no literals of Python: a graph that holds them is not run as code."""
+    """Placements are no literals of Python: a graph that holds them is not run as code."""
     return pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
 
 

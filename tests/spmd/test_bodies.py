@@ -18,26 +18,13 @@ from fxrewrite.capture.custom_backward import custom_function
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.one_device import captured
+from tests.capture.test_custom_backward import Thrice
 from tests.spmd.test_propagate import IDS, Body, check, gathers
 
 # Dynamo makes the context of a custom function by calling its class, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
 Tensor = torch.Tensor
-
-
-class Thrice(Function):
-    """A wrong gradient on purpose: whatever differentiates the forward gives another one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return F.gelu(x)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * g * x.cos()
 
 
 class Weighted(Function):

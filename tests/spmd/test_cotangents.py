@@ -18,10 +18,10 @@ from fxrewrite.graph import input_name
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
-    Layout,
     LocalizeShapes,
     Place,
-    PropagateLayouts,
+    Placement,
+    PropagatePlacements,
     Reduction,
     Shard,
     contexts,
@@ -76,15 +76,15 @@ class Rows(nn.Module):
         return nn.functional.softplus(self.down(nn.functional.softplus(self.up(x))))
 
 
-ROWS: dict[Any, Layout] = {param("*.{q,k,v}.weight"): Shard(0), param("*.o.weight"): Shard(1)}
+ROWS: dict[Any, Placement] = {param("*.{q,k,v}.weight"): Shard(0), param("*.o.weight"): Shard(1)}
 
 
 def lowered(
-    model: nn.Module, given: dict[str, Any], place: Mapping[Any, Layout], mesh: DeviceMesh, gradients: Reduction
+    model: nn.Module, given: dict[str, Any], place: Mapping[Any, Placement], mesh: DeviceMesh, gradients: Reduction
 ) -> tuple[fx.GraphModule, list[Any]]:
     gm, example_inputs = captured(model, given)
     gm = normalized(gm)
-    members = (PropagateLayouts("propagate", LAYOUTS), LocalizeShapes("localize", LAYOUTS), COLLECTIVE_RULES)
+    members = (PropagatePlacements("propagate", LAYOUTS), LocalizeShapes("localize", LAYOUTS), COLLECTIVE_RULES)
     plan = RuleSet("plan", Place("place", place), *members, atomic=True).on("tp")
     plan.apply(gm, context=contexts(mesh, gradients=gradients))
     return gm, example_inputs
@@ -101,9 +101,9 @@ def check_ranks(gm: fx.GraphModule, run: RankRun, expected: dict[str, Tensor], s
         for node, placements, grad in zip(placeholders, input_placements(gm), grads, strict=True):
             if input_name(node) not in expected:
                 continue
-            whole, layout = expected[input_name(node)], placements["tp"]
-            is_shard = isinstance(layout, Shard)
-            want = whole.chunk(RANKS, layout.dim)[rank] if is_shard else whole * scale
+            whole, placement = expected[input_name(node)], placements["tp"]
+            is_shard = isinstance(placement, Shard)
+            want = whole.chunk(RANKS, placement.dim)[rank] if is_shard else whole * scale
             torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12, msg=lambda m, n=node: f"{n}: {m}")
 
 

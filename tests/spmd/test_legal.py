@@ -19,15 +19,15 @@ from fxrewrite.spmd import (
     REDUCTIONS,
     REQUIRED,
     Axis,
-    Layout,
     LocalizeShapes,
     Partial,
     Place,
-    PropagateLayouts,
-    Replicated,
+    Placement,
+    PropagatePlacements,
+    Replicate,
     Shard,
     SpmdContext,
-    as_layout,
+    as_placement,
     axis_of,
     contexts,
     input_placements,
@@ -44,7 +44,7 @@ from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
 from rules.layouts import LAYOUTS
 from tests.autosp.one_device import captured
 
-AXIS, R = Axis("tp", 2), Replicated()
+AXIS, R = Axis("tp", 2), Replicate()
 
 
 class Mlp(nn.Module):
@@ -67,9 +67,9 @@ class Net(nn.Module):
 
 
 X = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-ROWS: dict[Any, Layout] = {param("mlp.up.weight"): Shard(0), param("mlp.down.weight"): Shard(1)}
-PROPAGATE, LOCALIZE = PropagateLayouts("propagate", LAYOUTS), LocalizeShapes("localize", LAYOUTS)
-PROPAGATE_AGAIN = PropagateLayouts("propagate_again", LAYOUTS)
+ROWS: dict[Any, Placement] = {param("mlp.up.weight"): Shard(0), param("mlp.down.weight"): Shard(1)}
+PROPAGATE, LOCALIZE = PropagatePlacements("propagate", LAYOUTS), LocalizeShapes("localize", LAYOUTS)
+PROPAGATE_AGAIN = PropagatePlacements("propagate_again", LAYOUTS)
 
 
 def program() -> tuple[fx.GraphModule, list[Any]]:
@@ -77,11 +77,11 @@ def program() -> tuple[fx.GraphModule, list[Any]]:
     return normalized(gm), given
 
 
-def plan(place: Mapping[Any, Layout], *members: Any) -> RuleSet:
+def plan(place: Mapping[Any, Placement], *members: Any) -> RuleSet:
     return RuleSet("plan", Place("place", place), PROPAGATE, *(members or (LOCALIZE, COLLECTIVE_RULES)), atomic=True)
 
 
-forget_sum = Rule("lies.forget_sum", Pattern((redistribution,), (moves(Partial, Replicated),)))
+forget_sum = Rule("lies.forget_sum", Pattern((redistribution,), (moves(Partial, Replicate),)))
 
 
 @forget_sum.replacement
@@ -234,15 +234,15 @@ def test_placements_of_torch_are_those_of_ours() -> None:
     texts = set[str]()
     for of in (Shard, tensor.Shard):
         gm, _ = program()
-        plan({site: of(layout.dim) for site, layout in ROWS.items()}).apply(gm, context=SpmdContext(AXIS))
+        plan({site: of(placement.dim) for site, placement in ROWS.items()}).apply(gm, context=SpmdContext(AXIS))
         texts.add(graph_text(gm))
     assert len(texts) == 1
-    assert as_layout(tensor.Partial("max")) == Partial("max") != Partial() == as_layout(tensor.Partial())
-    assert as_layout(tensor.Replicate()) == R
+    assert as_placement(tensor.Partial("max")) == Partial("max") != Partial() == as_placement(tensor.Partial())
+    assert as_placement(tensor.Replicate()) == R
     with pytest.raises(FxRewriteError, match=r"Partial\('avg'\) is not supported; use one of"):
-        as_layout(tensor.Partial("avg"))
+        as_placement(tensor.Partial("avg"))
     with pytest.raises(FxRewriteError, match=r"is not supported; Shard\(dim, outer=n\)"):
-        as_layout(tensor.placement_types._StridedShard(0, split_factor=2))
+        as_placement(tensor.placement_types._StridedShard(0, split_factor=2))
 
 
 class LogSumExp(nn.Module):
@@ -287,7 +287,7 @@ class Require:
 
     name = "require"
 
-    def __init__(self, placement: Layout) -> None:
+    def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
     def run(self, edit: Any, context: SpmdContext, report: Any) -> int:
@@ -316,13 +316,13 @@ def test_a_required_placement_is_kept_to() -> None:
     ],
     ids=str,
 )
-def test_a_required_placement_is_refused(placement: Layout, says: str) -> None:
+def test_a_required_placement_is_refused(placement: Placement, says: str) -> None:
     assert says in refused(RuleSet("plan", Place("place", ROWS), Require(placement), PROPAGATE, LOCALIZE))
 
 
 @pytest.mark.parametrize("through", [Partial(), Shard(1), Shard(1, inner=2), Shard(0, outer=2)], ids=str)
-@pytest.mark.parametrize("then", [Replicated(), Shard(0), Shard(1)], ids=str)
-def test_whatever_is_asked_for_is_the_identity(through: Layout, then: Layout) -> None:
+@pytest.mark.parametrize("then", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_whatever_is_asked_for_is_the_identity(through: Placement, then: Placement) -> None:
     """R -> through -> then -> R, on two ranks, forward and backward."""
 
     class Ask:
@@ -331,7 +331,7 @@ def test_whatever_is_asked_for_is_the_identity(through: Layout, then: Layout) ->
         def run(self, edit: Any, context: SpmdContext, report: Any) -> int:
             relu = next(node for node in edit.nodes() if "relu" in node.name)
             users, value = list(relu.users), relu
-            for src, dst in ((Replicated(), through), (through, then), (then, Replicated())):
+            for src, dst in ((Replicate(), through), (through, then), (then, Replicate())):
                 moved = edit.call(redistribute, (value, src, dst, context.axis), after=value, val=relu.meta["val"])
                 value = moved
             edit.replace_uses(relu, value, users)

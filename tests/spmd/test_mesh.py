@@ -21,10 +21,10 @@ from fxrewrite.ops import key
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     REDUCTIONS,
-    Layout,
     LocalizeShapes,
     Place,
-    PropagateLayouts,
+    Placement,
+    PropagatePlacements,
     Shard,
     contexts,
     inputs,
@@ -45,13 +45,13 @@ MESHES = [("dp",), ("tp",), ("sp",), ("dp", "sp"), ("tp", "sp"), ("dp", "tp"), (
 """Axes of two ranks each."""
 
 
-def parallel(name: str, place: Mapping[Any, Layout]) -> RuleSet:
+def parallel(name: str, place: Mapping[Any, Placement]) -> RuleSet:
     return RuleSet(
         name,
         RuleSet(f"canonicalize_{name}", NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED),
         Place(f"place_{name}", place),
         BIASES,
-        PropagateLayouts(f"propagate_{name}", LAYOUTS),
+        PropagatePlacements(f"propagate_{name}", LAYOUTS),
         REDUCTIONS,
         LocalizeShapes(f"localize_{name}", LAYOUTS),
         COLLECTIVE_RULES,
@@ -97,7 +97,7 @@ def _hybrid() -> nn.Module:
     return transformers.Zamba2ForCausalLM(transformers.Zamba2Config(**_SMALL, **mamba, **layers)).double()
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[Any, Layout]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], Mapping[Any, Placement]]] = {
     "llama": (lambda: build("llama_mha"), HEADS | MLP),
     "qwen3_moe": (_moe, HEADS),
     "gpt2": (lambda: build("gpt2"), CONV1D),

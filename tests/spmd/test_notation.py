@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fxrewrite.spmd import IndexPart, Replicated, Shard, view_map
+from fxrewrite.spmd import IndexPart, Replicate, Shard, view_map
 from fxrewrite.spmd.notation import parse
 
 
@@ -35,7 +35,7 @@ def test_text_that_is_no_notation(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "layout", "expected"),
+    ("before", "after", "placement", "expected"),
     [
         ((4, 6, 8), (24, 8), Shard(1), Shard(0, outer=4)),  # b s d -> (b s) d
         ((24, 8), (4, 6, 8), Shard(0, outer=4), Shard(1)),
@@ -48,12 +48,14 @@ def test_text_that_is_no_notation(text: str) -> None:
         ((6, 4, 8), (4, 6, 8), Shard(2), Shard(2)),  # a block without common factors keeps what is behind it
     ],
 )
-def test_views_carry_a_layout(before: tuple[int, ...], after: tuple[int, ...], layout: Shard, expected: Shard) -> None:
+def test_views_carry_a_layout(
+    before: tuple[int, ...], after: tuple[int, ...], placement: Shard, expected: Shard
+) -> None:
     indices = view_map(before, after)
-    part = indices.locate(indices.operands[0], layout)
+    part = indices.locate(indices.operands[0], placement)
     assert part is not None
     assert part.index not in indices.whole
-    assert indices.layout(indices.results[0], part) == expected
+    assert indices.placement(indices.results[0], part) == expected
 
 
 def test_a_block_without_common_factors_must_be_whole() -> None:
@@ -67,4 +69,4 @@ def test_chunks_that_fall_between_indices_are_not_located() -> None:
     indices = view_map((12, 5), (3, 4, 5))
     assert indices.locate(indices.operands[0], Shard(0, outer=2)) is None
     assert indices.locate(indices.operands[0], Shard(0, outer=3)) == IndexPart("v1", 1)
-    assert indices.locate(indices.operands[0], Replicated()) is None
+    assert indices.locate(indices.operands[0], Replicate()) is None

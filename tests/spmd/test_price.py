@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from fxrewrite.spmd import Layout, Partial, Replicated, Shard, redistribution_bytes
+from fxrewrite.spmd import Partial, Placement, Replicate, Shard, redistribution_bytes
 
-R, P = Replicated(), Partial()
+R, P = Replicate(), Partial()
 WHOLE = 240
-PRICES: dict[str, tuple[Layout, Layout, dict[int, float]]] = {
+PRICES: dict[str, tuple[Placement, Placement, dict[int, float]]] = {
     "a slice": (R, Shard(0), {2: 0, 4: 0}),
     "nothing": (Shard(0, outer=2), Shard(0, outer=2), {2: 0, 4: 0}),
     "all-to-all": (Shard(0), Shard(1), {2: 60, 4: 45}),  # of a chunk of 120 or 60, all but the part that is kept

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
 from fxrewrite import Edit, FxRewriteError, Report
-from fxrewrite.spmd import LocalizeShapes, PropagateLayouts
+from fxrewrite.spmd import LocalizeShapes, PropagatePlacements
 from rules.layouts import LAYOUTS
 from tests.spmd.on_ranks import on_ranks
 
@@ -149,6 +149,6 @@ def test_three_and_eight_ranks() -> None:
 
 def test_a_plan_without_its_context_says_what_it_needs() -> None:
     gm = fx.symbolic_trace(lambda x: x + 1)
-    for step in (PropagateLayouts("shard", LAYOUTS), LocalizeShapes("localize", LAYOUTS)):
+    for step in (PropagatePlacements("shard", LAYOUTS), LocalizeShapes("localize", LAYOUTS)):
         with pytest.raises(FxRewriteError, match=r"needs to know the mesh axis; pass plan\.apply"), Edit(gm) as edit:
             step.run(edit, cast(Any, None), Report())

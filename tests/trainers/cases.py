@@ -376,8 +376,10 @@ def without_shared_memory_operator() -> None:
     deepspeed.comm.torch.build_shm_op = lambda: None
 
 
-def deepspeed_run(name: str, stage: int, **settings: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights and losses after six batches, accumulation over two, SGD."""
+def deepspeed_run(
+    name: str, stage: int, *, batches: torch.Tensor | None = None, mesh: DeviceMesh | None = None, **settings: Any
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and losses after six batches or those given, accumulation over two, SGD."""
     import deepspeed
 
     without_shared_memory_operator()
@@ -393,9 +395,11 @@ def deepspeed_run(name: str, stage: int, **settings: Any) -> tuple[dict[str, tor
         **settings,
     }
     model = llama(torch.float32, layers=2)
-    as_file = Path(f"stage{stage}.json")
+    as_file = Path(f"stage{stage}-{dist.get_rank() if dist.is_initialized() else 0}.json")  # ranks share the folder
     as_file.write_text(json.dumps(config))
-    engine, losses = module.train(model, str(as_file) if stage == 1 else config, batches_of_ids(6))
+    on_mesh = {} if mesh is None else {"mesh": mesh}
+    batches = batches_of_ids(6) if batches is None else batches
+    engine, losses = module.train(model, str(as_file) if stage == 1 else config, batches, **on_mesh)
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         found = {name: value.float() for name, value in weights(model).items()}
     engine.destroy()
@@ -434,6 +438,23 @@ def deepspeed_engine() -> Result:
     results = _deepspeed("deepspeed_engine", [0, 1, 2])
     after, losses = deepspeed_run("deepspeed_engine", 1, bf16={"enabled": True})
     return {**results, "bf16": after, "bf16 losses": torch.tensor(losses)}
+
+
+def deepspeed_on_a_mesh() -> Result:
+    """Two replicas of two ranks; DeepSpeed is told of no mesh, and averages over all four."""
+    if alone():
+        return _deepspeed("deepspeed_engine", [0, 1, 2])
+    mesh = mesh_of()
+    results: Result = {"before": weights(llama(torch.float32, layers=2))}
+    for stage in (0, 1, 2):
+        batches = batches_of_ids(6)[mesh.get_local_rank("dp") :: 2]
+        results[f"ZeRO {stage}"], losses = deepspeed_run(
+            "deepspeed_engine", stage, batches=batches, mesh=mesh, gradient_accumulation_steps=1
+        )
+        both = [torch.zeros(len(losses)) for _ in range(2)]
+        dist.all_gather(both, torch.tensor(losses), group=mesh.get_group("dp"))
+        results[f"ZeRO {stage} losses"] = torch.stack(both, 1).flatten()
+    return results
 
 
 def deepspeed_zero_3() -> Result:

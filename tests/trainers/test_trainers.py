@@ -150,6 +150,13 @@ def test_deepspeed_engine(tmp_path: Path) -> None:
     assert_equal(found, expected, weights=STAGES, bar=FLOAT32)
 
 
+def test_deepspeed_engine_on_a_mesh(tmp_path: Path) -> None:
+    """2 x 2 ranks, ZeRO 0 to 2: the average over all four is the one that AutoSP needs."""
+    needs("deepspeed")
+    (expected,) = run("deepspeed_on_a_mesh", 1, tmp_path)
+    assert_equal(run("deepspeed_on_a_mesh", 4, tmp_path), expected, weights=STAGES, bar=FLOAT32)
+
+
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return sum((value - other[name]).square().sum().item() for name, value in one.items()) ** 0.5
 

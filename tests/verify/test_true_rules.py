@@ -146,14 +146,20 @@ def test_the_verdict_says_what_was_tested_and_never_that_it_is_proved() -> None:
     assert "prove" not in text
 
 
-def test_half_of_the_samples_hold_fewer_sizes_than_dimensions_and_some_are_strided() -> None:
+def drawn(**options: Any) -> list[torch.Tensor]:
+    """The inputs on which a true rule is run."""
     seen: list[torch.Tensor] = []
 
     def keep(gm: fx.GraphModule, inputs: Any) -> Any:
         seen.extend(inputs)
         return list(gm(*inputs))
 
-    verify(TRUE["relu twice"], run=keep, samples=64, grad=False)
+    verify(TRUE["relu twice"], run=keep, **options)
+    return seen
+
+
+def test_half_of_the_samples_hold_fewer_sizes_than_dimensions_and_some_are_strided() -> None:
+    seen = drawn(samples=64, grad=False)
     assert {tensor.ndim for tensor in seen} >= {0, 1, 2, 3}
     assert {size for tensor in seen for size in tensor.shape} >= {1, 2, 3, 5}
     assert {tensor.dtype for tensor in seen} == {torch.float32, torch.float64, torch.bfloat16}
@@ -170,13 +176,7 @@ def test_half_of_the_samples_hold_fewer_sizes_than_dimensions_and_some_are_strid
 
 
 def test_moderate_values_are_finite_and_small() -> None:
-    seen: list[torch.Tensor] = []
-
-    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
-        seen.extend(inputs)
-        return list(gm(*inputs))
-
-    verify(TRUE["relu twice"], run=keep, samples=64, grad=False, domain="moderate")
+    seen = drawn(samples=64, grad=False, domain="moderate")
     assert all(tensor.abs().max() < 10 for tensor in seen if tensor.numel())
 
 
@@ -207,15 +207,8 @@ def test_the_same_seed_gives_the_same_samples_in_every_process() -> None:
 
 
 def test_another_seed_gives_other_samples() -> None:
-    shapes: dict[int, list[Any]] = {0: [], 1: []}
-
-    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
-        shapes[seed].extend(x.shape for x in inputs)
-        return list(gm(*inputs))
-
-    for seed in shapes:
-        verify(TRUE["relu twice"], run=keep, samples=16, seed=seed)
-    assert shapes[0] != shapes[1]
+    first, second = ([x.shape for x in drawn(samples=16, seed=seed)] for seed in (0, 1))
+    assert first != second
 
 
 def test_a_rule_of_five_nodes_takes_seconds() -> None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxrewrite import ops
 
-__all__ = ["Condition", "Constraint", "NoAnswerError", "OneName", "node_of", "tensor_of"]
+__all__ = ["BaseConstraint", "Constraint", "NoAnswerError", "OneName", "node_of", "tensor_of"]
 
 
 class Constraint(Protocol):
@@ -24,7 +24,7 @@ class Constraint(Protocol):
         ...
 
 
-class Condition:
+class BaseConstraint:
     """Base of the constraints here: if a capture does not have the asked property, the condition does not hold."""
 
     __slots__ = ()
@@ -40,7 +40,7 @@ class Condition:
         raise NotImplementedError
 
 
-class OneName(Condition):
+class OneName(BaseConstraint):
     """A condition on one capture, its field `name`."""
 
     __slots__ = ()

@@ -11,9 +11,9 @@ import torch
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.sizes import is_always, is_same_size
-from fxrewrite.pattern.where.base import Condition, OneName, node_of, tensor_of
+from fxrewrite.pattern.where.base import BaseConstraint, OneName, node_of, tensor_of
 
-__all__ = ["Contiguous", "Device", "Dtype", "IsParam", "NoOtherUsers", "Predicate", "Same", "ShapeEq"]
+__all__ = ["ASKED", "Device", "Dtype", "Is", "Predicate", "Same", "ShapeEq"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Device(OneName):
 
 
 @dataclass(frozen=True, slots=True)
-class Same(Condition):
+class Same(BaseConstraint):
     """All these tensors have the same dtype or device; `what` names the attribute."""
 
     what: str
@@ -83,7 +83,7 @@ class Same(Condition):
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeEq(Condition):
+class ShapeEq(BaseConstraint):
     """Two tensors have equal shapes."""
 
     a: str
@@ -108,21 +108,44 @@ class ShapeEq(Condition):
 
 
 @dataclass(frozen=True, slots=True)
-class Contiguous(OneName):
-    """The tensor is contiguous in memory, in the order of its dimensions."""
+class Is(OneName):
+    """The captured value is what `asked` says, a name in `ASKED`."""
 
+    asked: str
     name: str
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
-        found = tensor_of(captures, self.name)
-        if found.layout is not torch.strided:
-            return f"{self.name} has layout {_short(found.layout)}"
-        if _is_contiguous(found):
-            return ""
-        return f"{self.name} has shape {tuple(found.shape)} and strides {tuple(found.stride())}"
+        return ASKED[self.asked](captures, self.name)
 
     def __str__(self) -> str:
-        return f"contiguous({self.name})"
+        return f"{self.asked}({self.name})"
+
+
+def _contiguous(captures: Mapping[str, Any], name: str) -> str:
+    found = tensor_of(captures, name)
+    if found.layout is not torch.strided:
+        return f"{name} has layout {_short(found.layout)}"
+    if _is_contiguous(found):
+        return ""
+    return f"{name} has shape {tuple(found.shape)} and strides {tuple(found.stride())}"
+
+
+def _is_param(captures: Mapping[str, Any], name: str) -> str:
+    node = node_of(captures, name)
+    return "" if ops.is_parameter(node) else f"%{node.name} is not a parameter"
+
+
+def _no_other_users(captures: Mapping[str, Any], name: str) -> str:
+    node = node_of(captures, name)
+    return "" if len(node.users) == 1 else f"%{node.name} has {len(node.users)} users"
+
+
+ASKED: Mapping[str, Callable[[Mapping[str, Any], str], str]] = {
+    "contiguous": _contiguous,
+    "is_param": _is_param,
+    "no_other_users": _no_other_users,
+}
+"""What may be asked of one captured value: why a capture of this name is not so, or an empty text."""
 
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
@@ -140,35 +163,7 @@ def _is_contiguous(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class NoOtherUsers(OneName):
-    """The value has exactly one user."""
-
-    name: str
-
-    def _why_not(self, captures: Mapping[str, Any]) -> str:
-        node = node_of(captures, self.name)
-        return "" if len(node.users) == 1 else f"%{node.name} has {len(node.users)} users"
-
-    def __str__(self) -> str:
-        return f"no_other_users({self.name})"
-
-
-@dataclass(frozen=True, slots=True)
-class IsParam(OneName):
-    """The value is a parameter, a buffer or another tensor of the module itself."""
-
-    name: str
-
-    def _why_not(self, captures: Mapping[str, Any]) -> str:
-        node = node_of(captures, self.name)
-        return "" if ops.is_parameter(node) else f"%{node.name} is not a parameter"
-
-    def __str__(self) -> str:
-        return f"is_param({self.name})"
-
-
-@dataclass(frozen=True, slots=True)
-class Predicate(Condition):
+class Predicate(BaseConstraint):
     """A Python function decides; the only constraint whose text cannot be parsed back."""
 
     function: Callable[..., bool | str]

@@ -10,7 +10,7 @@ import torch
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import LiteralValue
 from fxrewrite.pattern.where.base import Constraint
-from fxrewrite.pattern.where.facts import Contiguous, Device, Dtype, IsParam, NoOtherUsers, Predicate, Same, ShapeEq
+from fxrewrite.pattern.where.facts import Device, Dtype, Is, Predicate, Same, ShapeEq
 from fxrewrite.pattern.where.numbers import Arithmetic, Number, OneOf, RankOf, Relation, SizeOf, ValueOf
 from fxrewrite.pattern.where.text import parse_number
 
@@ -103,17 +103,17 @@ def value(name: str, relation: str, other: Any) -> Constraint:
 
 def contiguous(name: str) -> Constraint:
     """The captured tensor is contiguous in memory, for every length that the graph admits."""
-    return Contiguous(name)
+    return Is("contiguous", name)
 
 
 def no_other_users(name: str) -> Constraint:
     """The captured node has exactly one user."""
-    return NoOtherUsers(name)
+    return Is("no_other_users", name)
 
 
 def is_param(name: str) -> Constraint:
     """The captured node is a parameter, a buffer or another tensor of the module itself."""
-    return IsParam(name)
+    return Is("is_param", name)
 
 
 def predicate(*names: str, text: str = "") -> Callable[[Callable[..., bool | str]], Constraint]:

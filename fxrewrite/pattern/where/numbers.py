@@ -18,7 +18,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.sizes import is_always, is_read_from_data
 from fxrewrite.pattern.terms import LiteralValue, freeze
-from fxrewrite.pattern.where.base import Condition, NoAnswerError, tensor_of
+from fxrewrite.pattern.where.base import BaseConstraint, NoAnswerError, tensor_of
 
 __all__ = ["CONSTANTS", "RELATIONS", "Arithmetic", "Number", "OneOf", "RankOf", "Relation", "SizeOf", "ValueOf"]
 
@@ -148,7 +148,7 @@ Number: TypeAlias = SizeOf | RankOf | ValueOf | Arithmetic | LiteralValue
 
 
 @dataclass(frozen=True, slots=True)
-class Relation(Condition):
+class Relation(BaseConstraint):
     """Two numbers satisfy the relation; other Python values support only == and !=."""
 
     left: Number
@@ -181,7 +181,7 @@ class Relation(Condition):
 
 
 @dataclass(frozen=True, slots=True)
-class OneOf(Condition):
+class OneOf(BaseConstraint):
     """A number or Python value is one of these constants; if `negated`, it is none of them."""
 
     value: Number

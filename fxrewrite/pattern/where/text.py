@@ -6,7 +6,6 @@ A text is parsed as a Python expression, and only a list of forms is allowed; no
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,8 +13,9 @@ import torch
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import LiteralValue
+from fxrewrite.pattern.text import column_of
 from fxrewrite.pattern.where.base import Constraint
-from fxrewrite.pattern.where.facts import Contiguous, Device, Dtype, IsParam, NoOtherUsers, Same, ShapeEq
+from fxrewrite.pattern.where.facts import ASKED, Device, Dtype, Is, Same, ShapeEq
 from fxrewrite.pattern.where.numbers import CONSTANTS, Arithmetic, Number, OneOf, RankOf, Relation, SizeOf, ValueOf
 
 __all__ = ["parse", "parse_number"]
@@ -41,11 +41,6 @@ _ARITHMETIC: dict[type[ast.operator], str] = {
     ast.Mult: "*",
     ast.FloorDiv: "//",
     ast.Mod: "%",
-}
-_OF_ONE: dict[str, Callable[[str], Constraint]] = {
-    "contiguous": Contiguous,
-    "is_param": IsParam,
-    "no_other_users": NoOtherUsers,
 }
 _Made = TypeVar("_Made")
 _OF_SEVERAL = {"same_dtype": "dtype", "same_device": "device"}
@@ -84,8 +79,7 @@ class _Reader:
             raise self._error(0, str(error) or "it is nested too deeply") from error
 
     def error(self, node: ast.expr, what: str) -> RuleDefinitionError:
-        line = re.split(r"\r\n|\r|\n", self.text[self.indent :])[node.lineno - 1]
-        return self._error(len(line.encode()[: node.col_offset].decode()), what)
+        return self._error(column_of(self.text[self.indent :], node) - 1, what)
 
     def _error(self, offset: int, what: str) -> RuleDefinitionError:
         return RuleDefinitionError(f"constraint {self.text!r}, column {self.indent + offset + 1}: {what}")
@@ -102,11 +96,11 @@ class _Reader:
         name, names = self.called(node), self.names(node)
         if name in _OF_SEVERAL:
             return self.made(node, Same, _OF_SEVERAL[name], names)
-        if name not in _OF_ONE:
+        if name not in ASKED:
             raise self.error(node, f"there is no condition {name}(); allowed are {_ALLOWED}")
         if len(names) != 1:
             raise self.error(node, f"{name}() takes one capture")
-        return _OF_ONE[name](names[0])
+        return Is(name, names[0])
 
     def compare(self, node: ast.Compare) -> Constraint:
         if len(node.ops) != 1:

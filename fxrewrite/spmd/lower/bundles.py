@@ -32,8 +32,8 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.where.base import Constraint
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import Rule
-from fxrewrite.spmd.layout import Axis, Layout, Replicated, Shard
 from fxrewrite.spmd.lower.collectives import Lowering, moves
+from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
 from fxrewrite.spmd.virtual import declare_virtual
@@ -65,7 +65,7 @@ def _together(kind: str, condition: Constraint) -> Rule:
 
     @made.replacement
     def _(
-        match: Match, index: list[int], src: list[Layout], dst: list[Layout], axis: list[Axis]
+        match: Match, index: list[int], src: list[Placement], dst: list[Placement], axis: list[Axis]
     ) -> tuple[fx.Proxy, ...]:
         """one collective, split"""
         return _sent_at_once(match, kind, index, list(zip(src, dst, strict=True)), axis[0])
@@ -74,7 +74,7 @@ def _together(kind: str, condition: Constraint) -> Rule:
 
 
 def _sent_at_once(
-    match: Match, kind: str, index: Sequence[int], moved: Sequence[tuple[Layout, Layout]], axis: Axis
+    match: Match, kind: str, index: Sequence[int], moved: Sequence[tuple[Placement, Placement]], axis: Axis
 ) -> tuple[fx.Proxy, ...]:
     values = [match["values"].args[0][i] for i in index]
     lows = [Lowering(match, axis, value) for value in values]
@@ -107,7 +107,7 @@ def _joint(parts: Sequence[Sequence[Size]]) -> int | None:
 BUNDLE_RULES = RuleSet(
     "bundles",
     _together("all_to_all", moves(Shard, Shard)),
-    _together("all_gather", moves(Shard, Replicated)),
+    _together("all_gather", moves(Shard, Replicate)),
     DeadCode("open_bundles"),
     needs=(LOCAL_SHAPES,),
     precedes=(COLLECTIVE_CALLS,),

@@ -12,9 +12,9 @@ A pending maximum or minimum is reduced by that instead of a sum; it is never di
 Where P ranks do not divide S entries, the last entry is repeated before they are cut, and what is whole again is cut
 back to S, whose adjoint gives padding no gradient. Sums over a padded dimension clear it first:
 
-    without_padding(x, layout, axis, fill)             masked_fill, with a mask of a rank's entries made once
+    without_padding(x, placement, axis, fill)             masked_fill, with a mask of a rank's entries made once
 
-Matches `redistribute(x, src, dst, axis)` as `fxrewrite.spmd.PropagateLayouts` writes it, on local shapes.
+Matches `redistribute(x, src, dst, axis)` as `fxrewrite.spmd.PropagatePlacements` writes it, on local shapes.
 Other runs of one dimension are cut from the whole value: an all-gather and a slice.
 Numerics: exact but for the order of the sums. Collectives run on dimension 0, so chunks come to the front and go back;
 an inductor backend fuses these permutes into their neighbours.
@@ -41,7 +41,7 @@ from fxrewrite.spmd.cotangents import COMPLETE
 from fxrewrite.spmd.facts import global_shape
 from fxrewrite.spmd.gradient_ops import PASS_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.layout import Axis, Layout, Partial, ReduceOp, Replicated, Shard, local_shape, num_entries
+from fxrewrite.spmd.placement import Axis, Partial, Placement, ReduceOp, Replicate, Shard, local_shape, num_entries
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_proxy
 from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
@@ -66,38 +66,38 @@ class Lowering:
     def size(self, value: Size) -> Any:
         return size_proxy(self.match, value)
 
-    def pieces(self, src: Layout, dst: Layout) -> list[tuple[str, Size]]:
+    def pieces(self, src: Placement, dst: Placement) -> list[tuple[str, Size]]:
         """What a rank holds under `src`, cut where `dst` will cut it."""
         cut: list[tuple[str, Size]] = []
         for dim, size in enumerate(self.shape):
             name = f"d{dim}"
-            for role, layout in (("src", src), ("dst", dst)):
-                if isinstance(layout, Shard) and layout.dim == dim:
-                    if not is_same_size(layout.outer, 1):
-                        cut.append((f"{name}.runs", layout.outer))
+            for role, placement in (("src", src), ("dst", dst)):
+                if isinstance(placement, Shard) and placement.dim == dim:
+                    if not is_same_size(placement.outer, 1):
+                        cut.append((f"{name}.runs", placement.outer))
                     if role == "dst":
                         cut.append(("to", self.num_ranks))
-                    cut.append((role, self.chunk(layout)))
-                    if not is_same_size(layout.inner, 1):
-                        cut.append((f"{name}.inner", layout.inner))
+                    cut.append((role, self.chunk(placement)))
+                    if not is_same_size(placement.inner, 1):
+                        cut.append((f"{name}.inner", placement.inner))
                     break
             else:
                 cut.append((name, size))
         return cut
 
-    def chunk(self, layout: Shard) -> Size:
+    def chunk(self, placement: Shard) -> Size:
         """How many entries a rank holds of each run."""
-        return local_shape([num_entries(self.shape, layout)], Shard(0, uneven=layout.uneven), self.num_ranks)[0]
+        return local_shape([num_entries(self.shape, placement)], Shard(0, uneven=placement.uneven), self.num_ranks)[0]
 
     def reshape(self, x: fx.Proxy, sizes: Sequence[Size]) -> fx.Proxy:
         return aten.reshape(x, [self.size(size) for size in sizes])
 
-    def exchange(self, kind: str, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+    def exchange(self, kind: str, x: fx.Proxy, src: Placement, dst: Placement) -> fx.Proxy:
         """Ranks to the front, the collective, ranks back to where `src` was cut; then the shape that `dst` gives."""
         reduce_op = src.reduce_op if isinstance(src, Partial) else "sum"
         return self.received(self.collective(kind, aten.contiguous(self.sent(x, src, dst)), reduce_op), src, dst)
 
-    def sent(self, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+    def sent(self, x: fx.Proxy, src: Placement, dst: Placement) -> fx.Proxy:
         """What goes to each rank, in front of the collective: [ranks, *parts], or [1, *parts], the same for all."""
         if isinstance(dst, Shard) and dst.uneven:
             x = self.padded(x, src, dst)
@@ -108,11 +108,11 @@ class Lowering:
             return aten.unsqueeze(x, 0)
         return aten.permute(x, [names.index("to"), *(i for i, name in enumerate(names) if name != "to")])
 
-    def parts(self, src: Layout, dst: Layout) -> list[tuple[str, Size]]:
+    def parts(self, src: Placement, dst: Placement) -> list[tuple[str, Size]]:
         """The pieces of what goes from one rank to another."""
         return [piece for piece in self.pieces(src, dst) if piece[0] != "to"]
 
-    def received(self, x: fx.Proxy, src: Layout, dst: Layout) -> fx.Proxy:
+    def received(self, x: fx.Proxy, src: Placement, dst: Placement) -> fx.Proxy:
         """The value as `dst` has it, of what came from each rank: [ranks, *parts]."""
         names = [name for name, _ in self.parts(src, dst)]
         if "src" in names:
@@ -122,7 +122,7 @@ class Lowering:
             x = self.cut_back(x, src, dst)
         return self.reshape(x, local_shape(self.shape, dst, self.num_ranks))
 
-    def padded(self, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
+    def padded(self, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
         """`x`, whose entries `dst` will cut into chunks, with the last one repeated until the ranks divide them."""
         shape = local_shape(self.shape, src, self.num_ranks)
         entries = num_entries(self.shape, dst)
@@ -130,7 +130,7 @@ class Lowering:
         rows = self._entry_nodes().of_all_chunks(entries, x.node.meta["val"].device)
         return aten.index_select(runs, dst.dim + 1, self.match.proxy(rows))
 
-    def cut_back(self, x: fx.Proxy, src: Shard, dst: Layout) -> fx.Proxy:
+    def cut_back(self, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
         """`x`, in which the ranks' chunks have come together, without padding."""
         parts = self.parts(src, dst)
         at = [name for name, _ in parts].index("src")
@@ -143,22 +143,22 @@ class Lowering:
         """The rank's chunk of `x`, which is whole, with the last entry repeated for what is padding."""
         entries = num_entries(self.shape, dst)
         rows = self.match.proxy(self._entry_nodes().held(entries, x.node.meta["val"].device))
-        if len(self.pieces(dst, Replicated())) == len(self.shape):
+        if len(self.pieces(dst, Replicate())) == len(self.shape):
             return aten.index_select(x, dst.dim, rows)
         runs = [*self.shape[: dst.dim], dst.outer, entries, dst.inner, *self.shape[dst.dim + 1 :]]
         chunk = aten.index_select(self.reshape(x, runs), dst.dim + 1, rows)
         return self.reshape(chunk, local_shape(self.shape, dst, self.num_ranks))
 
-    def cleared(self, x: fx.Proxy, layout: Shard, fill: float) -> fx.Proxy:
+    def cleared(self, x: fx.Proxy, placement: Shard, fill: float) -> fx.Proxy:
         """The rank's chunk `x`, with `fill` for what is padding."""
         nodes = self._entry_nodes()
-        is_padding = nodes.is_padding(num_entries(self.shape, layout), x.node.meta["val"].device)
+        is_padding = nodes.is_padding(num_entries(self.shape, placement), x.node.meta["val"].device)
         mask = self.match.proxy(is_padding)
-        behind = [1] * (len(self.shape) - layout.dim - 1)
-        if not (is_same_size(layout.outer, 1) and is_same_size(layout.inner, 1)):
-            runs = [self.size(size) for size in (layout.outer, self.chunk(layout), layout.inner)]
-            mask = aten.expand(self.reshape(mask, [1, self.chunk(layout), 1]), runs)
-        size = local_shape(self.shape, layout, self.num_ranks)[layout.dim]
+        behind = [1] * (len(self.shape) - placement.dim - 1)
+        if not (is_same_size(placement.outer, 1) and is_same_size(placement.inner, 1)):
+            runs = [self.size(size) for size in (placement.outer, self.chunk(placement), placement.inner)]
+            mask = aten.expand(self.reshape(mask, [1, self.chunk(placement), 1]), runs)
+        size = local_shape(self.shape, placement, self.num_ranks)[placement.dim]
         return aten.masked_fill(x, self.reshape(mask, [size, *behind]), fill)
 
     def _entry_nodes(self) -> EntryNodes:
@@ -191,7 +191,7 @@ def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
     low = _lowering(match)
     if dst.uneven:
         return low.settled(low.held(x, dst), match.root)
-    pieces = low.pieces(Replicated(), dst)
+    pieces = low.pieces(Replicate(), dst)
     at = [name for name, _ in pieces].index("dst") - 1
     sizes = [size for name, size in pieces if name != "to"]
     sizes[at] = num_entries(low.shape, dst)
@@ -206,29 +206,29 @@ def take_chunk(match: Match, x: fx.Proxy, dst: Shard) -> fx.Proxy:
 redistribution = op(redistribute, cap("x"), cap("src", Literal), cap("dst", Literal), cap("axis", Literal))
 
 
-def moves(src: type[Layout], dst: type[Layout]) -> Constraint:
+def moves(src: type[Placement], dst: type[Placement]) -> Constraint:
     """Whether the redistribution is from a `src` to a `dst`."""
     return where.predicate("src", "dst", text=f"moves[{src.__name__}, {dst.__name__}]")(
         lambda before, after: isinstance(before, src) and isinstance(after, dst)
     )
 
 
-slice_chunk = Rule("collectives.slice", Pattern((redistribution,), (moves(Replicated, Shard),)))
-all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Shard, Replicated),)))
+slice_chunk = Rule("collectives.slice", Pattern((redistribution,), (moves(Replicate, Shard),)))
+all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Shard, Replicate),)))
 all_to_all = Rule("collectives.all_to_all", Pattern((redistribution,), (moves(Shard, Shard),)))
-all_reduce = Rule("collectives.all_reduce", Pattern((redistribution,), (moves(Partial, Replicated),)))
-own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(Replicated, Partial),)))
+all_reduce = Rule("collectives.all_reduce", Pattern((redistribution,), (moves(Partial, Replicate),)))
+own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(Replicate, Partial),)))
 reduce_scatter = Rule("collectives.reduce_scatter", Pattern((redistribution,), (moves(Partial, Shard),)))
 
 
 @slice_chunk.replacement
-def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
     """the rank's chunk"""
     return take_chunk(match, x, dst)
 
 
 @all_gather.replacement
-def _(match: Match, x: fx.Proxy, src: Shard, dst: Layout) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
     """all-gather"""
     low = _lowering(match)
     return low.settled(low.exchange("all_gather", x, src, dst), match.root)
@@ -239,12 +239,12 @@ def _(match: Match, x: fx.Proxy, src: Shard, dst: Shard) -> fx.Proxy:
     """all-to-all"""
     low = _lowering(match)
     if src.dim == dst.dim:  # other runs of one dimension: by way of the whole value
-        return take_chunk(match, low.exchange("all_gather", x, src, Replicated()), dst)
+        return take_chunk(match, low.exchange("all_gather", x, src, Replicate()), dst)
     return low.settled(low.exchange("all_to_all", x, src, dst), match.root)
 
 
 @all_reduce.replacement
-def _(match: Match, x: fx.Proxy, src: Partial, dst: Layout) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, src: Partial, dst: Placement) -> fx.Proxy:
     """all-reduce"""
     low = _lowering(match)
     if COMPLETE.of(match.root):  # backward sends nothing
@@ -254,14 +254,14 @@ def _(match: Match, x: fx.Proxy, src: Partial, dst: Layout) -> fx.Proxy:
 
 
 @reduce_scatter.replacement
-def _(match: Match, x: fx.Proxy, src: Layout, dst: Shard) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
     """reduce-scatter"""
     low = _lowering(match)
     return low.settled(low.exchange("reduce_scatter", x, src, dst), match.root)
 
 
 @own_summand.replacement
-def _(match: Match, x: fx.Proxy, src: Layout, dst: Partial) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, src: Placement, dst: Partial) -> fx.Proxy:
     """the value on the axis's first rank, zeros on the others"""
     if dst.reduce_op != "sum":
         return x  # the maximum of equal values is any of them
@@ -272,15 +272,15 @@ def _(match: Match, x: fx.Proxy, src: Layout, dst: Partial) -> fx.Proxy:
 
 clear_padding = Rule(
     "collectives.clear_padding",
-    Pattern((op(without_padding, cap("x"), cap("layout", Literal), cap("axis", Literal), cap("fill", Literal)),)),
+    Pattern((op(without_padding, cap("x"), cap("placement", Literal), cap("axis", Literal), cap("fill", Literal)),)),
 )
 
 
 @clear_padding.replacement
-def _(match: Match, x: fx.Proxy, layout: Shard, fill: float) -> fx.Proxy:
+def _(match: Match, x: fx.Proxy, placement: Shard, fill: float) -> fx.Proxy:
     """masked_fill(x, entries that are padding, fill)"""
     low = Lowering(match, match["axis"], match.root)
-    return low.settled(low.cleared(x, layout, fill), match.root)
+    return low.settled(low.cleared(x, placement, fill), match.root)
 
 
 COLLECTIVE_RULES = RuleSet(

@@ -28,8 +28,8 @@ from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.cotangents import write_gradients
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape
 from fxrewrite.spmd.input_placements import write_input_placements
-from fxrewrite.spmd.layout import Layout, Partial, Shard, local_shape, num_entries
 from fxrewrite.spmd.legal import check_lowered, check_placements
+from fxrewrite.spmd.placement import Partial, Placement, Shard, local_shape, num_entries
 from fxrewrite.spmd.redistribute import convert_placements
 from fxrewrite.spmd.rule import LayoutRules, tensor_of
 from fxrewrite.spmd.shared_nodes import size_nodes
@@ -39,11 +39,19 @@ __all__ = ["LocalizeShapes"]
 
 
 class LocalizeShapes:
-    """The step of a plan that makes shapes local, from the placements that propagation found."""
+    """The step of a plan that makes shapes local, from the placements that propagation found.
 
-    def __init__(self, name: str, rules: LayoutRules) -> None:
+    Args:
+        name: of the step.
+        rules: layout rules; those of propagation.
+        own_inputs: whether each rank of the axis is called with values of its own, such as its part of a batch. The
+            objective is then the mean of the ranks' losses, and what ranks hold whole are parameters alone.
+    """
+
+    def __init__(self, name: str, rules: LayoutRules, *, own_inputs: bool = False) -> None:
         self.name = name
         self.rules = rules
+        self.own_inputs = own_inputs
         self.needs, self.gives = (PLACEMENTS,), (LOCAL_SHAPES,)
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
@@ -57,26 +65,26 @@ class LocalizeShapes:
         convert_placements(edit)
         check_placements(edit, self.rules)
         write_input_placements(edit, axis)
-        changed = write_gradients(edit, axis, context.gradients, self.name)
+        changed = write_gradients(edit, axis, context.gradients, self.name, own_inputs=self.own_inputs)
         values = _LocalValues(num_ranks)
         for part, node in ((body, node) for body in edit.parts() for node in body.nodes()):
-            layouts = PLACEMENT.of(node)
-            if layouts is None:
+            placements = PLACEMENT.of(node)
+            if placements is None:
                 continue  # sizes, and the nodes of bodies that run whole
             value = node.meta.get("val")
-            if isinstance(layouts, tuple) and isinstance(value, (list, tuple)):
-                changed += self._localize_lengths(part, node, layouts, num_ranks)
-                local = [values.of(v, layout) for v, layout in zip(value, layouts, strict=True)]
+            if isinstance(placements, tuple) and isinstance(value, (list, tuple)):
+                changed += self._localize_lengths(part, node, placements, num_ranks)
+                local = [values.of(v, placement) for v, placement in zip(value, placements, strict=True)]
                 part.set_meta(node, "val", type(value)(local))
-            elif isinstance(layouts, Partial):  # a summand has the shape of the sum
+            elif isinstance(placements, Partial):  # a summand has the shape of the sum
                 self._refuse_unwritten(node)
-            elif isinstance(layouts, Shard):
+            elif isinstance(placements, Shard):
                 # Arguments first: they are computed from the global `val`, which the last line replaces.
-                changed += self._localize_shape_arg(part, node, layouts, size_nodes(part), num_ranks)
-                changed += self._localize_run_args(part, node, layouts, size_nodes(part), num_ranks)
+                changed += self._localize_shape_arg(part, node, placements, size_nodes(part), num_ranks)
+                changed += self._localize_run_args(part, node, placements, size_nodes(part), num_ranks)
                 whole = tensor_of(node)
                 part.set_fact(node, GLOBAL_SHAPE, tuple(whole.shape))
-                part.set_meta(node, "val", values.of(whole, layouts))
+                part.set_meta(node, "val", values.of(whole, placements))
         return changed
 
     def _refuse_unwritten(self, node: fx.Node) -> None:
@@ -89,7 +97,7 @@ class LocalizeShapes:
                 hint=f"run {rule.rewritten_by} between propagation and {self.name}",
             )
 
-    def _localize_shape_arg(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:
+    def _localize_shape_arg(self, edit: Edit, node: fx.Node, placement: Shard, sizes: SizeNodes, num_ranks: int) -> int:
         """A stated shape has the local size in the sharded dimension; -1 is right as it is: it means what remains."""
         rule = self.rules.get(key(node))
         if rule is None or not rule.shape_arg:
@@ -98,38 +106,38 @@ class LocalizeShapes:
         first = args.get("dim", 0)  # unflatten states sizes from `dim` of its input on
         if first < 0:
             first += len(global_shape(node.all_input_nodes[0]))
-        stated, at = list(args[rule.shape_arg]), layout.dim - first
+        stated, at = list(args[rule.shape_arg]), placement.dim - first
         if not 0 <= at < len(stated) or stated[at] == -1:
             return 0
-        stated[at] = sizes(local_shape(node.meta["val"].shape, layout, num_ranks)[layout.dim])
+        stated[at] = sizes(local_shape(node.meta["val"].shape, placement, num_ranks)[placement.dim])
         _set_argument(edit, node, args, rule.shape_arg, stated)
         return 1
 
-    def _localize_run_args(self, edit: Edit, node: fx.Node, layout: Shard, sizes: SizeNodes, num_ranks: int) -> int:
+    def _localize_run_args(self, edit: Edit, node: fx.Node, placement: Shard, sizes: SizeNodes, num_ranks: int) -> int:
         """A count of runs (a convolution's groups) is local where a rank holds whole runs; of parts of runs it holds
         as many as there are runs."""
         rule = self.rules.get(key(node))
         changed = 0
         for name, dim in rule.run_args if rule is not None else ():
             args = bind(node)
-            if layout.uneven:
-                holds_runs = is_same_size(args[name], layout.outer * num_entries(tensor_of(node).shape, layout))
+            if placement.uneven:
+                holds_runs = is_same_size(args[name], placement.outer * num_entries(tensor_of(node).shape, placement))
             else:
-                holds_runs = divide_exactly(args[name], layout.outer * num_ranks) is not None
-            if dim % tensor_of(node).dim() == layout.dim and holds_runs:
-                runs = local_shape([args[name]], replace(layout, dim=0, inner=1), num_ranks)[0]
+                holds_runs = divide_exactly(args[name], placement.outer * num_ranks) is not None
+            if dim % tensor_of(node).dim() == placement.dim and holds_runs:
+                runs = local_shape([args[name]], replace(placement, dim=0, inner=1), num_ranks)[0]
                 _set_argument(edit, node, args, name, sizes(runs))
                 changed += 1
         return changed
 
-    def _localize_lengths(self, edit: Edit, node: fx.Node, layouts: tuple[Layout, ...], num_ranks: int) -> int:
+    def _localize_lengths(self, edit: Edit, node: fx.Node, placements: tuple[Placement, ...], num_ranks: int) -> int:
         """Stated lengths of parts along the sharded dimension are local: a rank holds a chunk of each part."""
         rule = self.rules.get(key(node))
         if rule is None or not rule.length_args:
             return 0
-        args, dims = bind(node), {layout.dim for layout in layouts if isinstance(layout, Shard)}
+        args, dims = bind(node), {placement.dim for placement in placements if isinstance(placement, Shard)}
         dim = args.get("dim", 0) % tensor_of(node.all_input_nodes[0]).dim()
-        first = next((layout for layout in layouts if isinstance(layout, Shard)), None)
+        first = next((placement for placement in placements if isinstance(placement, Shard)), None)
         if dims != {dim} or first is None:
             return 0
         for name in rule.length_args:
@@ -162,16 +170,16 @@ class _LocalValues:
         self._num_ranks = num_ranks
         self._made: dict[Any, torch.Tensor] = {}
 
-    def of(self, value: torch.Tensor, layout: object) -> torch.Tensor:
-        if not isinstance(layout, Shard):
+    def of(self, value: torch.Tensor, placement: object) -> torch.Tensor:
+        if not isinstance(placement, Shard):
             return value
-        counts = (layout.outer, layout.inner, *value.shape, *value.stride())
-        looks = (value.dtype, value.device, layout.dim, layout.uneven, *map(_term, counts))
+        counts = (placement.outer, placement.inner, *value.shape, *value.stride())
+        looks = (value.dtype, value.device, placement.dim, placement.uneven, *map(_term, counts))
         if looks not in self._made:
-            size = local_shape(value.shape, layout, self._num_ranks)[layout.dim]
+            size = local_shape(value.shape, placement, self._num_ranks)[placement.dim]
             shape_env = value.fake_mode.shape_env  # pyright: ignore[reportAttributeAccessIssue]
             with shape_env.suppress_guards() if shape_env is not None else nullcontext():
-                self._made[looks] = _cut(value.detach(), layout.dim, size)
+                self._made[looks] = _cut(value.detach(), placement.dim, size)
         return self._made[looks]
 
 

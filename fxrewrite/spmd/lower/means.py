@@ -19,8 +19,8 @@ from fxrewrite.pattern.combinators import cap, loose, op
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import Rule
-from fxrewrite.spmd.facts import global_shape, layout_of
-from fxrewrite.spmd.layout import Partial
+from fxrewrite.spmd.facts import global_shape, placement_of
+from fxrewrite.spmd.placement import Partial
 from fxrewrite.spmd.shared_nodes import size_proxy
 from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
 
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 @where.predicate("root", text="is_partial")
 def _is_partial(root: fx.Node) -> bool:
-    return layout_of(root) == Partial()
+    return placement_of(root) == Partial()
 
 
 mean_over_shards = Rule(

@@ -16,6 +16,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from fxrewrite import Report, RuleSet
 from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED
+from tests.dynamo import caught
+from tests.rewriting import value_and_gradients
 
 Function = Callable[..., torch.Tensor]
 B, H, L, E = 2, 4, 6, 8
@@ -39,15 +41,7 @@ def traced(function: Function, args: list[torch.Tensor], mode: str = "fake") -> 
 
 def dynamo(function: Function, args: list[torch.Tensor]) -> tuple[fx.GraphModule, list[Any]]:
     """The torch functions that Dynamo sees, and the inputs that it uses."""
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.append((gm, list(inputs)))
-        return gm
-
-    torch._dynamo.reset()
-    torch.compile(function, backend=keep, fullgraph=True)(*args)
-    return found[0]
+    return caught(function, *args)
 
 
 def symbolic(function: Function, args: list[torch.Tensor]) -> tuple[fx.GraphModule, list[Any]]:
@@ -63,16 +57,6 @@ def count(gm: fx.GraphModule, name: str) -> int:
 
 def fired(report: Report) -> set[str]:
     return {entry.rule.partition(".")[2] for entry in report.rules if entry.rewrites}
-
-
-def value_and_gradients(function: Function, args: list[Any]) -> list[Any]:
-    """The value, and the gradients of all floating-point inputs."""
-    args = [a.detach().clone().requires_grad_(a.is_floating_point()) for a in args]
-    found = function(*args)
-    found = found[0] if isinstance(found, tuple) else found
-    torch.manual_seed(1)
-    leaves = [a for a in args if a.requires_grad]
-    return [found.detach(), *torch.autograd.grad(found, leaves, torch.randn_like(found), allow_unused=True)]
 
 
 # 4 dimensions, batch and heads: f(q, k, v, mask, kept)

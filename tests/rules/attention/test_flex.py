@@ -20,6 +20,7 @@ from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
 from rules.attention.flex import flex_rules
 from rules.attention.flex_operator import FLEX_ATTENTION
 from rules.attention.operator import RAISE_ATTENTION
+from tests.dynamo import caught
 from tests.rules.attention.test_by_rows import (
     LOW,
     READABLE,
@@ -253,19 +254,11 @@ def test_the_arguments_are_those_that_dynamo_makes() -> None:
 
 
 def _dynamo_graph() -> fx.GraphModule:
-    seen: list[fx.GraphModule] = []
-
-    def keep(gm: fx.GraphModule, _: Any) -> fx.GraphModule:
-        seen.append(gm)
-        return gm
-
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor) -> Any:
         tiles = create_block_mask(lambda b, h, q, k: k <= q, B, None, S, S, device="cpu")
         return flex_attention(q, k, v, lambda s, b, h, q, k: s + slopes[h], tiles, enable_gqa=True)
 
-    torch._dynamo.reset()
-    torch.compile(attend, backend=keep, fullgraph=True)(*(x.detach() for x in operands()), data()[1])
-    return seen[0]
+    return caught(attend, *(x.detach() for x in operands()), data()[1])[0]
 
 
 def _form(argument: Any) -> Any:

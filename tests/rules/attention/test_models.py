@@ -13,6 +13,7 @@ from torch import fx
 from fxrewrite import normalize
 from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION
+from tests.dynamo import caught
 
 VOCAB, LENGTH, LAYERS = 61, 12, 2
 _WIDTHS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
@@ -126,23 +127,14 @@ def captured(make: Callable[[], torch.nn.Module], dtype: torch.dtype) -> tuple[f
     """Dynamo's graph of a training step, and its inputs."""
     torch.manual_seed(0)
     model = make().to(dtype).train()
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        found.append((gm, list(inputs)))
-        return gm
-
     generator = torch.Generator().manual_seed(1)
-    torch._dynamo.reset()
     if isinstance(model, transformers.ViTForImageClassification):
         pixels = torch.randn((2, 3, 16, 16), generator=generator, dtype=dtype)
-        torch.compile(model, backend=keep, fullgraph=True)(pixel_values=pixels, labels=torch.tensor([0, 1]))
-    else:
-        ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
-        mask = torch.ones_like(ids)
-        mask[1, LENGTH // 2 :] = 0
-        torch.compile(model, backend=keep, fullgraph=True)(input_ids=ids, attention_mask=mask, labels=ids)
-    return found[0]
+        return caught(model, pixel_values=pixels, labels=torch.tensor([0, 1]))
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, LENGTH // 2 :] = 0
+    return caught(model, input_ids=ids, attention_mask=mask, labels=ids)
 
 
 def outputs_and_gradients(gm: fx.GraphModule, inputs: list[Any]) -> tuple[list[Any], list[Any]]:

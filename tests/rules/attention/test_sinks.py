@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite import DeadCode, RuleSet
 from rules.attention import by_rows as module
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED
+from tests.rewriting import traced
 from tests.rules.attention.test_by_rows import dense_values
 
 B, H, S, D = 2, 4, 7, 4
@@ -122,7 +122,7 @@ def results(function: Function, given: list[torch.Tensor]) -> Any:
 def test_every_spelling(name: str, width: int) -> None:
     """With the kernel for CPUs (a width of 4), and with products of matrices."""
     given = operands(width)
-    gm = make_fx(SPELLINGS[name], tracing_mode="fake", pre_dispatch=True)(*given)
+    gm = traced(SPELLINGS[name], *given)
     rewrites = {entry.rule: entry.rewrites for entry in RULES.apply(gm).rules}
     assert rewrites["masks.attend_by_rows"] == 1
     assert not dense_values(gm)
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Function, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_stays_says_why(case: str) -> None:
     attend, why = REFUSED[case]
-    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*operands())
+    gm = traced(attend, *operands())
     assert not RULES.apply(gm).rewrites
     assert why in str(ATTENTION_UNBIASED.once().explain(gm, "attention.fuse_sinks"))
 
@@ -162,14 +162,14 @@ def test_heads_in_the_batch_stay_one_operator_without_a_mask_as_well() -> None:
 
     q, k, v, sinks = operands()
     given = [x.detach() for x in (q[0], k[0], v[0], sinks)]
-    gm = make_fx(attend, tracing_mode="fake", pre_dispatch=True)(*given)
+    gm = traced(attend, *given)
     assert RULES.apply(gm)["attention.fuse_sinks"].rewrites == 1
     assert "q has rank 3" in str(RULES.once().explain(gm, "masks.attend_by_rows"))
     torch.testing.assert_close(gm(*given), attend(*given), rtol=1e-12, atol=1e-13)
 
 
 def test_graph(fx_snapshot: Any) -> None:
-    gm = make_fx(shifted, tracing_mode="fake", pre_dispatch=True)(*operands())
+    gm = traced(shifted, *operands())
     assert gm == fx_snapshot(name="before")
     RuleSet("fuse", DeadCode(), ATTENTION_UNBIASED).apply(gm)
     assert gm == fx_snapshot(name="one operator")

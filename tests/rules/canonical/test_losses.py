@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules.canonical.losses import LOSSES
+from tests.rewriting import traced
 
 LOGITS = torch.randn(12, 5, dtype=torch.float64)
 TARGET = torch.randint(0, 5, (12,))
@@ -36,7 +36,7 @@ def test_mean_is_sum_by_count(case: str) -> None:
     def loss(logits: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         return F.cross_entropy(logits, target, weight, **options)
 
-    gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(LOGITS, *inputs)
+    gm = traced(loss, LOGITS, *inputs)
     report = LOSSES.apply(gm)
     assert report["losses.mean_to_sum"].rewrites == 1
     a, b = LOGITS.clone().requires_grad_(), LOGITS.clone().requires_grad_()
@@ -60,7 +60,7 @@ def test_halves_are_summed_in_float32(loss: Any) -> None:
     logits = torch.zeros(9_000, 5, dtype=torch.float16)
     logits[:, 0] = 20
     target = torch.ones(9_000, dtype=torch.int64)
-    gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(logits, target)
+    gm = traced(loss, logits, target)
     assert LOSSES.apply(gm).rewrites == 1
     a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     expected, found = loss(a, target), gm(b, target)  # expected is infinite where torch's kernel has few threads
@@ -71,7 +71,5 @@ def test_halves_are_summed_in_float32(loss: Any) -> None:
 
 
 def test_a_sum_is_left_alone() -> None:
-    gm = make_fx(lambda x, t: F.cross_entropy(x, t, reduction="sum"), tracing_mode="fake", pre_dispatch=True)(
-        LOGITS, TARGET
-    )
+    gm = traced(lambda x, t: F.cross_entropy(x, t, reduction="sum"), LOGITS, TARGET)
     assert LOSSES.apply(gm).rewrites == 0

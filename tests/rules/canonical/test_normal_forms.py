@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules.canonical.normal_forms import NORMAL_FORMS
+from tests.rewriting import traced
 
 X = torch.rand(4, 6, dtype=torch.float64)
 
@@ -39,7 +39,7 @@ KEPT: dict[str, Any] = {
 
 @pytest.mark.parametrize("rule", DROPPED)
 def test_fires_once_and_computes_the_same(rule: str) -> None:
-    gm = make_fx(DROPPED[rule], tracing_mode="fake", pre_dispatch=True)(X)
+    gm = traced(DROPPED[rule], X)
     assert NORMAL_FORMS.apply(gm)[f"normal_forms.{rule}"].rewrites == 1
     assert torch.equal(gm(X), DROPPED[rule](X))
     assert NORMAL_FORMS.apply(gm).rewrites == 0
@@ -47,12 +47,12 @@ def test_fires_once_and_computes_the_same(rule: str) -> None:
 
 @pytest.mark.parametrize("case", KEPT)
 def test_leaves_alone(case: str) -> None:
-    gm = make_fx(KEPT[case], tracing_mode="fake", pre_dispatch=True)(X)
+    gm = traced(KEPT[case], X)
     assert NORMAL_FORMS.apply(gm).rewrites == 0
 
 
 def test_a_view_of_what_is_not_contiguous_becomes_runnable() -> None:
-    gm = make_fx(lambda x: x.view(24), tracing_mode="fake", pre_dispatch=True)(X)
+    gm = traced(lambda x: x.view(24), X)
     NORMAL_FORMS.apply(gm)
     shuffled = torch.rand(6, 4, dtype=torch.float64).T
     assert torch.equal(gm(shuffled), shuffled.reshape(24))

@@ -11,10 +11,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
 from fxrewrite import Literal, Pattern, cap, normalize, op
-from fxrewrite.spmd import Axis, SpmdContext, size_hint
+from fxrewrite.spmd import Axis, SpmdContext
 from fxrewrite.verify import Draw, verify_rewrite
 from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.canonical.shifted_losses import SHIFTED_LOSSES
+from tests.dynamo import caught
 
 BATCH, LENGTH, CLASSES = 2, 8, 5
 LOGITS = torch.randn(BATCH, LENGTH, CLASSES, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -49,19 +50,11 @@ LOSSES: dict[str, Loss] = {
 
 def graph_of(loss: Loss, labels: torch.Tensor, *, dynamic: bool = False) -> tuple[fx.GraphModule, list[Any]]:
     """The normal graph of a loss of LOGITS and labels, and its inputs."""
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
-
-    def keep(gm: fx.GraphModule, inputs: list[Any]) -> fx.GraphModule:
-        found.append((normalize(gm), [size_hint(x) if isinstance(x, torch.SymInt) else x for x in inputs]))
-        return gm
-
     logits, labels = LOGITS.clone().requires_grad_(), labels.clone()
     if dynamic:
         torch._dynamo.mark_dynamic(logits, 1)
         torch._dynamo.mark_dynamic(labels, 1)
-    torch._dynamo.reset()
-    torch.compile(loss, backend=keep, fullgraph=True)(logits, labels)
-    return found[0]
+    return caught(loss, logits, labels, inside=normalize)
 
 
 def rewritten(gm: fx.GraphModule) -> int:

@@ -17,8 +17,8 @@ from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     LayoutRules,
     LocalizeShapes,
-    PropagateLayouts,
-    Replicated,
+    PropagatePlacements,
+    Replicate,
     Shard,
     SpmdContext,
     axis_of,
@@ -40,7 +40,7 @@ FUSE = RuleSet("fuse", NORMAL_FORMS, FuseSlots("fuse_slots", LAYOUTS))
 ON_RANKS = RuleSet(
     "on_ranks",
     FUSE,
-    PropagateLayouts("layouts", ALL_LAYOUTS),
+    PropagatePlacements("layouts", ALL_LAYOUTS),
     LocalizeShapes("shapes", ALL_LAYOUTS),
     COLLECTIVE_RULES,
     WRITE_OUT_SLOTS,
@@ -268,7 +268,7 @@ def test_ranks_sort_their_own_slots(sharded: int, num_ranks: int) -> None:
         axis = axis_of(mesh, "sp")
         operand = gm.graph.find_nodes(op="placeholder")[sharded]
         with gm.graph.inserting_before(gm.graph.find_nodes(op="placeholder")[-1].next):
-            moved = gm.graph.call_function(redistribute_, (operand, Replicated(), Shard(0), axis))
+            moved = gm.graph.call_function(redistribute_, (operand, Replicate(), Shard(0), axis))
         moved.meta["val"] = operand.meta["val"]
         operand.replace_all_uses_with(moved, lambda user: user is not moved)
         report = ON_RANKS.apply(gm, context=SpmdContext(axis, gradients="mean"))

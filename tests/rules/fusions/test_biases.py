@@ -14,7 +14,7 @@ from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     LocalizeShapes,
     Place,
-    PropagateLayouts,
+    PropagatePlacements,
     Shard,
     contexts,
     param,
@@ -49,7 +49,7 @@ def test_one_sum_and_nothing_gathered(dim: int, with_rule: bool) -> None:
         "rows",
         Place("place", {param("weight"): Shard(dim)}),
         *((BIASES,) if with_rule else ()),
-        PropagateLayouts("propagate", LAYOUTS),
+        PropagatePlacements("propagate", LAYOUTS),
         LocalizeShapes("localize", LAYOUTS),
         COLLECTIVE_RULES,
     )

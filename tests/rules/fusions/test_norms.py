@@ -17,6 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from rules.fusions.norms import NORMS
+from tests.rewriting import value_and_gradients
 
 Norm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 aten = torch.ops.aten
@@ -91,14 +92,6 @@ def traced(norm: Norm, dtype: torch.dtype = torch.float64) -> fx.GraphModule:
 
 def calls(gm: fx.GraphModule) -> list[str]:
     return [node.target._schema.name[6:] for node in gm.graph.nodes if node.op == "call_function"]
-
-
-def value_and_gradients(norm: Norm, args: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    leaves = [arg.clone().requires_grad_() for arg in args]
-    value = norm(*leaves)
-    seed = torch.linspace(-1, 1, value.numel()).reshape(value.shape).to(value.dtype)
-    found = torch.autograd.grad(value, leaves, seed, allow_unused=True)
-    return [value.detach(), *(gradient for gradient in found if gradient is not None)]
 
 
 @pytest.mark.parametrize("spelling", RMS)

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
 
 from rules.fusions.rotary import INLINE_ROTARY, ROTARY, rotary_embedding
+from tests.rewriting import calls, traced, value_and_gradients
 
 Rotary = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
 Parts = Callable[[torch.Tensor], Any]
@@ -82,27 +81,13 @@ def inputs(dtype: torch.dtype = torch.float64, size: int = 8) -> tuple[torch.Ten
     return torch.randn(2, 3, 8, size).to(dtype), angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def traced(rotary: Rotary, args: tuple[torch.Tensor, ...]) -> fx.GraphModule:
-    return make_fx(lambda x, cos, sin: rotary(x, cos, sin), tracing_mode="fake", pre_dispatch=True)(*args)
-
-
-def calls(gm: fx.GraphModule) -> list[Any]:
-    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
-
-
-def value_and_gradients(rotary: Rotary, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    leaves = [arg.clone().requires_grad_() for arg in args]
-    value = rotary(*leaves)
-    return value.detach(), *torch.autograd.grad(value.square().sum(), leaves)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_there_and_back(spelling: str, dtype: torch.dtype) -> None:
     rule, rotary = SPELLINGS[spelling]
     args = inputs(dtype)
     expected = value_and_gradients(rotary, args)
-    gm = traced(rotary, args)
+    gm = traced(lambda x, cos, sin: rotary(x, cos, sin), *args)
     assert ROTARY.apply(gm)[f"rotary.{rule}"].rewrites == 1
     assert calls(gm) == [rotary_embedding]
     assert all(map(torch.equal, value_and_gradients(gm, args), expected))
@@ -116,7 +101,7 @@ def test_there_and_back(spelling: str, dtype: torch.dtype) -> None:
 
 def test_mixed_precision_as_in_cohere() -> None:
     x, cos, sin = inputs(torch.bfloat16)
-    gm = traced(lambda x, cos, sin: cohere.apply_rotary_pos_emb(x, x, cos, sin, 0), (x, cos, sin))
+    gm = traced(lambda x, cos, sin: cohere.apply_rotary_pos_emb(x, x, cos, sin, 0), x, cos, sin)
     expected = gm(x, cos, sin)[0]
     assert ROTARY.apply(gm)["rotary.fuse_pairs"].rewrites == 2
     assert torch.equal(gm(x, cos, sin)[0], expected)
@@ -125,7 +110,7 @@ def test_mixed_precision_as_in_cohere() -> None:
 @pytest.mark.parametrize("case", KEPT)
 def test_leaves_alone(case: str) -> None:
     rule, size, rotary, reason = KEPT[case]
-    gm = traced(rotary, inputs(size=size))
+    gm = traced(lambda x, cos, sin: rotary(x, cos, sin), *inputs(size=size))
     assert ROTARY.apply(gm).rewrites == 0
     assert reason in str(ROTARY.once().explain(gm, f"rotary.{rule}"))
 
@@ -135,7 +120,7 @@ def test_before_and_after(fx_snapshot: Any) -> None:
         return *llama.apply_rotary_pos_emb(q, k, cos, sin, 0), gptj.rotate_every_two(q) * sin + q * cos
 
     q, cos, sin = inputs(torch.bfloat16)
-    gm = make_fx(attention, tracing_mode="fake", pre_dispatch=True)(q, q[:, :1], cos, sin)
+    gm = traced(attention, q, q[:, :1], cos, sin)
     assert gm == fx_snapshot(name="before")
     ROTARY.apply(gm)
     assert gm == fx_snapshot(name="after")

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules.fusions.activations import ACTIVATIONS
 from rules.fusions.swiglu import INLINE_SWIGLU, SWIGLU, swiglu
+from tests.rewriting import calls, traced, value_and_gradients
 
 Gated = Callable[[torch.Tensor, torch.Tensor], Any]
 
@@ -21,20 +20,6 @@ SPELLINGS: dict[str, Gated] = {
     "up first": lambda gate, up: up * F.silu(gate),
     "module": lambda gate, up: torch.nn.SiLU()(gate) * up,
 }
-
-
-def traced(gated: Gated, *args: torch.Tensor) -> fx.GraphModule:
-    return make_fx(lambda gate, up: gated(gate, up), tracing_mode="fake", pre_dispatch=True)(*args)
-
-
-def calls(gm: fx.GraphModule) -> list[Any]:
-    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
-
-
-def value_and_gradients(gated: Gated, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    leaves = [arg.clone().requires_grad_() for arg in args]
-    value = gated(*leaves)
-    return value.detach(), *torch.autograd.grad(value.square().sum(), leaves)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxrewrite.errors import FxRewriteError
-from rules.masks.expressions import Call, Leaf, parse_mask
+from rules.masks.expressions import Leaf, MaskCall, parse_mask
 
 LENGTH = 7
 POSITIONS = torch.arange(LENGTH)
@@ -36,7 +36,7 @@ def test_a_part_is_that_part_of_the_whole(text: str) -> None:
 
 def test_what_a_text_means() -> None:
     term = parse_mask("where(le(x0, x1), 0.0, -inf)").term
-    assert term == Call("where", (Call("le", (Leaf(0), Leaf(1))), 0.0, -math.inf))
+    assert term == MaskCall("where", (MaskCall("le", (Leaf(0), Leaf(1))), 0.0, -math.inf))
 
 
 def test_what_is_the_same_is_computed_once() -> None:

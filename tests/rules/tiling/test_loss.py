@@ -13,13 +13,13 @@ from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fxrewrite import normalize
 from fxrewrite.graph import size_hint
 from rules.tiling.loss import tiled_cross_entropy, tiled_cross_entropy_with_grads, tiled_loss_rules
+from tests.rewriting import traced
 
 ROWS, DEPTH, CLASSES = 37, 8, 61
 TILE = CLASSES * 8 * 5  # five rows in float64: the last tile has two
@@ -302,7 +302,7 @@ def test_gradients_are_kept_and_not_what_they_are_computed_of(
 )
 def test_what_does_not_match_and_why(loss: Callable[..., Any], why: str) -> None:
     x, w, _, target = operands()
-    gm = make_fx(loss, tracing_mode="fake", pre_dispatch=True)(x.detach(), w.detach(), target.clamp(min=0))
+    gm = traced(loss, x.detach(), w.detach(), target.clamp(min=0))
     rules = tiled_loss_rules(TILE)
     assert not rules.apply(gm).rule("tiled_loss.tile").rewrites
     assert why in str(rules.once().explain(gm, "tiled_loss.tile"))

@@ -11,13 +11,13 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from functorch.compile import make_boxed_func
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
-from torch.fx.experimental.proxy_tensor import make_fx
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from fxrewrite import normalize
 from fxrewrite.graph import size_hint
 from rules.tiling.mlp import tiled_mlp, tiled_mlp_rules
+from tests.rewriting import traced
 
 BATCH, LENGTH, DEPTH, INNER = 2, 19, 8, 61
 GATED = "silu(v0); mul(v2, v1)"
@@ -191,7 +191,7 @@ def up(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 )
 def test_what_does_not_match_and_why(mlp: Callable[..., Any], why: str) -> None:
     given = [t.detach() for t in operands()[:4]]
-    gm = make_fx(mlp, tracing_mode="fake", pre_dispatch=True)(*given)
+    gm = traced(mlp, *given)
     rules = tiled_mlp_rules(INNER * 8 * 5)
     assert not rules.apply(gm)["tiled_mlp.tile"].rewrites
     assert why in str(rules.once().explain(gm, "tiled_mlp.tile"))

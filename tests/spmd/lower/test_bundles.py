@@ -17,8 +17,8 @@ from fxrewrite.spmd import (
     GLOBAL_SHAPE,
     LOCAL_SHAPES,
     Axis,
-    Layout,
-    Replicated,
+    Placement,
+    Replicate,
     Shard,
     SpmdContext,
     axis_of,
@@ -30,12 +30,12 @@ from fxrewrite.spmd import (
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.known import Known
 
-Move = tuple[tuple[int, ...], Layout, Layout]
+Move = tuple[tuple[int, ...], Placement, Placement]
 HEADS = [((2, 12, 12, 3), Shard(2), Shard(1)), ((2, 12, 24, 5), Shard(2), Shard(1))]
 CASES: dict[str, list[Move]] = {
     "heads and lengths that differ": HEADS,
     "other ranks and dimensions": [*HEADS, ((24, 12), Shard(1), Shard(0, outer=2))],
-    "gathers": [((2, 3, 12), Shard(2), Replicated()), ((12, 5), Shard(0), Replicated())],
+    "gathers": [((2, 3, 12), Shard(2), Replicate()), ((12, 5), Shard(0), Replicate())],
 }
 
 

@@ -24,9 +24,9 @@ from fxrewrite.spmd import (
     GLOBAL_SHAPE,
     LOCAL_SHAPES,
     Axis,
-    Layout,
     Partial,
-    Replicated,
+    Placement,
+    Replicate,
     Shard,
     SpmdContext,
     axis_of,
@@ -39,47 +39,47 @@ from tests.known import Known
 aten = torch.ops.aten
 SHAPES = {2: [(4,), (4, 3, 8), (8, 4)], 3: [(6,), (3, 12), (6, 2, 9)], 4: [(8,), (16, 3, 8), (4, 2, 4)]}
 RULES = {
-    (Replicated, Shard): "collectives.slice",
-    (Shard, Replicated): "collectives.all_gather",
+    (Replicate, Shard): "collectives.slice",
+    (Shard, Replicate): "collectives.all_gather",
     (Shard, Shard): "collectives.all_to_all",
-    (Partial, Replicated): "collectives.all_reduce",
+    (Partial, Replicate): "collectives.all_reduce",
     (Partial, Shard): "collectives.reduce_scatter",
 }
 """Which rule lowers what propagation asks for."""
 
 
-def layouts(shape: Sequence[int], num_ranks: int) -> Iterator[Layout]:
-    """Every layout that a value of this shape can have, with one run of a dimension, two and four."""
-    yield Replicated()
+def placements(shape: Sequence[int], num_ranks: int) -> Iterator[Placement]:
+    """Every placement that a value of this shape can have, with one run of a dimension, two and four."""
+    yield Replicate()
     yield Partial()
     for dim, size in enumerate(shape):
         yield from (Shard(dim, outer) for outer in (1, 2, 4) if size % (outer * num_ranks) == 0)
 
 
-def moves() -> Iterator[tuple[int, tuple[int, ...], Layout, Layout]]:
+def moves() -> Iterator[tuple[int, tuple[int, ...], Placement, Placement]]:
     for num_ranks, shapes in SHAPES.items():
         for shape in shapes:
-            for src, dst in itertools.permutations(layouts(shape, num_ranks), 2):
+            for src, dst in itertools.permutations(placements(shape, num_ranks), 2):
                 if (type(src), type(dst)) in RULES:
                     yield num_ranks, shape, src, dst
 
 
-def part(whole: torch.Tensor, layout: Layout, rank: int, num_ranks: int) -> torch.Tensor:
+def part(whole: torch.Tensor, placement: Placement, rank: int, num_ranks: int) -> torch.Tensor:
     """What a rank holds of a value that is no sum: all of it, or its chunk of each run."""
-    if not isinstance(layout, Shard):
+    if not isinstance(placement, Shard):
         return whole
-    runs = whole.unflatten(layout.dim, (layout.outer, num_ranks, -1))
-    return runs.select(layout.dim + 1, rank).flatten(layout.dim, layout.dim + 1)
+    runs = whole.unflatten(placement.dim, (placement.outer, num_ranks, -1))
+    return runs.select(placement.dim + 1, rank).flatten(placement.dim, placement.dim + 1)
 
 
-def joined(parts: Sequence[torch.Tensor], layout: Layout, rank: int) -> torch.Tensor:
+def joined(parts: Sequence[torch.Tensor], placement: Placement, rank: int) -> torch.Tensor:
     """The whole value, as a rank knows it when all have told theirs."""
-    if isinstance(layout, Replicated):
+    if isinstance(placement, Replicate):
         return parts[rank]
-    if isinstance(layout, Partial):
+    if isinstance(placement, Partial):
         return torch.stack(list(parts)).sum(0)
-    runs = [each.unflatten(layout.dim, (layout.outer, -1)) for each in parts]
-    return torch.stack(runs, layout.dim + 1).flatten(layout.dim, layout.dim + 2)
+    runs = [each.unflatten(placement.dim, (placement.outer, -1)) for each in parts]
+    return torch.stack(runs, placement.dim + 1).flatten(placement.dim, placement.dim + 2)
 
 
 class Program:
@@ -105,7 +105,7 @@ class Program:
             node.meta["val"] = target(*(a.meta["val"] if isinstance(a, fx.Node) else a for a in args))
         return node
 
-    def move(self, src: Layout, dst: Layout) -> fx.Node:
+    def move(self, src: Placement, dst: Placement) -> fx.Node:
         node = self.graph.call_function(redistribute, (self.part, src, dst, self.axis))
         with self.mode:
             local = part(torch.empty(self.shape, dtype=self.part.meta["val"].dtype), dst, 0, self.axis.size)
@@ -124,16 +124,16 @@ class Program:
         return gm, [entry.rule for entry in report.rules if entry.rewrites]
 
 
-def numbered(num_ranks: int, shape: Sequence[int], layout: Layout, *, seed: int) -> torch.Tensor:
+def numbered(num_ranks: int, shape: Sequence[int], placement: Placement, *, seed: int) -> torch.Tensor:
     """Random parts of all ranks, stacked: equal where every rank holds the whole, else each its own."""
     torch.manual_seed(seed)
-    like = part(torch.empty(tuple(shape)), layout, 0, num_ranks)
+    like = part(torch.empty(tuple(shape)), placement, 0, num_ranks)
     each = [torch.randn(like.shape, dtype=torch.float64) for _ in range(num_ranks)]
-    return torch.stack([each[0]] * num_ranks if isinstance(layout, Replicated) else each)
+    return torch.stack([each[0]] * num_ranks if isinstance(placement, Replicate) else each)
 
 
 @pytest.mark.parametrize(("num_ranks", "shape", "src", "dst"), list(moves()), ids=str)
-def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Layout, dst: Layout) -> None:
+def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Placement, dst: Placement) -> None:
     parts = numbered(num_ranks, shape, src, seed=0).requires_grad_()
     weights = torch.randn(num_ranks, *part(torch.empty(shape), dst, 0, num_ranks).shape, dtype=torch.float64)
     expected = [part(joined(parts.unbind(), src, rank), dst, rank, num_ranks) for rank in range(num_ranks)]
@@ -161,8 +161,8 @@ def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Layout, dst: La
 def test_the_mean_gradient_is_that_of_the_whole(num_ranks: int) -> None:
     """Whole inputs, a cut, a move, and the global loss on every rank: what data parallelism averages is right."""
     shape = (2 * num_ranks, 4 * num_ranks)
-    shards = [layout for layout in layouts(shape, num_ranks) if isinstance(layout, Shard)]
-    for src, dst in itertools.product(shards, [Replicated(), *shards]):
+    shards = [placement for placement in placements(shape, num_ranks) if isinstance(placement, Shard)]
+    for src, dst in itertools.product(shards, [Replicate(), *shards]):
         run = _loss_of_moved(num_ranks, shape, src, dst)
         weights = _weights(shape)
         for outputs in run.outputs:
@@ -174,7 +174,7 @@ def _weights(shape: Sequence[int], seed: int = 2) -> torch.Tensor:
     return torch.randn(tuple(shape), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layout) -> RankRun:
+def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Placement) -> RankRun:
     """sum(x * weights), with both cut: x by `src` and moved to `dst`, the weights by `dst`."""
     whole, weights = _weights(shape, seed=1).requires_grad_(), _weights(shape)
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
@@ -184,7 +184,7 @@ def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layo
         for node, value in zip(inputs, (whole, weights), strict=True):
             node.meta["val"] = mode.from_tensor(value)
 
-        def move(node: fx.Node, src: Layout, dst: Layout) -> fx.Node:
+        def move(node: fx.Node, src: Placement, dst: Placement) -> fx.Node:
             if src == dst:
                 return node
             moved = graph.call_function(redistribute, (node, src, dst, axis))
@@ -194,13 +194,13 @@ def _loss_of_moved(num_ranks: int, shape: tuple[int, ...], src: Shard, dst: Layo
             moved.meta["val"] = local
             return moved
 
-        x = move(move(inputs[0], Replicated(), src), src, dst)
-        product = graph.call_function(aten.mul.Tensor, (x, move(inputs[1], Replicated(), dst)))
+        x = move(move(inputs[0], Replicate(), src), src, dst)
+        product = graph.call_function(aten.mul.Tensor, (x, move(inputs[1], Replicate(), dst)))
         total = graph.call_function(aten.sum.default, (product,))
         with mode:
             product.meta["val"] = aten.mul.Tensor(x.meta["val"], x.meta["val"])
             total.meta["val"] = aten.sum.default(product.meta["val"])
-        graph.output((move(total, Partial(), Replicated()) if isinstance(dst, Shard) else total,))
+        graph.output((move(total, Partial(), Replicate()) if isinstance(dst, Shard) else total,))
         gm = fx.GraphModule({}, graph)
         RuleSet("lower", Known(GLOBAL_SHAPE, shapes, LOCAL_SHAPES), COLLECTIVE_RULES).apply(
             gm, context=SpmdContext(axis)
@@ -215,7 +215,7 @@ def test_slices_that_have_names(num_ranks: int, are_labels: bool) -> None:
     ids, logits = torch.arange(2 * num_ranks) % 3, torch.randn(num_ranks, 2, 3)
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
         program = Program(torch.stack([ids] * num_ranks), logits, ids.shape, axis_of(mesh, "sp"))
-        moved = program.move(Replicated(), Shard(0))
+        moved = program.move(Replicate(), Shard(0))
         read = [program.call(aten.cross_entropy_loss.default, program.weight, moved)] if are_labels else []
         gm, fired = program.lowered(
             RuleSet("slices", SLICE_RULES, COLLECTIVE_RULES, needs=(LOCAL_SHAPES,)), moved, *read

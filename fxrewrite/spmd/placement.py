@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AnyPlacement",
     "Axis",
-    "Layout",
     "Partial",
+    "Placement",
     "ReduceOp",
-    "Replicated",
+    "Replicate",
     "Shard",
-    "as_layout",
-    "check_layout",
+    "as_placement",
     "check_num_ranks",
-    "is_same_layout",
+    "check_placement",
+    "is_same_placement",
     "local_shape",
     "num_entries",
 ]
@@ -56,7 +56,7 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicated:
+class Replicate:
     """Every rank holds the whole value."""
 
     def __str__(self) -> str:
@@ -111,22 +111,22 @@ class Partial:
         return f"P({self.reduce_op})"
 
 
-Layout: TypeAlias = Replicated | Shard | Partial
-AnyPlacement: TypeAlias = "Layout | TorchPlacement"
+Placement: TypeAlias = Replicate | Shard | Partial
+AnyPlacement: TypeAlias = "Placement | TorchPlacement"
 """A placement, or one of torch.distributed.tensor: Shard(dim), Replicate() or Partial(reduce_op)."""
 
 
-def as_layout(placement: Any) -> Any:
+def as_placement(placement: Any) -> Any:
     """The same placement in the classes of this module, if it is one of `torch.distributed.tensor`; else what it was.
 
     Raises:
         FxRewriteError: it is one of torch's that is not supported.
     """
     dtensor = sys.modules.get("torch.distributed.tensor")  # whoever has an instance has imported the module
-    if dtensor is None or isinstance(placement, (Replicated, Shard, Partial)):
+    if dtensor is None or isinstance(placement, (Replicate, Shard, Partial)):
         return placement
     if isinstance(placement, dtensor.Replicate):
-        return Replicated()
+        return Replicate()
     if isinstance(placement, dtensor.Partial):
         return Partial(placement.reduce_op)
     if type(placement) is dtensor.Shard:
@@ -138,20 +138,20 @@ def as_layout(placement: Any) -> Any:
     return placement
 
 
-def check_layout(layout: object, shape: Sequence[Size], of: str) -> None:
+def check_placement(placement: object, shape: Sequence[Size], of: str) -> None:
     """Raise FxRewriteError where no value of this global shape can be placed so; `of` says what is placed.
 
     Whether the ranks divide the dimension is not looked at.
     """
-    if not isinstance(layout, (Replicated, Shard, Partial)):
-        raise FxRewriteError(f"{of}: {layout!r} is no placement; there are Replicated(), Shard(dim) and Partial()")
-    if isinstance(layout, Shard) and layout.dim not in range(len(shape)):
+    if not isinstance(placement, (Replicate, Shard, Partial)):
+        raise FxRewriteError(f"{of}: {placement!r} is no placement; there are Replicate(), Shard(dim) and Partial()")
+    if isinstance(placement, Shard) and placement.dim not in range(len(shape)):
         raise FxRewriteError(
-            f"{of}: {layout} of a value with {len(shape)} dimensions; a dimension is counted from the front, from 0"
+            f"{of}: {placement} of a value with {len(shape)} dimensions; a dimension is counted from the front, from 0"
         )
 
 
-def is_same_layout(a: Layout, b: Layout) -> bool:
+def is_same_placement(a: Placement, b: Placement) -> bool:
     """Whether both say the same, with symbolic run counts compared without a guard."""
     if isinstance(a, Shard) and isinstance(b, Shard):
         is_same_run = is_same_size(a.outer, b.outer) and is_same_size(a.inner, b.inner)
@@ -159,16 +159,16 @@ def is_same_layout(a: Layout, b: Layout) -> bool:
     return a == b
 
 
-def num_entries(shape: Sequence[Size], layout: Shard) -> Size:
+def num_entries(shape: Sequence[Size], placement: Shard) -> Size:
     """How many entries of a value of global `shape` are cut into chunks, in each run: S."""
-    size: Any = shape[layout.dim]  # torch's stubs let quotients of sizes be floats
-    return size // layout.outer // layout.inner
+    size: Any = shape[placement.dim]  # torch's stubs let quotients of sizes be floats
+    return size // placement.outer // placement.inner
 
 
-def local_shape(shape: Sequence[Size], layout: Layout, num_ranks: int) -> list[Size]:
+def local_shape(shape: Sequence[Size], placement: Placement, num_ranks: int) -> list[Size]:
     """The shape that one rank holds of a value of global `shape`."""
     local = list(shape)
-    if isinstance(layout, Shard):
-        entries: Any = num_entries(shape, layout) + (num_ranks - 1 if layout.uneven else 0)
-        local[layout.dim] = layout.outer * (entries // num_ranks) * layout.inner
+    if isinstance(placement, Shard):
+        entries: Any = num_entries(shape, placement) + (num_ranks - 1 if placement.uneven else 0)
+        local[placement.dim] = placement.outer * (entries // num_ranks) * placement.inner
     return local

@@ -1,0 +1,35 @@
+"""Qualified names of modules and of what belongs to them, as `named_modules` and `named_parameters` give them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from torch import fx
+
+__all__ = ["matches_glob", "module_names"]
+
+
+def module_names(node: fx.Node) -> Iterator[str]:
+    """The modules in whose forward the node runs, the outermost first: `model`, `model.layers`, `model.layers.0`."""
+    paths = (path for path, _ in node.meta.get("nn_module_stack", {}).values())
+    yield from dict.fromkeys(map(_qualified, paths))
+
+
+def matches_glob(name: str, glob: str) -> bool:
+    """Whether a qualified name matches a glob, in which `{a,b}` is one of several: `*.{q,k,v}_proj.weight`."""
+    return any(fnmatchcase(name, one) for one in _alternatives(glob))
+
+
+def _qualified(path: str) -> str:
+    """`layers.0.mlp` of Dynamo's `L['self'].layers.0.mlp`, or `G['model']` where the model is a global."""
+    return re.sub(r"^[LG]\['\w+'\]\.?|^L__self___?", "", path)
+
+
+def _alternatives(glob: str) -> Iterator[str]:
+    """`a.{b,c}.d` as `a.b.d` and `a.c.d`."""
+    parts = re.split(r"\{([^{}]*)\}", glob)
+    for choice in itertools.product(*(part.split(",") if i % 2 else [part] for i, part in enumerate(parts))):
+        yield "".join(choice)

@@ -1,0 +1,280 @@
+"""A parallelism as a torch.compile backend: `torch.compile(model, backend=spmd(plan, mesh=mesh))`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fxrewrite.backends import (
+    find_backend,
+    graph_break_reason,
+    inner_compiler,
+    normalized,
+    refuse_precompile,
+    untraced_callers,
+)
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.inputs import input_name
+from fxrewrite.graph.other_sizes import check_sizes
+from fxrewrite.graph.text import graph_text
+from fxrewrite.ops import is_parameter, is_random, key, tensors_of
+from fxrewrite.report import Report
+from fxrewrite.spmd.agree import agree
+from fxrewrite.spmd.context import contexts
+from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
+from fxrewrite.spmd.group import axis_of, fix_rank, is_fake
+from fxrewrite.spmd.input_placements import input_placements
+from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parameters import local_value, torch_placements, without_whole
+from fxrewrite.spmd.placement import Axis, Replicate
+
+__all__ = ["SpmdBackend", "spmd"]
+
+
+class SpmdBackend:
+    """A torch.compile backend that lowers every graph over the axes of a mesh, and passes it to an inner backend.
+
+    Made by `spmd`.
+
+    Attributes:
+        plan: the parallelism, or several.
+        mesh: whose axes they are over.
+        reports: one for each compiled graph, in order.
+    """
+
+    def __init__(
+        self,
+        plan: Parallelism | Parallelisms,
+        mesh: DeviceMesh,
+        inner: str | Callable[..., Any],
+        *,
+        strict: bool,
+        timeout: float,
+    ) -> None:
+        find_backend(inner)
+        check_axes(plan, mesh.mesh_dim_names or ())
+        self.__name__ = "spmd"
+        self.plan, self.mesh, self.inner = plan, mesh, inner
+        self.reports: list[Report] = []
+        self._programs: list[_Program] = []
+        self._strict, self._timeout = strict, timeout
+        self._breaks = False
+        """Whether a graph so far was a part of the model."""
+        self._lowering = plan.plan()
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
+        refuse_precompile()
+        dtensors = without_whole(gm)
+        program = normalized(gm)
+        self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
+        context = contexts(self.mesh, strict=self._strict, is_part=self._breaks)
+        report = self._lowering.apply(program, context=context)
+        check_sizes(program)
+        self._check_inputs(program, dtensors)
+        self.reports.append(report)
+        whole_text = graph_text(program)
+        for member in self.plan.members:  # ranks with different collectives would hang in them
+            text = whole_text if member.data == "shared" else _collectives(program, member.axis)
+            agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
+        fix_rank(program)
+        local = [_local_fake(dtensors[i]) if i in dtensors else value for i, value in enumerate(example_inputs)]
+        run = inner_compiler(self.inner, **options)(program, local)
+        compiled = _Program(program, run, self, self._timeout)
+        self._programs.append(compiled)
+        return compiled
+
+    def check_ranks(self) -> None:
+        """Read what came of comparing the inputs of the last calls, which otherwise the next calls would read.
+
+        Raises:
+            FxRewriteError: on every rank, where the ranks of an axis were called with different values.
+        """
+        for program in self._programs:
+            program.settle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpmdBackend:
+        """The backend itself, as a function is."""
+        return self
+
+    def _check_inputs(self, program: fx.GraphModule, dtensors: dict[int, DTensor]) -> None:
+        """Refuse inputs that are not held as the program reads them."""
+        placeholders = program.graph.find_nodes(op="placeholder")
+        for position, held in enumerate(input_placements(program)):
+            name = input_name(placeholders[position])
+            dtensor = dtensors.get(position)
+            sharded = {axis: p for axis, p in held.items() if p != Replicate()}
+            if dtensor is None and sharded:
+                said = ", ".join(f"{axis}: {p}" for axis, p in sharded.items())
+                raise FxRewriteError(
+                    f"{name} is stated in shards ({said}), and the model holds it whole; call "
+                    "shard_parameters(model, plan, mesh) before torch.compile"
+                )
+            if dtensor is not None:
+                wanted = tuple(torch_placements(sharded, self.mesh))
+                if dtensor.device_mesh != self.mesh or tuple(dtensor.placements) != wanted:
+                    raise FxRewriteError(
+                        f"{name} is held as {tuple(dtensor.placements)} over {dtensor.device_mesh}, and the plan says "
+                        f"{wanted} over {self.mesh}; give shard_parameters and spmd the same plan and mesh"
+                    )
+
+    def __str__(self) -> str:
+        return f"{len(self.reports)} graphs compiled, each\n{self.plan}"
+
+
+class _Program:
+    """A compiled program as Dynamo calls it: it gets what this rank holds."""
+
+    def __init__(self, gm: fx.GraphModule, run: Callable[..., Any], backend: SpmdBackend, timeout: float) -> None:
+        self._run, self._timeout = run, timeout
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._inputs = {i: input_name(n) for i, n in enumerate(placeholders) if not is_parameter(n)}
+        self._parameters = {i: input_name(n) for i, n in enumerate(placeholders) if is_parameter(n)}
+        self._draws = any(map(is_random, gm.graph.nodes))
+        axes = [(axis_of(backend.mesh, member.axis), member.data) for member in backend.plan.members]
+        self._axes = [(axis, data) for axis, data in axes if axis.size > 1 and not is_fake(axis)]
+        self._shared = [SharedInputs(axis) for axis, data in self._axes if data == "shared"]
+        self._is_first = True
+
+    def __call__(self, *inputs: Any) -> Any:
+        if self._is_first:
+            self._is_first = False
+            self._agree_on_state(inputs)
+        for axis in self._shared:
+            axis.compare({name: inputs[i] for i, name in self._inputs.items()})
+        return self._run(*map(local_value, inputs))
+
+    def settle(self) -> None:
+        """Read what came of comparing the inputs of the last call."""
+        for axis in self._shared:
+            axis.settle()
+
+    def _agree_on_state(self, inputs: Sequence[Any]) -> None:
+        """Compare what ranks of an axis must start with: parameters that all of them hold, and generators."""
+        for axis, data in self._axes:
+            held = {name: inputs[i] for i, name in self._parameters.items() if _is_held_whole(inputs[i], axis)}
+            sums = parameter_checksum([local_value(x).detach() for x in held.values()])
+            lines = [f"{name}: {number.item():.0f}" for name, number in zip(held, sums, strict=True)]
+            if self._draws and data == "shared":
+                devices = {local_value(x).device for x in held.values()} | {torch.device("cpu")}
+                lines += [
+                    f"generator of {device.type}: {_hash_of(_generator_state(device))}"
+                    for device in sorted(devices, key=str)
+                ]
+            agree(
+                axis,
+                "\n".join(lines),
+                timeout=self._timeout,
+                differ="start with different parameters, or draw different random numbers",
+                absent="did not call the compiled model",
+                hint="seed all ranks of the axis alike before the model is made and before it is called, or load one "
+                "checkpoint on all of them",
+                together="every rank must call the compiled model",
+            )
+
+
+def _collectives(program: fx.GraphModule, axis: str) -> str:
+    """What a program sends over an axis whose ranks have batches of their own, of other shapes and strides perhaps."""
+    sent = (node for node in program.graph.nodes if node.meta.get("axis") == axis)
+    return "\n".join(f"{key(node)} {list(value.shape)}" for node in sent for value in tensors_of(node))
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def _hash_of(state: torch.Tensor) -> str:
+    """A digest of bytes."""
+    return hashlib.sha256(state.numpy().tobytes()).hexdigest()[:16]
+
+
+def _is_held_whole(value: Any, axis: Axis) -> bool:
+    """Whether all ranks of the axis hold the same entries of a parameter."""
+    if not isinstance(value, DTensor):
+        return isinstance(value, torch.Tensor)
+    return value.placements[(value.device_mesh.mesh_dim_names or ()).index(axis.name)].is_replicate()
+
+
+class SharedInputs:
+    """Compares in the background what the ranks of an axis call a program with; the next call reads what came of it.
+
+    Integers are compared exactly, of tensors of numbers a sample: `fxrewrite.spmd.fingerprint`.
+    """
+
+    def __init__(self, axis: Axis) -> None:
+        self._axis = axis
+        self._sent: tuple[BackgroundComparison, list[str], list[int]] | None = None
+
+    def compare(self, inputs: Mapping[str, Any]) -> None:
+        """Send numbers of these inputs around, and read those of the last call.
+
+        Raises:
+            FxRewriteError: on every rank, where the ranks were called with different values.
+        """
+        self.settle()
+        values, names, scales = list[torch.Tensor](), list[str](), list[int]()
+        for name, x in inputs.items():
+            value = torch.tensor(x) if isinstance(x, (int, float)) else x
+            if type(value) is not torch.Tensor or not value.numel():
+                continue
+            is_exact = not (value.is_floating_point() or value.is_complex())
+            scales += [-1 if is_exact else len(values) + 1] * 2
+            values += fingerprint(value)
+            names += [name, name]
+        if values:
+            home = max((value.device for value in values), key=lambda device: device.type != "cpu")
+            sent = torch.stack([value.to(home, non_blocking=True) for value in values])
+            self._sent = BackgroundComparison(self._axis, sent), names, scales
+
+    def settle(self) -> None:
+        """Read what came of the last comparison."""
+        if self._sent is None:
+            return
+        comparison, names, scales = self._sent
+        self._sent = None
+        differing = comparison.differing(scales)
+        if differing:
+            raise FxRewriteError(
+                f"axis {self._axis.name}: in the last call, ranks passed different {names[differing[0]]}; all "
+                "ranks of the axis share one batch: sample by the axes along which each rank has its own"
+            )
+
+
+def _local_fake(traced: DTensor) -> torch.Tensor:
+    """What this rank holds of a DTensor, as Dynamo traced it: a fake value of static sizes."""
+    return traced.to_local().detach().requires_grad_(traced.requires_grad)
+
+
+def spmd(
+    plan: Parallelism | Parallelisms,
+    *,
+    mesh: DeviceMesh,
+    inner: str | Callable[..., Any] = "inductor",
+    strict: bool = False,
+    timeout: float = 3600.0,
+) -> SpmdBackend:
+    """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
+
+    Ranks along an axis with `data="shared"` pass the same values, and get the same; those along one with `data="own"`
+    pass their part of a batch, and get the loss of that part. Gradients of all parameters are complete: those of the
+    mean of the losses, of shards in shards. Nothing else may average them. Where the model breaks into several graphs,
+    what passes between them is whole, so that code which is not compiled sees what it would see on one device.
+
+    Args:
+        plan: a Parallelism, or several joined by `|`.
+        mesh: has the axes of the plan.
+        inner: the backend that compiles the lowered graph.
+        strict: refuse an operator without layout rule instead of gathering its operands.
+        timeout: seconds to wait for other ranks to compile the same graph.
+
+    Raises:
+        FxRewriteError: no such backend, or no such axis. At compile time, inside torch's BackendCompilerFailed: the
+            plan does not fit the model.
+    """
+    return SpmdBackend(plan, mesh, inner, strict=strict, timeout=timeout)

@@ -1,0 +1,46 @@
+"""Random draws on shards: ranks that are seeded alike would draw the same numbers for different chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxrewrite.errors import refuse
+from fxrewrite.graph.edit import Edit
+from fxrewrite.ops import is_random, key
+from fxrewrite.report import Report
+from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.placement import Shard
+
+__all__ = ["RefuseShardedDraws", "draws_on_chunk"]
+
+
+def draws_on_chunk(node: fx.Node) -> bool:
+    """Whether the node draws random numbers for the part of a value that one rank holds."""
+    placements = PLACEMENT.of(node)
+    placements = placements if isinstance(placements, tuple) else (placements,)
+    return any(isinstance(placement, Shard) for placement in placements) and is_random(node)
+
+
+class RefuseShardedDraws:
+    """The step that refuses what draws random numbers for a chunk, where draws are to be those of one device.
+
+    Raises:
+        RefusedError: something does; names the node.
+    """
+
+    def __init__(self, name: str, hint: str = "use attention's eager implementation, or set its dropout to 0") -> None:
+        self.name, self.hint = name, hint
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        for node in filter(draws_on_chunk, edit.nodes()):
+            refuse(
+                f"{key(node)} draws random numbers for its chunk, which are not those of one device",
+                node=node,
+                hint=self.hint,
+            )
+        return 0
+
+    def text(self) -> str:
+        return "no rank draws random numbers of its own"

@@ -1,0 +1,246 @@
+"""Parameters at rest in shards: DTensors in the module, and their whole values wherever a forward reads them.
+
+    model = shard_parameters(model, plan, mesh)
+
+Parameters become DTensors under their own names, so `state_dict`, optimizers and `torch.distributed.checkpoint` see
+those; tied ones stay one. What a forward reads, `self.weight`, is `whole(parameter)`: one call in the graph that Dynamo
+captures, which the backend `spmd` takes out, so that the program starts from the shards. Outside of a compiled program
+`self.weight` is the DTensor, which can be initialized and written to; `whole_parameters()` evaluates without one.
+
+The private `_StridedShard` is how torch writes that an outer axis cuts what an inner axis has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
+
+from fxrewrite.errors import FxRewriteError, did_you_mean
+from fxrewrite.graph.modules import matches_glob
+from fxrewrite.spmd.group import axis_of
+from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.place import held_placement
+from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
+
+__all__ = ["local_value", "shard_parameters", "torch_placements", "whole", "whole_parameters", "without_whole"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@torch.compiler.allow_in_graph
+def whole(parameter: DTensor) -> torch.Tensor:
+    """The whole value of a parameter that is held in shards, without a gradient; `spmd` leaves it to the program."""
+    local = parameter.to_local()
+    if is_fake(local):  # Dynamo looks at the result's shape; without_whole takes the call out
+        return local.new_empty(parameter.shape).requires_grad_(parameter.requires_grad)
+    with torch.no_grad():
+        return parameter.full_tensor()
+
+
+_reads_whole: ContextVar[bool] = ContextVar("reads_whole", default=False)
+
+
+@contextmanager
+def whole_parameters() -> Generator[None]:
+    """Inside, models whose parameters are in shards run without torch.compile, to evaluate or to generate.
+
+    A module gathers a parameter, on all ranks of the mesh, each time that it reads it, and there are no gradients. What
+    is written to a parameter's value there is lost.
+    """
+    before = _reads_whole.set(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _reads_whole.reset(before)
+
+
+def _refuse_eager(module: nn.Module, args: Any) -> None:
+    """Refuse a forward pass that would mix shards with whole activations."""
+    if not torch.compiler.is_compiling() and not _reads_whole.get():
+        raise FxRewriteError(
+            f"{type(module).__name__} has its parameters in shards: train and evaluate it through torch.compile(model, "
+            "backend=spmd(plan, mesh=mesh)), or evaluate it with fxrewrite.spmd.whole_parameters()"
+        )
+
+
+def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> M:
+    """The same module, each parameter of which is a DTensor that holds what the plan says, in place.
+
+    Of an axis that says nothing of a parameter, every rank holds it whole. Buffers stay as they are.
+    A parameter on the meta device stays there: `model.to_empty(device=...)` then allocates the shards alone.
+
+    Raises:
+        FxRewriteError: a glob matches no parameter; says the nearest names. A placement does not fit a shape. The model
+            is sharded already, or the mesh lacks an axis of the plan.
+    """
+    check_axes(plan, mesh.mesh_dim_names or ())
+    names = _names(model)
+    sharded = next((names[p][0] for p in names if isinstance(p, DTensor)), None)
+    if sharded is not None:
+        raise FxRewriteError(f"{sharded} is a DTensor already; shard the parameters of a model once")
+    axes = {member.axis: axis_of(mesh, member.axis) for member in plan.members}
+    stated = {member.axis: _stated(member, names) for member in plan.members}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for parameter, of in names.items():
+        held: dict[str, Placement] = {}
+        shape = list(parameter.shape)
+        for member in reversed(plan.members):  # an outer axis cuts what the inner ones have left
+            placed = stated[member.axis].get(of[0])
+            if placed is not None:
+                held[member.axis] = held_placement(shape, placed, axes[member.axis], f"{member.name}: {of[0]}")
+                shape = [int(n) for n in local_shape(shape, held[member.axis], axes[member.axis].size)]
+        made[parameter] = _distributed(parameter, held, mesh)
+    for module in model.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, parameter in own.items():
+            module._parameters[name] = made[parameter]
+        if own:
+            module.__class__ = _reading_whole(type(module), tuple(own))
+    model.register_forward_pre_hook(_refuse_eager)
+    return model
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All qualified names of each parameter; tied ones have several."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def _stated(member: Parallelism, names: Mapping[nn.Parameter, list[str]]) -> dict[str, Any]:
+    """What the member states of each parameter, by its first name."""
+    found: dict[str, Any] = {}
+    every = [name for of in names.values() for name in of]
+    for site, placed in member.place.items():
+        if site.kind != "param":
+            continue
+        matching = [of[0] for of in names.values() if matches_glob(of[0], site.glob)]
+        tied = next((of for of in names.values() if any(matches_glob(name, site.glob) for name in of)), None)
+        if not matching and tied is not None and not site.optional:
+            raise FxRewriteError(
+                f"{member.name}: {site} names a tied parameter by another of its names; write {tied[0]!r}"
+            )
+        if not matching and not site.optional:
+            near = did_you_mean(site.glob, every) or f"; the model has {', '.join(every[:3])} ..."
+            raise FxRewriteError(f"{member.name}: {site} matches no parameter{near}")
+        found |= dict.fromkeys(matching, placed)
+    return found
+
+
+def _distributed(parameter: nn.Parameter, held: Mapping[str, Placement], mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter as a DTensor over the whole mesh."""
+    names, position = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if position is None:
+        raise FxRewriteError("this rank is not in the mesh")
+    local = parameter.detach()
+    for axis in reversed(names):
+        placement = held.get(axis)
+        if isinstance(placement, Shard):
+            local = _chunk(local, placement, mesh.size(names.index(axis)), position[names.index(axis)])
+    if any(isinstance(placement, Shard) for placement in held.values()):
+        local = local.clone(memory_format=torch.contiguous_format)  # the whole is freed
+    placements = torch_placements(held, mesh)
+    made = DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.contiguous().stride()
+    )
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _chunk(value: torch.Tensor, placement: Shard, ranks: int, rank: int) -> torch.Tensor:
+    """Rank's chunk of each run of the sharded dimension."""
+    runs = value.unflatten(placement.dim, (int(placement.outer), ranks, -1))
+    return runs.select(placement.dim + 1, rank).flatten(placement.dim, placement.dim + 1)
+
+
+def torch_placements(held: Mapping[str, AnyPlacement], mesh: DeviceMesh) -> list[TorchPlacement]:
+    """How a DTensor over the mesh is placed that the ranks of each axis hold so; inner axes cut first.
+
+    Raises:
+        FxRewriteError: torch has no name for it.
+    """
+    names = mesh.mesh_dim_names or ()
+    found: list[TorchPlacement] = []
+    for position, axis in enumerate(names):
+        placement = as_placement(held.get(axis, Replicate()))
+        if not isinstance(placement, Shard):
+            found.append(TorchReplicate())
+            continue
+        inner = [(other, as_placement(held[other])) for other in names[position + 1 :] if other in held]
+        cuts = [(other, p) for other, p in inner if isinstance(p, Shard) and p.dim == placement.dim]
+        runs = int(placement.outer)
+        for other, cut in cuts:
+            if runs != 1 or int(cut.outer) != 1:
+                raise FxRewriteError(
+                    f"{axis} and {other} both cut runs of dimension {placement.dim}; torch has no name for it"
+                )
+        for other, _ in cuts:
+            runs *= mesh.size(names.index(other))
+        found.append(TorchShard(placement.dim) if runs == 1 else _StridedShard(placement.dim, split_factor=runs))
+    return found
+
+
+@cache
+def _reading_whole(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The class, whose attributes of these names give whole values of the parameters."""
+
+    def reader(name: str) -> property:
+        def read(module: nn.Module) -> torch.Tensor | None:
+            parameter = module._parameters[name]
+            reads_whole = torch.compiler.is_compiling() or _reads_whole.get()
+            return whole(parameter) if reads_whole and isinstance(parameter, DTensor) else parameter
+
+        return property(read)
+
+    made = type(cls.__name__, (cls,), {name: reader(name) for name in names})
+    made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
+    return made
+
+
+# at the border of a compiled program
+
+
+def local_value(value: Any) -> Any:
+    """What this rank holds of a DTensor, through which gradients flow; any other value itself."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
+    """Afterwards the graph, as Dynamo captured it, starts from whole values of the parameters.
+
+    Returns:
+        the inputs that are DTensors when the program is called, by position, as Dynamo traced them.
+
+    Raises:
+        FxRewriteError: a DTensor is read otherwise than through `whole`.
+    """
+    found: dict[int, DTensor] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        held = node.meta.get("example_value")
+        if not isinstance(held, DTensor):
+            continue
+        found[position] = held
+        for user in list(node.users):
+            if user.target is not whole:
+                raise FxRewriteError(
+                    f"{node.name} is read as a DTensor by {user.target}: a module keeps a reference to its parameter "
+                    "besides its attribute; compile the model without this module"
+                )
+            value = user.meta["example_value"]
+            user.replace_all_uses_with(node)
+            gm.graph.erase_node(user)
+            node.meta["example_value"] = value.detach().requires_grad_(held.requires_grad)
+            node.meta["is_parameter"] = True
+    gm.recompile()
+    return found

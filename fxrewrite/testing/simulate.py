@@ -1,0 +1,197 @@
+"""A model by a parallelism on simulated ranks, beside the same model on one device: what an author checks first."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fxrewrite.backends import normalized
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.inputs import input_name
+from fxrewrite.report import Report
+from fxrewrite.spmd.context import contexts
+from fxrewrite.spmd.expect import KINDS
+from fxrewrite.spmd.input_placements import input_placements
+from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.placement import Replicate, Shard
+from fxrewrite.testing.fake_mesh import fake_mesh
+from fxrewrite.testing.ranks import run_on_ranks
+
+__all__ = ["Simulated", "simulate"]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What simulated ranks computed, and one device.
+
+    Attributes:
+        program: the lowered graph, the same for all ranks.
+        report: what was done.
+        loss_error: of each rank's loss against that of one device, relative; along axes with own data, of their mean.
+        grad_errors: of each parameter's gradient the largest difference on any rank, relative to the largest gradient
+            of all; infinite where a rank has none, or one that is not a number.
+        sent: collectives of the forward program, by axis and kind.
+    """
+
+    program: fx.GraphModule
+    report: Report
+    loss_error: float
+    grad_errors: Mapping[str, float]
+    sent: Mapping[str, Mapping[str, int]]
+
+    @property
+    def grad_error(self) -> float:
+        """The largest error of a gradient; infinite where one is missing, or not a number."""
+        return max(self.grad_errors.values(), default=0.0)
+
+    def __str__(self) -> str:
+        worst = max(self.grad_errors, key=self.grad_errors.__getitem__, default="none")
+        error = self.grad_errors.get(worst, 0.0)
+        kinds = (", ".join(f"{n} {kind}" for kind, n in of.items()) or "nothing" for of in self.sent.values())
+        sent = "; ".join(f"over {axis} {what}" for axis, what in zip(self.sent, kinds, strict=True))
+        return f"loss differs by {self.loss_error:.0e}, gradients by {error:.0e} ({worst}); sent forward: {sent}"
+
+
+def simulate(
+    model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int]
+) -> Simulated:
+    """Train one step of `model(**inputs)` on one device and by the plan on simulated ranks, and compare.
+
+    The loss is the first number among what the model returns. It runs as it is, without `shard_parameters`, each time
+    with the same seed. Ranks along an axis with `data="own"` get their part of every tensor of the call, also of those
+    in lists and dictionaries, cut in dimension 0; what a batch's statistics change differs there, as with replicas.
+
+    Args:
+        model: is left with the gradients of one device.
+        inputs: arguments of the call, for one device.
+        plan: the parallelism, or several.
+        mesh: axes with their numbers of ranks, the outermost first, such as `{"dp": 2, "tp": 2}`.
+
+    Raises:
+        FxRewriteError: the plan does not fit the model, or an axis of the plan has no size.
+    """
+    check_axes(plan, tuple(mesh))
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise FxRewriteError("the model's parameters are in shards already; simulate the model as it is before that")
+    own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
+    part = tree_map(lambda value: _part(value, own), dict(inputs))
+    gm, given, names = _captured(model, part)
+    whole = {id(cut): value for cut, value in zip(tree_leaves(part), tree_leaves(dict(inputs)), strict=True)}
+    called_with = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
+    given = [whole.get(id(value), value) for value in given]
+    program = normalized(gm)
+    with fake_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
+        report = plan.plan().apply(program, context=contexts(device_mesh))
+        parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in called_with]
+        held = zip(input_placements(program), parts, strict=True)
+        placements = {i: {**of_plan, **of_call} for i, (of_plan, of_call) in enumerate(held)}
+        torch.manual_seed(_SEED)
+        run = run_on_ranks(program, given, device_mesh, placements=placements, backward=_loss_position(program))
+    model.zero_grad()
+    torch.manual_seed(_SEED)
+    loss = _loss(model(**inputs))
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found = {name: (i, grad) for i, (name, grad) in enumerate(zip(names, run.gradients(), strict=True))}
+    largest = max((grad.abs().max().item() for grad in expected.values()), default=0.0) or 1.0
+    errors: dict[str, float] = {}
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    for names_of_one in aliases.values():  # in the graph, a tied parameter has one of its names
+        name = names_of_one[0]
+        if name in expected:
+            here = next((found[one] for one in names_of_one if one in found), None)
+            if here is None:
+                errors[name] = math.inf
+                continue
+            position, joined = here
+            is_whole = all(p == Replicate() for p in placements[position].values())
+            each = [of_rank[position] for of_rank in run.grads] if is_whole else [joined]
+            errors[name] = max(_error(value, expected[name], largest) for value in each)
+    losses = [_loss(outputs) for outputs in run.outputs]
+    wanted = loss.detach()
+    scale = wanted.abs().clamp_min(1e-300).item()
+    off = [torch.stack(losses).mean()] if own else losses
+    return Simulated(
+        program,
+        report,
+        max(_error(value, wanted, scale) for value in off),
+        errors,
+        {axis: _sent(program, axis) for axis in mesh},
+    )
+
+
+_SEED = 0
+
+
+def _error(found: torch.Tensor | None, expected: torch.Tensor, scale: float) -> float:
+    """The largest difference, over `scale`; infinite where there is no gradient, or one that is not a number."""
+    if found is None:
+        return math.inf
+    error = (found - expected).abs().max().item() / scale
+    return math.inf if math.isnan(error) else error
+
+
+def _part(value: Any, own: Mapping[str, int]) -> Any:
+    """What the first rank of axes with own data is called with."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    for axis, size in own.items():
+        if not value.dim() or len(value) % size:
+            raise FxRewriteError(f"{size} ranks of axis {axis} do not divide dimension 0 of {list(value.shape)}")
+        value = value.narrow(0, 0, len(value) // size)
+    return value.clone() if own else value
+
+
+def _captured(model: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[fx.GraphModule, list[Any], list[str]]:
+    """Dynamo's graph of the call, which is not run, what it would be called with, and the names of its inputs."""
+    found: list[tuple[fx.GraphModule, list[Any]]] = []
+
+    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        found.append((gm, list(example_inputs)))
+        return _stop
+
+    with contextlib.suppress(_StopError):
+        torch.compile(model, backend=keep, fullgraph=True)(**inputs)
+    ((gm, given),) = found
+    return gm, given, [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+class _StopError(Exception):
+    """Raised in place of running a program that was captured."""
+
+
+def _stop(*_: Any) -> Any:
+    raise _StopError
+
+
+def _loss_position(program: fx.GraphModule) -> int:
+    """Which output of the program is the first that is one number with a gradient."""
+    outputs = tree_leaves(program.graph.output_node().args[0])
+    for position, node in enumerate(outputs):
+        if isinstance(node, fx.Node) and _is_loss(node.meta.get("val")):
+            return position
+    raise FxRewriteError("the model returns no loss: among its outputs is no floating-point tensor of one number")
+
+
+def _is_loss(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _loss(outputs: Any) -> torch.Tensor:
+    return next(value for value in tree_leaves(outputs) if _is_loss(value))
+
+
+def _sent(program: fx.GraphModule, axis: str) -> dict[str, int]:
+    kinds = (KINDS.get(node.target) for node in program.graph.nodes if node.meta.get("axis") == axis)  # pyright: ignore[reportArgumentType]
+    return dict(Counter(kind for kind in kinds if kind is not None))

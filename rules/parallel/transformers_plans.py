@@ -1,0 +1,159 @@
+"""The tensor-parallel plans that models of transformers ship, as a parallelism.
+
+    plan = from_transformers(model, "tp")
+
+A style is a placement of parameters; what transformers' styles do to activations and gradients follows from that.
+
+    colwise                              rows of a linear's weight, and its bias
+    rowwise                              columns of a linear's weight; its bias is whole
+    colwise_gather_output, colwise_rep   as colwise, and the output is gathered, but for the head's
+    rowwise_split_input, rowwise_rep     as rowwise
+    packed_colwise, packed_rowwise       as colwise and rowwise, of each half of the dimension alone
+    embedding_rowwise, _colwise          rows and columns of an embedding
+    those of IMPLIED                     whole; propagation finds the sums of outputs and gradients
+
+Any other style is an error that names the style and the module. Heads that the ranks do not divide are refused when the
+plan meets the model (`rules.parallel.heads`), a dimension of a parameter that they do not divide likewise.
+Source: transformers 5, distributed/tensor_parallel.py and mixin.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from fxrewrite import FxRewriteError
+from fxrewrite.graph import matches_glob
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, Parallelism, Replicate, Shard, module_output, param
+from rules.layouts.terms import index_map
+from rules.parallel.heads import WHOLE_HEADS
+from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
+
+__all__ = ["IMPLIED", "from_transformers"]
+
+
+def _colwise(p: torch.Tensor) -> Shard:
+    return Shard(max(p.dim() - 2, 0))
+
+
+def _rowwise(p: torch.Tensor) -> Shard | None:
+    return Shard(p.dim() - 1) if p.dim() > 1 else None
+
+
+def _packed_colwise(p: torch.Tensor) -> Shard:
+    return Shard(max(p.dim() - 2, 0), outer=2)
+
+
+def _packed_rowwise(p: torch.Tensor) -> Shard | None:
+    return Shard(p.dim() - 1, outer=2) if p.dim() > 1 else None
+
+
+HELD: Mapping[str, Callable[[torch.Tensor], Shard | None]] = {
+    "colwise": _colwise,
+    "colwise_gather_output": _colwise,
+    "colwise_rep": _colwise,
+    "rowwise": _rowwise,
+    "rowwise_split_input": _rowwise,
+    "rowwise_rep": _rowwise,
+    "packed_colwise": _packed_colwise,
+    "packed_rowwise": _packed_rowwise,
+    "embedding_rowwise": lambda _: Shard(0),
+    "embedding_colwise": lambda _: Shard(1),
+}
+"""How ranks hold a parameter of a style; None is whole."""
+GATHERED = ("colwise_gather_output", "colwise_rep")
+IMPLIED = frozenset(
+    {
+        "all_reduce",
+        "local_params",
+        "mla_kv_a_proj",
+        "moe_identity_expert",
+        "moe_tp_experts",
+        "replicate",
+        "replicated_with_grad_allreduce",
+    }
+)
+"""Styles that say nothing of parameters, and whose collectives propagation finds."""
+
+
+def grouped_product(call: Call) -> IndexMap | None:
+    """!s k, !g k n, !g -> s n: rows in groups, each of which is multiplied by a matrix of its own"""
+    if (len(call.shape()), len(call.shape(1))) != (2, 3):
+        return None
+    rows, matrices = list(call.args)[:2]
+    operands = {rows: (("s",), ("k",)), matrices: (("g",), ("k",), ("n",)), "offs": (("g",),)}
+    return index_map(call, operands, (("s",), ("n",)), whole=("s",), summed={"k"})
+
+
+def _layouts() -> tuple[LayoutRule, ...]:
+    """Those of operators that models of transformers run, beside ATen's."""
+    products = ["aten::_grouped_mm"]
+    if hasattr(torch.ops.transformers, "grouped_mm_fallback"):  # models of experts import what defines it
+        products.append("transformers::grouped_mm_fallback")
+    return (*VOCABULARY_LAYOUTS, LayoutRule("layout.grouped_product", tuple(products), grouped_product))
+
+
+def from_transformers(model: nn.Module, axis: str = "tp") -> Parallelism:
+    """The tensor-parallel plan of the model, over this axis of a mesh.
+
+    Raises:
+        FxRewriteError: the model has no plan, or a style of it means nothing here; names the style and the module.
+    """
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        raise FxRewriteError(
+            f"{type(model).__name__} has no tensor-parallel plan (tp_plan); state placements in a Parallelism"
+        )
+    for where, style in plan.items():
+        if style not in HELD and style not in IMPLIED:
+            known = ", ".join(sorted({*HELD, *IMPLIED}))
+            raise FxRewriteError(f"{where}: style {style!r} of tp_plan is not supported; there are {known}")
+    place = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    groups: dict[str, list[str]] = {}
+    for name in parameters:
+        groups.setdefault(_generic(name), []).append(name)
+    for glob, names in groups.items():
+        style = plan.get(glob, plan.get(glob.rpartition(".")[0], ""))
+        held = HELD[style](parameters[names[0]]) if style in HELD else None
+        if held is not None:
+            of_them = [name for name in parameters if matches_glob(name, glob)] == names
+            # The model has them; a forward may still read none, and a tied one goes by one of its names.
+            place |= {param(one, optional=True): held for one in ([glob] if of_them else names)}
+    for where in (where for where, style in plan.items() if style in GATHERED):
+        if where != _head(model):
+            place[module_output(where, optional=True)] = Replicate()
+    place |= {module_output(name, optional=True): Replicate() for name in _embeddings(model) if name in plan}
+    return Parallelism(
+        f"transformers.{type(model).__name__}",
+        axis=axis,
+        place=place,
+        rules=[VOCABULARY],
+        placed=[WHOLE_HEADS],
+        layouts=_layouts(),
+    )
+
+
+def _generic(name: str) -> str:
+    """A name as plans write it: `layers.*.mlp` of `layers.0.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _head(model: nn.Module) -> str | None:
+    """The name of the module that computes logits."""
+    return next(iter(_names(model, "get_output_embeddings")), None)
+
+
+def _embeddings(model: nn.Module) -> list[str]:
+    """The name of the module that embeds ids."""
+    return _names(model, "get_input_embeddings")
+
+
+def _names(model: nn.Module, getter: str) -> list[str]:
+    """The names of the module that this method of transformers gives."""
+    get: Callable[[], nn.Module | None] | None = getattr(model, getter, None)
+    found = get() if get is not None else None
+    return [name for name, module in model.named_modules() if module is found]

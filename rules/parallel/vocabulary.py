@@ -1,0 +1,193 @@
+"""Embeddings and losses whose vocabulary is sharded: each rank has some rows of the embedding and of the head.
+
+    embedding(w, ids)           ->  lookup_rows(w, arange(V), ids)           w stored as Shard(0)
+    cross_entropy(x, target)    ->  log(sum(exp(x - m))) + m - at_class      x computed from a head stored as Shard(0)
+                                    m = amax(detach(x)), at_class = take_class(x, arange(V), target)
+
+A rank looks up the ids that it has rows of, and gets zeros for the others: the result is a sum over ranks, one
+all-reduce of activations. The loss needs the greatest logit, the sum of exponentials and the label's logit of each row:
+three all-reduces of one number a row, and a fourth one with label smoothing. No rank has whole logits.
+The rules write both operators for whole values; their layout rules say that they are sums over the vocabulary.
+
+They refuse class weights, class probabilities, logits that are not [rows, classes], and embeddings whose gradients are
+scaled by frequency: propagation then gathers what is sharded, with a line in the report. A target that is neither a
+class nor ignored has the logit 0 here; torch fails on it.
+Shapes: w [V, d], ids any, x [N, V], target [N].
+Numerics: reassociates; half-precision logits are summed in float32.
+Source: Megatron-LM, megatron/core/tensor_parallel/layers.py (VocabParallelEmbedding) and cross_entropy.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+from torch import fx
+
+from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite.ops import bind, fake_value, key
+from fxrewrite.spmd import LayoutRule, LayoutRules, Shard, held_as
+
+__all__ = ["VOCABULARY", "VOCABULARY_LAYOUTS", "embed_rows", "lookup_rows", "split_loss", "take_class"]
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def lookup_rows(weight: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor, padding_idx: int) -> torch.Tensor:
+    """The rows of the weight with these ids, of which `rows`, consecutive, are here; zeros for others.
+
+    Args:
+        weight: [V, d].
+        rows: the ids of the weight's rows, int64 [V].
+        ids: int64, any shape.
+        padding_idx: the id whose row gets no gradient; -1 if there is none.
+    """
+    at, is_here = _position(rows, ids)
+    found = F.embedding(at, weight)
+    if padding_idx >= 0:
+        found = torch.where((ids == padding_idx).unsqueeze(-1), found.detach(), found)
+    return found.masked_fill(torch.logical_not(is_here).unsqueeze(-1), 0)
+
+
+def take_class(logits: torch.Tensor, classes: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Each row's logit of its target, of which `classes`, consecutive, are here; zero for others.
+
+    Args:
+        logits: [N, V].
+        classes: the classes of the logits' columns, int64 [V].
+        target: int64 [N].
+    """
+    at, is_here = _position(classes, target)
+    return logits.gather(1, at.unsqueeze(1)).squeeze(1).masked_fill(torch.logical_not(is_here), 0)
+
+
+def _position(numbers: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where among consecutive numbers the wanted ones are, and whether they are among them."""
+    at = wanted - numbers[0]
+    is_here = torch.logical_and(at >= 0, at < numbers.shape[0])
+    return torch.where(is_here, at, 0), is_here
+
+
+# CompositeImplicitAutograd: they stay one node of a graph, and when they run they are operators of ATen.
+for _operator in (lookup_rows, take_class):
+    _name = f"fxrewrite_rules::{_operator.__name__}"
+    torch.library.define(_name, torch.library.infer_schema(_operator, mutates_args=()))
+    torch.library.impl(_name, "CompositeImplicitAutograd")(_operator)
+LOOKUP_ROWS = torch.ops.fxrewrite_rules.lookup_rows.default
+TAKE_CLASS = torch.ops.fxrewrite_rules.take_class.default
+
+VOCABULARY_LAYOUTS = LayoutRules(
+    (
+        LayoutRule("layout.lookup_rows", (key(LOOKUP_ROWS),), "v d, v, i... -> i... d"),
+        LayoutRule("layout.take_class", (key(TAKE_CLASS),), "n c, c, n -> n"),
+    )
+)
+"""Sums over the vocabulary."""
+
+
+@where.predicate("w", text="is_sharded_by_rows")
+def _is_sharded_by_rows(w: fx.Node) -> bool:
+    return held_as(w) == Shard(0)
+
+
+@where.predicate("is_scaled", text="is_not_scaled_by_frequency")
+def _is_not_scaled(is_scaled: bool) -> bool | str:
+    return not is_scaled or "gradients are scaled by the frequency of all ids"
+
+
+embed_rows = Rule(
+    "vocabulary.embed_rows",
+    Pattern(
+        (
+            op(
+                "embedding",
+                cap("w"),
+                cap("ids"),
+                cap("padding", Literal),
+                cap("is_scaled", Literal),
+                cap("is_sparse", Literal),
+            ),
+        ),
+        (_is_sharded_by_rows, _is_not_scaled),
+    ),
+)
+
+
+@embed_rows.replacement
+def _(match: Match, w: Any, ids: Any, padding: int) -> Any:
+    """lookup_rows(w, arange(V), ids)"""
+    return match.call(LOOKUP_ROWS, w, _numbers(match, match["w"], 0), ids, padding)
+
+
+@where.predicate("logits", text="is_sharded_by_class")
+def _is_sharded_by_class(logits: fx.Node) -> bool | str:
+    """Whether the logits are a linear of a weight in rows, but for operators on one value each."""
+    node = logits
+    while key(node) != "aten::linear":
+        if node.op != "call_function" or len(node.all_input_nodes) != 1:
+            return f"%{node.name} is between the loss and the head"
+        node = node.all_input_nodes[0]
+    return held_as(bind(node)["weight"]) == Shard(0) or "the head is not sharded by classes"
+
+
+@where.predicate("logits", "target", text="is_rows_of_classes")
+def _is_rows_of_classes(logits: fx.Node, target: fx.Node) -> bool | str:
+    if fake_value(target).is_floating_point():
+        return "the targets are class probabilities"
+    return fake_value(logits).dim() == 2 or f"the logits have rank {fake_value(logits).dim()}"
+
+
+@where.predicate("reduction", text="is_sum_or_none")
+def _is_sum_or_none(reduction: int) -> bool | str:
+    return reduction != _MEAN or "rules.losses makes a mean a sum first"
+
+
+split_loss = Rule(
+    "vocabulary.split_loss",
+    Pattern(
+        (
+            op(
+                "cross_entropy_loss",
+                cap("logits"),
+                cap("target"),
+                None,
+                cap("reduction", Literal),
+                cap("ignore_index", Literal),
+                cap("label_smoothing", Literal),
+            ),
+        ),
+        (_is_rows_of_classes, _is_sum_or_none, _is_sharded_by_class),
+    ),
+    numerics="reassociates",
+    domain="finite",
+)
+
+
+@split_loss.replacement
+def _(match: Match, logits: Any, target: Any, reduction: int, ignore_index: int, label_smoothing: float) -> Any:
+    """log(sum(exp(x - m))) + m - at_class"""
+    given = fake_value(match["logits"])
+    wide = torch.promote_types(given.dtype, torch.float32)
+    x = logits if wide == given.dtype else aten.to(logits, wide)
+    most = aten.amax(aten.detach(x), [1])
+    exponentials = aten.exp(aten.sub(x, aten.unsqueeze(most, 1)))
+    normalizer = aten.add(aten.log(aten.sum(exponentials, [1])), most)
+    loss = aten.sub(normalizer, match.call(TAKE_CLASS, x, _numbers(match, match["logits"], 1), target))
+    if label_smoothing:
+        of_all = aten.sub(normalizer, aten.div(aten.sum(x, [1]), given.shape[1]))
+        loss = aten.add(aten.mul(loss, 1 - label_smoothing), aten.mul(of_all, label_smoothing))
+    loss = aten.masked_fill(loss, aten.eq(target, ignore_index), 0)
+    loss = aten.sum(loss) if reduction == _SUM else loss
+    return loss if wide == given.dtype else aten.to(loss, given.dtype)
+
+
+def _numbers(match: Match, value: fx.Node, dim: int) -> Any:
+    """0, 1, ..., one for each entry of the dimension."""
+    size, device = fake_value(value).shape[dim], fake_value(value).device
+    return match.call(aten.arange.default, size, device=device, pin_memory=False)
+
+
+VOCABULARY = RuleSet("vocabulary", embed_rows, split_loss)
+"""Runs after the placements of weights are annotated, before propagation."""

@@ -1,0 +1,94 @@
+"""Tensor parallelism with and without norms on chunks of the sequence: exact, with the collectives of the papers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from autosp_rules.parallelism import AUTOSP
+from fxrewrite import FxRewriteError, RefusedError
+from fxrewrite.spmd import Gathered
+from rules.parallel import DATA, MEGATRON, MEGATRON_LAYERS, MEGATRON_SP, ZERO3
+from tests.rules.parallel.models import build
+from tests.rules.parallel.on_ranks import IDS, compared, loss_of
+
+LAYERS = 2
+REDUCE, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_megatron(tied: bool) -> None:
+    model = build("Llama", tie_word_embeddings=tied)
+    found = compared(loss_of(model), model, MEGATRON)
+    assert found.forward == {("tp", REDUCE): 2 * LAYERS + 1 + 3}  # the embedding's, and three of the loss
+    assert found.backward == {REDUCE: 2 * LAYERS + 1}  # what the head gives back
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_on_chunks_of_the_sequence(tied: bool) -> None:
+    model = build("Llama", tie_word_embeddings=tied)
+    found = compared(loss_of(model), model, MEGATRON_SP)
+    forward = {("tp", SCATTER): 2 * LAYERS + 1, ("tp", GATHER): 2 * LAYERS + 1, ("tp", REDUCE): 3}
+    assert found.forward == forward
+    norms = 2 * LAYERS + 1
+    assert found.backward == {SCATTER: 2 * LAYERS + 1, GATHER: 2 * LAYERS + 1, REDUCE: norms}
+
+
+def test_four_ranks() -> None:
+    model = build("Qwen3", num_key_value_heads=4, head_dim=8)
+    for plan in (MEGATRON, MEGATRON_SP):
+        compared(loss_of(model), model, plan, ranks=4)
+
+
+PLANS = {
+    "data_megatron": DATA | MEGATRON,
+    "zero3_megatron_sp": ZERO3 | MEGATRON_SP,
+    "autosp_megatron": AUTOSP | MEGATRON,
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_over_another_axis(name: str) -> None:
+    """Over tp a plan sends what it sends alone; ranks of the data axis have a batch each, here equal ones."""
+    model, plan = build("Llama", num_key_value_heads=4), PLANS[name]
+    found, alone = (compared(loss_of(model), model, of) for of in (plan, plan.members[-1]))
+    assert Counter({at: count for at, count in found.forward.items() if at[0] == "tp"}) == alone.forward
+    assert not found.report.events_of(Gathered)
+
+
+def test_a_vocabulary_that_does_not_divide() -> None:
+    model = build("Llama", vocab_size=65)
+    with pytest.raises(FxRewriteError, match=r"\[65, 32\]: tp=2 ranks do not divide S\(0\)"):
+        compared(loss_of(model), model, MEGATRON)
+    assert compared(loss_of(model), model, MEGATRON_LAYERS).forward == {("tp", REDUCE): 2 * LAYERS}
+
+
+def test_a_model_without_head() -> None:
+    model = build("Llama").model
+    found = compared(lambda **given: model(**given)[0].square().mean(), model, MEGATRON, {"input_ids": IDS})
+    assert found.forward == {("tp", REDUCE): 2 * LAYERS + 1}
+
+
+def test_heads_that_do_not_divide() -> None:
+    model = build("Llama", num_key_value_heads=1)
+    message = r"self_attn views 8 features as 1 heads, and 2 ranks of axis tp do not divide 1 heads"
+    with pytest.raises(RefusedError, match=message):
+        compared(loss_of(model), model, MEGATRON)
+
+
+def test_norms_with_biases_and_linears_with_biases() -> None:
+    model = build("Llama", attention_bias=True, mlp_bias=True)
+    for weight in (p for name, p in model.named_parameters() if name.endswith("bias")):
+        nn.init.normal_(weight)
+    for plan in (MEGATRON, MEGATRON_SP):
+        compared(loss_of(model), model, plan)
+
+
+def test_lengths_that_do_not_divide() -> None:
+    model = build("Llama")
+    ids = torch.arange(22).reshape(2, 11)
+    with pytest.raises(FxRewriteError, match="tp=2 ranks do not divide S"):
+        compared(loss_of(model), model, MEGATRON_SP, {"input_ids": ids, "labels": ids})

@@ -1,0 +1,190 @@
+"""A rank of `test_processes`: trains a decoder by parallelisms of rules.parallel, and compares it with one device.
+
+python -m torch.distributed.run --nproc-per-node=4 parallel_worker.py "" FOLDER
+"""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autosp_rules.parallelism import AUTOSP
+from fxrewrite import FxRewriteError
+from fxrewrite.spmd import Parallelism, Parallelisms, Shard, param, shard_parameters, spmd, whole_parameters
+from rules.parallel import DATA, MEGATRON, ZERO3
+from tests.versions import TORCH
+
+IDS = torch.arange(96).reshape(8, 12) * 7 % 61
+
+
+def decoder(*, tied: bool = False) -> nn.Module:
+    """In float64; its hidden size is not divided by three ranks, and its key and value heads are shared."""
+    torch.manual_seed(0)
+    widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=64, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied, attention_dropout=0.0, **widths
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(value).detach().clone() for name, value in model.named_parameters()}
+
+
+def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an entry."""
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def train(model: nn.Module, step: Any, ids: torch.Tensor, *, steps: int, clip: float = 0.0) -> list[float]:
+    """Steps of SGD, with momentum and over two micro-batches each where gradients are clipped; returns the losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if clip else 0.0)
+    losses: list[float] = []
+    for _ in range(steps):
+        for part in ids.chunk(2) if clip else [ids]:
+            loss = step(input_ids=part, labels=part).loss
+            loss.backward()
+            losses.append(loss.item())
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def compared(
+    plan: Parallelism | Parallelisms, mesh: DeviceMesh, *, inner: str = "aot_eager", tied: bool = False, **how: Any
+) -> dict[str, float]:
+    """Trains the same model on one device and over the mesh."""
+    one = decoder(tied=tied)
+    if how.pop("frozen", False):
+        one.model.embed_tokens.requires_grad_(requires_grad=False)
+    model = shard_parameters(copy.deepcopy(one), plan, mesh)
+    held = sum(parameter.to_local().numel() for parameter in model.parameters())
+    share = held / sum(parameter.numel() for parameter in one.parameters())
+    start = parameters_of(one)
+    replicas = mesh["dp"].size() if "dp" in mesh.mesh_dim_names else 1
+    parts = [batch.chunk(replicas) for batch in (IDS.chunk(2) if how.get("clip") else [IDS])]
+    mine = torch.cat([part[mesh.get_local_rank("dp") if replicas > 1 else 0] for part in parts])
+    step = torch.compile(model, backend=spmd(plan, mesh=mesh, inner=inner), fullgraph=True)
+    train(model, step, mine, steps=3, **how)
+    train(one, one, IDS, steps=3, **how)
+    expected = parameters_of(one)
+    with whole_parameters():
+        evaluated = model(input_ids=IDS).logits - one(input_ids=IDS).logits
+    return {
+        "parameters": largest(parameters_of(model), expected) / largest(expected, start),
+        "evaluated": evaluated.abs().max().item(),
+        "held": share,
+    }
+
+
+class Broken(nn.Module):
+    """Two blocks of matrix products, with code between them that is not compiled."""
+
+    breaks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.up_proj(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+            h = h * (1 + float(h.detach().sum() > 0))
+        return (self.down_proj(h) - x).square().mean()
+
+
+def in_parts(mesh: DeviceMesh) -> dict[str, float]:
+    """The same for a model that breaks, whose gradients cross the break."""
+    place = {param("up_proj.{weight,bias}"): Shard(0), param("down_proj.weight"): Shard(1)}
+    plan = ZERO3 | Parallelism("tensor", axis="tp", place=place)
+    torch.manual_seed(0)
+    one = Broken().double()
+    model = shard_parameters(copy.deepcopy(one), plan, mesh)
+    x = torch.arange(24.0, dtype=torch.float64).reshape(4, 6).sin()
+    backend = spmd(plan, mesh=mesh, inner="aot_eager")
+    torch.compile(model, backend=backend)(x.chunk(2)[mesh.get_local_rank("dp")]).backward()
+    one(x).backward()
+    found = {name: whole(value.grad) for name, value in model.named_parameters()}
+    expected = {name: value.grad for name, value in one.named_parameters()}
+    assert len(backend.reports) > 1
+    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+
+
+def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
+    """What is said where ranks start with different weights, and where they are called with different values."""
+    said: list[str] = []
+    plan = Parallelism("tensor", axis="tp", place={param("up_proj.{weight,bias}"): Shard(0)})
+    x = torch.arange(24.0).reshape(4, 6)
+    for seed in (dist.get_rank(), 0):
+        torch._dynamo.reset()
+        torch.manual_seed(seed)
+        model = Broken()
+        model.breaks = False
+        backend = spmd(plan, mesh=mesh, inner="eager")
+        step = torch.compile(shard_parameters(model, plan, mesh), backend=backend, fullgraph=True)
+        try:
+            step(x)
+            step(x + dist.get_rank())
+            backend.check_ranks()
+        except FxRewriteError as error:
+            said.append(str(error))
+        dist.barrier()
+    return {"said": said}
+
+
+def resumed(first: DeviceMesh, second: DeviceMesh, folder: Path) -> float:
+    """Saves a model from one mesh, and loads it on another, from the meta device."""
+    plan = ZERO3 | MEGATRON
+    model = shard_parameters(decoder(), plan, first)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    with torch.device("meta"):
+        other = decoder()
+    shard_parameters(other, ZERO3, second)
+    other.to_empty(device="cpu")
+    other.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
+    return largest(parameters_of(other), parameters_of(decoder()))
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    sequence = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    cells = {
+        "ZeRO-3, Megatron": compared(ZERO3 | MEGATRON, square, clip=0.1, tied=True),
+        "replicas, AutoSP": compared(DATA | AUTOSP, sequence),
+        # inductor of torch 2.11 cannot run the backward of attention in float64
+        "ZeRO-3, inductor": compared(
+            ZERO3, line, inner="inductor" if TORCH >= (2, 12) else "aot_eager", clip=0.1, frozen=True
+        ),
+        "ranks that differ": differing(square),
+        "ZeRO-3, Megatron, in three graphs": in_parts(square),
+        "resumed": {"parameters": resumed(square, line, folder / "saved")},
+    }
+    (folder / f"rank{dist.get_rank()}").write_text(json.dumps(cells))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[2]))
