@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from autosp_rules.config import AutoSPConfig
-from autosp_rules.errors import AutoSPError
+from autosp_rules.errors import AutoSPError, raised_as_autosp_error
 from autosp_rules.inputs import why_not_called
 from autosp_rules.memory.checkpoint import checkpoint_text
 from autosp_rules.memory.offload import offloaded
-from autosp_rules.program import ShardedProgram, WholeProgram
-from autosp_rules.rank_checks import WholeCalls, say_not_compiled
+from autosp_rules.program import ADVICE, ShardedProgram, WholeProgram
 from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, transform
 from fxrewrite import FxRewriteError, graph_text
@@ -32,7 +31,7 @@ from fxrewrite.backends import (
     refuse_precompile,
     untraced_callers,
 )
-from fxrewrite.spmd import Axis, agree, axis_of, fix_rank
+from fxrewrite.spmd import Axis, WholeCalls, agree, axis_of, fix_rank, say_not_compiled
 
 __all__ = ["AutoSPBackend", "autosp", "dry_run"]
 
@@ -46,10 +45,8 @@ class AutoSPBackend:
     """
 
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
-        try:
+        with raised_as_autosp_error():
             find_backend(config.inner)
-        except FxRewriteError as error:
-            raise AutoSPError.of(str(error)) from error
         keep_graph_whole_under_ddp()
         self.__name__ = "autosp"
         self.config = config
@@ -61,11 +58,9 @@ class AutoSPBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         compile_inner = self._inner(**options)
-        try:
+        with raised_as_autosp_error():
             refuse_precompile()
             axis = axis_of(self.mesh, self.config.axis)
-        except FxRewriteError as error:
-            raise AutoSPError.of(str(error)) from error
         why = _why_left_alone(self.config, axis)
         # One rank, or evaluation: compile the graph unchanged.
         if why:
@@ -89,7 +84,9 @@ class AutoSPBackend:
             whole.run = compile_inner(gm, list(example_inputs))
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
-        _agree(axis, f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}", self.config.timeout)
+        text = f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}"
+        with raised_as_autosp_error():
+            agree(axis, text, timeout=self.config.timeout)
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
         self._programs.append(sharded)
@@ -97,7 +94,7 @@ class AutoSPBackend:
         try:
             run = compile_inner(program, list(example_inputs))
         except Exception as error:
-            say_not_compiled(axis, error)
+            say_not_compiled(axis, error, ADVICE)
             raise
         sharded.run = offloaded(run) if self.config.offload else run
         return sharded
@@ -216,13 +213,6 @@ def _refuse_dtensors(gm: fx.GraphModule) -> None:
                 hint="shard parameters with torch.distributed.fsdp.fully_shard, on the whole model or by layer; or "
                 "state their sharding, ZERO3 | AUTOSP, for the backend spmd: docs/write-a-parallelism.md",
             )
-
-
-def _agree(axis: Axis, text: str, timeout: float) -> None:
-    try:
-        agree(axis, text, timeout=timeout)
-    except FxRewriteError as error:
-        raise AutoSPError.of(str(error)) from error
 
 
 def _order_of(config: AutoSPConfig) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from fxrewrite import Refusal, RefusedError
+from collections.abc import Generator
+from contextlib import contextmanager
 
-__all__ = ["AutoSPError"]
+from fxrewrite import FxRewriteError, Refusal, RefusedError
+
+__all__ = ["AutoSPError", "raised_as_autosp_error"]
 
 
 class AutoSPError(RefusedError):
@@ -14,3 +17,14 @@ class AutoSPError(RefusedError):
     def of(cls, reason: str, *, rule: str = "autosp", hint: str = "") -> AutoSPError:
         """Returns an error about the whole graph or run, not about one node."""
         return cls(Refusal(rule=rule, reason=reason, hint=hint))
+
+
+@contextmanager
+def raised_as_autosp_error() -> Generator[None]:
+    """An error of fxrewrite inside of it is raised as an AutoSPError about the whole graph or run."""
+    try:
+        yield
+    except AutoSPError:
+        raise
+    except FxRewriteError as error:
+        raise AutoSPError.of(str(error)) from error

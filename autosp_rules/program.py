@@ -14,16 +14,36 @@ import torch
 from torch import fx
 
 from autosp_rules.config import AutoSPConfig
-from autosp_rules.errors import AutoSPError
+from autosp_rules.errors import AutoSPError, raised_as_autosp_error
 from autosp_rules.gradients import GradientPlan
 from autosp_rules.random import draws_alike
-from autosp_rules.rank_checks import RankChecks, WholeCalls, devices_of, is_due
 from autosp_rules.transform import Border, Chunk
-from fxrewrite import FxRewriteError
 from fxrewrite.ops import is_parameter
-from fxrewrite.spmd import Axis, Shard, SizeReader, agree, change_gradients, deferred_gather
+from fxrewrite.spmd import (
+    Advice,
+    Axis,
+    RankChecks,
+    Shard,
+    SizeReader,
+    WholeCalls,
+    agree,
+    change_gradients,
+    deferred_gather,
+    devices_of,
+    is_due,
+)
 
-__all__ = ["ShardedProgram", "WholeProgram"]
+__all__ = ["ADVICE", "ShardedProgram", "WholeProgram"]
+
+ADVICE = Advice(
+    inputs="pass the same whole batch on every rank of the axis: sample by the data axis, as "
+    "DistributedSampler(dataset, num_replicas=mesh['dp'].size(), rank=mesh.get_local_rank('dp')), or let "
+    "autosp_rules.integrations share a trainer's batches",
+    parameters="average gradients over all ranks, those of this axis too, or compile with autosp(gradients='done'); "
+    "and start every rank from the same checkpoint",
+    generators="seed all ranks alike, torch.manual_seed(seed), and let what only some ranks draw, such as a data "
+    "loader's order, draw by a torch.Generator of its own",
+)
 
 
 class _Program:
@@ -67,25 +87,28 @@ class ShardedProgram(_Program):
 
     def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, whole: WholeCalls) -> None:
         super().__init__(gm, config, axis, border)
-        self._checks = RankChecks(gm, axis, whole, every_call=config.compare_ranks)
+        self._checks = RankChecks(gm, axis, ADVICE, drawn=draws_alike(gm), whole=whole, every_call=config.compare_ranks)
         self._sizes = SizeReader(gm.graph)
         self._chunks = border.chunks if config.outputs == "auto" else {}
 
     def settle(self) -> None:
         """Reads the result of comparing the ranks in the last call."""
-        self._checks.settle()
+        with raised_as_autosp_error():
+            self._checks.settle()
 
     def finish(self) -> None:
         """Compare what programs that run whole were called with since the last call of this one; on every rank."""
-        self._checks.finish()
+        with raised_as_autosp_error():
+            self._checks.finish()
 
     def __call__(self, *inputs: Any) -> Any:
-        self._checks.before(inputs)
+        with raised_as_autosp_error():
+            self._checks.before(inputs)
         entered = self._entered(inputs, is_sharded=True)
         try:
             outputs = self.run(*entered)
         except Exception:
-            self._checks.settle()  # if the ranks differ, this raises the cause
+            self.settle()  # if the ranks differ, this raises the cause
             raise
         if not self._chunks:
             return outputs
@@ -104,7 +127,7 @@ class ShardedProgram(_Program):
 
     def _before_gather(self, call: int, position: int) -> None:
         """Checks that every rank uses this output now: one alone would wait in the collective, two would mix theirs."""
-        try:
+        with raised_as_autosp_error():
             agree(
                 self._axis,
                 f"output {position} of call {call}",
@@ -114,8 +137,6 @@ class ShardedProgram(_Program):
                 hint="use the same outputs on every rank, in the same order; or pass outputs='gather'",
                 together="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
             )
-        except FxRewriteError as error:
-            raise AutoSPError.of(str(error)) from error
 
 
 class WholeProgram(_Program):

@@ -102,6 +102,14 @@ from fxrewrite.spmd.products import (
     operations as operations,
 )
 from fxrewrite.spmd.propagate import PropagatePlacements as PropagatePlacements
+from fxrewrite.spmd.rank_checks import (
+    Advice as Advice,
+    RankChecks as RankChecks,
+    WholeCalls as WholeCalls,
+    devices_of as devices_of,
+    is_due as is_due,
+    say_not_compiled as say_not_compiled,
+)
 from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
 from fxrewrite.spmd.regather import Regather as Regather
 from fxrewrite.spmd.registered import joined_layouts as joined_layouts, registered_layouts as registered_layouts

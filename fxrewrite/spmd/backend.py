@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,18 +22,26 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.other_sizes import check_sizes
 from fxrewrite.graph.text import graph_text
-from fxrewrite.ops import is_parameter, is_random, key, tensors_of
+from fxrewrite.ops import is_random, key, tensors_of
 from fxrewrite.report import Report
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.context import contexts
-from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
-from fxrewrite.spmd.group import axis_of, fix_rank, is_fake
+from fxrewrite.spmd.draws import draws_on_chunk
+from fxrewrite.spmd.group import axis_of, fix_rank
 from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parameters import local_value, torch_placements, without_whole
-from fxrewrite.spmd.placement import Axis, Replicate
+from fxrewrite.spmd.placement import Replicate
+from fxrewrite.spmd.rank_checks import Advice, RankChecks
 
 __all__ = ["SpmdBackend", "spmd"]
+
+_ADVICE = Advice(
+    inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
+    "rank has its own",
+    parameters="start every rank from the same checkpoint, and step every rank by the same optimizer",
+    generators="seed all ranks of the axis alike, before the model is made and before it is called",
+)
 
 
 class SpmdBackend:
@@ -132,51 +139,26 @@ class _Program:
     """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
     def __init__(self, gm: fx.GraphModule, run: Callable[..., Any], backend: SpmdBackend, timeout: float) -> None:
-        self._run, self._timeout = run, timeout
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        self._inputs = {i: input_name(n) for i, n in enumerate(placeholders) if not is_parameter(n)}
-        self._parameters = {i: input_name(n) for i, n in enumerate(placeholders) if is_parameter(n)}
-        self._draws = any(map(is_random, gm.graph.nodes))
-        axes = [(axis_of(backend.mesh, member.axis), member.data) for member in backend.plan.members]
-        self._axes = [(axis, data) for axis, data in axes if axis.size > 1 and not is_fake(axis)]
-        self._shared = [SharedInputs(axis) for axis, data in self._axes if data == "shared"]
-        self._is_first = True
+        self._run = run
+        self._checks: list[tuple[str, RankChecks]] = []
+        drawn = [node for node in gm.graph.nodes if is_random(node) and not draws_on_chunk(node)]
+        for member in backend.plan.members:
+            axis, is_shared = axis_of(backend.mesh, member.axis), member.data == "shared"
+            if axis.size > 1:
+                checks = RankChecks(
+                    gm, axis, _ADVICE, drawn=drawn if is_shared else (), inputs=is_shared, timeout=timeout
+                )
+                self._checks.append((axis.name, checks))
 
     def __call__(self, *inputs: Any) -> Any:
-        if self._is_first:
-            self._is_first = False
-            self._agree_on_state(inputs)
-        for axis in self._shared:
-            axis.compare({name: inputs[i] for i, name in self._inputs.items()})
+        for axis, checks in self._checks:
+            checks.before([local_value(x) if _is_held_whole(x, axis) else None for x in inputs])
         return self._run(*map(local_value, inputs))
 
     def settle(self) -> None:
-        """Read what came of comparing the inputs of the last call."""
-        for axis in self._shared:
-            axis.settle()
-
-    def _agree_on_state(self, inputs: Sequence[Any]) -> None:
-        """Compare what ranks of an axis must start with: parameters that all of them hold, and generators."""
-        for axis, data in self._axes:
-            held = {name: inputs[i] for i, name in self._parameters.items() if _is_held_whole(inputs[i], axis)}
-            sums = parameter_checksum([local_value(x).detach() for x in held.values()])
-            lines = [f"{name}: {number.item():.0f}" for name, number in zip(held, sums, strict=True)]
-            if self._draws and data == "shared":
-                devices = {local_value(x).device for x in held.values()} | {torch.device("cpu")}
-                lines += [
-                    f"generator of {device.type}: {_hash_of(_generator_state(device))}"
-                    for device in sorted(devices, key=str)
-                ]
-            agree(
-                axis,
-                "\n".join(lines),
-                timeout=self._timeout,
-                differ="start with different parameters, or draw different random numbers",
-                absent="did not call the compiled model",
-                hint="seed all ranks of the axis alike before the model is made and before it is called, or load one "
-                "checkpoint on all of them",
-                together="every rank must call the compiled model",
-            )
+        """Read what came of comparing the ranks in the last call."""
+        for _, checks in self._checks:
+            checks.settle()
 
 
 def _collectives(program: fx.GraphModule, axis: str) -> str:
@@ -185,65 +167,11 @@ def _collectives(program: fx.GraphModule, axis: str) -> str:
     return "\n".join(f"{key(node)} {list(value.shape)}" for node in sent for value in tensors_of(node))
 
 
-def _generator_state(device: torch.device) -> torch.Tensor:
-    return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-
-
-def _hash_of(state: torch.Tensor) -> str:
-    """A digest of bytes."""
-    return hashlib.sha256(state.numpy().tobytes()).hexdigest()[:16]
-
-
-def _is_held_whole(value: Any, axis: Axis) -> bool:
-    """Whether all ranks of the axis hold the same entries of a parameter."""
+def _is_held_whole(value: Any, axis: str) -> bool:
+    """Whether all ranks of the axis hold the same entries of an input that they share."""
     if not isinstance(value, DTensor):
-        return isinstance(value, torch.Tensor)
-    return value.placements[(value.device_mesh.mesh_dim_names or ()).index(axis.name)].is_replicate()
-
-
-class SharedInputs:
-    """Compares in the background what the ranks of an axis call a program with; the next call reads what came of it.
-
-    Integers are compared exactly, of tensors of numbers a sample: `fxrewrite.spmd.fingerprint`.
-    """
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-        self._sent: tuple[BackgroundComparison, list[str], list[int]] | None = None
-
-    def compare(self, inputs: Mapping[str, Any]) -> None:
-        """Send numbers of these inputs around, and read those of the last call.
-
-        Raises:
-            FxRewriteError: on every rank, where the ranks were called with different values.
-        """
-        self.settle()
-        values, names, scales = list[torch.Tensor](), list[str](), list[int]()
-        for name, x in inputs.items():
-            value = torch.tensor(x) if isinstance(x, (int, float)) else x
-            if type(value) is not torch.Tensor or not value.numel():
-                continue
-            is_exact = not (value.is_floating_point() or value.is_complex())
-            scales += [-1 if is_exact else len(values) + 1] * 2
-            values += fingerprint(value)
-            names += [name, name]
-        if values:
-            home = max((value.device for value in values), key=lambda device: device.type != "cpu")
-            sent = torch.stack([value.to(home, non_blocking=True) for value in values])
-            self._sent = BackgroundComparison(self._axis, sent), names, scales
-
-    def settle(self) -> None:
-        """Read what came of the last comparison."""
-        if self._sent is None:
-            return
-        comparison, names, scales = self._sent
-        self._sent = None
-        differing = comparison.differing(scales)
-        if differing:
-            raise FxRewriteError(
-                f"axis {self._axis.name}: in the last call, ranks passed different {names[differing[0]]}; all "
-                "ranks of the axis share one batch: sample by the axes along which each rank has its own"
-            )
+        return True
+    return value.placements[(value.device_mesh.mesh_dim_names or ()).index(axis)].is_replicate()
 
 
 def _local_fake(traced: DTensor) -> torch.Tensor:

@@ -188,10 +188,10 @@ def test_generators_that_come_to_differ_are_refused_on_every_rank(refusals: dict
 @pytest.mark.parametrize(
     ("case", "what", "hint"),
     [
-        ("later_batches_that_differ", "differ in input l_ids_ of call 2 of a program", "sample by the data axis"),
-        ("later_hidden_states_that_differ", "differ in input l_hidden_ of call 3 of", "sample by the data axis"),
-        ("weights_that_drift_apart", "differ in parameter l_self_modules_embed_parameters_weight_ of call 2", "'done'"),
-        ("a_last_batch_that_differs", "differ in input l_ids_ of call 2 of a program", "sample by the data axis"),
+        ("later_batches_that_differ", "differ in input ids of call 2 of a program", "sample by the data axis"),
+        ("later_hidden_states_that_differ", "differ in input hidden of call 3 of", "sample by the data axis"),
+        ("weights_that_drift_apart", "differ in parameter embed.weight of call 2", "'done'"),
+        ("a_last_batch_that_differs", "differ in input ids of call 2 of a program", "sample by the data axis"),
         ("targets_of_a_whole_graph_that_differ", "differ in integer inputs of graphs that run whole (", "sample by"),
         ("floating_targets_of_a_whole_graph_that_differ", "differ in floating inputs of graphs that run", "sample by"),
         (
@@ -243,7 +243,7 @@ def test_an_output_that_one_rank_uses_is_an_error_and_no_hang(refusals: dict[str
 def test_ranks_that_are_called_with_different_batches_all_say_so(refusals: dict[str, list[str]]) -> None:
     for rank, message in enumerate(refusals["different_batches"]):
         assert f"rank {rank} and rank {1 - rank} do not make the same call; first difference: line" in message
-        assert "l_ids_: int64[2, 16] " in message
+        assert "ids: int64[2, 16] " in message
         assert "sample by the data axis" in message
 
 

@@ -19,9 +19,9 @@ import transformers
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import AutoSPConfig
-from autosp_rules.rank_checks import RankChecks, WholeCalls, is_due
+from autosp_rules.program import ADVICE
 from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of
+from fxrewrite.spmd import RankChecks, WholeCalls, axis_of, is_due
 from fxrewrite.testing import fake_mesh
 from tests.autosp.one_device import captured
 from tests.bench.long_context import STEPS
@@ -38,7 +38,7 @@ def main() -> None:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with fake_mesh((2,), ("sp",)) as mesh:
         axis = axis_of(mesh, "sp")
-        checks = RankChecks(transform(gm, AutoSPConfig(), axis)[0], axis, WholeCalls(), every_call=True)
+        checks = RankChecks(transform(gm, AutoSPConfig(), axis)[0], axis, ADVICE, whole=WholeCalls())
         for call in range(1, CALLS):
             started = time.perf_counter()
             checks.before(inputs)

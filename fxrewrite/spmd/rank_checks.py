@@ -1,12 +1,12 @@
-"""Checks what all ranks of an axis must share when they call a program: batch, weights, random generators.
+"""Checks what all ranks of an axis must share when they call a program: inputs, weights, random generators.
 
-    checks = RankChecks(program, axis, WholeCalls())
+    checks = RankChecks(program, axis, advice, drawn=...)
     checks.before(inputs)        at every call, before the program runs
 
 Graphs are compared when they are compiled; what only a call shows is compared here. The first call waits for the other
 ranks, and names the first difference. Every later call sends a few numbers around the axis in the background, and the
 next call reads them: hashes of integer inputs, sums over a sample of floating ones, the states of generators if the
-program draws numbers that all ranks must share, and at calls 1, 2, 4, 8, ... a checksum of all parameters.
+program draws numbers that all ranks must share, and at calls 1, 2, 4, 8, ... a checksum of each parameter.
 
 A program that runs whole has no collectives, and one rank may run it alone, as to log or to evaluate. So it sends
 nothing: WholeCalls folds what it was called with in training into a few numbers, which the next program that is sharded
@@ -16,36 +16,37 @@ sends with its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from autosp_rules.errors import AutoSPError
-from autosp_rules.random import draws_alike
-from fxrewrite import FxRewriteError
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph import source_line
+from fxrewrite.graph.inputs import input_name
 from fxrewrite.ops import fake_value, is_inexact, is_parameter
-from fxrewrite.spmd import Axis, BackgroundComparison, agree, fingerprint, parameter_checksum
+from fxrewrite.spmd.agree import agree
+from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
+from fxrewrite.spmd.placement import Axis
 
-__all__ = ["RankChecks", "WholeCalls", "devices_of", "is_due", "say_not_compiled"]
+__all__ = ["Advice", "RankChecks", "WholeCalls", "devices_of", "is_due", "say_not_compiled"]
 
+_GENERATORS = "the random number generators, which must draw alike for"
 _SECONDS = 3600.0
 """Timeout in seconds: how long to wait for the slowest rank to finish compiling."""
-_SAMPLERS = (
-    "sample by the data axis, as DistributedSampler(dataset, num_replicas=mesh['dp'].size(), "
-    "rank=mesh.get_local_rank('dp')), or let autosp_rules.integrations share a trainer's batches"
-)
-_WEIGHTS = (
-    "average gradients over all ranks, those of this axis too, or compile with autosp(gradients='done'); and start "
-    "every rank from the same checkpoint"
-)
-_SEEDS = (
-    "seed all ranks alike, torch.manual_seed(seed), and let what only some ranks draw, such as a data loader's order, "
-    "draw by a torch.Generator of its own"
-)
 _MODULUS = 2**51 - 129
 """Twice a number below it, and a fingerprint of 52 bits, add up to what a float64 number holds exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to do where ranks differ, for errors: in what they pass, in parameters, in random generators."""
+
+    inputs: str
+    parameters: str
+    generators: str
 
 
 def is_due(call: int) -> bool:
@@ -91,28 +92,49 @@ class WholeCalls:
                 numbers[i] = numbers[i] + x.to(home, non_blocking=True)
         self._numbers = torch.stack(numbers)
 
-    def take(self) -> list[tuple[str, str, torch.Tensor]]:
-        """Label, hint and numbers of each comparison, the same number of them on every rank; then starts again."""
+    def take(self, advice: Advice) -> list[tuple[str, str, torch.Tensor]]:
+        """Label, advice and numbers of each comparison, the same number of them on every rank; then starts again."""
         integers, generators, value, scale = self._numbers
         names = f" ({', '.join(self._names)})" if self._names else ""
         self._clear()
         return [
-            (f"integer inputs of graphs that run whole{names}", _SAMPLERS, integers),
-            ("the random number generators, which must draw alike for graphs that run whole", _SEEDS, generators),
-            (f"floating inputs of graphs that run whole{names}", _SAMPLERS, torch.stack([value, scale])),
+            (f"integer inputs of graphs that run whole{names}", advice.inputs, integers),
+            (f"{_GENERATORS} graphs that run whole", advice.generators, generators),
+            (f"floating inputs of graphs that run whole{names}", advice.inputs, torch.stack([value, scale])),
         ]
 
 
 class RankChecks:
-    """Compares the ranks at every call of one program; raises AutoSPError on every rank if they differ."""
+    """Compares the ranks of an axis at every call of one program.
 
-    def __init__(self, program: fx.GraphModule, axis: Axis, whole: WholeCalls, *, every_call: bool) -> None:
-        inputs = program.graph.find_nodes(op="placeholder")
-        self._axis, self._whole, self._every_call = axis, whole, every_call
-        self._names = [str(node.target) for node in inputs]
-        self._is_parameter = [is_parameter(node) for node in inputs]
-        self._drawn = draws_alike(program)
-        self._devices = devices_of(self._drawn)
+    Args:
+        advice: what errors say to do.
+        drawn: nodes of the program that must draw the same numbers on every rank.
+        inputs: whether ranks pass the same inputs; otherwise parameters and generators alone are compared.
+        whole: what programs that run whole were called with, to be compared as well.
+        every_call: whether to compare calls after the first.
+        timeout: how long to wait for the slowest rank to finish compiling, in seconds.
+    """
+
+    def __init__(
+        self,
+        program: fx.GraphModule,
+        axis: Axis,
+        advice: Advice,
+        *,
+        drawn: Sequence[fx.Node] = (),
+        inputs: bool = True,
+        whole: WholeCalls | None = None,
+        every_call: bool = True,
+        timeout: float = _SECONDS,
+    ) -> None:
+        placeholders = program.graph.find_nodes(op="placeholder")
+        self._axis, self._advice, self._timeout = axis, advice, timeout
+        self._inputs, self._whole, self._every_call = inputs, whole, every_call
+        self._names = [input_name(node) for node in placeholders]
+        self._is_parameter = [is_parameter(node) for node in placeholders]
+        self._drawn = drawn
+        self._devices = devices_of(drawn)
         self.calls = 0
         self._home: torch.device | None = None
         """Where numbers were sent from in the last call."""
@@ -121,16 +143,25 @@ class RankChecks:
     def before(self, inputs: Sequence[Any]) -> None:
         """Compares the present call with those of the other ranks, and reads the comparison of the last call.
 
+        Args:
+            inputs: what this rank passes; None for what ranks need not share.
+
         Raises:
-            AutoSPError: on every rank, if the ranks differ in this call (the first) or in the one before.
+            FxRewriteError: on every rank, if the ranks differ in this call (the first) or in the one before.
         """
         self.calls += 1
         self.settle()
-        if self.calls == 1:
-            passed = [(name, x) for name, x, p in self._each(inputs) if not p]
-            _agree_on_call(self._axis, "\n".join(f"{name}: {_shown(value)}" for name, value in passed))
+        is_first = self.calls == 1
+        if is_first:
+            passed = [(name, x) for name, x, p in self._each(inputs) if not p] if self._inputs else []
+            self._agree("\n".join(f"{name}: {_shown(value)}" for name, value in passed))
         if self._every_call or self._drawn:
             self._send(inputs)
+        if is_first:
+            self.settle()
+
+    def _agree(self, text: str) -> None:
+        _agree_on_call(self._axis, text, self._advice, self._timeout)
 
     def settle(self) -> None:
         """Reads the pending comparison, if there is one."""
@@ -144,21 +175,16 @@ class RankChecks:
         mine = values.tolist()
         first = wrong[0]
         text = "\n".join(f"{label}: {mine[i]:.17g}" for i, label in enumerate(labels) if i in wrong)
-        try:
-            agree(
-                self._axis,
-                text,
-                timeout=_SECONDS,
-                differ=f"differ in {labels[first]}",
-                absent="did not call what it had compiled",
-                hint=hints[first],
-            )
-        except FxRewriteError as error:
-            raise AutoSPError.of(str(error)) from error
-        raise AutoSPError.of(  # this rank equals its neighbours; others differ
-            f"the ranks of axis {self._axis.name} differ in {labels[first]}",
+        agree(
+            self._axis,
+            text,
+            timeout=self._timeout,
+            differ=f"differ in {labels[first]}",
+            absent="did not call what it had compiled",
             hint=hints[first],
         )
+        # this rank equals its neighbours; others differ
+        raise FxRewriteError(f"the ranks of axis {self._axis.name} differ in {labels[first]}; {hints[first]}")
 
     def finish(self) -> None:
         """Compare what programs that run whole were called with since the last call of this one."""
@@ -173,6 +199,7 @@ class RankChecks:
     def _send(self, inputs: Sequence[Any]) -> None:
         """Start comparing this call, or no call but those of programs that run whole where inputs are empty."""
         each = self._each(inputs) if inputs else []
+        each = [(name, torch.tensor(x) if isinstance(x, (int, float)) else x, p) for name, x, p in each]
         tensors = [(name, x, p) for name, x, p in each if type(x) in (torch.Tensor, torch.nn.Parameter)]
         of_call = f" of call {self.calls} of a program"
         parts: list[torch.Tensor] = []
@@ -190,21 +217,20 @@ class RankChecks:
 
         if self._every_call:
             for name, x, is_weight in tensors:
-                if not is_weight and x.numel():
-                    add(f"input {name}{of_call}", _SAMPLERS, fingerprint(x))
+                if self._inputs and not is_weight and x.numel():
+                    add(f"input {name}{of_call}", self._advice.inputs, fingerprint(x))
             if is_due(self.calls):
                 weights = [(name, x) for name, x, is_weight in tensors if is_weight and not x.is_complex()]
                 sums = parameter_checksum(x for _, x in weights)
                 for (name, _), checksum in zip(weights, sums, strict=True):
-                    add(f"parameter {name}{of_call}", _WEIGHTS, checksum)
-            for part in self._whole.take():
+                    add(f"parameter {name}{of_call}", self._advice.parameters, checksum)
+            for part in self._whole.take(self._advice) if self._whole else ():
                 add(*part)
         last = self._home or torch.device("cpu")
         home = max((x.device for _, x, _ in tensors), key=lambda d: d.type != "cpu", default=last)
         for device in self._devices if inputs else ():
             draws = f"%{self._drawn[0].name} {source_line(self._drawn[0])}"
-            label = f"the random number generators, which must draw alike for {draws},{of_call}"
-            add(label, _SEEDS, _generator_number(device))
+            add(f"{_GENERATORS} {draws},{of_call}", self._advice.generators, _generator_number(device))
         if parts:
             self._home = home
             values = torch.cat([part.to(home, non_blocking=True) for part in parts])
@@ -216,26 +242,22 @@ def devices_of(drawn: Sequence[fx.Node]) -> list[torch.device]:
     return sorted({_device_of(node) for node in drawn}, key=str)
 
 
-def say_not_compiled(axis: Axis, error: Exception) -> None:
+def say_not_compiled(axis: Axis, error: Exception, advice: Advice, timeout: float = _SECONDS) -> None:
     """Tells the ranks that have compiled, before their first call, that this one could not."""
-    try:
-        _agree_on_call(axis, f"could not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-    except AutoSPError:
-        return  # the other ranks raise the same
+    said = f"could not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    with suppress(FxRewriteError):  # the other ranks raise the same
+        _agree_on_call(axis, said, advice, timeout)
 
 
-def _agree_on_call(axis: Axis, text: str) -> None:
-    try:
-        agree(
-            axis,
-            text,
-            timeout=_SECONDS,
-            differ="do not make the same call",
-            absent="did not call what it had compiled",
-            hint=f"every rank of the axis compiles, and passes the same whole batch: {_SAMPLERS}",
-        )
-    except FxRewriteError as error:
-        raise AutoSPError.of(str(error)) from error
+def _agree_on_call(axis: Axis, text: str, advice: Advice, timeout: float) -> None:
+    agree(
+        axis,
+        text,
+        timeout=timeout,
+        differ="do not make the same call",
+        absent="did not call what it had compiled",
+        hint=f"every rank of the axis compiles, and makes the same calls: {advice.inputs}",
+    )
 
 
 def _shown(value: Any) -> str:
