@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.edit import Edit
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.placement import AnyPlacement, Axis, Placement, Replicate
 
@@ -38,6 +39,8 @@ class SpmdContext:
     Gradients of inputs in shards are those of one device in any case."""
     is_part: bool = False
     """Whether the graph is a part of a model, where what is stated of another part matches nothing."""
+    watch: Callable[[Edit, Axis], None] | None = None
+    """Called with the graph once every value has a placement; it may look, and change nothing."""
 
     @staticmethod
     def required(context: Any, by: str) -> SpmdContext:

@@ -21,8 +21,9 @@ from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.plan import Member, Plan, RuleSet
+from fxrewrite.plan import Member, Plan, RuleSet, Step
 from fxrewrite.registry import registered
+from fxrewrite.rule import Rule
 from fxrewrite.spmd.draws import RefuseShardedDraws
 from fxrewrite.spmd.expect import Sends
 from fxrewrite.spmd.lower.collectives import COLLECTIVE_RULES
@@ -80,6 +81,18 @@ class Parallelism:
     def __post_init__(self) -> None:
         if self.data not in get_args(Data):
             raise FxRewriteError(f"{self.name}: data={self.data!r} is not one of {get_args(Data)}")
+        kinds = {
+            "rules": (Rule, RuleSet, Step),
+            "placed": (Rule, RuleSet, Step),
+            "layouts": LayoutRule,
+            "expect": Sends,
+        }
+        for field_name, kind in kinds.items():
+            given = getattr(self, field_name)
+            wrong = [one for one in given if not isinstance(one, kind)] if isinstance(given, Sequence) else [given]
+            if wrong:
+                expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+                raise FxRewriteError(f"{self.name}: {field_name} is a list of {expected}, and has {wrong[0]!r}")
         for site, placed in self.place.items():
             if not isinstance(site, Site):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"{self.name}: {site!r} names no site; write param({site!r}), for parameters")

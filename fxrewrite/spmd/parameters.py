@@ -29,7 +29,7 @@ from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.graph.modules import matches_glob
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
-from fxrewrite.spmd.place import held_placement
+from fxrewrite.spmd.place import Site, held_placement
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
 
 __all__ = ["local_value", "shard_parameters", "torch_placements", "whole", "whole_parameters", "without_whole"]
@@ -121,7 +121,7 @@ def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 def _stated(member: Parallelism, names: Mapping[nn.Parameter, list[str]]) -> dict[str, Any]:
     """What the member states of each parameter, by its first name."""
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[Site, Any]] = {}
     every = [name for of in names.values() for name in of]
     for site, placed in member.place.items():
         if site.kind != "param":
@@ -135,8 +135,14 @@ def _stated(member: Parallelism, names: Mapping[nn.Parameter, list[str]]) -> dic
         if not matching and not site.optional:
             near = did_you_mean(site.glob, every) or f"; the model has {', '.join(every[:3])} ..."
             raise FxRewriteError(f"{member.name}: {site} matches no parameter{near}")
-        found |= dict.fromkeys(matching, placed)
-    return found
+        for name in matching:
+            before = found.setdefault(name, (site, placed))
+            if before[1] != placed:
+                raise FxRewriteError(
+                    f"{member.name}: {name} is stated as {before[1]} by {before[0]}, and as {placed} by {site}; "
+                    "let one glob match it"
+                )
+    return {name: placed for name, (_, placed) in found.items()}
 
 
 def _distributed(parameter: nn.Parameter, held: Mapping[str, Placement], mesh: DeviceMesh) -> nn.Parameter:

@@ -44,6 +44,7 @@ from fxrewrite.spmd.placement import (
     Shard,
     as_placement,
     check_placement,
+    is_same_placement,
 )
 from fxrewrite.spmd.redistribute import redistribute
 from fxrewrite.spmd.stages import PLACEMENTS
@@ -51,6 +52,7 @@ from fxrewrite.spmd.stages import PLACEMENTS
 __all__ = [
     "HELD",
     "RETURNED",
+    "STATED",
     "Place",
     "Placed",
     "Site",
@@ -67,6 +69,8 @@ __all__ = [
 T = TypeVar("T")
 HELD = Fact["Placement"]("held")
 """How ranks hold an input of the graph, where that is stated."""
+STATED = Fact["str"]("stated")
+"""Where the placement of an input or of a redistribution is stated, as `param('*.weight')`."""
 RETURNED = Fact["dict[int, Placement]"]("returned")
 """Of the output node: how outputs return, by position, where that is stated."""
 
@@ -202,10 +206,20 @@ def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str)
     for name, node in _matching(site, known):
         value, users = node.meta["val"], list(node.users)
         placement = held_placement(value.shape, placed, axis, f"{site}: {name}")
-        edit.set_fact(node, HELD, placement)
+        _hold(edit, node, placement, site, name)
         if isinstance(placement, Shard) and users:
             changes += _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
     return changes
+
+
+def _hold(edit: Edit, node: fx.Node, placement: Placement, site: Site, name: str) -> None:
+    before = HELD.of(node)
+    if before is not None and not is_same_placement(before, placement):
+        raise FxRewriteError(
+            f"{name} is stated as {before} by {STATED.of(node)}, and as {placement} by {site}; let one glob match it"
+        )
+    edit.set_fact(node, HELD, placement)
+    edit.set_fact(node, STATED, str(site))
 
 
 def _inputs(edit: Edit, *, of_model: bool) -> dict[str, fx.Node]:
@@ -224,7 +238,7 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule
                 f"{site}: {name}: dimension {placement.dim} is symbolic, and sizes in the graph are read off it as a "
                 "whole; compile with dynamic=False, or mark_static this dimension"
             )
-        edit.set_fact(node, HELD, placement)
+        _hold(edit, node, placement, site, name)
         changes += 1
     return changes
 
@@ -288,6 +302,7 @@ def _ask(
     _check_fits(value.meta["val"].shape, placement, axis, of)
     move = (value, Replicate(), placement, axis)
     moved = edit.call(redistribute, move, before=before, after=after, like=value, rule=rule, val=value.meta["val"])
+    edit.set_fact(moved, STATED, of)
     edit.replace_uses(value, moved, users)
     return 1
 

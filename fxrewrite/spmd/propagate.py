@@ -132,6 +132,8 @@ class PropagatePlacements:
         changes = _write(edit, decisions, context.axis, self.name)
         # From here on a node that a rule makes gets its placement as it gets its fake value: no rule sets it by hand.
         edit.derive(PLACEMENT, lambda node: inferred(node, self.rules))
+        if context.watch is not None:
+            context.watch(edit, context.axis)
         return changes
 
     def text(self) -> str:

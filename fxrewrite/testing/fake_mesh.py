@@ -21,6 +21,8 @@ def fake_mesh(shape: Sequence[int], names: Sequence[str], *, rank: int = 0) -> G
     """The mesh as `rank` sees it; its collectives return wrong numbers of the right shape. Destroyed on leaving."""
     if dist.is_initialized():
         raise ValueError("fake_mesh: a process group is already initialized; destroy it or use its mesh")
+    if min(shape, default=1) < 1 or len(shape) != len(names):
+        raise ValueError(f"fake_mesh: {tuple(shape)} over {tuple(names)}: each axis has a name and one rank or more")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
     try:
         yield init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))

@@ -26,7 +26,7 @@ from fxrewrite.spmd.placement import Replicate, Shard
 from fxrewrite.testing.fake_mesh import fake_mesh
 from fxrewrite.testing.ranks import run_on_ranks
 
-__all__ = ["Simulated", "simulate"]
+__all__ = ["CapturedCall", "Simulated", "captured_call", "simulate"]
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,10 @@ def simulate(
         FxRewriteError: the plan does not fit the model, or an axis of the plan has no size.
     """
     check_axes(plan, tuple(mesh))
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise FxRewriteError("the model's parameters are in shards already; simulate the model as it is before that")
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
-    part = tree_map(lambda value: _part(value, own), dict(inputs))
-    gm, given, names = _captured(model, part)
-    whole = {id(cut): value for cut, value in zip(tree_leaves(part), tree_leaves(dict(inputs)), strict=True)}
-    called_with = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
-    given = [whole.get(id(value), value) for value in given]
-    program = normalized(gm)
+    call = captured_call(model, inputs, plan, mesh)
+    given, names, called_with = call.given, call.names, call.is_cut
+    program = normalized(call.program)
     with fake_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
         report = plan.plan().apply(program, context=contexts(device_mesh))
         parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in called_with]
@@ -153,8 +148,35 @@ def _part(value: Any, own: Mapping[str, int]) -> Any:
     return value.clone() if own else value
 
 
-def _captured(model: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[fx.GraphModule, list[Any], list[str]]:
-    """Dynamo's graph of the call, which is not run, what it would be called with, and the names of its inputs."""
+@dataclass(frozen=True, slots=True)
+class CapturedCall:
+    """Dynamo's graph of what one rank calls.
+
+    Attributes:
+        program: the graph, which was not run.
+        given: what its inputs are on all ranks together.
+        names: of its inputs.
+        is_cut: which of them ranks along axes with own data have in parts.
+    """
+
+    program: fx.GraphModule
+    given: list[Any]
+    names: list[str]
+    is_cut: list[bool]
+
+
+def captured_call(
+    model: nn.Module, inputs: Mapping[str, Any], plan: Parallelism | Parallelisms, mesh: Mapping[str, int]
+) -> CapturedCall:
+    """The graph of `model(**inputs)` as a rank of the mesh calls it, which has a part of what own data are cut into.
+
+    Raises:
+        FxRewriteError: the parameters are in shards already, or the data do not divide.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise FxRewriteError("the model's parameters are in shards already; pass the model as it is before that")
+    own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
+    part = tree_map(lambda value: _part(value, own), dict(inputs))
     found: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -162,9 +184,12 @@ def _captured(model: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[fx.
         return _stop
 
     with contextlib.suppress(_StopError):
-        torch.compile(model, backend=keep, fullgraph=True)(**inputs)
+        torch.compile(model, backend=keep, fullgraph=True)(**part)
     ((gm, given),) = found
-    return gm, given, [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    whole = {id(cut): value for cut, value in zip(tree_leaves(part), tree_leaves(dict(inputs)), strict=True)}
+    is_cut = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
+    names = [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
+    return CapturedCall(gm, [whole.get(id(value), value) for value in given], names, is_cut)
 
 
 class _StopError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -22,7 +23,7 @@ from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
 from fxrewrite.spmd import Parallelism, Shard, Stored, inputs, module_output, param, sends, shard_parameters, spmd
-from fxrewrite.testing import fake_mesh, simulate
+from fxrewrite.testing import explain_placement, fake_mesh, simulate
 from rules.parallel import DATA, MEGATRON, ZERO3
 from tests.autosp.test_gloo import launch
 
@@ -150,6 +151,13 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
         replace(TENSOR, place={"up.weight": Shard(0)})  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match="tensor and zero3 are both over axis 'tp'"):
         _ = TENSOR | replace(ZERO3, axis="tp")
+    twice = replace(TENSOR, place={**PLACE, param("layers.0.up.weight"): Shard(1)})
+    said = r"layers.0.up.weight is stated as S\(0\) by param\('\*.up.weight'\), and as S\(1\) by"
+    refused(mesh, twice, said)
+    with pytest.raises(FxRewriteError, match="expect is a list of Sends, and has"):
+        replace(TENSOR, expect=sends(all_reduce=1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FxRewriteError, match="rules is a list of Rule or RuleSet or Step, and has 'mine'"):
+        replace(TENSOR, rules=["mine"])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_model_that_is_held_otherwise_is_refused(mesh: DeviceMesh) -> None:
@@ -225,6 +233,27 @@ def test_simulated_ranks_equal_one_device(plan: Any, sizes: dict[str, int], sent
     assert max(found.grad_errors.values()) < 1e-14, str(found)
     assert len(found.grad_errors) == 6
     assert sent is None or found.sent == sent
+
+
+def test_a_placement_is_explained() -> None:
+    """From a value back to what was stated, with what is sent for its readers, over each axis."""
+    forgotten = replace(TENSOR, place={param("*.up.weight"): Shard(0)}, expect=[sends(within="layers.*", all_reduce=1)])
+    text = explain_placement(Model(), {"x": X}, forgotten, {"tp": 2}, "layers.0.up")
+    assert re.sub(r"test_parallelism.py:\d+", "here", text).splitlines()[:3] == [
+        "layers.0.up [4, 8] is S(1) over tp=2",
+        "    %linear: S(1), sharded on o  aten::linear here",
+        "    layers.0.up.weight: S(0), stated by param('*.up.weight')",
+    ]
+    assert "then refused: layers.0 has 1 all_gather over tp, and 0 are expected" in text
+    text = explain_placement(Model(), {"x": X}, ZERO3 | TENSOR, {"dp": 2, "tp": 2}, "layers.1.down{,.weight}")
+    lines = text.splitlines()
+    assert any(line.startswith("    -> R for %") and line.endswith("each rank sends 48 bytes") for line in lines)
+    where = lines.index("layers.1.down [2, 6] is R over tp=2")  # with its bias, which is added to the sum
+    assert "    %redistribute_1: R, a redistribution by tensor.propagate: each rank sends 48 bytes" in lines[where:]
+    assert any(line.startswith("    %linear_default: P(sum), a summand on each rank: sharded on i") for line in lines[where:])
+    assert "    layers.1.down.weight: S(0), stated by param('*')" in lines
+    with pytest.raises(FxRewriteError, match=r"names no value of the graph; did you mean layers\.0\.up"):
+        explain_placement(Model(), {"x": X}, TENSOR, {"tp": 2}, "layers.0.upp")
 
 
 def test_a_simulation_that_cannot_be_run() -> None:
