@@ -22,10 +22,12 @@ from fxrewrite.backends import (
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.other_sizes import check_sizes
+from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
 from fxrewrite.ops import is_parameter, is_random, key, tensors_of
 from fxrewrite.report import Report
 from fxrewrite.spmd.agree import agree
+from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 from fxrewrite.spmd.group import axis_of, fix_rank, is_fake
@@ -66,25 +68,34 @@ class SpmdBackend:
         self._strict, self._timeout = strict, timeout
         self._breaks = False
         """Whether a graph so far was a part of the model."""
+        self._stated = stated_arguments(plan, mesh)
+        self._has_arguments = False
+        """Whether a graph so far had arguments in chunks."""
         self._lowering = plan.plan()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
         dtensors = without_whole(gm)
-        program = normalized(gm)
         self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
+        chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
+        self._has_arguments |= bool(chunks)
+        self._agree_on_chunks(gm, chunks, example_inputs)
+        program = normalized(gm)
         context = contexts(self.mesh, strict=self._strict, is_part=self._breaks)
         report = self._lowering.apply(program, context=context)
         check_sizes(program)
-        self._check_inputs(program, dtensors)
+        self._check_inputs(program, dtensors, chunks)
         self.reports.append(report)
         whole_text = graph_text(program)
         for member in self.plan.members:  # ranks with different collectives would hang in them
             text = whole_text if member.data == "shared" else _collectives(program, member.axis)
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
         fix_rank(program)
-        local = [_local_fake(dtensors[i]) if i in dtensors else value for i, value in enumerate(example_inputs)]
+        local = [
+            _local_fake(dtensors[i]) if i in dtensors else _contiguous_fake(value) if i in chunks else value
+            for i, value in enumerate(example_inputs)
+        ]
         run = inner_compiler(self.inner, **options)(program, local)
         compiled = _Program(program, run, self, self._timeout)
         self._programs.append(compiled)
@@ -103,13 +114,32 @@ class SpmdBackend:
         """The backend itself, as a function is."""
         return self
 
-    def _check_inputs(self, program: fx.GraphModule, dtensors: dict[int, DTensor]) -> None:
+    def _agree_on_chunks(
+        self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]
+    ) -> None:
+        """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        lines = [f"{input_name(placeholders[i])} {[size_hint(n) for n in example_inputs[i].shape]}" for i in chunks]
+        for name in dict.fromkeys(entry[0] for here in chunks.values() for entry in here):
+            agree(
+                axis_of(self.mesh, name),
+                "\n".join(lines),
+                timeout=self._timeout,
+                differ="hold chunks of different sizes",
+                hint="cut every batch into equal chunks, one for each rank; pad it to a length that they divide",
+            )
+
+    def _check_inputs(
+        self, program: fx.GraphModule, dtensors: dict[int, DTensor], chunks: Mapping[int, Stated]
+    ) -> None:
         """Refuse inputs that are not held as the program reads them."""
         placeholders = program.graph.find_nodes(op="placeholder")
         for position, held in enumerate(input_placements(program)):
             name = input_name(placeholders[position])
             dtensor = dtensors.get(position)
             sharded = {axis: p for axis, p in held.items() if p != Replicate()}
+            if position in chunks and sharded.keys() == {entry[0] for entry in chunks[position]}:
+                continue
             if dtensor is None and sharded:
                 said = ", ".join(f"{axis}: {p}" for axis, p in sharded.items())
                 raise FxRewriteError(
@@ -135,6 +165,10 @@ class _Program:
         self._run, self._timeout = run, timeout
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._inputs = {i: input_name(n) for i, n in enumerate(placeholders) if not is_parameter(n)}
+        held = input_placements(gm)
+        self._chunks = {
+            i: {axis for axis, placement in held[i].items() if placement != Replicate()} for i in self._inputs
+        }
         self._parameters = {i: input_name(n) for i, n in enumerate(placeholders) if is_parameter(n)}
         self._draws = any(map(is_random, gm.graph.nodes))
         axes = [(axis_of(backend.mesh, member.axis), member.data) for member in backend.plan.members]
@@ -146,9 +180,11 @@ class _Program:
         if self._is_first:
             self._is_first = False
             self._agree_on_state(inputs)
-        for axis in self._shared:
-            axis.compare({name: inputs[i] for i, name in self._inputs.items()})
-        return self._run(*map(local_value, inputs))
+        for shared in self._shared:
+            whole = {name: inputs[i] for i, name in self._inputs.items() if shared.axis.name not in self._chunks[i]}
+            shared.compare(whole)
+        held = (x.contiguous() if self._chunks.get(i) else local_value(x) for i, x in enumerate(inputs))
+        return self._run(*held)
 
     def settle(self) -> None:
         """Read what came of comparing the inputs of the last call."""
@@ -208,7 +244,7 @@ class SharedInputs:
     """
 
     def __init__(self, axis: Axis) -> None:
-        self._axis = axis
+        self.axis = axis
         self._sent: tuple[BackgroundComparison, list[str], list[int]] | None = None
 
     def compare(self, inputs: Mapping[str, Any]) -> None:
@@ -230,7 +266,7 @@ class SharedInputs:
         if values:
             home = max((value.device for value in values), key=lambda device: device.type != "cpu")
             sent = torch.stack([value.to(home, non_blocking=True) for value in values])
-            self._sent = BackgroundComparison(self._axis, sent), names, scales
+            self._sent = BackgroundComparison(self.axis, sent), names, scales
 
     def settle(self) -> None:
         """Read what came of the last comparison."""
@@ -241,7 +277,7 @@ class SharedInputs:
         differing = comparison.differing(scales)
         if differing:
             raise FxRewriteError(
-                f"axis {self._axis.name}: in the last call, ranks passed different {names[differing[0]]}; all "
+                f"axis {self.axis.name}: in the last call, ranks passed different {names[differing[0]]}; all "
                 "ranks of the axis share one batch: sample by the axes along which each rank has its own"
             )
 
@@ -249,6 +285,11 @@ class SharedInputs:
 def _local_fake(traced: DTensor) -> torch.Tensor:
     """What this rank holds of a DTensor, as Dynamo traced it: a fake value of static sizes."""
     return traced.to_local().detach().requires_grad_(traced.requires_grad)
+
+
+def _contiguous_fake(chunk: torch.Tensor) -> torch.Tensor:
+    """A rank's chunk as its program gets it."""
+    return chunk.detach().contiguous().requires_grad_(chunk.requires_grad)
 
 
 def spmd(
@@ -261,7 +302,8 @@ def spmd(
 ) -> SpmdBackend:
     """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
 
-    Ranks along an axis with `data="shared"` pass the same values, and get the same; those along one with `data="own"`
+    Ranks along an axis with `data="shared"` pass the same values, or their chunks of one value where the plan states
+    `inputs` in chunks, and get the same; those along one with `data="own"`
     pass their part of a batch, and get the loss of that part. Gradients of all parameters are complete: those of the
     mean of the losses, of shards in shards. Nothing else may average them. Where the model breaks into several graphs,
     what passes between them is whole, so that code which is not compiled sees what it would see on one device.
