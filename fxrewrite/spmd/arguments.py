@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from ast import literal_eval
 from typing import Any, TypeAlias
 
 import torch
@@ -33,15 +34,18 @@ Stated: TypeAlias = "tuple[tuple[str, str, int, int], ...]"
 
 
 @torch.compiler.allow_in_graph
-def joined(chunk: torch.Tensor, name: str, stated: Stated) -> torch.Tensor:
-    """The argument `name` on all ranks together, of which this one holds `chunk`; `spmd` leaves it to the program."""
+def joined(chunk: torch.Tensor, name: str, stated: str) -> torch.Tensor:
+    """The argument `name` on all ranks together, of which this one holds `chunk`; `spmd` leaves it to the program.
+
+    `stated` is text, `repr` of what is stated: Dynamo may take a number for a dynamic size.
+    """
     if not is_fake(chunk):
         raise FxRewriteError(
             f"{name} is passed in chunks to a program that spmd has not lowered; compile the model with "
             "backend=spmd(plan, mesh=mesh)"
         )
     shape = list(chunk.shape)
-    for _, glob, dim, ranks in stated:
+    for _, glob, dim, ranks in literal_eval(stated):
         if matches_glob(name, glob) and dim < len(shape):  # Place refuses one that has no such dimension
             shape[dim] = shape[dim] * ranks
     made = torch.empty_like(chunk) if shape == list(chunk.shape) else chunk.new_empty(shape)
@@ -68,15 +72,16 @@ def join_arguments(model: nn.Module, stated: Stated) -> None:
 @functools.cache
 def _joining(cls: type[nn.Module], stated: Stated) -> type[nn.Module]:
     """The class, whose forward reads its arguments through `joined` while Dynamo traces it."""
+    text = repr(stated)
     _, *names = inspect.signature(cls.forward).parameters
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             named = zip(names, args, strict=False)
-            whole = [joined(x, name, stated) if isinstance(x, torch.Tensor) else x for name, x in named]
+            whole = [joined(x, name, text) if isinstance(x, torch.Tensor) else x for name, x in named]
             args = (*whole, *args[len(names) :])
-            kwargs = {n: joined(x, n, stated) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
+            kwargs = {n: joined(x, n, text) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
         return cls.forward(self, *args, **kwargs)
 
     made = type(cls.__name__, (cls,), {"forward": forward})
@@ -105,7 +110,7 @@ def without_joined(gm: fx.GraphModule, stated: Stated, *, is_later_part: bool) -
     """Inputs that something else than the model reads."""
     for call in gm.graph.find_nodes(op="call_function", target=joined):
         chunk, name, of_model = call.args
-        if of_model != stated:
+        if of_model != repr(stated):
             raise FxRewriteError(
                 f"{name}: the model was prepared for inputs in chunks {of_model}, and the plan says {stated}; give "
                 "shard_parameters and spmd the same plan and mesh"

@@ -87,7 +87,7 @@ class SpmdBackend:
         check_sizes(program)
         self._check_inputs(program, dtensors, chunks)
         self.reports.append(report)
-        whole_text = graph_text(program)
+        whole_text = graph_text(program, without=_offsets(program))
         for member in self.plan.members:  # ranks with different collectives would hang in them
             text = whole_text if member.data == "shared" else _collectives(program, member.axis)
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
@@ -164,7 +164,10 @@ class _Program:
     def __init__(self, gm: fx.GraphModule, run: Callable[..., Any], backend: SpmdBackend, timeout: float) -> None:
         self._run, self._timeout = run, timeout
         placeholders = gm.graph.find_nodes(op="placeholder")
-        self._inputs = {i: input_name(n) for i, n in enumerate(placeholders) if not is_parameter(n)}
+        without = _offsets(gm)
+        self._inputs = {
+            i: input_name(n) for i, n in enumerate(placeholders) if not is_parameter(n) and n not in without
+        }
         held = input_placements(gm)
         self._chunks = {
             i: {axis for axis, placement in held[i].items() if placement != Replicate()} for i in self._inputs
@@ -219,6 +222,14 @@ def _collectives(program: fx.GraphModule, axis: str) -> str:
     """What a program sends over an axis whose ranks have batches of their own, of other shapes and strides perhaps."""
     sent = (node for node in program.graph.nodes if node.meta.get("axis") == axis)
     return "\n".join(f"{key(node)} {list(value.shape)}" for node in sent for value in tensors_of(node))
+
+
+def _offsets(program: fx.GraphModule) -> set[fx.Node]:
+    """Integer inputs that nothing reads and that are no size of a tensor: where in a batch a rank's chunk starts."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    sizes = {str(size) for node in placeholders for value in tensors_of(node) for size in value.shape}
+    numbers = (n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt) and not n.users)
+    return {node for node in numbers if str(node.meta["val"]) not in sizes}
 
 
 def _generator_state(device: torch.device) -> torch.Tensor:
