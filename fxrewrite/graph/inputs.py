@@ -19,8 +19,11 @@ def input_name(placeholder: fx.Node) -> str:
 
     Dynamo says where an input comes from; in the placeholder's name, which is read where that is lost, the path is in
     lower case: `L_self_modules_layers_modules_0_..._parameters_weight_`, with `G_` where the model is a global of the
-    compiled function. Inputs of other graphs keep their names. A symbolic size is named by its symbol.
+    compiled function. Inputs of other graphs keep their names. A symbolic size is named by its symbol. An input that
+    is known as an argument of a module (`meta["argument"]`) has its name.
     """
+    if argument := placeholder.meta.get("argument"):
+        return argument
     value = placeholder.meta.get("val", placeholder.meta.get("example_value"))
     if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
         return str(value.node.expr)

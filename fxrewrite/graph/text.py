@@ -126,7 +126,7 @@ class GraphWriter:
                 if body not in self._graphs:
                     self._graphs.append(body)
                 self._names[node] = f"@{self._graphs.index(body) - 1}"
-            elif node.op == "placeholder":
+            elif node.op == "placeholder" and node not in self._without:
                 name = self._input_name(node)
                 self._names[node] = f"%{node.name if name in taken else name}"
                 taken.add(name)

@@ -89,6 +89,7 @@ from fxrewrite.spmd.placement import (
     ReduceOp as ReduceOp,
     Replicate as Replicate,
     Shard as Shard,
+    Zigzag as Zigzag,
     as_placement as as_placement,
     is_same_placement as is_same_placement,
     local_shape as local_shape,

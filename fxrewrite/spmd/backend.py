@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from fxrewrite.backends import (
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.other_sizes import check_sizes
+from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
-from fxrewrite.ops import is_random, key, tensors_of
+from fxrewrite.ops import is_parameter, is_random, key, tensors_of
 from fxrewrite.report import Report
 from fxrewrite.spmd.agree import agree
+from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.draws import draws_on_chunk
 from fxrewrite.spmd.group import axis_of, fix_rank
@@ -73,25 +75,34 @@ class SpmdBackend:
         self._strict, self._timeout = strict, timeout
         self._breaks = False
         """Whether a graph so far was a part of the model."""
+        self._stated = stated_arguments(plan, mesh)
+        self._has_arguments = False
+        """Whether a graph so far had arguments in chunks."""
         self._lowering = plan.plan()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
         dtensors = without_whole(gm)
-        program = normalized(gm)
         self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
+        chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
+        self._has_arguments |= bool(chunks)
+        self._agree_on_chunks(gm, chunks, example_inputs)
+        program = normalized(gm)
         context = contexts(self.mesh, strict=self._strict, is_part=self._breaks)
         report = self._lowering.apply(program, context=context)
         check_sizes(program)
-        self._check_inputs(program, dtensors)
+        self._check_inputs(program, dtensors, chunks)
         self.reports.append(report)
-        whole_text = graph_text(program)
+        whole_text = graph_text(program, without=_offsets(program))
         for member in self.plan.members:  # ranks with different collectives would hang in them
             text = whole_text if member.data == "shared" else _collectives(program, member.axis)
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
         fix_rank(program)
-        local = [_local_fake(dtensors[i]) if i in dtensors else value for i, value in enumerate(example_inputs)]
+        local = [
+            _local_fake(dtensors[i]) if i in dtensors else _contiguous_fake(value) if i in chunks else value
+            for i, value in enumerate(example_inputs)
+        ]
         run = inner_compiler(self.inner, **options)(program, local)
         compiled = _Program(program, run, self, self._timeout)
         self._programs.append(compiled)
@@ -110,13 +121,30 @@ class SpmdBackend:
         """The backend itself, as a function is."""
         return self
 
-    def _check_inputs(self, program: fx.GraphModule, dtensors: dict[int, DTensor]) -> None:
+    def _agree_on_chunks(self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]) -> None:
+        """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        lines = [f"{input_name(placeholders[i])} {[size_hint(n) for n in example_inputs[i].shape]}" for i in chunks]
+        for name in dict.fromkeys(entry[0] for here in chunks.values() for entry in here):
+            agree(
+                axis_of(self.mesh, name),
+                "\n".join(lines),
+                timeout=self._timeout,
+                differ="hold chunks of different sizes",
+                hint="cut every batch into equal chunks, one for each rank; pad it to a length that they divide",
+            )
+
+    def _check_inputs(
+        self, program: fx.GraphModule, dtensors: dict[int, DTensor], chunks: Mapping[int, Stated]
+    ) -> None:
         """Refuse inputs that are not held as the program reads them."""
         placeholders = program.graph.find_nodes(op="placeholder")
         for position, held in enumerate(input_placements(program)):
             name = input_name(placeholders[position])
             dtensor = dtensors.get(position)
             sharded = {axis: p for axis, p in held.items() if p != Replicate()}
+            if position in chunks and sharded.keys() == {entry[0] for entry in chunks[position]}:
+                continue
             if dtensor is None and sharded:
                 said = ", ".join(f"{axis}: {p}" for axis, p in sharded.items())
                 raise FxRewriteError(
@@ -140,7 +168,14 @@ class _Program:
 
     def __init__(self, gm: fx.GraphModule, run: Callable[..., Any], backend: SpmdBackend, timeout: float) -> None:
         self._run = run
-        self._checks: list[tuple[str, RankChecks]] = []
+        held, without = input_placements(gm), _offsets(gm)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._is_chunk = [
+            not is_parameter(node) and any(placement != Replicate() for placement in of.values())
+            for node, of in zip(placeholders, held, strict=True)
+        ]
+        self._checks: list[tuple[RankChecks, list[bool]]] = []
+        """For each axis, and whether its ranks hold the same of an input."""
         drawn = [node for node in gm.graph.nodes if is_random(node) and not draws_on_chunk(node)]
         for member in backend.plan.members:
             axis, is_shared = axis_of(backend.mesh, member.axis), member.data == "shared"
@@ -148,16 +183,21 @@ class _Program:
                 checks = RankChecks(
                     gm, axis, _ADVICE, drawn=drawn if is_shared else (), inputs=is_shared, timeout=timeout
                 )
-                self._checks.append((axis.name, checks))
+                is_whole = [
+                    of.get(axis.name, Replicate()) == Replicate() and node not in without
+                    for node, of in zip(placeholders, held, strict=True)
+                ]
+                self._checks.append((checks, is_whole))
 
     def __call__(self, *inputs: Any) -> Any:
-        for axis, checks in self._checks:
-            checks.before([local_value(x) if _is_held_whole(x, axis) else None for x in inputs])
-        return self._run(*map(local_value, inputs))
+        given = list(map(local_value, inputs))
+        for checks, is_whole in self._checks:
+            checks.before([x if whole else None for x, whole in zip(given, is_whole, strict=True)])
+        return self._run(*(x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)))
 
     def settle(self) -> None:
         """Read what came of comparing the ranks in the last call."""
-        for _, checks in self._checks:
+        for checks, _ in self._checks:
             checks.settle()
 
 
@@ -167,16 +207,22 @@ def _collectives(program: fx.GraphModule, axis: str) -> str:
     return "\n".join(f"{key(node)} {list(value.shape)}" for node in sent for value in tensors_of(node))
 
 
-def _is_held_whole(value: Any, axis: str) -> bool:
-    """Whether all ranks of the axis hold the same entries of an input that they share."""
-    if not isinstance(value, DTensor):
-        return True
-    return value.placements[(value.device_mesh.mesh_dim_names or ()).index(axis)].is_replicate()
+def _offsets(program: fx.GraphModule) -> set[fx.Node]:
+    """Integer inputs that nothing reads and that are no size of a tensor: where in a batch a rank's chunk starts."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    sizes = {str(size) for node in placeholders for value in tensors_of(node) for size in value.shape}
+    numbers = (n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt) and not n.users)
+    return {node for node in numbers if str(node.meta["val"]) not in sizes}
 
 
 def _local_fake(traced: DTensor) -> torch.Tensor:
     """What this rank holds of a DTensor, as Dynamo traced it: a fake value of static sizes."""
     return traced.to_local().detach().requires_grad_(traced.requires_grad)
+
+
+def _contiguous_fake(chunk: torch.Tensor) -> torch.Tensor:
+    """A rank's chunk as its program gets it."""
+    return chunk.detach().contiguous().requires_grad_(chunk.requires_grad)
 
 
 def spmd(
@@ -189,7 +235,8 @@ def spmd(
 ) -> SpmdBackend:
     """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
 
-    Ranks along an axis with `data="shared"` pass the same values, and get the same; those along one with `data="own"`
+    Ranks along an axis with `data="shared"` pass the same values, or their chunks of one value where the plan states
+    `inputs` in chunks, and get the same; those along one with `data="own"`
     pass their part of a batch, and get the loss of that part. Gradients of all parameters are complete: those of the
     mean of the losses, of shards in shards. Nothing else may average them. Where the model breaks into several graphs,
     what passes between them is whole, so that code which is not compiled sees what it would see on one device.

@@ -13,12 +13,15 @@ import torch
 from torch import fx
 
 from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.facts import Fact
 from fxrewrite.spmd.facts import placement_of
-from fxrewrite.spmd.placement import AnyPlacement, Axis
+from fxrewrite.spmd.placement import AnyPlacement, Axis, Zigzag
 
-__all__ = ["Placements", "input_placements", "write_input_placements"]
+__all__ = ["ZIGZAG", "Placements", "input_placements", "write_input_placements"]
 
-Placements: TypeAlias = "Mapping[str, AnyPlacement]"
+ZIGZAG = Fact[Zigzag]("zigzag")
+"""Of an input that is placed in chunks: which entries of the caller's value these are, where they are not in order."""
+Placements: TypeAlias = "Mapping[str, AnyPlacement | Zigzag]"
 """How the ranks of a mesh hold one value, by axis; of two axes that shard one dimension the first has the outer
 chunks. Ranks of an axis that is not named hold it whole."""
 _META = "placements"
@@ -39,4 +42,5 @@ def write_input_placements(edit: Edit, axis: Axis) -> None:
     """Afterwards `input_placements` tells how the ranks of `axis` hold each input, as propagation decided."""
     for node in edit.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
-            edit.set_meta(node, _META, {**node.meta.get(_META, {}), axis.name: placement_of(node)})
+            held = ZIGZAG.of(node) or placement_of(node)
+            edit.set_meta(node, _META, {**node.meta.get(_META, {}), axis.name: held})

@@ -64,7 +64,8 @@ class Parallelism:
         data: "shared", where all ranks of the axis are called with the same values and return the same; or "own",
             where each has its own part of a batch: the objective is the mean of the ranks' losses.
         expect: what must hold of the lowered program, such as `sends(within="*.layers.*", all_reduce=2)`.
-        method: a rule set that lowers a program over the axis, in place of the one that is made of all this.
+        method: a rule set that lowers a program over the axis, in place of the one that is made of `rules`, `placed`
+            and `layouts`; what is stated in `place` comes before it.
     """
 
     name: str
@@ -108,7 +109,8 @@ class Parallelism:
     def rule_set(self) -> RuleSet:
         """All that is done to a program, as one transaction."""
         if self.method is not None:
-            return RuleSet(self.name, self.method, *self.expect, atomic=True)
+            place = (Place(f"{self.name}.place", self.place),) if self.place else ()
+            return RuleSet(self.name, *place, self.method, *self.expect, atomic=True)
         shipped, layouts = registered(), LayoutRules(joined_layouts(self.layouts))
         is_own = self.data == "own"
         is_stored = any(isinstance(placed, Stored) for placed in self.place.values())

@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.graph.modules import matches_glob
+from fxrewrite.spmd.arguments import join_arguments, stated_arguments
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.place import Site, held_placement
@@ -79,6 +80,8 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
 
     Of an axis that says nothing of a parameter, every rank holds it whole. Buffers stay as they are.
     A parameter on the meta device stays there: `model.to_empty(device=...)` then allocates the shards alone.
+    Where the plan states `inputs` in chunks, each rank calls the compiled model with its own (`spmd.arguments`); eager
+    calls, inside of `whole_parameters()`, take them whole.
 
     Raises:
         FxRewriteError: a glob matches no parameter; says the nearest names. A placement does not fit a shape. The model
@@ -108,6 +111,7 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
         if own:
             module.__class__ = _reading_whole(type(module), tuple(own))
     model.register_forward_pre_hook(_refuse_eager)
+    join_arguments(model, stated_arguments(plan, mesh))
     return model
 
 

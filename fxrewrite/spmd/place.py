@@ -4,6 +4,7 @@
         param("*.{gate,up}_proj.weight"): Shard(0),     each rank holds its rows; the gradient is that of its rows
         param("*.down_proj.weight"): Shard(1),
         inputs("input_ids"): Shard(0),                  each rank is called with its own part of the batch
+        inputs("mask"): Zigzag(1),                      blocks r and 2P - 1 - r of 2P; put in order before any use
         module_output("*.mlp"): Shard(1),               asked for; propagation finds what follows from it
         outputs(0): Replicate(),
     })
@@ -16,11 +17,13 @@ A glob is matched against qualified names as in `named_parameters`; `{a,b}` is o
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
+import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -35,6 +38,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
 from fxrewrite.spmd.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
+from fxrewrite.spmd.input_placements import ZIGZAG
 from fxrewrite.spmd.placement import (
     AnyPlacement,
     Axis,
@@ -42,11 +46,13 @@ from fxrewrite.spmd.placement import (
     Placement,
     Replicate,
     Shard,
+    Zigzag,
     as_placement,
     check_placement,
     is_same_placement,
 )
 from fxrewrite.spmd.redistribute import redistribute
+from fxrewrite.spmd.shared_nodes import size_nodes
 from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = [
@@ -67,6 +73,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+aten = torch.ops.aten
 HELD = Fact["Placement"]("held")
 """How ranks hold an input of the graph, where that is stated."""
 STATED = Fact["str"]("stated")
@@ -89,7 +96,7 @@ class Stored:
         return f"{as_placement(self.held)}, gathered before use{' (whole where it does not fit)' * self.or_whole}"
 
 
-Placed: TypeAlias = "AnyPlacement | Stored"
+Placed: TypeAlias = "AnyPlacement | Stored | Zigzag"
 """What can be stated of a site."""
 
 
@@ -121,9 +128,12 @@ def param(glob: str, *, optional: bool = False) -> Site:
     return Site("param", glob, optional)
 
 
-def inputs(glob: str) -> Site:
-    """Tensors that the model is called with, by the name of the argument."""
-    return Site("inputs", glob)
+def inputs(glob: str, *, optional: bool = False) -> Site:
+    """Tensors that the model is called with, by the name of the argument; with `optional` the glob may match none.
+
+    Where ranks hold them in chunks, each rank calls the model with its own: see `shard_parameters`.
+    """
+    return Site("inputs", glob, optional)
 
 
 def outputs(position: int) -> Site:
@@ -155,8 +165,9 @@ class Place:
 
     def __init__(self, name: str, placements: Mapping[Site, Placed]) -> None:
         self.name = name
-        self.placements: dict[Site, Placement | Stored] = {
-            site: stated if isinstance(stated, Stored) else as_placement(stated) for site, stated in placements.items()
+        self.placements: dict[Site, Placement | Stored | Zigzag] = {
+            site: stated if isinstance(stated, (Stored, Zigzag)) else as_placement(stated)
+            for site, stated in placements.items()
         }
         self.precedes = (PLACEMENTS,)
 
@@ -167,6 +178,8 @@ class Place:
             try:
                 if isinstance(placed, Stored):
                     changes += _place_stored(edit, context.axis, site, placed, self.name)
+                elif isinstance(placed, Zigzag):
+                    changes += _place_zigzag(edit, context.axis, site, placed, self.name)
                 else:
                     changes += _PLACED[site.kind](edit, context.axis, site, placed, self.name)
             except _NothingMatchesError:
@@ -223,7 +236,8 @@ def _hold(edit: Edit, node: fx.Node, placement: Placement, site: Site, name: str
 
 
 def _inputs(edit: Edit, *, of_model: bool) -> dict[str, fx.Node]:
-    placeholders = (node for node in edit.nodes() if node.op == "placeholder")
+    """Inputs by name; what another graph of the model computed (`meta["argument"]` is "") has none."""
+    placeholders = (node for node in edit.nodes() if node.op == "placeholder" and node.meta.get("argument") != "")
     return {_input_name(node): node for node in placeholders if is_parameter(node) == of_model}
 
 
@@ -233,13 +247,41 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule
     for name, node in _matching(site, known):
         shape = node.meta["val"].shape
         held_placement(shape, placement, axis, f"{site}: {name}")
-        if isinstance(placement, Shard) and not isinstance(shape[placement.dim], int):
+        # A size that the graph reads of a local one, as P * s, stays right when the value becomes local.
+        if isinstance(placement, Shard) and divide_exactly(shape[placement.dim], axis.size) is None:
             raise FxRewriteError(
                 f"{site}: {name}: dimension {placement.dim} is symbolic, and sizes in the graph are read off it as a "
                 "whole; compile with dynamic=False, or mark_static this dimension"
             )
         _hold(edit, node, placement, site, name)
         changes += 1
+    return changes
+
+
+def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str) -> int:
+    """The blocks of all ranks are gathered and put in order; what follows reads the value as one device has it."""
+    if site.kind != "inputs":
+        raise FxRewriteError(f"{site} as {placed}: only inputs are held in zigzag; state Shard({placed.dim})")
+    changes, blocks = _place_inputs(edit, axis, site, Shard(placed.dim), rule), 2 * axis.size
+    first = next(node for node in edit.graph.nodes if node.op != "placeholder")
+    for name, node in _matching(site, _inputs(edit, of_model=False)):
+        shape: Any = node.meta["val"].shape
+        if not require_divisible(shape[placed.dim], blocks):
+            of = f"{site}: {name} {[size_hint(n) for n in shape]}"
+            raise FxRewriteError(f"{of}: {placed} over {axis} has {blocks} blocks, which do not divide it")
+        edit.set_fact(node, ZIGZAG, placed)
+        users = list(node.users)
+        if not users:
+            continue
+        changes += _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
+        (whole,) = node.users
+        sizes = [size_nodes(edit)(shape[placed.dim] // blocks)] * blocks
+        split = edit.call(aten.split_with_sizes.default, (whole, sizes, placed.dim), before=first, like=node, rule=rule)
+        of_ranks = [edit.call(operator.getitem, (split, i), before=first, like=node, rule=rule) for i in range(blocks)]
+        ordered = [of_ranks[i] for i in Zigzag.order(axis.size)]
+        joined = edit.call(aten.cat.default, (ordered, placed.dim), before=first, like=node, rule=rule)
+        edit.set_meta(joined, "val", whole.meta["val"])
+        edit.replace_uses(whole, joined, users)
     return changes
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "ReduceOp",
     "Replicate",
     "Shard",
+    "Zigzag",
     "as_placement",
     "check_num_ranks",
     "check_placement",
@@ -109,6 +110,26 @@ class Partial:
 
     def __str__(self) -> str:
         return f"P({self.reduce_op})"
+
+
+@dataclass(frozen=True, slots=True)
+class Zigzag:
+    """Of 2P equal blocks of dimension `dim`, rank r holds blocks r and 2P - 1 - r, one after the other.
+
+    Work that grows along the dimension is then the same on every rank. Only inputs are held so, as a loader cuts them:
+    `Place` puts them in order before any use.
+    """
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"Z({self.dim})"
+
+    @staticmethod
+    def order(num_ranks: int) -> list[int]:
+        """Where each of the 2P blocks is, of those of rank 0, rank 1, ... one after the other."""
+        last = 2 * num_ranks - 1
+        return [2 * block if block < num_ranks else 2 * (last - block) + 1 for block in range(2 * num_ranks)]
 
 
 Placement: TypeAlias = Replicate | Shard | Partial

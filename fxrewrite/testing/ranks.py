@@ -23,7 +23,7 @@ from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import bodies_of_communicating, differentiating, key
 from fxrewrite.spmd.group import axis_rank, positions_of
 from fxrewrite.spmd.input_placements import Placements, input_placements
-from fxrewrite.spmd.placement import Placement, Replicate, Shard, as_placement, check_num_ranks
+from fxrewrite.spmd.placement import Placement, Replicate, Shard, Zigzag, as_placement, check_num_ranks
 
 __all__ = ["RankRun", "run_on_ranks"]
 
@@ -115,7 +115,7 @@ def run_on_ranks(
 class _Cut:
     """How an input is cut for the ranks of a mesh: for each rank the entries of every dimension that it holds."""
 
-    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Placement]) -> None:
+    def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Placement | Zigzag]) -> None:
         self._shape = whole.shape
         self._entries: list[list[torch.Tensor]] = []
         names = mesh.mesh_dim_names or ()
@@ -125,15 +125,17 @@ class _Cut:
             for axis, placement in placements.items():
                 if placement == Replicate():
                     continue
-                if axis not in names or not isinstance(placement, Shard) or placement.uneven:
+                is_chunk = isinstance(placement, Zigzag) or (isinstance(placement, Shard) and not placement.uneven)
+                if axis not in names or not is_chunk:
                     raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
-                held, num = entries[placement.dim], mesh.size(names.index(axis))
-                if len(held) % (int(placement.outer) * num):
+                held, num, here = entries[placement.dim], mesh.size(names.index(axis)), at[names.index(axis)]
+                blocks = 2 * num if isinstance(placement, Zigzag) else int(placement.outer) * num
+                if len(held) % blocks:
                     raise FxRewriteError(
                         f"{placement} over {axis}={num} does not divide an input of {list(whole.shape)}"
                     )
-                chunks = held.unflatten(0, (int(placement.outer), num, -1))
-                entries[placement.dim] = chunks[:, at[names.index(axis)]].flatten()
+                of = [here, blocks - 1 - here] if isinstance(placement, Zigzag) else range(here, blocks, num)
+                entries[placement.dim] = held.unflatten(0, (blocks, -1))[list(of)].flatten()
             self._entries.append(entries)
 
     def chunk(self, whole: torch.Tensor, rank: int) -> torch.Tensor:

@@ -250,7 +250,9 @@ def test_a_placement_is_explained() -> None:
     assert any(line.startswith("    -> R for %") and line.endswith("each rank sends 48 bytes") for line in lines)
     where = lines.index("layers.1.down [2, 6] is R over tp=2")  # with its bias, which is added to the sum
     assert "    %redistribute_1: R, a redistribution by tensor.propagate: each rank sends 48 bytes" in lines[where:]
-    assert any(line.startswith("    %linear_default: P(sum), a summand on each rank: sharded on i") for line in lines[where:])
+    assert any(
+        line.startswith("    %linear_default: P(sum), a summand on each rank: sharded on i") for line in lines[where:]
+    )
     assert "    layers.1.down.weight: S(0), stated by param('*')" in lines
     with pytest.raises(FxRewriteError, match=r"names no value of the graph; did you mean layers\.0\.up"):
         explain_placement(Model(), {"x": X}, TENSOR, {"tp": 2}, "layers.0.upp")
