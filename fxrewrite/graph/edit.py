@@ -233,6 +233,11 @@ class Edit:
                 self._journal.append(("args", user, user.args, user.kwargs))
                 user.replace_input_with(old, new)
 
+    def move(self, node: fx.Node, before: fx.Node) -> None:
+        """Moves the node in front of another one; what it reads must be earlier, and what reads it later, at commit."""
+        self._journal.append(("move", node, node.next))
+        before.prepend(node)
+
     def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
         """Sets `node.meta[key]` to `value`."""
         self._journal.append(("meta", node, key, node.meta.get(key, _ABSENT)))
@@ -360,6 +365,9 @@ class Edit:
                     raise InvariantError(
                         f"%{node.name} reads %{used.name}, which is defined after it; insert the new node later"
                     )
+            early = next((user for user in node.users if user < node), None) if kind == "move" else None
+            if early is not None:
+                raise InvariantError(f"%{early.name} reads %{node.name}, which was moved behind it")
             if kind == "create" and self.fake_mode is not None and ops.value(node) is ops.MISSING:
                 raise InvariantError(f"new node %{node.name} has no value; pass val= or let it be computed")
         for node in self.erased:
@@ -394,6 +402,8 @@ class Edit:
                     del known[node]
                 else:
                     known[node] = value
+            elif kind == "move":
+                before[0].prepend(node)
             elif kind == "erase":
                 self.erased.discard(node)
                 node._update_args_kwargs(*before)

@@ -112,7 +112,6 @@ from fxrewrite.spmd.rank_checks import (
     say_not_compiled as say_not_compiled,
 )
 from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
-from fxrewrite.spmd.regather import Regather as Regather
 from fxrewrite.spmd.registered import joined_layouts as joined_layouts, registered_layouts as registered_layouts
 from fxrewrite.spmd.rule import Call as Call, LayoutRule as LayoutRule, LayoutRules as LayoutRules, Neutral as Neutral
 from fxrewrite.spmd.samples import SampleError as SampleError, TensorSpec as TensorSpec, parse_call as parse_call

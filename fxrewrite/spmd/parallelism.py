@@ -32,9 +32,9 @@ from fxrewrite.spmd.lower.means import REDUCTIONS
 from fxrewrite.spmd.place import Place, Placed, Site, Stored
 from fxrewrite.spmd.placement import Replicate, as_placement
 from fxrewrite.spmd.propagate import PropagatePlacements
-from fxrewrite.spmd.regather import Regather
 from fxrewrite.spmd.registered import joined_layouts
 from fxrewrite.spmd.rule import LayoutRule, LayoutRules
+from fxrewrite.spmd.schedule import SCHEDULE
 from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = ["Parallelism", "Parallelisms", "check_axes"]
@@ -113,7 +113,6 @@ class Parallelism:
             return RuleSet(self.name, *place, self.method, *self.expect, atomic=True)
         shipped, layouts = registered(), LayoutRules(joined_layouts(self.layouts))
         is_own = self.data == "own"
-        is_stored = any(isinstance(placed, Stored) for placed in self.place.values())
         return RuleSet(
             self.name,
             RuleSet(f"{self.name}.canonicalize", *(shipped[name] for name in CANONICAL)),
@@ -127,7 +126,6 @@ class Parallelism:
             REDUCTIONS,
             LocalizeShapes(f"{self.name}.localize", layouts, own_inputs=is_own),
             COLLECTIVE_RULES,
-            *((Regather(f"{self.name}.regather"),) if is_stored else ()),
             *self.expect,
             atomic=True,
         )
@@ -139,14 +137,14 @@ class Parallelism:
 
     def plan(self) -> Plan:
         """The plan over the axis: `plan.apply(gm, context=fxrewrite.spmd.contexts(mesh))`."""
-        return self.rule_set.on(self.axis)
+        return _plan(self.members)
 
     def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
         """Both, over their axes: `other` is applied first, and this to what its ranks compute together."""
         return Parallelisms((*self.members, *other.members))
 
     def __str__(self) -> str:
-        return f"over {self.axis}: {self.rule_set}"
+        return _page(self.members)
 
 
 @dataclass(frozen=True)
@@ -171,17 +169,31 @@ class Parallelisms:
 
     def plan(self) -> Plan:
         """The plan over all axes, the innermost first: `plan.apply(gm, context=fxrewrite.spmd.contexts(mesh))`."""
-        first, *others = reversed(self.members)
-        plan = first.plan()
-        for member in others:
-            plan = plan >> member.plan()
-        return plan
+        return _plan(self.members)
 
     def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
         return Parallelisms((*self.members, *other.members))
 
     def __str__(self) -> str:
-        return "\n\n".join(map(str, reversed(self.members)))
+        return _page(self.members)
+
+
+def _plan(members: Sequence[Parallelism]) -> Plan:
+    """All members, the last first; then the schedule of what they gather, for which the graph must be lowered."""
+    first, *others = reversed(members)
+    plan = first.rule_set.on(first.axis)
+    for member in others:
+        plan = plan >> member.rule_set.on(member.axis)
+    return plan >> SCHEDULE.on(members[0].axis) if _is_stored(members) else plan
+
+
+def _page(members: Sequence[Parallelism]) -> str:
+    pages = [f"over {member.axis}: {member.rule_set}" for member in reversed(members)]
+    return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"] if _is_stored(members) else pages)
+
+
+def _is_stored(members: Sequence[Parallelism]) -> bool:
+    return any(isinstance(placed, Stored) for member in members for placed in member.place.values())
 
 
 def check_axes(plan: Parallelism | Parallelisms, axes: Sequence[str]) -> None:

@@ -39,17 +39,14 @@ from typing import Any
 
 import torch
 import transformers
-from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules.demo.launch import RankError, launch
 from fxrewrite.testing import fake_mesh
+from tests.bench.measure import profiled, row, with_quartiles
 from tests.bench.turns import Turns, run_in_turns
 from tests.bench.ways import WAYS, Step, is_installed, llama
-
-_FORWARD_ENDS = "forward ends"
-_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "bool": 1}
 
 
 @dataclass(frozen=True)
@@ -105,34 +102,8 @@ def _steps(step: Step, setting: Setting, length: int) -> Iterator[float]:
 def _profiled(step: Step, setting: Setting, length: int) -> tuple[int, int, int]:
     """Peak, saved and sent bytes of one step."""
     ids, labels = _batch(setting, length)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
-        loss = step.run(ids, labels)
-        with record_function(_FORWARD_ENDS):
-            pass
-        loss.backward()
-    with TemporaryDirectory() as folder:
-        profiler.export_chrome_trace(f"{folder}/trace.json")
-        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
-    forward_ends = next(event["ts"] for event in events if event.get("name") == _FORWARD_ENDS)
-    allocated = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
-    held = peak = saved = 0
-    for at, size in allocated:
-        held += size
-        peak = max(peak, held)
-        saved = held if at <= forward_ends else saved
-    return peak, saved, sum(_sent(event) for event in events if str(event.get("name")).startswith("gloo:"))
-
-
-def _sent(event: dict[str, Any]) -> int:
-    """Bytes that leave a rank with one collective, where all ranks form a ring."""
-    dims, dtypes = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
-    held = sum(math.prod(d) * _BYTES[t] for d, t in zip(dims, dtypes, strict=True) if t in _BYTES)
-    ranks = torch.distributed.get_world_size()
-    kind = event["name"].removeprefix("gloo:")
-    if "gather" in kind:
-        return held * (ranks - 1)
-    share = held * (ranks - 1) // ranks
-    return 2 * share if "all_reduce" in kind else share
+    found = profiled(lambda: step.run(ids, labels), lambda loss: loss.backward())
+    return found.peak, found.saved, found.sent
 
 
 def _train_in_turns(way: str, setting: Setting, turns: Turns) -> tuple[Figures, list[float]]:
@@ -214,75 +185,64 @@ def _headline(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _with_quartiles(ratios: list[float]) -> str:
-    if len(ratios) == 1:
-        return f"{ratios[0]:.3f}"
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
-
-
 def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> None:
     print(f"\n### {setting.layers} layers, {setting.length:,} tokens, {ranks} ranks\n")
     to = "Ulysses by hand" if "Ulysses by hand" in ways else ways[-1]
     ratio = f"/ {to.removeprefix('Ulysses ')}"
     head = ["way", "step, s", ratio, "peak, MiB", ratio, "saved a token and layer, x hidden"]
-    print(_row([*head, "sent, MiB", "compile, s", "own passes, s"]))
-    print(_row(["---"] * 9))
+    print(row([*head, "sent, MiB", "compile, s", "own passes, s"]))
+    print(row(["---"] * 9))
     runs = [partial(_on_ranks, _train_in_turns, way, setting, ranks=ranks, alone=alone) for way in ways]
     by_way = dict(zip(ways, run_in_turns(runs, 1 if alone else ranks, setting.rounds + 3), strict=True))
     base = by_way[to]
     for way, trained in by_way.items():
         if isinstance(trained, Exception):
-            print(_row([way, _headline(trained), *[""] * 7]), flush=True)
+            print(row([way, _headline(trained), *[""] * 7]), flush=True)
             continue
         found, seconds = trained
         print(json.dumps({"way": way, **asdict(setting), **asdict(found), "steps": seconds}), file=sys.stderr)
         of_base, memory_of_base = "", ""
         if isinstance(base, tuple):
-            of_base = _with_quartiles([a / b for a, b in zip(seconds, base[1], strict=True)])
+            of_base = with_quartiles([a / b for a, b in zip(seconds, base[1], strict=True)])
             memory_of_base = f"{found.peak / base[0].peak:.2f}"
         held = setting.length if way == "one device" else setting.length // ranks
         hidden_sizes = found.saved / 4 / held / setting.layers / setting.hidden
         cells = [way, f"{found.seconds:.2f}", of_base, f"{found.peak / 2**20:.0f}", memory_of_base]
         cells += [f"{hidden_sizes:.1f}", f"{found.sent / 2**20:.1f}", f"{found.compile:.1f}", f"{found.transform:.2f}"]
-        print(_row(cells), flush=True)
+        print(row(cells), flush=True)
 
 
 def _print_growth(of: str, sizes: Sequence[int], settings: Sequence[Setting], ways: list[str], **where: Any) -> None:
     """A row for each way and size; settings are those of the sizes, or one for all of them, which are lengths then."""
     print(f"\n### By {of}, {where['ranks']} ranks\n")
-    print(_row(["way", of, "step, s", "peak, MiB", "saved, MiB", "sent, MiB", "compile, s", "own passes, s"]))
-    print(_row(["---"] * 8))
+    print(row(["way", of, "step, s", "peak, MiB", "saved, MiB", "sent, MiB", "compile, s", "own passes, s"]))
+    print(row(["---"] * 8))
     for way in ways:
         found: list[Figures] = []
         for setting in settings:
             lengths = sizes if len(settings) == 1 else [setting.length]
             trained = _outcome(_train, way, setting, lengths, **where)
             if isinstance(trained, Exception):
-                print(_row([way, _headline(trained), *[""] * 6]), flush=True)
+                print(row([way, _headline(trained), *[""] * 6]), flush=True)
                 break
             found.extend(trained)
         for size, one in zip(sizes, found, strict=False):
             cells = [f"{one.seconds:.2f}", *(f"{n / 2**20:.1f}" for n in (one.peak, one.saved, one.sent))]
-            print(_row([way, f"{size:,}", *cells, f"{one.compile:.1f}", f"{one.transform:.2f}"]), flush=True)
+            print(row([way, f"{size:,}", *cells, f"{one.compile:.1f}", f"{one.transform:.2f}"]), flush=True)
         if len(found) == len(sizes):
             first, last = asdict(found[0]), asdict(found[-1])
             span = math.log(sizes[-1] / sizes[0])
             grown = {name: math.log(last[name] / first[name]) / span if first[name] else None for name in first}
-            print(_row([way, "growth", *("" if n is None else f"{n:.2f}" for n in grown.values())]), flush=True)
+            print(row([way, "growth", *("" if n is None else f"{n:.2f}" for n in grown.values())]), flush=True)
 
 
 def _print_longest(setting: Setting, ways: list[str], budget: int, ranks: int, alone: bool) -> None:
     print(f"\n### The longest sequence within {budget >> 20} MiB a rank, {setting.layers} layers, {ranks} ranks\n")
-    print(_row(["way", "tokens"]))
-    print(_row(["---"] * 2))
+    print(row(["way", "tokens"]))
+    print(row(["---"] * 2))
     for way in ways:
         found = _outcome(_longest, way, setting, budget, ranks=ranks, alone=alone)
-        print(_row([way, _headline(found) if isinstance(found, Exception) else f"{found:,}"]), flush=True)
+        print(row([way, _headline(found) if isinstance(found, Exception) else f"{found:,}"]), flush=True)
 
 
 def main() -> None:

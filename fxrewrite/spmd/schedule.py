@@ -1,0 +1,183 @@
+"""When parameters in shards are gathered: a layer at a time, one layer ahead, and again in the backward pass.
+
+    all_gather(a), all_gather(b), all_gather(c), ...   ->   ab, cd = all_gather(cat(a, b)), all_gather(cat(c, d))
+    layer 0 reads a, b; layer 1 reads c, d                  a, b = split(wait(ab)); layer 0
+                                                            ef = all_gather(cat(e, f))
+                                                            c, d = split(wait(cd)); layer 1
+
+A *gathered* value is computed of parameters alone and of an all-gather. All that is gathered stands right before it is
+first read, so that few layers are whole at a time, and has the tag by which AOTAutograd's partitioner computes it again
+in the backward pass: kept, all of them together would be the whole model. What one layer reads first is gathered by one
+collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first read.
+A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
+neighbours. A bucket's values have one axis and dtype, and require gradients, or none does.
+
+A backend without AOTAutograd, such as "eager", ignores the tag and keeps what is gathered.
+Numerics: exact. Source: Zhao et al. (arXiv 2304.11277, sections 3.3 and 4.2: resharding after the forward pass, one
+collective for a flat parameter, prefetching).
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.inputs import input_name
+from fxrewrite.ops import is_parameter, is_pure
+from fxrewrite.plan import RuleSet
+from fxrewrite.report import Report
+from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.group import COLLECTIVES
+
+__all__ = ["SCHEDULE"]
+
+aten = torch.ops.aten
+_GATHER, _WAIT = COLLECTIVES["all_gather"], COLLECTIVES["wait"]
+_regions = itertools.count(1 << 20)
+"""Numbers of recomputed regions, apart from those of checkpoints."""
+
+
+class Schedule:
+    """The step that buckets, moves and tags what is gathered of parameters alone, over any axis."""
+
+    name = "schedule"
+
+    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        nodes = edit.nodes()
+        at = {node: position for position, node in enumerate(nodes)}
+        of_parameters, gathered = _of_parameters(nodes)
+        first_read: dict[fx.Node, fx.Node] = {}
+        for node in reversed(nodes):  # users first
+            if node in gathered and node.users:
+                readers = (first_read.get(user, user) if user in gathered else user for user in node.users)
+                first_read[node] = min(readers, key=at.__getitem__)
+        region = next(_regions)  # one: between two regions the partitioner saves what one reads of the other
+        for node in nodes:
+            if node in first_read:
+                edit.move(node, first_read[node])
+                _tag(edit, node, region)
+        buckets = _buckets(edit, [node for node in first_read if _starts(node, gathered)], first_read, of_parameters)
+        waits = [min(bucket[0].users) for bucket in buckets]
+        for position, bucket in enumerate(buckets):
+            before = waits[max(position - 1, 0)]
+            for needed in _operands(bucket, of_parameters):
+                if not needed < before:
+                    edit.move(needed, before)
+            if len(bucket) == 1:
+                edit.move(bucket[0], before)
+            else:
+                self._together(edit, bucket, before, region)
+        return len(first_read)
+
+    def _together(self, edit: Edit, bucket: Sequence[fx.Node], before: fx.Node, region: int) -> None:
+        """One collective in place of several: of rows of what each of them sends, and split when it has come."""
+
+        def made(target: Any, *args: Any, before: fx.Node, like: fx.Node) -> fx.Node:
+            node = edit.call(target, args, before=before, like=like, rule=self.name)
+            if like in bucket or like in waits:
+                _tag(edit, node, region)
+            return node
+
+        first, waits = bucket[0], [min(node.users) for node in bucket]
+        rows = [made(aten.reshape.default, node.args[0], [1, -1], before=before, like=_sent(node)) for node in bucket]
+        joined = made(aten.cat.default, rows, 1, before=before, like=_sent(first))
+        gathered = made(_GATHER, joined, *first.args[1:], before=before, like=first)
+        edit.set_meta(gathered, "axis", first.meta["axis"])
+        came = made(_WAIT, gathered, before=waits[0], like=waits[0])
+        lengths = [row.meta["val"].shape[1] for row in rows]
+        parts = made(aten.split_with_sizes.default, came, lengths, 1, before=waits[0], like=waits[0])
+        for i, (node, wait) in enumerate(zip(bucket, waits, strict=True)):
+            part = made(operator.getitem, parts, i, before=wait, like=wait)
+            whole = made(aten.reshape.default, part, list(node.meta["val"].shape), before=wait, like=wait)
+            edit.replace_uses(wait, whole)
+            edit.erase(wait)
+            edit.erase(node)
+
+    def text(self) -> str:
+        return (
+            "what is gathered of parameters alone is gathered a layer at a time, one layer ahead, and again in the "
+            "backward pass"
+        )
+
+
+def _of_parameters(nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What is computed of parameters alone, and which of that depends on an all-gather."""
+    of_parameters, gathered = set[fx.Node](), set[fx.Node]()
+    for node in nodes:
+        if node.op == "placeholder":
+            if is_parameter(node):
+                of_parameters.add(node)
+            continue
+        reads = node.all_input_nodes
+        is_repeatable = is_pure(node) or node.target in COLLECTIVES.values()
+        if not (node.op == "call_function" and is_repeatable and reads and of_parameters.issuperset(reads)):
+            continue
+        of_parameters.add(node)
+        if node.target == _GATHER or not gathered.isdisjoint(reads):
+            gathered.add(node)
+    return of_parameters, gathered
+
+
+def _starts(node: fx.Node, gathered: set[fx.Node]) -> bool:
+    return node.target == _GATHER and gathered.isdisjoint(node.all_input_nodes)
+
+
+def _buckets(
+    edit: Edit, gathers: Sequence[fx.Node], first_read: dict[fx.Node, fx.Node], of_parameters: set[fx.Node]
+) -> list[list[fx.Node]]:
+    """The all-gathers that are one collective, in the order in which the first of each bucket is read."""
+    looks: dict[fx.Node, Any] = {}
+    at = {node: position for position, node in enumerate(edit.nodes())}
+    ordered = sorted(gathers, key=lambda node: (at[first_read[node]], at[node]))
+    for node in ordered:
+        parameter = next(n for n in _operands([node], of_parameters, inputs=True) if n.op == "placeholder")
+        traced = parameter.meta.get("example_value")
+        value = node.meta["val"]
+        how = (*node.args[1:], value.dtype, value.device, getattr(traced, "requires_grad", True))
+        looks[node] = (_layer(input_name(parameter)), how)
+    found: list[list[fx.Node]] = []
+    for layer, of_layer in itertools.groupby(ordered, lambda node: looks[node][0]):
+        del layer
+        alike: dict[Any, list[fx.Node]] = {}
+        for node in of_layer:
+            alike.setdefault(looks[node][1], []).append(node)
+        found += alike.values()
+    return found
+
+
+def _operands(bucket: Sequence[fx.Node], of_parameters: set[fx.Node], *, inputs: bool = False) -> list[fx.Node]:
+    """What is computed before these nodes, in order; with `inputs`, those of the graph as well."""
+    found, open_ = set[fx.Node](), [read for node in bucket for read in node.all_input_nodes]
+    while open_:
+        node = open_.pop()
+        if node not in found and (inputs or node.op != "placeholder"):
+            found.add(node)
+            open_ += node.all_input_nodes
+    return sorted(found)
+
+
+def _sent(gather: fx.Node) -> fx.Node:
+    """What an all-gather sends."""
+    return gather.all_input_nodes[0]
+
+
+def _layer(parameter: str) -> str:
+    """The outermost module of a list that a parameter belongs to: `model.layers.0`; "" where there is none."""
+    found = re.match(r"(?:.*?\.)??\d+(?=\.)", parameter)
+    return found[0] if found else ""
+
+
+def _tag(edit: Edit, node: fx.Node, region: int) -> None:
+    edit.set_meta(node, "recompute", CheckpointPolicy.MUST_RECOMPUTE)
+    edit.set_meta(node, "ac_graph_id", region)
+
+
+SCHEDULE = RuleSet("schedule", Schedule())

@@ -1,0 +1,84 @@
+"""What the tables of training steps are made of: bytes of one step, read from torch's profiler, and rows."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+__all__ = ["Profiled", "profiled", "row", "with_quartiles"]
+
+T = TypeVar("T")
+_FORWARD_ENDS = "forward ends"
+_BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "bool": 1}
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Bytes that the allocator handed out above what was there before, and that collectives carried away from a rank.
+
+    Attributes:
+        peak: the most at any time.
+        saved: what is left behind the forward.
+        sent: where all ranks form a ring.
+        collectives: how many ran.
+    """
+
+    peak: int
+    saved: int
+    sent: int
+    collectives: int
+
+
+def profiled(forward: Callable[[], T], backward: Callable[[T], Any]) -> Profiled:
+    """What one step costs on this rank."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+        found = forward()
+        with record_function(_FORWARD_ENDS):
+            pass
+        backward(found)
+    with TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    forward_ends = next(event["ts"] for event in events if event.get("name") == _FORWARD_ENDS)
+    allocated = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    held = peak = saved = 0
+    for at, size in allocated:
+        held += size
+        peak = max(peak, held)
+        saved = held if at <= forward_ends else saved
+    collectives = [event for event in events if str(event.get("name")).startswith("gloo:")]
+    return Profiled(peak, saved, sum(map(_sent, collectives)), len(collectives))
+
+
+def _sent(event: dict[str, Any]) -> int:
+    """Bytes that leave a rank with one collective, where all ranks form a ring."""
+    dims, dtypes = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
+    held = sum(math.prod(d) * _BYTES[t] for d, t in zip(dims, dtypes, strict=True) if t in _BYTES)
+    ranks = torch.distributed.get_world_size()
+    kind = event["name"].removeprefix("gloo:")
+    if "gather" in kind:
+        return held * (ranks - 1)
+    share = held * (ranks - 1) // ranks
+    return 2 * share if "all_reduce" in kind else share
+
+
+def row(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def with_quartiles(ratios: Sequence[float]) -> str:
+    """The median, with quartiles where there are several."""
+    if len(ratios) == 1:
+        return f"{ratios[0]:.3f}"
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
