@@ -97,8 +97,13 @@ class Notation:
     results: tuple[tuple[str, ...], ...]
     whole: frozenset[str] = field(default=frozenset())
 
-    def bind(self, shapes: Sequence[Sequence[Size] | None]) -> IndexMap | None:
-        """The indices of a call whose operands have `shapes` (None: absent); None where the ranks do not fit."""
+    def bind(
+        self, shapes: Sequence[Sequence[Size] | None], result_shapes: Sequence[Sequence[Size]] = ()
+    ) -> IndexMap | None:
+        """The indices of a call whose operands have `shapes` (None: absent); None where the ranks do not fit.
+
+        An index that results alone have must be whole: no rank could compute a chunk of it from chunks of operands.
+        """
         if len(shapes) > len(self.operands):
             return None
         sizes: dict[str, Size] = {}
@@ -121,6 +126,11 @@ class Notation:
             kept = {index for terms in results for dim in terms for index in dim}
             whole |= set(sizes) - kept
         whole |= {f"{name}{i}" for name in self.whole if name in spread for i in range(spread[name])}
+        for terms, shape in zip(results, result_shapes, strict=False):
+            for (index,), size in zip(terms, shape, strict=False):  # a result that is no tensor has no shape
+                if index not in sizes:
+                    sizes[index] = size
+                    whole.add(index)
         return IndexMap(tuple(operands), results, sizes, frozenset(whole))
 
 

@@ -166,7 +166,7 @@ class LayoutRule:
         if callable(self.index_map):
             indices = self.index_map(call)
         else:
-            indices = parse(self.index_map).bind(call.optional_shapes())
+            indices = parse(self.index_map).bind(call.optional_shapes(), call.result_shapes())
         if indices is None or self.reduce_op == "sum" or not is_differentiable(call.node):
             return indices
         kept = {index for terms in indices.results for dim in terms for index in dim}

@@ -22,6 +22,16 @@ def test_an_operand_that_is_added_once_forbids_partial_sums() -> None:
     assert indices.whole == {"i"}
 
 
+def test_an_index_of_results_alone_is_whole() -> None:
+    indices = parse("!p a... -> !q a...").bind([(2, 6)], [(4, 6)])
+    assert indices is not None
+    assert indices.locate(indices.results[0], Shard(0)) == IndexPart("q")
+    assert indices.whole == {"p", "q"}
+    indices = parse("a -> a b").bind([(2,)], [(2, 4)])
+    assert indices is not None
+    assert indices.whole == {"b"}
+
+
 def test_shapes_that_do_not_fit() -> None:
     notation = parse("m k, k n -> m n")
     assert notation.bind([(2, 3), (3, 4, 5)]) is None

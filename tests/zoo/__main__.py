@@ -1,5 +1,8 @@
 """`python -m tests.zoo`: every model against one device, each in a process of its own; resumes where it was stopped.
 
+    python -m tests.zoo                                                AutoSP over one axis of 2 and of 4 ranks
+    python -m tests.zoo --mesh dp=2,sp=2,tp=2 --out zoo-mesh.jsonl     ZeRO-3, AutoSP and the models' own tensor plans
+
 Cells are kept as lines of JSON in `--out`; what stands there is not measured again.
 """
 
@@ -18,23 +21,27 @@ from tests.zoo import worker
 from tests.zoo.measure import ATTENTIONS, RANKS, Cell
 from tests.zoo.models import names
 from tests.zoo.others import others
-from tests.zoo.table import markdown, read
+from tests.zoo.table import markdown, mesh_markdown, read
 
 __all__ = ["main"]
 
 
 def main() -> int:
     """Measures what is missing, then writes the table; 1 where a cell is wrong or failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.zoo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="*", metavar="CLASS", help="measure these alone")
+    parser.add_argument("--mesh", help="causal language models over these axes, such as dp=2,sp=2,tp=2")
     parser.add_argument("--out", type=Path, default=Path("zoo.jsonl"), help="cells measured so far [%(default)s]")
     parser.add_argument("--table", type=Path, help="file that the Markdown table is written to")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time [%(default)s]")
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one model [%(default)s]")
     args = parser.parse_args()
-    done = {(cell.model, cell.attention) for cell in read(args.out)}
+    done = {(cell.model, cell.mesh or cell.attention) for cell in read(args.out)}
+    models = args.models or (names() if args.mesh else [*names(), *others()])
     todo = [
-        (name, how) for name in args.models or [*names(), *others()] for how in ATTENTIONS if (name, how) not in done
+        (name, how) for name in models for how in ([args.mesh] if args.mesh else ATTENTIONS) if (name, how) not in done
     ]
     started = time.perf_counter()
     with args.out.open("a") as out:
@@ -44,23 +51,24 @@ def main() -> int:
             print(
                 f"[{count}/{len(todo)} {time.perf_counter() - started:.0f} s]", "; ".join(map(str, cells)), flush=True
             )
-    cells = [cell for cell in read(args.out) if not args.models or cell.model in args.models]
+    cells = [cell for cell in read(args.out) if cell.model in models and (not args.mesh or cell.mesh == args.mesh)]
     if args.table:
-        args.table.write_text(markdown(cells))
+        args.table.write_text((mesh_markdown if args.mesh else markdown)(cells))
     return int(any(cell.status in ("wrong", "failed") for cell in cells))
 
 
 def _measured(todo: list[tuple[str, str]], jobs: int, timeout: float) -> Iterator[list[Cell]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([worker.__name__])
+    is_mesh = any(worker.is_mesh(how) for _, how in todo)
+    context.set_forkserver_preload([worker.__name__, *(["tests.zoo.warm"] if is_mesh else [])])
     with ThreadPoolExecutor(jobs) as pool:
         for future in as_completed([pool.submit(_in_a_process, context, *job, timeout) for job in todo]):
             yield future.result()
 
 
-def _in_a_process(context: Any, name: str, attention: str, timeout: float) -> list[Cell]:
+def _in_a_process(context: Any, name: str, how: str, timeout: float) -> list[Cell]:
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=worker.child, args=(name, attention, there), daemon=True)
+    process = context.Process(target=worker.child, args=(name, how, there), daemon=True)
     process.start()
     there.close()
     try:
@@ -75,7 +83,9 @@ def _in_a_process(context: Any, name: str, attention: str, timeout: float) -> li
         process.kill()
         process.join()
         here.close()
-    return [Cell(model=name, attention=attention, num_ranks=n, status="failed", why=why) for n in RANKS]
+    if worker.is_mesh(how):
+        return [Cell(model=name, attention="", num_ranks=0, mesh=how, status="failed", why=why)]
+    return [Cell(model=name, attention=how, num_ranks=n, status="failed", why=why) for n in RANKS]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,19 @@ from tests.autosp.one_device import captured
 from tests.zoo.models import build, inputs_of
 from tests.zoo.others import others
 
-__all__ = ["ATTENTIONS", "RANKS", "Cell", "NotApplicable", "OneDevice", "Status", "compare", "measure", "on_one_device"]
+__all__ = [
+    "ATTENTIONS",
+    "RANKS",
+    "Cell",
+    "NotApplicable",
+    "OneDevice",
+    "Status",
+    "compare",
+    "line_of",
+    "measure",
+    "on_one_device",
+    "relative",
+]
 
 ATTENTIONS = ("sdpa", "eager")
 RANKS = (2, 4)
@@ -50,6 +62,14 @@ class Cell(BaseModel):
     lines: list[str] = []
     """What AutoSP reports that it did not do, or not as well as it could be."""
     seconds: float = 0.0
+    mesh: str = ""
+    """Of a mesh of several axes: the axes that were asked for, such as "dp=2,sp=2,tp=2"."""
+    over: str = ""
+    """Those of them that the model was run over."""
+    sent: dict[str, int] = {}
+    """Collectives over each of them in the forward program."""
+    held: dict[str, float] = {}
+    """Of the entries of parameters, the share that is in shards over each of them."""
 
     def __str__(self) -> str:
         errors = f"loss {self.loss_error:.0e}, gradients {self.grad_error:.0e} ({self.worst})"
@@ -72,6 +92,9 @@ class OneDevice:
     """By the id of the parameter, which is one of `inputs`."""
     names: dict[int, str]
     config: AutoSPConfig = field(default_factory=AutoSPConfig)
+    model: torch.nn.Module | None = None
+    called_with: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Arguments of the call, those among `inputs` by identity."""
 
     @property
     def loss_at(self) -> int:
@@ -104,7 +127,9 @@ class OneDevice:
             if id(before) in self.grads:
                 grads[id(value)], names[id(value)] = value.grad, self.names[id(before)]
                 value.grad = None
-        return OneDevice(gm, inputs, loss.detach(), grads, names, self.config)
+        wide = {id(before): value for value, before in zip(inputs, self.inputs, strict=True)}
+        called = {name: wide.get(id(value), value) for name, value in self.called_with.items()}
+        return replace(self, gm=gm, inputs=inputs, loss=loss.detach(), grads=grads, names=names, called_with=called)
 
 
 def _wider_dtype(value: Any) -> Any:
@@ -164,12 +189,12 @@ def _run_and_capture(name: str, attention: str, dtype: torch.dtype) -> OneDevice
         else:
             model, inputs = other.build(attention, dtype), other.inputs(dtype)
     except Exception as error:
-        raise NotApplicable(f"does not build: {_line(error)}") from error
+        raise NotApplicable(f"does not build: {line_of(error)}") from error
     try:
         loss = model(**inputs).loss
         loss.backward()
     except Exception as error:
-        raise NotApplicable(f"does not run: {_line(error)}") from error
+        raise NotApplicable(f"does not run: {line_of(error)}") from error
     if not bool(loss.isfinite()):
         raise NotApplicable("its loss is not finite")
     grads = {id(p): p.grad for p in model.parameters()}
@@ -178,9 +203,9 @@ def _run_and_capture(name: str, attention: str, dtype: torch.dtype) -> OneDevice
     try:
         gm, example_inputs = captured(model, inputs)
     except Exception as error:
-        raise NotApplicable(f"does not compile to one graph: {_line(error)}") from error
+        raise NotApplicable(f"does not compile to one graph: {line_of(error)}") from error
     config = AutoSPConfig() if other is None else other.config
-    return OneDevice(gm, example_inputs, loss.detach(), grads, names, config)
+    return OneDevice(gm, example_inputs, loss.detach(), grads, names, config, model, inputs)
 
 
 def _cell(made: dict[str, Any], one_device: OneDevice, is_wide: bool) -> Cell:
@@ -193,7 +218,7 @@ def _cell(made: dict[str, Any], one_device: OneDevice, is_wide: bool) -> Cell:
     except AutoSPError as error:
         found = {"status": "refused", "why": " ".join(str(error).split())}
     except Exception as error:  # noqa: BLE001  # a cell for every model, whatever it brings to light
-        found = {"status": "failed", "why": _line(error)}
+        found = {"status": "failed", "why": line_of(error)}
     return Cell(**made, **found, seconds=time.perf_counter() - started)
 
 
@@ -205,14 +230,14 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
         program, report = transform(one_device.gm, one_device.config, axis_of(mesh, "sp"))
         run = run_on_ranks(program, one_device.inputs, num_ranks, backward=one_device.loss_at)
-    loss_error = max(_relative(outputs[one_device.loss_at], one_device.loss) for outputs in run.outputs)
+    loss_error = max(relative(outputs[one_device.loss_at], one_device.loss) for outputs in run.outputs)
     floor = 1e-6 * max(g.abs().max().item() for g in one_device.grads.values() if g is not None)
     grad_error, worst = 0.0, ""
     for value, grad in zip(one_device.inputs, run.gradients(), strict=True):
         if id(value) not in one_device.grads:
             continue
         want, zero = one_device.grads[id(value)], torch.zeros_like(value)
-        error = _relative(zero if grad is None else grad, zero if want is None else want, floor)
+        error = relative(zero if grad is None else grad, zero if want is None else want, floor)
         if not error <= grad_error:
             grad_error, worst = error, one_device.names[id(value)]
     exact = loss_error <= LOSS_TOLERANCE and grad_error <= GRAD_TOLERANCE
@@ -226,12 +251,12 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
     }
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
+def relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
     """Largest difference by the largest entry of `b`, or by `floor` where that is more."""
     if not bool(a.isfinite().all()):
         return float("inf")
     return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     return textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

@@ -264,9 +264,9 @@ def enlarge_weights(model: torch.nn.Module) -> None:
                 parameter.add_(noise * 0.1)
 
 
-def inputs_of(name: str) -> dict[str, torch.Tensor]:
+def inputs_of(name: str, seed: int = 2) -> dict[str, torch.Tensor]:
     """Token ids [B, S] and labels, of which the rows count unevenly many."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(4, VOCAB, (BATCH, LENGTH), generator=generator)
     labels = ids.clone()
     labels[0, 2 : LENGTH - 3] = -100

@@ -15,7 +15,7 @@ import transformers
 from tests.zoo.measure import Cell
 from tests.zoo.others import others
 
-__all__ = ["markdown", "read"]
+__all__ = ["markdown", "mesh_markdown", "read"]
 
 _GATHERED = re.compile(r"gathered: %\S+ .*?(aten::\w+|\w+::\w+).*\(([\d,]+) bytes")
 
@@ -52,6 +52,34 @@ def markdown(cells: list[Cell]) -> str:
     )
 
 
+def mesh_markdown(cells: list[Cell]) -> str:
+    """The page of a mesh: counts, and a row for each model."""
+    counts = Counter((cell.over or "not run", _RANKS[_rank([cell])].removesuffix(" at every P")) for cell in cells)
+    rows = sorted(cells, key=lambda cell: (_rank([cell]), cell.model))
+    return "\n".join(
+        [
+            "# The zoo on a mesh",
+            "",
+            "<!-- written by `make zoo-mesh`; do not edit -->",
+            "",
+            f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+            f"{dt.datetime.now(tz=dt.UTC).date()}.",
+            "",
+            _MESH.strip(),
+            "",
+            "| mesh | result | models |",
+            "|---|---|---:|",
+            *(f"| {over} | {what} | {count} |" for (over, what), count in sorted(counts.items())),
+            f"| | all | {len(cells)} |",
+            "",
+            "| model | attention | mesh | result | gathered on each rank |",
+            "|---|---|---|---|---|",
+            *(f"| {c.model} | {c.attention} | {c.over} | {_result(c)} | {_gathered(c)} |" for c in rows),
+            "",
+        ]
+    )
+
+
 def _section(title: str, cells: list[Cell]) -> list[str]:
     rows: dict[tuple[str, str], list[Cell]] = {}
     for cell in cells:
@@ -73,6 +101,22 @@ def _section(title: str, cells: list[Cell]) -> list[str]:
         "",
     ]
 
+
+_MESH = """
+Every causal language model of [zoo.md](zoo.md), at the same tiny sizes, by
+`ZERO3 | AUTOSP | from_transformers(model, "tp")` on a mesh of dp=2 x sp=2 x tp=2: eight simulated ranks in one process.
+Where a model ships no tensor-parallel plan, the tensor axis is left out, and the mesh has four ranks. The two ranks
+along `dp` have their own batches of two rows; parameters are at rest in shards along `dp` and `tp`. The loss (the mean
+over `dp`) and **every gradient**, on each rank that has it, are compared with one device, which takes the mean of
+both batches' losses.
+
+- *exact*: the errors of the loss / of the worst gradient, relative to their largest entries (of a gradient at least
+  1e-6 of the largest of all); the bar of both is 1e-9. Casts of a model to float32 are to float64 here, on both sides.
+- *refused*: the sentence that the user reads.
+- *not applicable*: the model does not build at a tiny size, does not run, or does not compile to one graph on one
+  device.
+- *gathered*: how many of which operator run on gathered values along one of the axes, and the bytes of these values.
+"""
 
 _RANKS = ("exact at every P", "wrong or failed", "refused", "not applicable")
 

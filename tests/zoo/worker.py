@@ -15,13 +15,20 @@ import torch
 import torch._dynamo
 
 from tests.zoo.measure import measure
+from tests.zoo.mesh import measure_on_mesh
 
-__all__ = ["child"]
+__all__ = ["child", "is_mesh"]
 
 
-def child(name: str, attention: str, pipe: Connection) -> None:
+def is_mesh(how: str) -> bool:
+    """Whether it says the axes of a mesh, and not an attention implementation."""
+    return "=" in how
+
+
+def child(name: str, how: str, pipe: Connection) -> None:
     """Measures one model and sends its cells as JSON; the model's own prints go nowhere."""
     torch.set_num_threads(1)
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         warnings.simplefilter("ignore")
-        pipe.send([cell.model_dump_json() for cell in measure(name, attention)])
+        cells = [measure_on_mesh(name, how)] if is_mesh(how) else measure(name, how)
+        pipe.send([cell.model_dump_json() for cell in cells])
