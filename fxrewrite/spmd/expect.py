@@ -33,6 +33,8 @@ class Sends:
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
         axis = context.axis
+        if axis.size == 1:
+            return 0  # one rank sends nothing
         if context.is_part and not self.within:  # a part of the program need not send all
             report.events.append(NotInPart(stated=self.name))
             return 0

@@ -224,6 +224,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
         ),
         (DATA | TENSOR, {"dp": 4, "tp": 4}, {"dp": {}, "tp": {"all_reduce": 2}}),
         (replace(ZERO3, axis="shard") | TENSOR | replace(DATA, axis="again"), {"shard": 2, "tp": 2, "again": 2}, None),
+        (ZERO3 | TENSOR, {"dp": 2, "tp": 1}, {"dp": {"all_gather": 2}, "tp": {}}),
     ],
 )
 def test_simulated_ranks_equal_one_device(plan: Any, sizes: dict[str, int], sent: Any) -> None:

@@ -1,5 +1,6 @@
 """What a `redistribute` is on the wire: a slice, or one functional collective between two reorderings.
 
+    over an axis of one rank                           the value itself
     R -> S      the rank's chunk                       no communication
     S -> R      all-gather                             backward: reduce-scatter
     S -> S'     all-to-all                             backward: all-to-all
@@ -213,12 +214,25 @@ def moves(src: type[Placement], dst: type[Placement]) -> Constraint:
     )
 
 
+@where.predicate("axis", text="one_rank[axis]")
+def one_rank(axis: Axis) -> bool:
+    """Whether the axis has one rank, which holds every chunk and every summand."""
+    return axis.size == 1
+
+
+alone = Rule("collectives.alone", Pattern((redistribution,), (one_rank,)))
 slice_chunk = Rule("collectives.slice", Pattern((redistribution,), (moves(Replicate, Shard),)))
 all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Shard, Replicate),)))
 all_to_all = Rule("collectives.all_to_all", Pattern((redistribution,), (moves(Shard, Shard),)))
 all_reduce = Rule("collectives.all_reduce", Pattern((redistribution,), (moves(Partial, Replicate),)))
 own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(Replicate, Partial),)))
 reduce_scatter = Rule("collectives.reduce_scatter", Pattern((redistribution,), (moves(Partial, Shard),)))
+
+
+@alone.replacement
+def _(match: Match, x: fx.Proxy) -> fx.Proxy:
+    """the value itself"""
+    return x
 
 
 @slice_chunk.replacement
@@ -285,6 +299,7 @@ def _(match: Match, x: fx.Proxy, placement: Shard, fill: float) -> fx.Proxy:
 
 COLLECTIVE_RULES = RuleSet(
     "collectives",
+    alone,
     slice_chunk,
     all_gather,
     all_to_all,
