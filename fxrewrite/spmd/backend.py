@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fxrewrite.spmd.fingerprint import BackgroundComparison, fingerprint, parame
 from fxrewrite.spmd.group import axis_of, fix_rank, is_fake
 from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
-from fxrewrite.spmd.parameters import local_value, torch_placements, without_whole
+from fxrewrite.spmd.parameters import local_value, local_values, torch_placements, without_whole
 from fxrewrite.spmd.placement import Axis, Replicate
 
 __all__ = ["SpmdBackend", "spmd"]
@@ -84,9 +84,12 @@ class SpmdBackend:
             text = whole_text if member.data == "shared" else _collectives(program, member.axis)
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
         fix_rank(program)
-        local = [_local_fake(dtensors[i]) if i in dtensors else value for i, value in enumerate(example_inputs)]
+        sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
+        local = [
+            _local_fake(dtensors[i], sizes[i]) if i in dtensors else value for i, value in enumerate(example_inputs)
+        ]
         run = inner_compiler(self.inner, **options)(program, local)
-        compiled = _Program(program, run, self, self._timeout)
+        compiled = _Program(program, run, self, self._timeout, sizes)
         self._programs.append(compiled)
         return compiled
 
@@ -131,8 +134,15 @@ class SpmdBackend:
 class _Program:
     """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
-    def __init__(self, gm: fx.GraphModule, run: Callable[..., Any], backend: SpmdBackend, timeout: float) -> None:
-        self._run, self._timeout = run, timeout
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        run: Callable[..., Any],
+        backend: SpmdBackend,
+        timeout: float,
+        sizes: Mapping[int, torch.Size],
+    ) -> None:
+        self._run, self._timeout, self._sizes = run, timeout, sizes
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._inputs = {i: input_name(n) for i, n in enumerate(placeholders) if not is_parameter(n)}
         self._parameters = {i: input_name(n) for i, n in enumerate(placeholders) if is_parameter(n)}
@@ -148,7 +158,7 @@ class _Program:
             self._agree_on_state(inputs)
         for axis in self._shared:
             axis.compare({name: inputs[i] for i, name in self._inputs.items()})
-        return self._run(*map(local_value, inputs))
+        return self._run(*local_values(inputs, self._sizes))
 
     def settle(self) -> None:
         """Read what came of comparing the inputs of the last call."""
@@ -246,9 +256,16 @@ class SharedInputs:
             )
 
 
-def _local_fake(traced: DTensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, as Dynamo traced it: a fake value of static sizes."""
-    return traced.to_local().detach().requires_grad_(traced.requires_grad)
+def _placeholders(program: fx.GraphModule, positions: Container[int]) -> list[tuple[int, fx.Node]]:
+    """The inputs at these positions."""
+    return [(i, node) for i, node in enumerate(program.graph.find_nodes(op="placeholder")) if i in positions]
+
+
+def _local_fake(traced: DTensor, size: torch.Size) -> torch.Tensor:
+    """What this rank's program reads of a DTensor, as Dynamo traced it: a fake value of static sizes."""
+    held = traced.to_local().detach()
+    value = held if held.shape == size else held.new_empty(size)
+    return value.requires_grad_(traced.requires_grad)
 
 
 def spmd(

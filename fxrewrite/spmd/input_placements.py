@@ -16,7 +16,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.spmd.facts import placement_of
 from fxrewrite.spmd.placement import AnyPlacement, Axis
 
-__all__ = ["Placements", "input_placements", "write_input_placements"]
+__all__ = ["Placements", "input_placements", "placements_of", "write_input_placements"]
 
 Placements: TypeAlias = "Mapping[str, AnyPlacement]"
 """How the ranks of a mesh hold one value, by axis; of two axes that shard one dimension the first has the outer
@@ -32,11 +32,16 @@ def input_placements(gm: fx.GraphModule) -> list[Placements]:
         plan.on("tp").apply(gm, context=contexts(mesh))
         input_placements(gm)[0]     {"tp": Shard(0)}
     """
-    return [node.meta.get(_META, {}) for node in gm.graph.find_nodes(op="placeholder")]
+    return [placements_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def placements_of(placeholder: fx.Node) -> Placements:
+    """The placement of one input on every axis that its graph was lowered over so far."""
+    return placeholder.meta.get(_META, {})
 
 
 def write_input_placements(edit: Edit, axis: Axis) -> None:
     """Afterwards `input_placements` tells how the ranks of `axis` hold each input, as propagation decided."""
     for node in edit.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
-            edit.set_meta(node, _META, {**node.meta.get(_META, {}), axis.name: placement_of(node)})
+            edit.set_meta(node, _META, {**placements_of(node), axis.name: placement_of(node)})

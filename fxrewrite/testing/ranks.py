@@ -118,36 +118,51 @@ class _Cut:
     def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Placement]) -> None:
         self._shape = whole.shape
         self._entries: list[list[torch.Tensor]] = []
+        self._sizes: list[list[int]] = []
         names = mesh.mesh_dim_names or ()
         for rank in range(mesh.size()):
             (at,) = (mesh.mesh == rank).nonzero().tolist()
             entries = [torch.arange(size) for size in whole.shape]
+            sizes = list(whole.shape)
             for axis, placement in placements.items():
                 if placement == Replicate():
                     continue
-                if axis not in names or not isinstance(placement, Shard) or placement.uneven:
+                if axis not in names or not isinstance(placement, Shard):
                     raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
                 held, num = entries[placement.dim], mesh.size(names.index(axis))
+                position = at[names.index(axis)]
+                if placement.uneven:
+                    size = -(-len(held) // num)
+                    entries[placement.dim] = held[position * size : (position + 1) * size]
+                    sizes[placement.dim] = size
+                    continue
                 if len(held) % (int(placement.outer) * num):
                     raise FxRewriteError(
                         f"{placement} over {axis}={num} does not divide an input of {list(whole.shape)}"
                     )
                 chunks = held.unflatten(0, (int(placement.outer), num, -1))
-                entries[placement.dim] = chunks[:, at[names.index(axis)]].flatten()
+                entries[placement.dim] = chunks[:, position].flatten()
+                sizes[placement.dim] = len(entries[placement.dim])
             self._entries.append(entries)
+            self._sizes.append(sizes)
 
     def chunk(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What the rank has, with zeros for entries that are padding."""
         for dim, entries in enumerate(self._entries[rank]):
             whole = whole.index_select(dim, entries.to(whole.device))
-        return whole
+        padded = whole.new_zeros(self._sizes[rank])
+        padded[tuple(map(slice, whole.shape))] = whole
+        return padded
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the ranks have, each where its chunk is; of a chunk that several ranks hold, their mean."""
         whole = torch.zeros(self._shape, dtype=chunks[0].dtype, device=chunks[0].device)
+        held = 0
         for chunk, entries in zip(chunks, self._entries, strict=True):
-            whole[torch.meshgrid(*entries, indexing="ij")] += chunk
-        num_holders = len(chunks) * chunks[0].numel() / max(whole.numel(), 1)
-        return whole / num_holders
+            own = chunk[tuple(slice(len(of_dim)) for of_dim in entries)]
+            whole[torch.meshgrid(*entries, indexing="ij")] += own
+            held += own.numel()
+        return whole * (max(whole.numel(), 1) / held)
 
 
 @cache
