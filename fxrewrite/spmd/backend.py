@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ from fxrewrite.spmd.draws import draws_on_chunk
 from fxrewrite.spmd.group import axis_of, fix_rank
 from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
-from fxrewrite.spmd.parameters import local_value, torch_placements, without_whole
-from fxrewrite.spmd.placement import Replicate
+from fxrewrite.spmd.parameters import local_value, local_values, torch_placements, without_whole
+from fxrewrite.spmd.placement import Replicate, Zigzag
 from fxrewrite.spmd.rank_checks import Advice, RankChecks
 
 __all__ = ["SpmdBackend", "spmd"]
@@ -99,12 +99,13 @@ class SpmdBackend:
             text = whole_text if member.data == "shared" else _collectives(program, member.axis)
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
         fix_rank(program)
+        sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
         local = [
-            _local_fake(dtensors[i]) if i in dtensors else _contiguous_fake(value) if i in chunks else value
+            _local_fake(dtensors[i], sizes[i]) if i in dtensors else _contiguous_fake(value) if i in chunks else value
             for i, value in enumerate(example_inputs)
         ]
         run = inner_compiler(self.inner, **options)(program, local)
-        compiled = _Program(program, run, self, self._timeout)
+        compiled = _Program(program, run, self, self._timeout, sizes)
         self._programs.append(compiled)
         return compiled
 
@@ -152,7 +153,8 @@ class SpmdBackend:
                     "shard_parameters(model, plan, mesh) before torch.compile"
                 )
             if dtensor is not None:
-                wanted = tuple(torch_placements(sharded, self.mesh))
+                shards = {axis: p for axis, p in sharded.items() if not isinstance(p, Zigzag)}
+                wanted = tuple(torch_placements(shards, self.mesh))
                 if dtensor.device_mesh != self.mesh or tuple(dtensor.placements) != wanted:
                     raise FxRewriteError(
                         f"{name} is held as {tuple(dtensor.placements)} over {dtensor.device_mesh}, and the plan says "
@@ -166,8 +168,15 @@ class SpmdBackend:
 class _Program:
     """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
-    def __init__(self, gm: fx.GraphModule, run: Callable[..., Any], backend: SpmdBackend, timeout: float) -> None:
-        self._run = run
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        run: Callable[..., Any],
+        backend: SpmdBackend,
+        timeout: float,
+        sizes: Mapping[int, torch.Size],
+    ) -> None:
+        self._run, self._sizes = run, sizes
         held, without = input_placements(gm), _offsets(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._is_chunk = [
@@ -190,9 +199,9 @@ class _Program:
                 self._checks.append((checks, is_whole))
 
     def __call__(self, *inputs: Any) -> Any:
-        given = list(map(local_value, inputs))
         for checks, is_whole in self._checks:
-            checks.before([x if whole else None for x, whole in zip(given, is_whole, strict=True)])
+            checks.before([local_value(x) if whole else None for x, whole in zip(inputs, is_whole, strict=True)])
+        given = local_values(inputs, self._sizes)
         return self._run(*(x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)))
 
     def settle(self) -> None:
@@ -215,9 +224,16 @@ def _offsets(program: fx.GraphModule) -> set[fx.Node]:
     return {node for node in numbers if str(node.meta["val"]) not in sizes}
 
 
-def _local_fake(traced: DTensor) -> torch.Tensor:
-    """What this rank holds of a DTensor, as Dynamo traced it: a fake value of static sizes."""
-    return traced.to_local().detach().requires_grad_(traced.requires_grad)
+def _placeholders(program: fx.GraphModule, positions: Container[int]) -> list[tuple[int, fx.Node]]:
+    """The inputs at these positions."""
+    return [(i, node) for i, node in enumerate(program.graph.find_nodes(op="placeholder")) if i in positions]
+
+
+def _local_fake(traced: DTensor, size: torch.Size) -> torch.Tensor:
+    """What this rank's program reads of a DTensor, as Dynamo traced it: a fake value of static sizes."""
+    held = traced.to_local().detach()
+    value = held if held.shape == size else held.new_empty(size)
+    return value.requires_grad_(traced.requires_grad)
 
 
 def _contiguous_fake(chunk: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.spmd.facts import placement_of
 from fxrewrite.spmd.placement import AnyPlacement, Axis, Zigzag
 
-__all__ = ["ZIGZAG", "Placements", "input_placements", "write_input_placements"]
+__all__ = ["ZIGZAG", "Placements", "input_placements", "placements_of", "write_input_placements"]
 
 ZIGZAG = Fact[Zigzag]("zigzag")
 """Of an input that is placed in chunks: which entries of the caller's value these are, where they are not in order."""
@@ -35,7 +35,12 @@ def input_placements(gm: fx.GraphModule) -> list[Placements]:
         plan.on("tp").apply(gm, context=contexts(mesh))
         input_placements(gm)[0]     {"tp": Shard(0)}
     """
-    return [node.meta.get(_META, {}) for node in gm.graph.find_nodes(op="placeholder")]
+    return [placements_of(node) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def placements_of(placeholder: fx.Node) -> Placements:
+    """The placement of one input on every axis that its graph was lowered over so far."""
+    return placeholder.meta.get(_META, {})
 
 
 def write_input_placements(edit: Edit, axis: Axis) -> None:
@@ -43,4 +48,4 @@ def write_input_placements(edit: Edit, axis: Axis) -> None:
     for node in edit.graph.find_nodes(op="placeholder"):
         if isinstance(node.meta.get("val"), torch.Tensor):
             held = ZIGZAG.of(node) or placement_of(node)
-            edit.set_meta(node, _META, {**node.meta.get(_META, {}), axis.name: held})
+            edit.set_meta(node, _META, {**placements_of(node), axis.name: held})

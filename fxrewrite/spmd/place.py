@@ -18,8 +18,8 @@ A glob is matched against qualified names as in `named_parameters`; `{a,b}` is o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -38,7 +38,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
 from fxrewrite.spmd.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
-from fxrewrite.spmd.input_placements import ZIGZAG
+from fxrewrite.spmd.input_placements import ZIGZAG, placements_of
 from fxrewrite.spmd.placement import (
     AnyPlacement,
     Axis,
@@ -86,7 +86,9 @@ RETURNED = Fact["dict[int, Placement]"]("returned")
 class Stored:
     """A parameter that ranks hold in shards and gather before any use; its gradient is reduced and scattered.
 
-    With `or_whole`, a parameter whose dimension the ranks do not divide, or that has no such dimension, is held whole.
+    Where the ranks do not divide the dimension, shards are uneven: of `ceil(S / P)` entries, and of fewer on the last
+    ranks, as those of a DTensor. With `or_whole`, a parameter that cannot be held so is held whole: it has no such
+    dimension, or the ranks divide neither it nor an inner axis's shards of it.
     """
 
     held: AnyPlacement
@@ -192,21 +194,31 @@ class Place:
         return "\n".join(f"{site}: {placement}" for site, placement in self.placements.items())
 
 
-def held_placement(shape: Sequence[Size], placed: Placed, axis: Axis, of: str) -> Placement:
+def held_placement(
+    shape: Sequence[Size], placed: Placed, axis: Axis, of: str, *, inner: Iterable[AnyPlacement] = ()
+) -> Placement:
     """How ranks hold a parameter of this shape, of which that is stated.
 
+    Args:
+        shape: what the ranks of inner axes have left of it.
+        placed: what is stated.
+        axis: whose ranks they are.
+        of: whose placement it is, for errors.
+        inner: how ranks of inner axes hold the parameter.
+
     Raises:
-        FxRewriteError: the placement does not fit the shape; `of` says whose it is.
+        FxRewriteError: the placement does not fit the shape.
     """
-    if isinstance(placed, Stored):
-        placement: Placement = as_placement(placed.held)
-        if placed.or_whole and not _fits(shape, placement, axis):
-            return Replicate()
-    else:
-        placement = as_placement(placed)
-    _check_fits(shape, placement, axis, of)
+    placement: Placement = as_placement(placed.held if isinstance(placed, Stored) else placed)
     if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.uneven):
         raise FxRewriteError(f"{of}: an input cannot be held as {placement}; Shard(dim) and Replicate() can be")
+    if isinstance(placed, Stored) and isinstance(placement, Shard) and not _fits(shape, placement, axis):
+        cut = {held.dim for held in map(as_placement, inner) if isinstance(held, Shard)}
+        if placement.dim in range(len(shape)) and placement == Shard(placement.dim) and placement.dim not in cut:
+            return replace(placement, uneven=True)
+        if placed.or_whole:
+            return Replicate()
+    _check_fits(shape, placement, axis, of)
     return placement
 
 
@@ -218,7 +230,8 @@ def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str)
     changes = 0
     for name, node in _matching(site, known):
         value, users = node.meta["val"], list(node.users)
-        placement = held_placement(value.shape, placed, axis, f"{site}: {name}")
+        inner = [held for held in placements_of(node).values() if not isinstance(held, Zigzag)]
+        placement = held_placement(value.shape, placed, axis, f"{site}: {name}", inner=inner)
         _hold(edit, node, placement, site, name)
         if isinstance(placement, Shard) and users:
             changes += _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)

@@ -118,17 +118,23 @@ class _Cut:
     def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Placement | Zigzag]) -> None:
         self._shape = whole.shape
         self._entries: list[list[torch.Tensor]] = []
+        self._sizes: list[list[int]] = []
         names = mesh.mesh_dim_names or ()
         for rank in range(mesh.size()):
             (at,) = (mesh.mesh == rank).nonzero().tolist()
             entries = [torch.arange(size) for size in whole.shape]
+            sizes = list(whole.shape)
             for axis, placement in placements.items():
                 if placement == Replicate():
                     continue
-                is_chunk = isinstance(placement, Zigzag) or (isinstance(placement, Shard) and not placement.uneven)
-                if axis not in names or not is_chunk:
+                if axis not in names or not isinstance(placement, (Shard, Zigzag)):
                     raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
                 held, num, here = entries[placement.dim], mesh.size(names.index(axis)), at[names.index(axis)]
+                if isinstance(placement, Shard) and placement.uneven:
+                    size = -(-len(held) // num)
+                    entries[placement.dim] = held[here * size : (here + 1) * size]
+                    sizes[placement.dim] = size
+                    continue
                 blocks = 2 * num if isinstance(placement, Zigzag) else int(placement.outer) * num
                 if len(held) % blocks:
                     raise FxRewriteError(
@@ -136,20 +142,27 @@ class _Cut:
                     )
                 of = [here, blocks - 1 - here] if isinstance(placement, Zigzag) else range(here, blocks, num)
                 entries[placement.dim] = held.unflatten(0, (blocks, -1))[list(of)].flatten()
+                sizes[placement.dim] = len(entries[placement.dim])
             self._entries.append(entries)
+            self._sizes.append(sizes)
 
     def chunk(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """What the rank has, with zeros for entries that are padding."""
         for dim, entries in enumerate(self._entries[rank]):
             whole = whole.index_select(dim, entries.to(whole.device))
-        return whole
+        padded = whole.new_zeros(self._sizes[rank])
+        padded[tuple(map(slice, whole.shape))] = whole
+        return padded
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the ranks have, each where its chunk is; of a chunk that several ranks hold, their mean."""
         whole = torch.zeros(self._shape, dtype=chunks[0].dtype, device=chunks[0].device)
+        held = 0
         for chunk, entries in zip(chunks, self._entries, strict=True):
-            whole[torch.meshgrid(*entries, indexing="ij")] += chunk
-        num_holders = len(chunks) * chunks[0].numel() / max(whole.numel(), 1)
-        return whole / num_holders
+            own = chunk[tuple(slice(len(of_dim)) for of_dim in entries)]
+            whole[torch.meshgrid(*entries, indexing="ij")] += own
+            held += own.numel()
+        return whole * (max(whole.numel(), 1) / held)
 
 
 @cache

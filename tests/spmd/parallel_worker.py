@@ -6,6 +6,7 @@ python -m torch.distributed.run --nproc-per-node=4 parallel_worker.py "" FOLDER
 import copy
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,11 +31,11 @@ IDS = torch.arange(96).reshape(8, 12) * 7 % 61
 
 
 def decoder(*, tied: bool = False) -> nn.Module:
-    """In float64; its hidden size is not divided by three ranks, and its key and value heads are shared."""
+    """In float64; two ranks divide its vocabulary, and four do not; its key and value heads are shared."""
     torch.manual_seed(0)
     widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = LlamaConfig(
-        vocab_size=64, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied, attention_dropout=0.0, **widths
+        vocab_size=62, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied, attention_dropout=0.0, **widths
     )
     return LlamaForCausalLM(config).double()
 
@@ -79,9 +81,11 @@ def compared(
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     share = held / sum(parameter.numel() for parameter in one.parameters())
     start = parameters_of(one)
-    replicas = mesh["dp"].size() if "dp" in mesh.mesh_dim_names else 1
-    parts = [batch.chunk(replicas) for batch in (IDS.chunk(2) if how.get("clip") else [IDS])]
-    mine = torch.cat([part[mesh.get_local_rank("dp") if replicas > 1 else 0] for part in parts])
+    parts = IDS.chunk(2) if how.get("clip") else [IDS]
+    for member in plan.members:
+        if member.data == "own":
+            parts = [part.chunk(mesh[member.axis].size())[mesh.get_local_rank(member.axis)] for part in parts]
+    mine = torch.cat(list(parts))
     step = torch.compile(model, backend=spmd(plan, mesh=mesh, inner=inner), fullgraph=True)
     train(model, step, mine, steps=3, **how)
     train(one, one, IDS, steps=3, **how)
@@ -152,7 +156,7 @@ def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
 
 
 def resumed(first: DeviceMesh, second: DeviceMesh, folder: Path) -> float:
-    """Saves a model from one mesh, and loads it on another, from the meta device."""
+    """Saves a model from one mesh, and loads it on another, from the meta device; and that one into FSDP2's shards."""
     plan = ZERO3 | MEGATRON
     model = shard_parameters(decoder(), plan, first)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
@@ -162,7 +166,13 @@ def resumed(first: DeviceMesh, second: DeviceMesh, folder: Path) -> float:
     other.to_empty(device="cpu")
     other.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
     dcp.load({"model": other.state_dict()}, checkpoint_id=folder)
-    return largest(parameters_of(other), parameters_of(decoder()))
+    dcp.save({"model": other.state_dict()}, checkpoint_id=folder / "again")
+    of_torch = fully_shard(decoder(), mesh=second)
+    for parameter in of_torch.parameters():
+        nn.init.zeros_(parameter)
+    dcp.load({"model": of_torch.state_dict()}, checkpoint_id=folder / "again")
+    expected = parameters_of(decoder())
+    return max(largest(parameters_of(other), expected), largest(parameters_of(of_torch), expected))
 
 
 def main(folder: Path) -> None:
@@ -170,10 +180,12 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sequence = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     cells = {
         "ZeRO-3, Megatron": compared(ZERO3 | MEGATRON, square, clip=0.1, tied=True),
         "replicas, AutoSP": compared(DATA | AUTOSP, sequence),
+        "replicas, ZeRO-3": compared(replace(DATA, axis="rep") | replace(ZERO3, axis="shard"), hybrid),
         # inductor of torch 2.11 cannot run the backward of attention in float64
         "ZeRO-3, inductor": compared(
             ZERO3, line, inner="inductor" if TORCH >= (2, 12) else "aot_eager", clip=0.1, frozen=True

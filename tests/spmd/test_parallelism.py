@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -112,6 +113,46 @@ def test_parameters_in_shards(mesh: DeviceMesh) -> None:
     assert not model.state_dict()["layers.0.up.weight"].to_local().any()
 
 
+def test_weights_are_loaded_into_shards(mesh: DeviceMesh) -> None:
+    """A rank takes its part of whole tensors, for the model, a part of it, and one that was pickled or copied."""
+    plan = ZERO3 | TENSOR
+    torch.manual_seed(1)
+    saved = Model().state_dict()
+    loaded = Model()
+    loaded.load_state_dict(saved)
+    expected = dict(shard_parameters(loaded, plan, mesh).named_parameters())
+    model = shard_parameters(Model(), plan, mesh)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), model):
+        other.load_state_dict(saved, assign=other is model)
+        for name, parameter in other.named_parameters():
+            assert parameter.placements == expected[name].placements
+            assert torch.equal(parameter.to_local(), expected[name].to_local())
+    model.layers[0].load_state_dict({"up.weight": torch.ones(8, 6)}, strict=False)
+    assert model.layers[0].up.weight.to_local().eq(1).all()
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.0\.up\.weight"):
+        model.load_state_dict({**saved, "layers.0.up.weight": torch.ones(3, 3)})
+
+
+def test_uneven_shards() -> None:
+    """Rows that the ranks do not divide are held as DTensor and FSDP2 hold them, and padded in the program alone."""
+    with fake_mesh((4,), ("dp",), rank=3) as four:
+        model = shard_parameters(Model(), ZERO3, four)
+        assert tuple(model.layers[0].down.weight.to_local().shape) == (0, 8)  # of 6 rows: 2, 2, 2 and none
+        step = torch.compile(model, backend=spmd(ZERO3, mesh=four, inner="aot_eager"), fullgraph=True)
+        step(X).backward()
+        for parameter in model.parameters():
+            assert parameter.grad.placements == parameter.placements
+            assert parameter.grad.to_local().shape == parameter.to_local().shape
+    with fake_mesh((3, 2), ("dp", "tp")) as six:  # of 4 rows that a rank of tp has; torch has no name for such shards
+        held = shard_parameters(Model(), ZERO3 | TENSOR, six).layers[0].up.weight
+        assert tuple(held.to_local().shape) == (4, 6)
+        strict = replace(ZERO3, place={param("*.up.weight"): Stored(Shard(0))})
+        with pytest.raises(
+            FxRewriteError, match=r"zero3: layers.0.up.weight \[4, 6\]: dp=3 ranks do not divide S\(0\)"
+        ):
+            shard_parameters(Model(), strict | TENSOR, six)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_lengths(mesh: DeviceMesh, dynamic: bool) -> None:
     """Batches of other sizes run, in one program where they are dynamic."""
@@ -205,12 +246,14 @@ def test_on_real_processes(tmp_path: Path) -> None:
         assert "differ in parameter down_proj.weight of call 1" in weights
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
-        assert len(cells) == 5
+        assert len(cells) == 6
         for name, found in cells.items():
             # inductor rounds norms differently, and a loss over shards of the vocabulary is summed in float32
             exact = 1e-6 if "inductor" in name or name == "ZeRO-3, Megatron" else 1e-12
             assert found["parameters"] <= exact, (name, found)
             assert found.get("evaluated", 0.0) <= exact, (name, found)
+        assert cells["replicas, ZeRO-3"]["held"] == 1 / 2
+        assert cells["ZeRO-3, inductor"]["held"] <= 1.02 / 4, "four ranks do not divide the vocabulary"
 
 
 @pytest.mark.parametrize(
@@ -223,12 +266,13 @@ def test_on_real_processes(tmp_path: Path) -> None:
             {"rep": {}, "shard": {"all_gather": 2}},
         ),
         (DATA | TENSOR, {"dp": 4, "tp": 4}, {"dp": {}, "tp": {"all_reduce": 2}}),
+        (ZERO3, {"dp": 4}, {"dp": {"all_gather": 2}}),
         (replace(ZERO3, axis="shard") | TENSOR | replace(DATA, axis="again"), {"shard": 2, "tp": 2, "again": 2}, None),
         (ZERO3 | TENSOR, {"dp": 2, "tp": 1}, {"dp": {"all_gather": 2}, "tp": {}}),
     ],
 )
 def test_simulated_ranks_equal_one_device(plan: Any, sizes: dict[str, int], sent: Any) -> None:
-    """Also where each rank has rows of its own, and where replicas are the innermost axis."""
+    """Also where each rank has rows of its own, where replicas are the innermost axis, and in uneven shards."""
     found = simulate(Model().double(), {"x": torch.arange(96.0).double().sin().reshape(16, 6)}, plan, sizes)
     assert found.loss_error < 1e-14, str(found)
     assert max(found.grad_errors.values()) < 1e-14, str(found)
