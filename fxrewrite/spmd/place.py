@@ -198,6 +198,8 @@ def held_placement(shape: Sequence[Size], placed: Placed, axis: Axis, of: str) -
         placement: Placement = as_placement(placed.held)
         if placed.or_whole and not _fits(shape, placement, axis):
             return Replicate()
+    elif isinstance(placed, Zigzag):
+        raise FxRewriteError(f"{of}: only inputs can be held as {placed}; state Shard({placed.dim})")
     else:
         placement = as_placement(placed)
     _check_fits(shape, placement, axis, of)
@@ -247,7 +249,7 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule
 def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str) -> int:
     """The blocks of all ranks are gathered and put in order; what follows reads the value as one device has it."""
     if site.kind != "inputs":
-        raise FxRewriteError(f"{site} as {placed}: only inputs are held in zigzag; state Shard({placed.dim})")
+        raise FxRewriteError(f"{site}: only inputs can be held as {placed}; state Shard({placed.dim})")
     changes, blocks = _place_inputs(edit, axis, site, Shard(placed.dim), rule), 2 * axis.size
     first = next(node for node in edit.graph.nodes if node.op != "placeholder")
     for name, node in _matching(site, _inputs(edit, of_model=False)):
