@@ -114,9 +114,7 @@ class SpmdBackend:
         """The backend itself, as a function is."""
         return self
 
-    def _agree_on_chunks(
-        self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]
-    ) -> None:
+    def _agree_on_chunks(self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]) -> None:
         """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         lines = [f"{input_name(placeholders[i])} {[size_hint(n) for n in example_inputs[i].shape]}" for i in chunks]

@@ -1,11 +1,14 @@
 """Experts over ranks: a rank computes the token-expert pairs of the experts that it holds, and one sum joins them.
 
-    slotwise(body, [ids, x, gates, w1, w2])  ->  expert_slots(body, arange(E), [ids, x, gates, w1, w2])
+    slotwise(body, [ids, x, gates, w1, w2])           ->  expert_slots(body, arange(E), [ids, x, ...], False)
+    sum(reshape(slotwise(...), [n, k, d]), [1])       ->  expert_slots(..., True)     each token's sum of its pairs
 
 Matches experts that `rules.experts.fuse` made one node and whose matrices are held as Shard(0), E experts over P ranks.
-The layout rule says that the result is a sum over experts:
+The layout rule says that the result is a sum over experts, of all tokens:
 
-    e, (n !k), n, e..., !... -> (n !k)
+    e, (!n !k), !n, e..., !... -> (!n !k), or !n
+
+So where tokens are in chunks over the same axis, they are gathered before the experts, and the sum is scattered.
 
 WRITE_OUT_EXPERTS inlines the operators again for a rank's E / P experts. Pairs of other ranks' experts get a number
 behind the last one: the sort puts their rows at the end, where no group of a grouped product has them, so they cost
@@ -13,7 +16,7 @@ nothing there. Kernels leave such rows as they find them: they are cleared befor
 their gradients too. No pair is dropped, however uneven the ranks' shares are.
 Refuses, and leaves to propagation, which gathers the matrices: experts whose numbers are read by anything else than the
 sort, the counts of groups and tables with a row for each expert.
-Shapes: ids [n * k], x [n, d], w1 [E, ...], result [n * k, ...].
+Shapes: ids [n * k], x [n, d], w1 [E, ...], result [n * k, ...] or [n, ...].
 Numerics: exact but for the order of sums. Source: Lepikhin et al., GShard (arXiv 2006.16668, section 3); transformers,
 distributed/expert_parallel.py.
 """
@@ -28,7 +31,17 @@ from torch import fx
 
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op, refuse, where
 from fxrewrite.ops import bind, fake_value, key
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Shard, Size, declare_virtual, divide_exactly, held_as
+from fxrewrite.spmd import (
+    Call,
+    IndexMap,
+    LayoutRule,
+    Shard,
+    Size,
+    declare_virtual,
+    divide_exactly,
+    held_as,
+    is_same_size,
+)
 from rules.experts.fuse import GROUPED_PRODUCTS
 from rules.experts.slots import SlotBody, slot_terms, slotwise, written_out
 
@@ -38,9 +51,13 @@ aten = torch.ops.aten
 
 
 @declare_virtual()
-def expert_slots(body: SlotBody, numbers: torch.Tensor, operands: list[torch.Tensor]) -> torch.Tensor:
-    """The pairs of the experts with these numbers, consecutive, whose matrices are among the operands; 0 for others."""
-    return slotwise(body, operands)
+def expert_slots(body: SlotBody, numbers: torch.Tensor, operands: list[torch.Tensor], of_tokens: bool) -> torch.Tensor:
+    """The pairs of the experts with these numbers, consecutive, whose matrices are among the operands; 0 for others.
+
+    With `of_tokens` the sum of each token's pairs.
+    """
+    pairs = slotwise(body, operands)
+    return pairs.unflatten(0, (-1, body.per_token)).sum(1) if of_tokens else pairs
 
 
 def tables(body: SlotBody) -> list[int]:
@@ -101,29 +118,55 @@ def _origin(node: fx.Node) -> fx.Node:
     return node
 
 
-spread_experts = Rule(
-    "experts.spread",
-    Pattern((op(slotwise, cap("body", "literal"), cap("operands", "any")),), (_has_experts_in_shards,)),
+@where.predicate("root", "body", text="is_sum_of_tokens")
+def _is_sum_of_tokens(root: fx.Node, body: SlotBody) -> bool:
+    args, (reshaped, *_) = bind(root), root.all_input_nodes
+    of_pairs, split = fake_value(reshaped.all_input_nodes[0]).shape, fake_value(reshaped).shape
+    is_plain = not args.get("keepdim") and args.get("dtype") in (None, fake_value(reshaped).dtype)
+    is_split = len(split) == len(of_pairs) + 1 and is_same_size(split[1], body.per_token)
+    is_kept = is_split and all(map(is_same_size, split[2:], of_pairs[1:]))
+    return is_kept and is_plain and list(args["dim"]) == [1]
+
+
+_SLOTS: Any = op(slotwise, cap("body", "literal"), cap("operands", "any"))
+spread_tokens = Rule(
+    "experts.spread_tokens",
+    Pattern(
+        (op("sum", op("reshape", _SLOTS, cap("sizes", "any")), ...),),
+        (_has_experts_in_shards, _is_sum_of_tokens),
+    ),
 )
+spread_pairs = Rule("experts.spread_pairs", Pattern((_SLOTS,), (_has_experts_in_shards,)))
 
 
-@spread_experts.replacement
-def _(match: Match) -> Any:
-    """expert_slots(body, arange(E), operands)"""
+def _spread(match: Match, *, of_tokens: bool) -> Any:
     table = fake_value(match["operands"][tables(match["body"])[0]])
     numbers = match.call(aten.arange.default, table.shape[0], device=table.device, pin_memory=False)
-    return match.call(expert_slots, match["body"], numbers, [match.proxy(node) for node in match["operands"]])
+    operands = [match.proxy(node) for node in match["operands"]]
+    return match.call(expert_slots, match["body"], numbers, operands, of_tokens)
 
 
-EXPERTS_OVER_RANKS = RuleSet("experts_over_ranks", spread_experts)
+@spread_tokens.replacement
+def _(match: Match) -> Any:
+    """expert_slots(body, arange(E), operands, True)"""
+    return _spread(match, of_tokens=True)
+
+
+@spread_pairs.replacement
+def _(match: Match) -> Any:
+    """expert_slots(body, arange(E), operands, False)"""
+    return _spread(match, of_tokens=False)
+
+
+EXPERTS_OVER_RANKS = RuleSet("experts_over_ranks", spread_tokens, spread_pairs)
 """Runs after FuseSlots, where placements of parameters are stated, before propagation."""
 
 
 def pairs_by_expert(call: Call) -> IndexMap | None:
-    """e, (n !k), n, e..., !... -> (n !k): a sum over experts"""
+    """e, (!n !k), !n, e..., !... -> (!n !k) or !n: a sum over experts"""
     body: SlotBody = call.args["body"]
     result = call.result_shapes()[0]
-    tokens = divide_exactly(result[0], body.per_token)
+    tokens = result[0] if call.args["of_tokens"] else divide_exactly(result[0], body.per_token)
     if tokens is None:
         return None
     of_experts = tables(body)
@@ -132,21 +175,32 @@ def pairs_by_expert(call: Call) -> IndexMap | None:
         for i, read in enumerate(body.reads)
     ]
     sizes: dict[str, Size] = {"n": tokens, "k": body.per_token, "e": call.shape(0)[0]}
-    return IndexMap(((("e",),), *operands), (slot_terms("slots", result),), sizes, frozenset({"k"}))
+    given = slot_terms("tokens" if call.args["of_tokens"] else "slots", result)
+    return IndexMap(((("e",),), *operands), (given,), sizes, frozenset({"n", "k"}))
 
 
-EXPERT_LAYOUTS = (LayoutRule("layout.expert_slots", (key(expert_slots),), pairs_by_expert),)
+EXPERT_LAYOUTS = (LayoutRule("layout.expert_slots", (key(expert_slots),), pairs_by_expert, move_to=("e",)),)
 
 
 write_out_experts = Rule(
     "experts.write_out",
-    Pattern((op(expert_slots, cap("body", "literal"), cap("numbers"), cap("operands", "any")),)),
+    Pattern(
+        (
+            op(
+                expert_slots,
+                cap("body", "literal"),
+                cap("numbers"),
+                cap("operands", "any"),
+                cap("of_tokens", "literal"),
+            ),
+        )
+    ),
     shapes="changes",  # symbolic sizes are equal, but other expressions
 )
 
 
 @write_out_experts.replacement
-def _(match: Match, numbers: Any) -> Any:
+def _(match: Match, numbers: Any, of_tokens: bool) -> Any:
     """the operators of the subgraph, on the pairs of this rank's experts"""
     graph, count = match["body"].module.graph, fake_value(match["numbers"]).shape[0]
     behind = match.root.next
@@ -184,7 +238,11 @@ def _(match: Match, numbers: Any) -> Any:
     result = match.proxy(made[graph.output_node().all_input_nodes[0]])
     for _ in range(fake_value(result.node).dim() - 1):
         is_away = aten.unsqueeze(is_away, -1)
-    return aten.masked_fill(result, is_away, 0)
+    result = aten.masked_fill(result, is_away, 0)
+    if not of_tokens:
+        return result
+    rest = fake_value(result.node).shape[1:]
+    return aten.sum(aten.reshape(result, [-1, match["body"].per_token, *rest]), [1])
 
 
 WRITE_OUT_EXPERTS = RuleSet("write_out_experts", write_out_experts)
