@@ -6,6 +6,8 @@
                                   in every row; heads that are repeated for groups of queries are shared by them; at
                                   its end, rules that were given to `autosp(rules=...)`
     fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
+    experts_over_ranks            where a plan states experts in shards, each rank computes its own experts' slots of
+                                  all tokens
     shard_inputs                  hidden states start sharded on the sequence
     name_masks                    what dense masks of attention mean is known, to costs and to the report
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
@@ -15,7 +17,7 @@
     propagate_shapes              S -> S/P
     lower_ring                    attention over a ring becomes the operator that sends k and v round
     shard_label_ids, ...          redistributions become slices and collectives
-    write_out_slots               the operators of experts again, on the slots of a rank's tokens
+    write_out_experts, _slots     the operators of experts again, on the slots of a rank's tokens
     attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
     flex_attention                if asked for, that becomes torch's flex attention where inductor has a kernel for it
     attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
@@ -65,6 +67,7 @@ from rules.attention.operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_A
 from rules.canonical.losses import LOSSES
 from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.experts.fuse import FuseSlots
+from rules.experts.over_ranks import EXPERT_LAYOUTS, EXPERTS_OVER_RANKS, WRITE_OUT_EXPERTS
 from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.layouts import LAYOUTS
 from rules.masks.dense import MASKS
@@ -74,7 +77,7 @@ from rules.tiling.loss import tiled_loss_rules
 
 __all__ = ["RULES", "layouts_with", "rule_set"]
 
-_ALL_LAYOUTS = LayoutRules((*LAYOUTS, *ATTENTION_LAYOUTS, *SLOT_LAYOUTS, *RING_LAYOUTS))
+_ALL_LAYOUTS = LayoutRules((*LAYOUTS, *ATTENTION_LAYOUTS, *SLOT_LAYOUTS, *EXPERT_LAYOUTS, *RING_LAYOUTS))
 CANONICAL = Property("canonical graph", "canonicalize")
 """Each thing is spelled in one way, attention as one operator."""
 SLOTS = Property("fused slots", "a FuseSlots step")
@@ -146,6 +149,7 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
         ),
         *((staged(DRAW_WHOLE, precedes=(PLACEMENTS,)),) if is_global else ()),
         staged(FuseSlots("fuse_slots", layouts), needs=(CANONICAL,), gives=(SLOTS,)),
+        staged(EXPERTS_OVER_RANKS, needs=(SLOTS,), precedes=(PLACEMENTS,)),
         staged(ShardInputs("shard_inputs", layouts, config.sequence_dim), needs=(SLOTS,), gives=(SEQUENCE,)),
         staged(NameMasks(), needs=(CANONICAL,), gives=(MASK_KINDS,)),
         staged(choose_attention(config.attention), needs=(MASK_KINDS,), gives=(STRATEGIES,)),
@@ -158,6 +162,7 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
         RING_RULES,
         BUNDLE_RULES,
         COLLECTIVE_RULES,
+        staged(WRITE_OUT_EXPERTS, needs=(SLOTS, COLLECTIVE_CALLS), precedes=(CHECKPOINTS,)),
         staged(WRITE_OUT_SLOTS, needs=(SLOTS, COLLECTIVE_CALLS), precedes=(CHECKPOINTS,)),
         staged(BY_ROWS, needs=(COLLECTIVE_CALLS, MASK_KINDS), gives=(BLOCKS,)),
         *(() if flex == "rows" else (staged(flex_rules(flex), needs=(BLOCKS,), precedes=(MASK_KERNELS,)),)),

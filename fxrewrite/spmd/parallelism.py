@@ -35,7 +35,7 @@ from fxrewrite.spmd.propagate import PropagatePlacements
 from fxrewrite.spmd.registered import joined_layouts
 from fxrewrite.spmd.rule import LayoutRule, LayoutRules
 from fxrewrite.spmd.schedule import SCHEDULE
-from fxrewrite.spmd.stages import PLACEMENTS
+from fxrewrite.spmd.stages import COLLECTIVE_CALLS, PLACEMENTS
 
 __all__ = ["Parallelism", "Parallelisms", "check_axes"]
 
@@ -60,12 +60,13 @@ class Parallelism:
             that matches nothing, and a placement that does not fit, are errors.
         rules: rewrites of the global program, before placements are propagated.
         placed: rewrites of the global program whose placements are known.
+        lowered: rewrites of the rank's program.
         layouts: layout rules beside those that packages register.
         data: "shared", where all ranks of the axis are called with the same values and return the same; or "own",
             where each has its own part of a batch: the objective is the mean of the ranks' losses.
         expect: what must hold of the lowered program, such as `sends(within="*.layers.*", all_reduce=2)`.
-        method: a rule set that lowers a program over the axis, in place of the one that is made of `rules`, `placed`
-            and `layouts`; what is stated in `place` comes before it.
+        method: a rule set that lowers a program over the axis, in place of the one that is made of `rules`, `placed`,
+            `lowered` and `layouts`; what is stated in `place` comes before it.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Parallelism:
     place: Mapping[Site, Placed] = field(default_factory=dict[Site, Placed])
     rules: Sequence[Member] = ()
     placed: Sequence[Member] = ()
+    lowered: Sequence[Member] = ()
     layouts: Sequence[LayoutRule] = ()
     data: Data = "shared"
     expect: Sequence[Sends] = ()
@@ -126,6 +128,7 @@ class Parallelism:
             REDUCTIONS,
             LocalizeShapes(f"{self.name}.localize", layouts, own_inputs=is_own),
             COLLECTIVE_RULES,
+            *((RuleSet(f"{self.name}.lowered", *self.lowered, needs=(COLLECTIVE_CALLS,)),) if self.lowered else ()),
             *self.expect,
             atomic=True,
         )

@@ -209,6 +209,8 @@ def held_placement(
     Raises:
         FxRewriteError: the placement does not fit the shape.
     """
+    if isinstance(placed, Zigzag):
+        raise FxRewriteError(f"{of}: only inputs can be held as {placed}; state Shard({placed.dim})")
     placement: Placement = as_placement(placed.held if isinstance(placed, Stored) else placed)
     if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.uneven):
         raise FxRewriteError(f"{of}: an input cannot be held as {placement}; Shard(dim) and Replicate() can be")
@@ -274,7 +276,7 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule
 def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str) -> int:
     """The blocks of all ranks are gathered and put in order; what follows reads the value as one device has it."""
     if site.kind != "inputs":
-        raise FxRewriteError(f"{site} as {placed}: only inputs are held in zigzag; state Shard({placed.dim})")
+        raise FxRewriteError(f"{site}: only inputs can be held as {placed}; state Shard({placed.dim})")
     changes, blocks = _place_inputs(edit, axis, site, Shard(placed.dim), rule), 2 * axis.size
     first = next(node for node in edit.graph.nodes if node.op != "placeholder")
     for name, node in _matching(site, _inputs(edit, of_model=False)):

@@ -37,7 +37,7 @@ from fxrewrite.ops import bind, is_pure, is_random, key, mutates
 from fxrewrite.spmd import Call, LayoutRules, Terms, is_same_size
 from rules.experts.slots import Read, SlotBody, positions, slotwise
 
-__all__ = ["FuseSlots"]
+__all__ = ["GROUPED_PRODUCTS", "FuseSlots"]
 
 
 class Role(Enum):
@@ -69,7 +69,7 @@ _INSIDE: Program[Role] = Program(
     [*((Role.TOKENS, Pattern((tokens,))) for tokens in _TOKENS), (Role.ENDS, Pattern((_ENDS,)))]
 )
 _EXITS: Program[None] = Program([(None, _EXIT)])
-_GROUPED_PRODUCTS = {
+GROUPED_PRODUCTS = {
     "aten::_grouped_mm": ("self", "mat2", "offs"),
     "transformers::grouped_mm_fallback": ("input", "weight", "offs"),
 }
@@ -187,7 +187,7 @@ class _Region:
                 return self._tokens(match)
         if key(node) == "aten::index":
             return self._lookup(node)
-        if key(node) in _GROUPED_PRODUCTS:
+        if key(node) in GROUPED_PRODUCTS:
             return self._product(node)
         return self._rows(node)
 
@@ -223,7 +223,7 @@ class _Region:
 
     def _product(self, node: fx.Node) -> Role:
         args = bind(node)
-        rows, matrices, ends = (args[name] for name in _GROUPED_PRODUCTS[key(node)])
+        rows, matrices, ends = (args[name] for name in GROUPED_PRODUCTS[key(node)])
         others = [n for n in node.all_input_nodes if n not in (rows, matrices, ends)]
         if others or self._is_moved(matrices) or self._role(rows) is not Role.ROWS:
             _refuse("a grouped product has other operands than rows, matrices and ends", node)

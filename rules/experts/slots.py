@@ -22,7 +22,7 @@ tensor([6, 2, 4, 2])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -34,7 +34,7 @@ from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op
 from fxrewrite.ops import declare_pure, key
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, declare_virtual, divide_exactly, size_proxy
 
-__all__ = ["SLOT_LAYOUTS", "WRITE_OUT_SLOTS", "Read", "SlotBody", "positions", "slotwise"]
+__all__ = ["SLOT_LAYOUTS", "WRITE_OUT_SLOTS", "Read", "SlotBody", "positions", "slot_terms", "slotwise", "written_out"]
 
 aten = torch.ops.aten
 
@@ -72,12 +72,13 @@ def slots_of_tokens(call: Call) -> IndexMap | None:
     tokens = divide_exactly(result[0], body.per_token)
     if tokens is None:
         return None
-    operands = tuple(_terms(read, call.shape(i)) for i, read in enumerate(body.reads))
+    operands = tuple(slot_terms(read, call.shape(i)) for i, read in enumerate(body.reads))
     sizes: dict[str, Size] = {"n": tokens, "k": body.per_token}
-    return IndexMap(operands, (_terms("slots", result),), sizes, frozenset({"k"}))
+    return IndexMap(operands, (slot_terms("slots", result),), sizes, frozenset({"k"}))
 
 
-def _terms(read: Read, shape: Sequence[Size]) -> Terms:
+def slot_terms(read: Read, shape: Sequence[Size]) -> Terms:
+    """The terms of an operand that is read so."""
     first = {"slots": ("n", "k"), "tokens": ("n",), "whole": ()}[read]
     return (first, *((),) * (len(shape) - 1)) if shape else ()
 
@@ -99,11 +100,12 @@ def _(match: Match) -> Any:
     made: dict[fx.Node, Any] = dict(zip(graph.find_nodes(op="placeholder"), match["operands"], strict=True))
     for node in graph.nodes:
         if node.op == "call_function":
-            made[node] = _written_out(match, node, made)
+            made[node] = written_out(match, node, made, match.root, write_out_slots.id)
     return match.proxy(made[graph.output_node().all_input_nodes[0]])
 
 
-def _written_out(match: Match, node: fx.Node, made: dict[fx.Node, Any]) -> fx.Node:
+def written_out(match: Match, node: fx.Node, made: Mapping[fx.Node, Any], before: fx.Node, rule: str) -> fx.Node:
+    """The operator of a subgraph's node, on what its operands were made."""
     target: Any = node.target
     args: Any = map_arg(node.args, made.__getitem__)
     kwargs: Any = map_arg(node.kwargs, made.__getitem__)
@@ -112,7 +114,7 @@ def _written_out(match: Match, node: fx.Node, made: dict[fx.Node, Any]) -> fx.No
         count = size_proxy(match, slots.shape[0])
         target, args = aten.arange.default, (getattr(count, "node", count),)
         kwargs = {"device": slots.device, "pin_memory": False}
-    return match.edit.call(target, args, kwargs, before=match.root, like=node, rule=write_out_slots.id)
+    return match.edit.call(target, args, kwargs, before=before, like=node, rule=rule)
 
 
 WRITE_OUT_SLOTS = RuleSet("write_out_slots", write_out_slots)

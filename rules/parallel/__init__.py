@@ -7,6 +7,7 @@
 """
 
 from rules.parallel.data import DATA as DATA, ZERO3 as ZERO3
+from rules.parallel.experts import EXPERTS as EXPERTS
 from rules.parallel.heads import WHOLE_HEADS as WHOLE_HEADS
 from rules.parallel.megatron import (
     MEGATRON as MEGATRON,

@@ -1,6 +1,6 @@
-"""The tensor-parallel plans that models of transformers ship, as a parallelism.
+"""The tensor-parallel and expert-parallel plans that models of transformers ship, as a parallelism.
 
-    plan = from_transformers(model, "tp")
+    plan = from_transformers(model, "tp") | from_transformers(model, "ep")
 
 A style is a placement of parameters; what transformers' styles do to activations and gradients follows from that.
 
@@ -10,6 +10,7 @@ A style is a placement of parameters; what transformers' styles do to activation
     rowwise_split_input, rowwise_rep     as rowwise
     packed_colwise, packed_rowwise       as colwise and rowwise, of each half of the dimension alone
     embedding_rowwise, _colwise          rows and columns of an embedding
+    grouped_gemm                         whole experts (`rules.parallel.experts`)
     those of IMPLIED                     whole; propagation finds the sums of outputs and gradients
 
 Any other style is an error that names the style and the module. Heads that the ranks do not divide are refused when the
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -29,6 +32,7 @@ from fxrewrite import FxRewriteError
 from fxrewrite.graph import matches_glob
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Parallelism, Replicate, Shard, module_output, param
 from rules.layouts.terms import index_map
+from rules.parallel.experts import EXPERTS
 from rules.parallel.heads import WHOLE_HEADS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
 
@@ -62,12 +66,15 @@ HELD: Mapping[str, Callable[[torch.Tensor], Shard | None]] = {
     "packed_rowwise": _packed_rowwise,
     "embedding_rowwise": lambda _: Shard(0),
     "embedding_colwise": lambda _: Shard(1),
+    "grouped_gemm": lambda _: Shard(0),
 }
 """How ranks hold a parameter of a style; None is whole."""
 GATHERED = ("colwise_gather_output", "colwise_rep")
 IMPLIED = frozenset(
     {
         "all_reduce",
+        "ep_dispatch_experts",
+        "ep_router",
         "local_params",
         "mla_kv_a_proj",
         "moe_identity_expert",
@@ -96,39 +103,50 @@ def _layouts() -> tuple[LayoutRule, ...]:
     return (*VOCABULARY_LAYOUTS, LayoutRule("layout.grouped_product", tuple(products), grouped_product))
 
 
-def from_transformers(model: nn.Module, axis: str = "tp") -> Parallelism:
-    """The tensor-parallel plan of the model, over this axis of a mesh.
+def from_transformers(model: nn.Module, axis: str = "tp", *, plan: Literal["tp", "ep"] | None = None) -> Parallelism:
+    """The tensor-parallel or the expert-parallel plan of the model, over this axis of a mesh.
+
+    Args:
+        model: of transformers.
+        axis: of the mesh.
+        plan: by default the expert-parallel one over an axis that is called "ep", and the tensor-parallel one over any
+            other.
 
     Raises:
-        FxRewriteError: the model has no plan, or a style of it means nothing here; names the style and the module.
+        FxRewriteError: the model has no such plan, or a style of it means nothing here; names style and module.
     """
-    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    if not plan:
+    plan = plan or ("ep" if axis == "ep" else "tp")
+    styles: Mapping[str, str] = getattr(model, f"{plan}_plan", None) or {}
+    if not styles:
+        what = {"tp": "tensor", "ep": "expert"}[plan]
         raise FxRewriteError(
-            f"{type(model).__name__} has no tensor-parallel plan (tp_plan); state placements in a Parallelism"
+            f"{type(model).__name__} has no {what}-parallel plan ({plan}_plan); state placements in a Parallelism"
         )
-    for where, style in plan.items():
+    for where, style in styles.items():
         if style not in HELD and style not in IMPLIED:
             known = ", ".join(sorted({*HELD, *IMPLIED}))
-            raise FxRewriteError(f"{where}: style {style!r} of tp_plan is not supported; there are {known}")
+            raise FxRewriteError(f"{where}: style {style!r} of {plan}_plan is not supported; there are {known}")
     place = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     groups: dict[str, list[str]] = {}
     for name in parameters:
         groups.setdefault(_generic(name), []).append(name)
     for glob, names in groups.items():
-        style = plan.get(glob, plan.get(glob.rpartition(".")[0], ""))
+        style = styles.get(glob, styles.get(glob.rpartition(".")[0], ""))
         held = HELD[style](parameters[names[0]]) if style in HELD else None
         if held is not None:
             of_them = [name for name in parameters if matches_glob(name, glob)] == names
             # The model has them; a forward may still read none, and a tied one goes by one of its names.
             place |= {param(one, optional=True): held for one in ([glob] if of_them else names)}
-    for where in (where for where, style in plan.items() if style in GATHERED):
+    for where in (where for where, style in styles.items() if style in GATHERED):
         if where != _head(model):
             place[module_output(where, optional=True)] = Replicate()
-    place |= {module_output(name, optional=True): Replicate() for name in _embeddings(model) if name in plan}
+    place |= {module_output(name, optional=True): Replicate() for name in _embeddings(model) if name in styles}
+    name = f"transformers.{type(model).__name__}"
+    if plan == "ep":
+        return replace(EXPERTS, name=f"{name}.experts", axis=axis, place=place)
     return Parallelism(
-        f"transformers.{type(model).__name__}",
+        name,
         axis=axis,
         place=place,
         rules=[VOCABULARY],

@@ -242,10 +242,11 @@ def test_on_real_processes(tmp_path: Path) -> None:
     """Steps of training equal those of one device; so do evaluation, and a checkpoint resumed on another mesh."""
     for text in launch("../spmd/parallel_worker.py", "", 4, tmp_path):
         cells = json.loads(text)
-        weights, values = cells.pop("ranks that differ")["said"]
+        weights, values, sizes = cells.pop("ranks that differ")["said"]
         assert "differ in parameter down_proj.weight of call 1" in weights
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
+        assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
         assert len(cells) == 6
         for name, found in cells.items():
             # inductor rounds norms differently, and a loss over shards of the vocabulary is summed in float32
