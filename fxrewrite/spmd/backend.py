@@ -34,7 +34,7 @@ from fxrewrite.spmd.group import axis_of, fix_rank, is_fake
 from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parameters import local_value, torch_placements, without_whole
-from fxrewrite.spmd.placement import Axis, Replicate
+from fxrewrite.spmd.placement import Axis, Replicate, as_placement
 
 __all__ = ["SpmdBackend", "spmd"]
 
@@ -145,7 +145,7 @@ class SpmdBackend:
                     "shard_parameters(model, plan, mesh) before torch.compile"
                 )
             if dtensor is not None:
-                wanted = tuple(torch_placements(sharded, self.mesh))
+                wanted = tuple(torch_placements({axis: as_placement(p) for axis, p in sharded.items()}, self.mesh))
                 if dtensor.device_mesh != self.mesh or tuple(dtensor.placements) != wanted:
                     raise FxRewriteError(
                         f"{name} is held as {tuple(dtensor.placements)} over {dtensor.device_mesh}, and the plan says "

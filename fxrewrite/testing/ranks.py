@@ -125,8 +125,8 @@ class _Cut:
             for axis, placement in placements.items():
                 if placement == Replicate():
                     continue
-                is_chunk = isinstance(placement, Zigzag) or (isinstance(placement, Shard) and not placement.uneven)
-                if axis not in names or not is_chunk:
+                is_uneven = isinstance(placement, Shard) and placement.uneven
+                if axis not in names or not isinstance(placement, (Shard, Zigzag)) or is_uneven:
                     raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
                 held, num, here = entries[placement.dim], mesh.size(names.index(axis)), at[names.index(axis)]
                 blocks = 2 * num if isinstance(placement, Zigzag) else int(placement.outer) * num
