@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op, refuse, where
+from fxrewrite import Match, Pattern, RefusedError, Rule, RuleSet, cap, op, refuse, where
 from fxrewrite.ops import bind, fake_value, key
 from fxrewrite.spmd import (
     Call,
@@ -91,7 +91,8 @@ def _is_of_expert(user: fx.Node, operand: fx.Node) -> bool:
 
 
 def _is_keys(node: fx.Node) -> bool:
-    return node.target is operator.getitem and node.args[1] == 0 and key(node.all_input_nodes[0]) == "aten::sort"
+    is_first = node.target is operator.getitem and node.args[1:] == (0,)
+    return is_first and key(node.all_input_nodes[0]) == "aten::sort"
 
 
 def _counts(node: fx.Node) -> bool:
@@ -106,8 +107,13 @@ def _sort(body: SlotBody) -> fx.Node:
 
 
 @where.predicate("body", "operands", text="has_experts_in_shards")
-def _has_experts_in_shards(body: SlotBody, operands: list[fx.Node]) -> bool:
-    found = tables(body) if key(_sort(body)) == "aten::sort" else []
+def _has_experts_in_shards(body: SlotBody, operands: list[fx.Node]) -> bool | str:
+    if key(_sort(body)) != "aten::sort":
+        return "the sort gives no sorted numbers of experts"
+    try:
+        found = tables(body)
+    except RefusedError as error:
+        return error.refusal.reason
     return bool(found) and all(held_as(_origin(operands[position])) == Shard(0) for position in found)
 
 

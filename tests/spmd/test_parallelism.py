@@ -23,7 +23,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
-from fxrewrite.spmd import Parallelism, Shard, Stored, inputs, module_output, param, sends, shard_parameters, spmd
+from fxrewrite.spmd import (
+    Parallelism,
+    Shard,
+    Stored,
+    Zigzag,
+    inputs,
+    module_output,
+    param,
+    sends,
+    shard_parameters,
+    spmd,
+)
 from fxrewrite.testing import explain_placement, fake_mesh, simulate
 from rules.parallel import DATA, MEGATRON, ZERO3
 from tests.autosp.test_gloo import launch
@@ -211,6 +222,55 @@ def test_a_model_that_is_held_otherwise_is_refused(mesh: DeviceMesh) -> None:
         model(X)
 
 
+class Weighted(nn.Module):
+    """Reads where in the whole input a row is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.lin(x) * torch.arange(x.shape[0]).unsqueeze(1)
+        return (h if y is None else h - y).square().mean()
+
+
+ROWS = torch.arange(48.0).double().sin().reshape(8, 6)
+CHUNKS, BLOCKS = ({inputs("{x,y}"): placement} for placement in (Shard(0), Zigzag(0)))
+
+
+@pytest.mark.parametrize("place", [CHUNKS, BLOCKS, {inputs("x"): Zigzag(0), inputs("y"): Shard(0)}])
+def test_inputs_in_chunks(place: Any) -> None:
+    """The program is that of the whole input; what ranks compile reads chunks of any length."""
+    plan = Parallelism("chunks", axis="tp", place=place)
+    with fake_mesh((2,), ("tp",)) as mesh:
+        step = compiled(plan, mesh, model=Weighted().double(), dynamic=True)
+        for size in (2, 4):
+            step(ROWS[:size], y=ROWS[:size].clone()).backward()
+    found = simulate(Weighted().double(), {"x": ROWS, "y": ROWS + 1}, plan, {"tp": 2})
+    assert found.loss_error < 1e-14, str(found)
+    assert found.grad_error < 1e-14, str(found)
+
+
+def test_inputs_in_chunks_that_are_stated_wrong(mesh: DeviceMesh) -> None:
+    def train(place: Any, *, of: Any = lambda model: model, shard: Any = None, rows: int = 8) -> None:
+        plan, model = Parallelism("chunks", axis="tp", place=place), Weighted().double()
+        if shard != {}:
+            model = shard_parameters(model, replace(plan, place=shard or place), mesh)
+        torch.compile(of(model), backend=spmd(plan, mesh=mesh, inner="eager"), fullgraph=True)(ROWS[:rows])
+
+    def call(place: Any, text: str, **how: Any) -> None:
+        with pytest.raises(Exception, match=text):  # torch wraps what a backend raises
+            train(place, **how)
+
+    call({inputs("z"): Shard(0)}, r"inputs\('z'\) matches nothing; the graph has 'x'")
+    call({inputs("x"): Shard(2)}, r"inputs\('x'\): x: S\(2\) of a value with 2 dimensions")
+    call(BLOCKS, "has 4 blocks, which do not divide it", rows=3)
+    call(CHUNKS, "x is stated in shards .*; call shard_parameters", shard={})
+    call(CHUNKS, "was prepared for inputs in chunks", shard={inputs("*"): Shard(0)})
+    call(CHUNKS, "the compiled function computes it", of=lambda model: lambda x: model(x + 1))
+    call({param("lin.weight"): Zigzag(0)}, r"only inputs can be held as Z\(0\)")
+
+
 class Keeping(nn.Module):
     """Its weight is read from a list, and not as the module's attribute."""
 
@@ -305,6 +365,8 @@ def test_a_placement_is_explained() -> None:
 
 
 def test_a_simulation_that_cannot_be_run() -> None:
+    with pytest.raises(FxRewriteError, match=r"tp=2 ranks do not divide S\(0\)"):
+        simulate(Weighted(), {"x": X[:3]}, Parallelism("chunks", axis="tp", place={inputs("x"): Shard(0)}), {"tp": 2})
     with pytest.raises(FxRewriteError, match="over axis 'tp', and the mesh has"):
         simulate(Model(), {"x": X}, TENSOR, {"dp": 2})
     with pytest.raises(FxRewriteError, match="3 ranks of axis dp do not divide dimension 0"):
