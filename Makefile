@@ -45,6 +45,7 @@ bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hou
 	$(BIN)/python tests/bench/saved.py
 	$(BIN)/python tests/bench/caches.py
 	$(BIN)/python tests/bench/checks.py
+	$(BIN)/python tests/bench/shards.py
 	$(BIN)/python tests/bench/long_context.py --table steps longest
 	$(BIN)/python tests/bench/long_context.py --table layers lengths --ways "Ulysses by hand" "autosp, layers checkpointed"
 

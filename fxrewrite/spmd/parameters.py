@@ -193,8 +193,9 @@ def _load_whole(
     """Before `load_state_dict`: of whole tensors in the dictionary, a rank takes what it holds."""
     for name, of_axes in held.items():
         value, parameter = state.get(prefix + name), module._parameters[name]
-        is_whole = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if is_whole and isinstance(parameter, DTensor) and value.shape == parameter.shape:  # torch reports others
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if value.shape == parameter.shape:  # torch reports others
             state[prefix + name] = _shards(value.detach(), of_axes, parameter.device_mesh)
 
 

@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
@@ -82,20 +83,27 @@ RETURNED = Fact["dict[int, Placement]"]("returned")
 """Of the output node: how outputs return, by position, where that is stated."""
 
 
+KEPT = CheckpointPolicy.PREFER_SAVE
+"""The tag of what is gathered of a parameter that is `Stored(..., kept=True)`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A parameter that ranks hold in shards and gather before any use; its gradient is reduced and scattered.
 
     Where the ranks do not divide the dimension, shards are uneven: of `ceil(S / P)` entries, and of fewer on the last
     ranks, as those of a DTensor. With `or_whole`, a parameter that cannot be held so is held whole: it has no such
-    dimension, or the ranks divide neither it nor an inner axis's shards of it.
+    dimension, or the ranks divide neither it nor an inner axis's shards of it. With `kept`, what was gathered stays
+    until the backward pass has read it; otherwise it is gathered again.
     """
 
     held: AnyPlacement
     or_whole: bool = False
+    kept: bool = False
 
     def __str__(self) -> str:
-        return f"{as_placement(self.held)}, gathered before use{' (whole where it does not fit)' * self.or_whole}"
+        gathered = f"gathered before use{' and kept for the backward pass' * self.kept}"
+        return f"{as_placement(self.held)}, {gathered}{' (whole where it does not fit)' * self.or_whole}"
 
 
 Placed: TypeAlias = "AnyPlacement | Stored | Zigzag"
@@ -236,7 +244,10 @@ def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str)
         placement = held_placement(value.shape, placed, axis, f"{site}: {name}", inner=inner)
         _hold(edit, node, placement, site, name)
         if isinstance(placement, Shard) and users:
-            changes += _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
+            gathered = _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
+            if placed.kept:
+                edit.set_meta(gathered, "recompute", KEPT)
+            changes += 1
     return changes
 
 
@@ -319,7 +330,8 @@ def _place_module_outputs(edit: Edit, axis: Axis, site: Site, placement: Placeme
         for node in nodes:
             users = [user for user in node.users if user not in inside]
             if users and is_tensor(node):
-                changes += _ask(edit, axis, node, users, placement, f"{site}: {name}", after=node, rule=rule)
+                _ask(edit, axis, node, users, placement, f"{site}: {name}", after=node, rule=rule)
+                changes += 1
     return changes
 
 
@@ -331,7 +343,8 @@ def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placemen
         for operand in read:
             if is_tensor(operand) and not is_parameter(operand):
                 users = [node for node in nodes if operand in node.all_input_nodes]
-                changes += _ask(edit, axis, operand, users, placement, f"{site}: {name}", before=users[0], rule=rule)
+                _ask(edit, axis, operand, users, placement, f"{site}: {name}", before=users[0], rule=rule)
+                changes += 1
     return changes
 
 
@@ -355,13 +368,13 @@ def _ask(
     rule: str,
     before: fx.Node | None = None,
     after: fx.Node | None = None,
-) -> int:
+) -> fx.Node:
     _check_fits(value.meta["val"].shape, placement, axis, of)
     move = (value, Replicate(), placement, axis)
     moved = edit.call(redistribute, move, before=before, after=after, like=value, rule=rule, val=value.meta["val"])
     edit.set_fact(moved, STATED, of)
     edit.replace_uses(value, moved, users)
-    return 1
+    return moved
 
 
 def _check_fits(shape: Sequence[Size], placement: Placement, axis: Axis, of: str) -> None:

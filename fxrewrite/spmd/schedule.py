@@ -7,10 +7,11 @@
 
 A *gathered* value is computed of parameters alone and of an all-gather. All that is gathered stands right before it is
 first read, so that few layers are whole at a time, and has the tag by which AOTAutograd's partitioner computes it again
-in the backward pass: kept, all of them together would be the whole model. What one layer reads first is gathered by one
-collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first read.
+in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since the
+backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered by
+one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first read.
 A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
-neighbours. A bucket's values have one axis and dtype, and require gradients, or none does.
+neighbours. A bucket's values have one axis and dtype, and all or none of them require gradients.
 
 A backend without AOTAutograd, such as "eager", ignores the tag and keeps what is gathered.
 Numerics: exact. Source: Zhao et al. (arXiv 2304.11277, sections 3.3 and 4.2: resharding after the forward pass, one
@@ -36,6 +37,7 @@ from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.place import KEPT
 
 __all__ = ["SCHEDULE"]
 
@@ -59,12 +61,20 @@ class Schedule:
             if node in gathered and node.users:
                 readers = (first_read.get(user, user) if user in gathered else user for user in node.users)
                 first_read[node] = min(readers, key=at.__getitem__)
-        region = next(_regions)  # one: between two regions the partitioner saves what one reads of the other
         for node in nodes:
             if node in first_read:
                 edit.move(node, first_read[node])
-                _tag(edit, node, region)
         buckets = _buckets(edit, [node for node in first_read if _starts(node, gathered)], first_read, of_parameters)
+        kept = {node for bucket in buckets for node in bucket if node.meta.get("recompute") == KEPT}
+        if buckets and not context.is_part:
+            kept |= set(buckets[-1])  # the backward pass reads it at once
+        again, given_up = set[fx.Node](), gathered - kept
+        region = next(_regions)  # one: between two regions the partitioner saves what one reads of the other
+        for node in nodes:
+            if node in first_read and (not again.isdisjoint(node.all_input_nodes) or _starts(node, given_up)):
+                again.add(node)
+                edit.set_meta(node, "recompute", CheckpointPolicy.MUST_RECOMPUTE)
+                edit.set_meta(node, "ac_graph_id", region)
         waits = [min(bucket[0].users) for bucket in buckets]
         for position, bucket in enumerate(buckets):
             before = waits[max(position - 1, 0)]
@@ -74,17 +84,14 @@ class Schedule:
             if len(bucket) == 1:
                 edit.move(bucket[0], before)
             else:
-                self._together(edit, bucket, before, region)
+                self._together(edit, bucket, before)
         return len(first_read)
 
-    def _together(self, edit: Edit, bucket: Sequence[fx.Node], before: fx.Node, region: int) -> None:
+    def _together(self, edit: Edit, bucket: Sequence[fx.Node], before: fx.Node) -> None:
         """One collective in place of several: of rows of what each of them sends, and split when it has come."""
 
         def made(target: Any, *args: Any, before: fx.Node, like: fx.Node) -> fx.Node:
-            node = edit.call(target, args, before=before, like=like, rule=self.name)
-            if like in bucket or like in waits:
-                _tag(edit, node, region)
-            return node
+            return edit.call(target, args, before=before, like=like, rule=self.name)
 
         first, waits = bucket[0], [min(node.users) for node in bucket]
         rows = [made(aten.reshape.default, node.args[0], [1, -1], before=before, like=_sent(node)) for node in bucket]
@@ -104,7 +111,7 @@ class Schedule:
     def text(self) -> str:
         return (
             "what is gathered of parameters alone is gathered a layer at a time, one layer ahead, and again in the "
-            "backward pass"
+            "backward pass, but for the last layer and what is stated to be kept"
         )
 
 
@@ -127,7 +134,7 @@ def _of_parameters(nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]
 
 
 def _starts(node: fx.Node, gathered: set[fx.Node]) -> bool:
-    return node.target == _GATHER and gathered.isdisjoint(node.all_input_nodes)
+    return node.target == _GATHER and node in gathered and gathered.isdisjoint(node.all_input_nodes)
 
 
 def _buckets(
@@ -141,7 +148,8 @@ def _buckets(
         parameter = next(n for n in _operands([node], of_parameters, inputs=True) if n.op == "placeholder")
         traced = parameter.meta.get("example_value")
         value = node.meta["val"]
-        how = (*node.args[1:], value.dtype, value.device, getattr(traced, "requires_grad", True))
+        how = (*node.args[1:], value.dtype, value.device, node.meta.get("recompute"))
+        how = (*how, getattr(traced, "requires_grad", True))
         looks[node] = (_layer(input_name(parameter)), how)
     found: list[list[fx.Node]] = []
     for layer, of_layer in itertools.groupby(ordered, lambda node: looks[node][0]):
@@ -173,11 +181,6 @@ def _layer(parameter: str) -> str:
     """The outermost module of a list that a parameter belongs to: `model.layers.0`; "" where there is none."""
     found = re.match(r"(?:.*?\.)??\d+(?=\.)", parameter)
     return found[0] if found else ""
-
-
-def _tag(edit: Edit, node: fx.Node, region: int) -> None:
-    edit.set_meta(node, "recompute", CheckpointPolicy.MUST_RECOMPUTE)
-    edit.set_meta(node, "ac_graph_id", region)
 
 
 SCHEDULE = RuleSet("schedule", Schedule())

@@ -6,7 +6,7 @@
 `docs/parallel.md` says what each sends; `docs/write-a-parallelism.md` shows how to write one.
 """
 
-from rules.parallel.data import DATA as DATA, ZERO3 as ZERO3
+from rules.parallel.data import DATA as DATA, ZERO2 as ZERO2, ZERO3 as ZERO3
 from rules.parallel.experts import EXPERTS as EXPERTS
 from rules.parallel.heads import WHOLE_HEADS as WHOLE_HEADS
 from rules.parallel.megatron import (

@@ -166,6 +166,18 @@ def test_using_a_node_before_it_is_defined_is_refused_and_undone() -> None:
     assert state(gm) == before
 
 
+def test_a_node_is_moved_to_where_it_is_valid_or_not_at_all() -> None:
+    gm = make_fx(lambda x: torch.exp(x) + torch.sin(x).cos())(torch.rand(2))
+    before = state(gm)
+    for node, where in (("exp", "output"), ("cos", "exp")):  # behind its user; in front of what it reads
+        with pytest.raises(InvariantError, match="reads"), Edit(gm) as edit:
+            edit.move(named(gm, node), named(gm, where))
+        assert state(gm) == before
+    with Edit(gm) as edit:
+        edit.move(named(gm, "exp"), named(gm, "add"))
+    assert [node.name for node in gm.graph.nodes][1:4] == ["sin", "cos", "exp"]
+
+
 def test_erasing_a_used_node_is_refused() -> None:
     gm = traced()
     with pytest.raises(InvariantError, match="%mul cannot be erased: it is used by %add"), Edit(gm) as edit:

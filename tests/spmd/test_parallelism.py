@@ -36,7 +36,7 @@ from fxrewrite.spmd import (
     spmd,
 )
 from fxrewrite.testing import explain_placement, fake_mesh, simulate
-from rules.parallel import DATA, MEGATRON, ZERO3
+from rules.parallel import DATA, MEGATRON, ZERO2, ZERO3
 from tests.autosp.test_gloo import launch
 
 X = torch.arange(24.0).reshape(4, 6)
@@ -97,8 +97,11 @@ def test_what_is_sent(mesh: DeviceMesh) -> None:
     compiled(ZERO3, mesh, inner=inner)(X).backward()
     assert sent == {
         "forward": {"all_gather_into_tensor": 2},
-        "backward": {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2},
+        "backward": {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2},  # the last layer is kept
     }
+    torch._dynamo.reset()
+    compiled(ZERO2, mesh, inner=inner)(X).backward()
+    assert sent == {"forward": {"all_gather_into_tensor": 2}, "backward": {"reduce_scatter_tensor": 2}}
     torch._dynamo.reset()
     compiled(DATA, mesh, inner=inner)(X).backward()
     assert sent == {"forward": {}, "backward": {"all_reduce": 6}}
@@ -327,7 +330,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
             {"rep": {}, "shard": {"all_gather": 2}},
         ),
         (DATA | TENSOR, {"dp": 4, "tp": 4}, {"dp": {}, "tp": {"all_reduce": 2}}),
-        (ZERO3, {"dp": 4}, {"dp": {"all_gather": 2}}),
+        (ZERO2, {"dp": 4}, {"dp": {"all_gather": 2}}),
         (replace(ZERO3, axis="shard") | TENSOR | replace(DATA, axis="again"), {"shard": 2, "tp": 2, "again": 2}, None),
         (ZERO3 | TENSOR, {"dp": 2, "tp": 1}, {"dp": {"all_gather": 2}, "tp": {}}),
     ],
