@@ -160,6 +160,7 @@ compared with one device.
 - *gathered*: how many of which operator run on whole values on every rank, and the bytes of these values.
 
 One result stands for both numbers of ranks.
+[zoo-mesh.md](zoo-mesh.md) has the same models on a mesh, with ZeRO-3 and tensor parallelism.
 """
 
 
