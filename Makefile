@@ -9,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
 TRAINERS := .venv-trainers/bin
 
-.PHONY: help env demo test quick trainers check compat bench zoo cells third-party clean
+.PHONY: help env demo test quick trainers check compat bench zoo zoo-mesh cells third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -52,6 +52,9 @@ bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hou
 zoo: env  ## the table of docs/zoo.md: every model against one device, resumed where it was stopped (zoo.jsonl)
 	$(BIN)/python -m tests.zoo --table docs/zoo.md
 
+zoo-mesh: env  ## the table of docs/zoo-mesh.md: three parallelisms on eight ranks, resumed where it was stopped (zoo-mesh.jsonl)
+	$(BIN)/python -m tests.zoo --mesh dp=2,sp=2,tp=2 --out zoo-mesh.jsonl --table docs/zoo-mesh.md
+
 cells: env  ## the table of docs/attention-cells.md: every strategy of attention, resumed where it was stopped (cells.jsonl)
 	$(BIN)/python -m tests.zoo.attention --table docs/attention-cells.md
 
@@ -59,7 +62,7 @@ third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of 
 	.venv-third-party/bin/python -m pytest tests/backends/test_third_party.py
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .venv-* dist zoo.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist zoo.jsonl zoo-mesh.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -25,6 +25,7 @@ from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     Parallelism,
+    Replicate,
     Shard,
     Stored,
     Zigzag,
@@ -441,3 +442,25 @@ def test_three_parallelisms_on_a_llama() -> None:
     assert len(found.grad_errors) == 20, "every parameter, of tied ones the first"
     assert found.loss_error < 1e-6, str(found)
     assert found.grad_error < 1e-6, str(found)
+
+
+def test_a_sequence_is_exchanged_through_a_gather_of_another_axis() -> None:
+    """A convolution along the sequence after a projection whose features are gathered over the tensor axis."""
+
+    class Convolves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up, self.head = nn.Embedding(16, 8), nn.Linear(8, 16), nn.Linear(16, 16)
+            self.conv = nn.Conv1d(16, 16, 3, groups=16, padding=2)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            x = self.up(self.embed(input_ids)).transpose(1, 2)
+            x = torch.tanh(x + self.conv(x)[..., : labels.shape[1]]).transpose(1, 2)
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    place = {param("up.{weight,bias}"): Shard(0), module_output("up"): Replicate()}
+    ids = torch.arange(32).reshape(2, 16) * 7 % 16
+    plan = AUTOSP | Parallelism("gathered", axis="tp", place=place)
+    found = simulate(Convolves().double(), {"input_ids": ids, "labels": ids}, plan, {"sp": 2, "tp": 2})
+    assert max(found.loss_error, found.grad_error) < 1e-14, str(found)
+    assert found.sent["sp"]["all_to_all"] == 2

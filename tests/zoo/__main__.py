@@ -53,7 +53,9 @@ def main() -> int:
             )
     cells = [cell for cell in read(args.out) if cell.model in models and (not args.mesh or cell.mesh == args.mesh)]
     if args.table:
-        args.table.write_text((mesh_markdown if args.mesh else markdown)(cells))
+        found = {cell.model for cell in cells}
+        missing = [name for name in models if name not in found]
+        args.table.write_text(mesh_markdown(cells, missing) if args.mesh else markdown(cells))
     return int(any(cell.status in ("wrong", "failed") for cell in cells))
 
 

@@ -6,7 +6,7 @@ import datetime as dt
 import platform
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -52,13 +52,13 @@ def markdown(cells: list[Cell]) -> str:
     )
 
 
-def mesh_markdown(cells: list[Cell]) -> str:
-    """The page of a mesh: counts, and a row for each model."""
-    counts = Counter((cell.over or "not run", _RANKS[_rank([cell])].removesuffix(" at every P")) for cell in cells)
+def mesh_markdown(cells: list[Cell], missing: Sequence[str] = ()) -> str:
+    """The page of a mesh: counts, and a row for each model; `missing` are models that were not run."""
     rows = sorted(cells, key=lambda cell: (_rank([cell]), cell.model))
+    counts = Counter((cell.over or "none", cell.status) for cell in rows)
     return "\n".join(
         [
-            "# The zoo on a mesh",
+            "# The zoo on a mesh: models by three parallelisms against one device",
             "",
             "<!-- written by `make zoo-mesh`; do not edit -->",
             "",
@@ -69,15 +69,25 @@ def mesh_markdown(cells: list[Cell]) -> str:
             "",
             "| mesh | result | models |",
             "|---|---|---:|",
-            *(f"| {over} | {what} | {count} |" for (over, what), count in sorted(counts.items())),
-            f"| | all | {len(cells)} |",
+            *(f"| {over} | {status} | {count} |" for (over, status), count in sorted(counts.items(), reverse=True)),
+            *([f"| | not run | {len(missing)} |"] if missing else []),
+            f"| | all | {len(rows) + len(missing)} |",
             "",
-            "| model | attention | mesh | result | gathered on each rank |",
-            "|---|---|---|---|---|",
-            *(f"| {c.model} | {c.attention} | {c.over} | {_result(c)} | {_gathered(c)} |" for c in rows),
+            "| model | attention | result | in shards, dp / tp | sent forward, dp / sp / tp | gathered on each rank |",
+            "|---|---|---|---|---|---|",
+            *(_mesh_row(cell) for cell in rows),
+            *([""] if missing else []),
+            *([f"Not run: {', '.join(missing)}."] if missing else []),
             "",
         ]
     )
+
+
+def _mesh_row(cell: Cell) -> str:
+    held = " / ".join(f"{cell.held[axis]:.0%}" if axis in cell.held else "-" for axis in ("dp", "tp"))
+    sent = " / ".join(str(cell.sent.get(axis, 0)) if axis in cell.held else "-" for axis in ("dp", "sp", "tp"))
+    columns = (cell.model, cell.attention, _result(cell), held, sent, _gathered(cell))
+    return f"| {' | '.join(columns)} |" if cell.held else f"| {' | '.join(columns[:3])} | | | |"
 
 
 def _section(title: str, cells: list[Cell]) -> list[str]:
@@ -106,16 +116,21 @@ _MESH = """
 Every causal language model of [zoo.md](zoo.md), at the same tiny sizes, by
 `ZERO3 | AUTOSP | from_transformers(model, "tp")` on a mesh of dp=2 x sp=2 x tp=2: eight simulated ranks in one process.
 Where a model ships no tensor-parallel plan, the tensor axis is left out, and the mesh has four ranks. The two ranks
-along `dp` have their own batches of two rows; parameters are at rest in shards along `dp` and `tp`. The loss (the mean
-over `dp`) and **every gradient**, on each rank that has it, are compared with one device, which takes the mean of
-both batches' losses.
+along `dp` have batches of their own of two rows, parameters are at rest in shards along `dp` and `tp`, and the sequence
+is cut along `sp`. The loss (the mean over `dp`) and **every gradient**, on each rank that holds it, are compared with
+one device, whose loss is the mean of both batches' losses.
 
 - *exact*: the errors of the loss / of the worst gradient, relative to their largest entries (of a gradient at least
-  1e-6 of the largest of all); the bar of both is 1e-9. Casts of a model to float32 are to float64 here, on both sides.
+  1e-6 of the largest of all); the bar of both is 1e-9. Where a model casts to float32, both sides cast to float64.
 - *refused*: the sentence that the user reads.
 - *not applicable*: the model does not build at a tiny size, does not run, or does not compile to one graph on one
   device.
-- *gathered*: how many of which operator run on gathered values along one of the axes, and the bytes of these values.
+- *in shards*: of the entries of the parameters that the graph reads, the share that ranks hold in shards at rest over
+  each axis. Over `tp` it is what the plan of the model says: some plans shard only the head, or only experts.
+- *sent forward*: collectives of the forward pass over each axis.
+- *gathered*: how many of which operator run on values that are gathered over an axis, and the bytes of these values.
+
+The attention implementation is `sdpa`, or `eager` where a model has no other.
 """
 
 _RANKS = ("exact at every P", "wrong or failed", "refused", "not applicable")
@@ -145,6 +160,7 @@ compared with one device.
 - *gathered*: how many of which operator run on whole values on every rank, and the bytes of these values.
 
 One result stands for both numbers of ranks.
+[zoo-mesh.md](zoo-mesh.md) has the same models on a mesh, with ZeRO-3 and tensor parallelism.
 """
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fxrewrite.testing import RankRun, run_on_ranks
 from tests.autosp.one_device import captured
 from tests.zoo.measure import Cell, NotApplicable, OneDevice, compare, measure, on_one_device
+from tests.zoo.mesh import compare_on_mesh
 from tests.zoo.models import names
-from tests.zoo.table import markdown, read
+from tests.zoo.table import markdown, mesh_markdown, read
 
 MODELS = {
     "BloomForCausalLM": "eager",  # a custom backward, alibi
@@ -60,9 +64,37 @@ def test_a_gradient_that_differs_is_wrong() -> None:
     assert (found["status"], found["worst"]) == ("wrong", "weight")
 
 
+def test_a_gradient_of_one_rank_that_differs_is_wrong_on_a_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_device = replace(_one_device(), model=torch.nn.Module())
+    found = compare_on_mesh("", one_device, {"sp": 2})
+    assert (found["status"], found["num_ranks"], found["held"]) == ("exact", 2, {"sp": 0.0})
+
+    def one_rank_off(*args: Any, **kwargs: Any) -> RankRun:
+        run = run_on_ranks(*args, **kwargs)
+        run.grads[1] = [None if grad is None else grad * (1 + 1e-8) for grad in run.grads[1]]
+        return run
+
+    monkeypatch.setattr("tests.zoo.mesh.run_on_ranks", one_rank_off)
+    found = compare_on_mesh("", one_device, {"sp": 2})
+    assert (found["status"], found["worst"]) == ("wrong", "weight")
+
+
 def test_what_does_not_build_is_not_applicable() -> None:
     with pytest.raises(NotApplicable, match=r"does not build: ValueError: transformers .* has no NoneForCausalLM"):
         on_one_device("NoneForCausalLM", "sdpa")
+
+
+def test_the_table_of_a_mesh_says_what_was_not_run() -> None:
+    held, sent = {"dp": 0.99, "sp": 0.0}, {"dp": 12, "sp": 3}
+    cells = [
+        Cell(model="A", attention="sdpa", num_ranks=4, status="exact", over="dp=2,sp=2", held=held, sent=sent),
+        Cell(model="B", attention="sdpa", num_ranks=0, status="refused", why="no"),
+    ]
+    text = mesh_markdown(cells, ["C"])
+    assert "| dp=2,sp=2 | exact | 1 |" in text
+    assert "| A | sdpa | exact 0e+00 0e+00 | 99% / - | 12 / 3 / - |  |" in text
+    assert "| B | sdpa | refused: no | | | |" in text
+    assert "Not run: C." in text
 
 
 def test_the_table_counts_models_by_their_best_attention(tmp_path: Path) -> None:
