@@ -299,8 +299,8 @@ def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str)
         users = list(node.users)
         if not users:
             continue
-        changes += _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
-        (whole,) = node.users
+        whole = _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
+        changes += 1
         sizes = [size_nodes(edit)(shape[placed.dim] // blocks)] * blocks
         split = edit.call(aten.split_with_sizes.default, (whole, sizes, placed.dim), before=first, like=node, rule=rule)
         of_ranks = [edit.call(operator.getitem, (split, i), before=first, like=node, rule=rule) for i in range(blocks)]

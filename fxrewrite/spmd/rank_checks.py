@@ -131,7 +131,7 @@ class RankChecks:
         placeholders = program.graph.find_nodes(op="placeholder")
         self._axis, self._advice, self._timeout = axis, advice, timeout
         self._inputs, self._whole, self._every_call = inputs, whole, every_call
-        self._names = [input_name(node) for node in placeholders]
+        self._names = [_name(node) for node in placeholders]
         self._is_parameter = [is_parameter(node) for node in placeholders]
         self._drawn = drawn
         self._devices = devices_of(drawn)
@@ -258,6 +258,11 @@ def _agree_on_call(axis: Axis, text: str, advice: Advice, timeout: float) -> Non
         absent="did not call what it had compiled",
         hint=f"every rank of the axis compiles, and makes the same calls: {advice.inputs}",
     )
+
+
+def _name(placeholder: fx.Node) -> str:
+    """The name of an input that is the same on every rank; processes may name a symbolic size differently."""
+    return "a size" if isinstance(fake_value(placeholder), torch.SymInt) else input_name(placeholder)
 
 
 def _shown(value: Any) -> str:

@@ -161,6 +161,7 @@ def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
         except (FxRewriteError, BackendCompilerFailed) as error:
             said.append(str(error))
         dist.barrier()
+    torch._dynamo.reset()  # it has seen other sizes on other ranks
     return {"said": said}
 
 
