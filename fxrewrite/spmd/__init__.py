@@ -75,6 +75,7 @@ from fxrewrite.spmd.place import (
     Place as Place,
     Stored as Stored,
     held_as as held_as,
+    input_of as input_of,
     inputs as inputs,
     module_input as module_input,
     module_output as module_output,

@@ -14,12 +14,13 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
+from fxrewrite.spmd.gradient_ops import GATHER_CAST
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.stages import COLLECTIVE_CALLS
 
 __all__ = ["Sends", "sends"]
 
-KINDS = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
+KINDS = {GATHER_CAST: "all_gather", **{target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}}
 
 
 class Sends:
@@ -54,7 +55,7 @@ class Sends:
         elif not found:
             raise FxRewriteError(f"{self.name}: no module of the graph matches {self.within!r}")
         for module, counts in found.items():
-            for kind in KINDS.values():
+            for kind in dict.fromkeys(KINDS.values()):
                 expected = self.counts.get(kind, 0)
                 if counts[kind] != expected:
                     lines = "".join(f"\n  %{n.name}  {source_line(n)}" for n in where.get((module, kind), ()))

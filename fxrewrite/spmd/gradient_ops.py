@@ -4,7 +4,12 @@
     mean_gradient(x, group_name, ranks)        the mean over the ranks of a mesh axis: one all-reduce
     pass_gradient(value, x, factor)       `value` forward; `x` gets factor * gradient, and `value` gets none
 
-They give views of their first operand. Autograd runs through them; a second derivative is refused by autograd.
+They give views of their first operand. And one that is no identity, an all-gather of a cast value:
+
+    gather_cast(x, ranks, group_name, dtype)   all_gather(to(x, dtype)), to be waited for; gradients are cast back to
+                                               the dtype of x, and then reduced and scattered
+
+Autograd runs through them; a second derivative is refused by autograd.
 """
 
 from __future__ import annotations
@@ -14,9 +19,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from fxrewrite.ops import declare_pure
 from fxrewrite.spmd.group import COLLECTIVES
 
-__all__ = ["MEAN_GRADIENT", "PASS_GRADIENT", "SCALE_GRADIENT"]
+__all__ = ["GATHER_CAST", "MEAN_GRADIENT", "PASS_GRADIENT", "SCALE_GRADIENT"]
 
 
 class _Mean(torch.autograd.Function):
@@ -44,12 +50,26 @@ class _Passed(torch.autograd.Function):
         return None, grad * ctx.factor, None
 
 
+class _GatherCast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, ranks: int, group: str, dtype: torch.dtype) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.dtype, ctx.ranks, ctx.group = x.dtype, ranks, group
+        return COLLECTIVES["all_gather"](x.to(dtype), ranks, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sent = COLLECTIVES["reduce_scatter"](grad.to(ctx.dtype).contiguous(), "sum", ctx.ranks, ctx.group)
+        return COLLECTIVES["wait"](sent), None, None, None
+
+
 # Composite, so that autograd and AOTAutograd look inside, and no compiled graph has an operator that it does not know.
 _LIBRARY = torch.library.Library("fxrewrite", "FRAGMENT")
 for _schema, _function in (
     ("scale_gradient(Tensor(a) x, float factor) -> Tensor(a)", lambda x, factor: _Passed.apply(x, x, factor)),
     ("mean_gradient(Tensor(a) x, str group_name, int ranks) -> Tensor(a)", _Mean.apply),
     ("pass_gradient(Tensor(a) value, Tensor x, float factor) -> Tensor(a)", _Passed.apply),
+    ("gather_cast(Tensor x, int ranks, str group_name, ScalarType dtype) -> Tensor", _GatherCast.apply),
 ):
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_schema.partition("(")[0], _function, "CompositeImplicitAutograd")
@@ -57,3 +77,5 @@ for _schema, _function in (
 SCALE_GRADIENT = torch.ops.fxrewrite.scale_gradient.default
 MEAN_GRADIENT = torch.ops.fxrewrite.mean_gradient.default
 PASS_GRADIENT = torch.ops.fxrewrite.pass_gradient.default
+GATHER_CAST = torch.ops.fxrewrite.gather_cast.default
+declare_pure(GATHER_CAST)

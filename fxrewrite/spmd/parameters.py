@@ -32,7 +32,7 @@ from fxrewrite.graph.modules import matches_glob
 from fxrewrite.spmd.arguments import join_arguments, stated_arguments
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
-from fxrewrite.spmd.place import Site, held_placement
+from fxrewrite.spmd.place import Site, check_matches, held_placement
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
 
 __all__ = [
@@ -161,6 +161,8 @@ def _stated(member: Parallelism, names: Mapping[nn.Parameter, list[str]]) -> dic
                     f"{member.name}: {name} is stated as {before[1]} by {before[0]}, and as {placed} by {site}; "
                     "let one glob match it"
                 )
+    if all(site.kind == "param" for site in member.place):
+        check_matches(member.name, member.place, every, "model")
     return {name: placed for name, (_, placed) in found.items()}
 
 

@@ -34,7 +34,7 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.modules import matches_glob, module_names
 from fxrewrite.graph.sizes import Size, divide_exactly, require_divisible, size_hint
-from fxrewrite.ops import is_parameter, is_tensor
+from fxrewrite.ops import is_parameter, is_tensor, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
@@ -66,6 +66,7 @@ __all__ = [
     "Stored",
     "held_as",
     "held_placement",
+    "input_of",
     "inputs",
     "module_input",
     "module_output",
@@ -110,11 +111,16 @@ Placed: TypeAlias = "AnyPlacement | Stored | Zigzag"
 """What can be stated of a site."""
 
 
-def held_as(node: fx.Node) -> Placement | None:
-    """Returns how ranks hold an input, if that is stated; also of an input whose gradient another axis has changed."""
-    while node.target in (SCALE_GRADIENT, MEAN_GRADIENT):
+def input_of(node: fx.Node) -> fx.Node:
+    """The input that a node is a cast of, as under autocast, or whose gradient another axis has changed."""
+    while node.target in (SCALE_GRADIENT, MEAN_GRADIENT) or key(node) in ("aten::to", "aten::_to_copy"):
         node = node.all_input_nodes[0]
-    return HELD.of(node)
+    return node
+
+
+def held_as(node: fx.Node) -> Placement | None:
+    """Returns how ranks hold an input, if that is stated; also of `input_of` the node."""
+    return HELD.of(input_of(node))
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +202,24 @@ class Place:
                 if not context.is_part:
                     raise
                 report.events.append(NotInPart(stated=str(site)))
+        if self.placements and not changes and not context.is_part:
+            known = {**_inputs(edit, of_model=True), **_inputs(edit, of_model=False), **_modules(edit)}
+            check_matches(self.name, self.placements, known, "graph")
         return changes
 
     def text(self) -> str:
         return "\n".join(f"{site}: {placement}" for site, placement in self.placements.items())
+
+
+def check_matches(name: str, sites: Iterable[Site], known: Iterable[str], where: str) -> None:
+    """Raise FxRewriteError if every site is optional and none matches: what is stated is of another model."""
+    sites, known = list(sites), list(known)
+    named = [site for site in sites if site.kind != "outputs"]
+    if named and named == sites and not any(matches_glob(one, site.glob) for site in named for one in known):
+        raise FxRewriteError(
+            f"{name}: nothing of the {where} matches what is stated, {named[0]} for example; it has "
+            f"{', '.join(map(repr, known[:3]))} ...: state the parallelism of the module that is compiled"
+        )
 
 
 def held_placement(

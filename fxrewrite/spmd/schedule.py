@@ -13,6 +13,11 @@ one collective (a bucket), whose adjoint is one reduce-scatter, and which starts
 A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
 neighbours. A bucket's values have one axis and dtype, and all or none of them require gradients.
 
+    to(all_gather(x), bfloat16)                  ->   gather_cast(x, bfloat16)
+
+What every reader casts to one narrower dtype, as autocast does, is cast before it is sent. Its gradient is cast back
+before it is reduced, as it was.
+
 A backend without AOTAutograd, such as "eager", ignores the tag and keeps what is gathered.
 Numerics: exact. Source: Zhao et al. (arXiv 2304.11277, sections 3.3 and 4.2: resharding after the forward pass, one
 collective for a flat parameter, prefetching).
@@ -32,10 +37,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.ops import is_parameter, is_pure
+from fxrewrite.ops import is_parameter, is_pure, key
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.gradient_ops import GATHER_CAST
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.place import KEPT
 
@@ -43,6 +49,9 @@ __all__ = ["SCHEDULE"]
 
 aten = torch.ops.aten
 _GATHER, _WAIT = COLLECTIVES["all_gather"], COLLECTIVES["wait"]
+_GATHERS = (_GATHER, GATHER_CAST)
+_REORDERS = ("aten::reshape", "aten::permute", "aten::contiguous", "aten::narrow")
+"""What puts gathered chunks into the order of the whole value, as `lower.collectives` writes it."""
 _regions = itertools.count(1 << 20)
 """Numbers of recomputed regions, apart from those of checkpoints."""
 
@@ -53,6 +62,10 @@ class Schedule:
     name = "schedule"
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        _, gathered = _of_parameters(edit.nodes())
+        for node in edit.nodes():
+            if node in gathered and node.target == _GATHER:
+                self._cast_first(edit, node)
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
         of_parameters, gathered = _of_parameters(nodes)
@@ -87,6 +100,32 @@ class Schedule:
                 self._together(edit, bucket, before)
         return len(first_read)
 
+    def _cast_first(self, edit: Edit, gather: fx.Node) -> None:
+        """Send what all readers cast to one narrower dtype in that dtype."""
+        reordered = [gather]
+        while len(reordered[-1].users) == 1:
+            (user,) = reordered[-1].users
+            if user.target != _WAIT and key(user) not in _REORDERS:
+                break
+            reordered.append(user)
+        readers = list(reordered[-1].users)
+        if not readers or any(reader.target != aten.to.dtype or len(reader.args) != 2 for reader in readers):
+            return
+        dtypes = {reader.args[1] for reader in readers}
+        dtype, held = dtypes.pop(), gather.meta["val"].dtype
+        if dtypes or not (dtype.is_floating_point and held.is_floating_point and dtype.itemsize < held.itemsize):
+            return
+        sent, ranks, group = gather.args
+        cast = edit.call(GATHER_CAST, (sent, ranks, group, dtype), before=gather, like=gather, rule=self.name)
+        edit.set_meta(cast, "axis", gather.meta["axis"])
+        edit.replace_uses(gather, cast)
+        for node in reordered[1:]:
+            edit.set_meta(node, "val", node.meta["val"].to(dtype))
+        for reader in readers:
+            edit.replace_uses(reader, reordered[-1])
+        for node in (*readers, gather):
+            edit.erase(node)
+
     def _together(self, edit: Edit, bucket: Sequence[fx.Node], before: fx.Node) -> None:
         """One collective in place of several: of rows of what each of them sends, and split when it has come."""
 
@@ -96,7 +135,7 @@ class Schedule:
         first, waits = bucket[0], [min(node.users) for node in bucket]
         rows = [made(aten.reshape.default, node.args[0], [1, -1], before=before, like=_sent(node)) for node in bucket]
         joined = made(aten.cat.default, rows, 1, before=before, like=_sent(first))
-        gathered = made(_GATHER, joined, *first.args[1:], before=before, like=first)
+        gathered = made(first.target, joined, *first.args[1:], before=before, like=first)
         edit.set_meta(gathered, "axis", first.meta["axis"])
         came = made(_WAIT, gathered, before=waits[0], like=waits[0])
         lengths = [row.meta["val"].shape[1] for row in rows]
@@ -128,13 +167,13 @@ def _of_parameters(nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]
         if not (node.op == "call_function" and is_repeatable and reads and of_parameters.issuperset(reads)):
             continue
         of_parameters.add(node)
-        if node.target == _GATHER or not gathered.isdisjoint(reads):
+        if node.target in _GATHERS or not gathered.isdisjoint(reads):
             gathered.add(node)
     return of_parameters, gathered
 
 
 def _starts(node: fx.Node, gathered: set[fx.Node]) -> bool:
-    return node.target == _GATHER and node in gathered and gathered.isdisjoint(node.all_input_nodes)
+    return node.target in _GATHERS and node in gathered and gathered.isdisjoint(node.all_input_nodes)
 
 
 def _buckets(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -183,13 +184,31 @@ def captured_call(
         found.append((gm, list(example_inputs)))
         return _stop
 
-    with contextlib.suppress(_StopError):
-        torch.compile(model, backend=keep, fullgraph=True)(**part)
+    with contextlib.suppress(_StopError), _own_code(model):
+        torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(**part)  # whatever ran before
     ((gm, given),) = found
     whole = {id(cut): value for cut, value in zip(tree_leaves(part), tree_leaves(dict(inputs)), strict=True)}
     is_cut = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
     names = [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     return CapturedCall(gm, [whole.get(id(value), value) for value in given], names, is_cut)
+
+
+@contextlib.contextmanager
+def _own_code(model: nn.Module) -> Generator[None]:
+    """Inside, the model's forward has a code object of its own: Dynamo limits how often it compiles one."""
+    forward = getattr(model.forward, "__func__", None)
+    if not isinstance(forward, FunctionType) or "forward" in vars(model):
+        yield
+        return
+    own = FunctionType(
+        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    own.__kwdefaults__, own.__dict__ = forward.__kwdefaults__, dict(vars(forward))
+    model.forward = MethodType(own, model)
+    try:
+        yield
+    finally:
+        del model.forward
 
 
 class _StopError(Exception):

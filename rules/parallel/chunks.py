@@ -17,7 +17,7 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, fake_value, is_parameter, key
-from fxrewrite.spmd import Replicate, Shard, held_as, redistribute
+from fxrewrite.spmd import Replicate, Shard, held_as, input_of, redistribute
 
 __all__ = ["CHUNKED_BIASES", "add_after_scatter"]
 
@@ -28,8 +28,8 @@ aten = torch.ops.aten
 def _is_linear_and_bias(y: fx.Node, b: fx.Node, dst: object) -> bool:
     if key(y) != "aten::linear" or not isinstance(held_as(bind(y)["weight"]), Shard):
         return False
-    is_bias = b.op == "placeholder" and is_parameter(b) and held_as(b) in (None, Replicate())
-    return is_bias and isinstance(dst, Shard) and dst.dim < fake_value(y).dim() - 1
+    held, is_bias = held_as(b), is_parameter(input_of(b))
+    return is_bias and held in (None, Replicate()) and isinstance(dst, Shard) and dst.dim < fake_value(y).dim() - 1
 
 
 add_after_scatter = Rule(

@@ -78,14 +78,26 @@ def compiled(plan: Any, mesh: DeviceMesh, *, inner: Any = "eager", model: nn.Mod
     return torch.compile(model, backend=spmd(plan, mesh=mesh, inner=inner), fullgraph=True, **how)
 
 
+class Autocast(Model):
+    """Its weights are cast where they are read."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
 def test_what_is_sent(mesh: DeviceMesh) -> None:
     """Shards are gathered a layer at a time forward, and again backward; so are gradients reduced and scattered."""
-    sent: dict[str, Counter[tuple[Any, str]]] = {}
+    sent: dict[str, Counter[str]] = {}
+    dtypes: dict[str, set[torch.dtype]] = {}
 
     def count(of: str) -> Callable[[fx.GraphModule, Any], Any]:
         def compile_one(gm: fx.GraphModule, inputs: Any) -> Any:
             nodes = [node for node in gm.graph.nodes if "c10d" in key(node) and "wait" not in key(node)]
             sent[of] = Counter(key(node).partition("::")[2] for node in nodes)
+            dtypes.update((name, set()) for name in sent[of])
+            for node in nodes:
+                dtypes[key(node).partition("::")[2]].add(node.meta["val"].dtype)
             return make_boxed_func(gm)
 
         return compile_one
@@ -109,6 +121,11 @@ def test_what_is_sent(mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
     compiled(TENSOR, mesh, inner=inner)(X).backward()
     assert sent == {"forward": {"all_reduce": 2}, "backward": {"all_reduce": 1}}  # of the first layer's input none
+    torch._dynamo.reset()
+    compiled(ZERO3, mesh, inner=inner, model=Autocast())(X).backward()
+    assert sent["backward"] == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
+    assert dtypes["all_gather_into_tensor"] == {torch.bfloat16}
+    assert dtypes["reduce_scatter_tensor"] == {torch.float32}
 
 
 def test_parameters_in_shards(mesh: DeviceMesh) -> None:
@@ -345,6 +362,12 @@ def test_simulated_ranks_equal_one_device(plan: Any, sizes: dict[str, int], sent
     assert sent is None or found.sent == sent
 
 
+def test_any_number_of_simulations() -> None:
+    model = Model()
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        assert simulate(model, {"x": X}, DATA, {"dp": 2}).loss_error < 1e-6
+
+
 def test_a_placement_is_explained() -> None:
     """From a value back to what was stated, with what is sent for its readers, over each axis."""
     forgotten = replace(TENSOR, place={param("*.up.weight"): Shard(0)}, expect=[sends(within="layers.*", all_reduce=1)])
@@ -368,9 +391,22 @@ def test_a_placement_is_explained() -> None:
         explain_placement(Model(), {"x": X}, TENSOR, {"tp": 2}, "layers.0.upp")
 
 
+def test_casts_before_gathers() -> None:
+    """Two parallelisms under autocast: weights that are cast are sharded as others."""
+    torch.manual_seed(0)
+    model = Autocast()
+    found = simulate(model, {"x": torch.randn(8, 6)}, replace(ZERO3, axis="shard") | TENSOR, {"shard": 4, "tp": 2})
+    assert found.sent["shard"] == {"all_gather": 2}
+    assert found.loss_error < 1e-2, str(found)  # of bfloat16
+    assert found.grad_error < 1e-2, str(found)
+
+
 def test_a_simulation_that_cannot_be_run() -> None:
     with pytest.raises(FxRewriteError, match=r"tp=2 ranks do not divide S\(0\)"):
         simulate(Weighted(), {"x": X[:3]}, Parallelism("chunks", axis="tp", place={inputs("x"): Shard(0)}), {"tp": 2})
+    elsewhere = Parallelism("elsewhere", axis="tp", place={param("model.*.weight", optional=True): Shard(0)})
+    with pytest.raises(FxRewriteError, match="nothing of the graph matches what is stated, param"):
+        simulate(Model(), {"x": X}, elsewhere, {"tp": 2})
     with pytest.raises(FxRewriteError, match="over axis 'tp', and the mesh has"):
         simulate(Model(), {"x": X}, TENSOR, {"dp": 2})
     with pytest.raises(FxRewriteError, match="3 ranks of axis dp do not divide dimension 0"):
