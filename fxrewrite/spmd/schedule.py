@@ -18,6 +18,10 @@ neighbours. A bucket's values have one axis and dtype, and all or none of them r
 What every reader casts to one narrower dtype, as autocast does, is cast before it is sent. Its gradient is cast back
 before it is reduced, as it was.
 
+    mean_gradient(all_gather(x))                 ->   all_gather(mean_gradient(x))
+
+Ranks of other axes average the shard of a gradient, after it is scattered: those of a bucket by one collective.
+
 A backend without AOTAutograd, such as "eager", ignores the tag and keeps what is gathered.
 Numerics: exact. Source: Zhao et al. (arXiv 2304.11277, sections 3.3 and 4.2: resharding after the forward pass, one
 collective for a flat parameter, prefetching).
@@ -28,8 +32,8 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -41,7 +45,7 @@ from fxrewrite.ops import is_parameter, is_pure, key
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.gradient_ops import GATHER_CAST
+from fxrewrite.spmd.gradient_ops import GATHER_CAST, MEAN_GRADIENT, SCALE_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.place import KEPT
 
@@ -52,6 +56,8 @@ _GATHER, _WAIT = COLLECTIVES["all_gather"], COLLECTIVES["wait"]
 _GATHERS = (_GATHER, GATHER_CAST)
 _REORDERS = ("aten::reshape", "aten::permute", "aten::contiguous", "aten::narrow")
 """What puts gathered chunks into the order of the whole value, as `lower.collectives` writes it."""
+_Means: TypeAlias = "tuple[tuple[Any, ...], ...]"
+"""Of each mean over ranks that is taken of a gradient: the group, and the number of its ranks."""
 _regions = itertools.count(1 << 20)
 """Numbers of recomputed regions, apart from those of checkpoints."""
 
@@ -63,9 +69,12 @@ class Schedule:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         _, gathered = _of_parameters(edit.nodes())
+        means: dict[fx.Node, _Means] = {}
         for node in edit.nodes():
-            if node in gathered and node.target == _GATHER:
-                self._cast_first(edit, node)
+            if _starts(node, gathered):
+                read, of_gradient = _read_as(node)
+                averaged = self._gradients_first(edit, node, of_gradient)
+                means[self._cast_first(edit, node, read)] = averaged
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
         of_parameters, gathered = _of_parameters(nodes)
@@ -96,50 +105,87 @@ class Schedule:
                     edit.move(needed, before)
             if len(bucket) == 1:
                 edit.move(bucket[0], before)
+                self._average(edit, bucket[0], _sent(bucket[0]), means[bucket[0]])
             else:
-                self._together(edit, bucket, before)
+                self._together(edit, bucket, means, before)
         return len(first_read)
 
-    def _cast_first(self, edit: Edit, gather: fx.Node) -> None:
-        """Send what all readers cast to one narrower dtype in that dtype."""
-        reordered = [gather]
-        while len(reordered[-1].users) == 1:
-            (user,) = reordered[-1].users
-            if user.target != _WAIT and key(user) not in _REORDERS:
-                break
-            reordered.append(user)
-        readers = list(reordered[-1].users)
-        if not readers or any(reader.target != aten.to.dtype or len(reader.args) != 2 for reader in readers):
-            return
-        dtypes = {reader.args[1] for reader in readers}
-        dtype, held = dtypes.pop(), gather.meta["val"].dtype
-        if dtypes or not (dtype.is_floating_point and held.is_floating_point and dtype.itemsize < held.itemsize):
-            return
-        sent, ranks, group = gather.args
-        cast = edit.call(GATHER_CAST, (sent, ranks, group, dtype), before=gather, like=gather, rule=self.name)
+    def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> _Means:
+        """Take these nodes from behind a gather; scales go to its operand, and the means are returned, with its own."""
+        means: list[tuple[Any, ...]] = []
+        node = _sent(gather)
+        while node.op == "call_function" and len(node.users) == 1:
+            before = node.all_input_nodes[0]
+            if node.target == MEAN_GRADIENT:
+                means.append(node.args[1:])
+                edit.replace_uses(node, before)
+                edit.erase(node)
+            node = before
+        for node in of_gradient:
+            if node.target == SCALE_GRADIENT:
+                sent = _sent(gather)
+                scaled = edit.call(SCALE_GRADIENT, (sent, *node.args[1:]), before=gather, like=sent, rule=self.name)
+                edit.replace_uses(sent, scaled, [gather])
+            else:
+                means.append(node.args[1:])
+            edit.replace_uses(node, node.all_input_nodes[0])
+            edit.erase(node)
+        return tuple(means)
+
+    def _cast_first(self, edit: Edit, gather: fx.Node, read: fx.Node) -> fx.Node:
+        """Send what all readers cast to one narrower dtype in that dtype; returns the gather."""
+        readers = list(read.users)
+        dtype, held = _cast_to(readers[0]) if readers else None, gather.meta["val"].dtype
+        if dtype is None or any(_cast_to(reader) != dtype for reader in readers):
+            return gather
+        if not (dtype.is_floating_point and held.is_floating_point and dtype.itemsize < held.itemsize):
+            return gather
+        cast = edit.call(GATHER_CAST, (*gather.args, dtype), before=gather, like=gather, rule=self.name)
         edit.set_meta(cast, "axis", gather.meta["axis"])
         edit.replace_uses(gather, cast)
-        for node in reordered[1:]:
+        edit.erase(gather)
+        node = cast
+        while node is not read:
+            (node,) = node.users
             edit.set_meta(node, "val", node.meta["val"].to(dtype))
         for reader in readers:
-            edit.replace_uses(reader, reordered[-1])
-        for node in (*readers, gather):
-            edit.erase(node)
+            edit.replace_uses(reader, read)
+            edit.erase(reader)
+        return cast
 
-    def _together(self, edit: Edit, bucket: Sequence[fx.Node], before: fx.Node) -> None:
+    def _average(self, edit: Edit, reader: fx.Node, value: fx.Node, means: _Means) -> None:
+        """Take these means of the gradient that the reader has of a value."""
+        for mean in means:
+            averaged = edit.call(MEAN_GRADIENT, (value, *mean), before=reader, like=value, rule=self.name)
+            edit.replace_uses(value, averaged, [reader])
+            value = averaged
+
+    def _together(
+        self, edit: Edit, bucket: Sequence[fx.Node], means: Mapping[fx.Node, _Means], before: fx.Node
+    ) -> None:
         """One collective in place of several: of rows of what each of them sends, and split when it has come."""
 
         def made(target: Any, *args: Any, before: fx.Node, like: fx.Node) -> fx.Node:
             return edit.call(target, args, before=before, like=like, rule=self.name)
 
+        def joined(rows: list[fx.Node]) -> fx.Node:
+            return made(aten.cat.default, rows, 1, before=before, like=_sent(first)) if len(rows) > 1 else rows[0]
+
+        averaged = sorted(bucket, key=lambda node: repr(means[node]))
+        alike = [list(group) for _, group in itertools.groupby(averaged, key=means.__getitem__)]
+        bucket = [node for group in alike for node in group]
         first, waits = bucket[0], [min(node.users) for node in bucket]
-        rows = [made(aten.reshape.default, node.args[0], [1, -1], before=before, like=_sent(node)) for node in bucket]
-        joined = made(aten.cat.default, rows, 1, before=before, like=_sent(first))
-        gathered = made(first.target, joined, *first.args[1:], before=before, like=first)
+        row = {n: made(aten.reshape.default, n.args[0], [1, -1], before=before, like=_sent(n)) for n in bucket}
+        rows = [joined([row[node] for node in group]) for group in alike]
+        sent = joined(rows)
+        gathered = made(first.target, sent, *first.args[1:], before=before, like=first)
         edit.set_meta(gathered, "axis", first.meta["axis"])
-        came = made(_WAIT, gathered, before=waits[0], like=waits[0])
-        lengths = [row.meta["val"].shape[1] for row in rows]
-        parts = made(aten.split_with_sizes.default, came, lengths, 1, before=waits[0], like=waits[0])
+        for of_group, group in zip(rows, alike, strict=True):
+            self._average(edit, sent if len(rows) > 1 else gathered, of_group, means[group[0]])
+        earliest = min(waits)
+        came = made(_WAIT, gathered, before=earliest, like=earliest)
+        lengths = [row[node].meta["val"].shape[1] for node in bucket]
+        parts = made(aten.split_with_sizes.default, came, lengths, 1, before=earliest, like=earliest)
         for i, (node, wait) in enumerate(zip(bucket, waits, strict=True)):
             part = made(operator.getitem, parts, i, before=wait, like=wait)
             whole = made(aten.reshape.default, part, list(node.meta["val"].shape), before=wait, like=wait)
@@ -150,7 +196,8 @@ class Schedule:
     def text(self) -> str:
         return (
             "what is gathered of parameters alone is gathered a layer at a time, one layer ahead, and again in the "
-            "backward pass, but for the last layer and what is stated to be kept"
+            "backward pass, but for the last layer and what is stated to be kept; it is cast before it is sent, and "
+            "other axes average gradients after they are scattered"
         )
 
 
@@ -170,6 +217,26 @@ def _of_parameters(nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]
         if node.target in _GATHERS or not gathered.isdisjoint(reads):
             gathered.add(node)
     return of_parameters, gathered
+
+
+def _read_as(gather: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The value that is read of what is gathered, in its order, and what is done to its gradient on the way there."""
+    read, of_gradient = gather, list[fx.Node]()
+    node = gather
+    while len(node.users) == 1:
+        (node,) = node.users
+        if node.target in (SCALE_GRADIENT, MEAN_GRADIENT):
+            of_gradient.append(node)
+        elif node.target == _WAIT or key(node) in _REORDERS:
+            read = node
+        else:
+            break
+    return read, of_gradient
+
+
+def _cast_to(node: fx.Node) -> torch.dtype | None:
+    dtype = node.args[1] if node.target == aten.to.dtype and len(node.args) == 2 else None
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _starts(node: fx.Node, gathered: set[fx.Node]) -> bool:

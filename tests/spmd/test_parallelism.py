@@ -122,6 +122,10 @@ def test_what_is_sent(mesh: DeviceMesh) -> None:
     compiled(TENSOR, mesh, inner=inner)(X).backward()
     assert sent == {"forward": {"all_reduce": 2}, "backward": {"all_reduce": 1}}  # of the first layer's input none
     torch._dynamo.reset()
+    compiled(DATA | replace(ZERO3, axis="tp"), mesh, inner=inner)(X).backward()
+    scattered = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2, "all_reduce": 2}  # of a layer's shards
+    assert sent == {"forward": {"all_gather_into_tensor": 2}, "backward": scattered}
+    torch._dynamo.reset()
     compiled(ZERO3, mesh, inner=inner, model=Autocast())(X).backward()
     assert sent["backward"] == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
     assert dtypes["all_gather_into_tensor"] == {torch.bfloat16}
@@ -392,7 +396,7 @@ def test_a_placement_is_explained() -> None:
 
 
 def test_casts_before_gathers() -> None:
-    """Two parallelisms under autocast: weights that are cast are sharded as others."""
+    """Two parallelisms under autocast: weights that are cast are sharded as others, and their gradients averaged."""
     torch.manual_seed(0)
     model = Autocast()
     found = simulate(model, {"x": torch.randn(8, 6)}, replace(ZERO3, axis="shard") | TENSOR, {"shard": 4, "tp": 2})

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import Tensor, nn
 
 from fxrewrite import FxRewriteError
-from fxrewrite.spmd import Gathered, Parallelism, Shard, param
+from fxrewrite.spmd import Gathered, Parallelism, Replicate, Shard, param
 from rules.parallel.megatron import ENDS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS, lookup_rows, take_class
 from tests.rules.parallel.on_ranks import Comparison, compared
@@ -106,7 +106,13 @@ def test_a_vocabulary_that_does_not_divide_is_refused() -> None:
 
 def test_a_model_without_these_ends() -> None:
     model = nn.Linear(4, 4)
-    plan = Parallelism("ends", axis="tp", place=ENDS, rules=[VOCABULARY], layouts=tuple(VOCABULARY_LAYOUTS))
+    plan = Parallelism(
+        "ends",
+        axis="tp",
+        place=ENDS | {param("weight"): Replicate()},
+        rules=[VOCABULARY],
+        layouts=tuple(VOCABULARY_LAYOUTS),
+    )
     x = torch.randn(3, 4, dtype=torch.float64)
     model.double()
     assert not compared(lambda x: model(x).square().sum(), model, plan, {"x": x}).forward
