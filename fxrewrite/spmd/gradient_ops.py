@@ -2,6 +2,7 @@
 
     scale_gradient(x, factor)             factor * gradient
     mean_gradient(x, group_name, ranks)        the mean over the ranks of a mesh axis: one all-reduce
+    mean_gradients(xs, group_name, ranks)      the same of several, by one all-reduce
     pass_gradient(value, x, factor)       `value` forward; `x` gets factor * gradient, and `value` gets none
 
 They give views of their first operand. And one that is no identity, an all-gather of a cast value:
@@ -22,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from fxrewrite.ops import declare_pure
 from fxrewrite.spmd.group import COLLECTIVES
 
-__all__ = ["GATHER_CAST", "MEAN_GRADIENT", "PASS_GRADIENT", "SCALE_GRADIENT"]
+__all__ = ["GATHER_CAST", "MEAN_GRADIENT", "MEAN_GRADIENTS", "PASS_GRADIENT", "SCALE_GRADIENT"]
 
 
 class _Mean(torch.autograd.Function):
@@ -36,6 +37,21 @@ class _Mean(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         total = COLLECTIVES["wait"](COLLECTIVES["all_reduce"](grad.contiguous(), "sum", ctx.group))
         return total / ctx.ranks, None, None
+
+
+class _Means(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: str, ranks: int, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.group, ctx.ranks = group, ranks
+        return tuple(x.view_as(x) for x in xs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        row = torch.cat([grad.reshape(-1) for grad in grads])
+        mean = COLLECTIVES["wait"](COLLECTIVES["all_reduce"](row, "sum", ctx.group)) / ctx.ranks
+        parts = mean.split([grad.numel() for grad in grads])
+        return None, None, *(part.view(grad.shape) for part, grad in zip(parts, grads, strict=True))
 
 
 class _Passed(torch.autograd.Function):
@@ -68,6 +84,10 @@ _LIBRARY = torch.library.Library("fxrewrite", "FRAGMENT")
 for _schema, _function in (
     ("scale_gradient(Tensor(a) x, float factor) -> Tensor(a)", lambda x, factor: _Passed.apply(x, x, factor)),
     ("mean_gradient(Tensor(a) x, str group_name, int ranks) -> Tensor(a)", _Mean.apply),
+    (
+        "mean_gradients(Tensor(a)[] xs, str group_name, int ranks) -> Tensor(a)[]",
+        lambda xs, group, ranks: list(_Means.apply(group, ranks, *xs)),
+    ),
     ("pass_gradient(Tensor(a) value, Tensor x, float factor) -> Tensor(a)", _Passed.apply),
     ("gather_cast(Tensor x, int ranks, str group_name, ScalarType dtype) -> Tensor", _GatherCast.apply),
 ):
@@ -76,6 +96,7 @@ for _schema, _function in (
 
 SCALE_GRADIENT = torch.ops.fxrewrite.scale_gradient.default
 MEAN_GRADIENT = torch.ops.fxrewrite.mean_gradient.default
+MEAN_GRADIENTS = torch.ops.fxrewrite.mean_gradients.default
 PASS_GRADIENT = torch.ops.fxrewrite.pass_gradient.default
 GATHER_CAST = torch.ops.fxrewrite.gather_cast.default
 declare_pure(GATHER_CAST)

@@ -182,21 +182,17 @@ class Parallelisms:
 
 
 def _plan(members: Sequence[Parallelism]) -> Plan:
-    """All members, the last first; then the schedule of what they gather, for which the graph must be lowered."""
+    """All members, the last first; then the schedule of what they send of parameters alone."""
     first, *others = reversed(members)
     plan = first.rule_set.on(first.axis)
     for member in others:
         plan = plan >> member.rule_set.on(member.axis)
-    return plan >> SCHEDULE.on(members[0].axis) if _is_stored(members) else plan
+    return plan >> SCHEDULE.on(members[0].axis)
 
 
 def _page(members: Sequence[Parallelism]) -> str:
     pages = [f"over {member.axis}: {member.rule_set}" for member in reversed(members)]
-    return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"] if _is_stored(members) else pages)
-
-
-def _is_stored(members: Sequence[Parallelism]) -> bool:
-    return any(isinstance(placed, Stored) for member in members for placed in member.place.values())
+    return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"])
 
 
 def check_axes(plan: Parallelism | Parallelisms, axes: Sequence[str]) -> None:

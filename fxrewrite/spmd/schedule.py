@@ -1,4 +1,4 @@
-"""When parameters in shards are gathered: a layer at a time, one layer ahead, and again in the backward pass.
+"""Collectives of parameters alone, a layer at a time: shards are gathered one layer ahead, gradients averaged together.
 
     all_gather(a), all_gather(b), all_gather(c), ...   ->   ab, cd = all_gather(cat(a, b)), all_gather(cat(c, d))
     layer 0 reads a, b; layer 1 reads c, d                  a, b = split(wait(ab)); layer 0
@@ -21,6 +21,10 @@ before it is reduced, as it was.
     mean_gradient(all_gather(x))                 ->   all_gather(mean_gradient(x))
 
 Ranks of other axes average the shard of a gradient, after it is scattered: those of a bucket by one collective.
+
+    mean_gradient(a), mean_gradient(b), ...      ->   mean_gradients([a, b, ...])
+
+So are the gradients of a layer's other parameters.
 
 A backend without AOTAutograd, such as "eager", ignores the tag and keeps what is gathered.
 Numerics: exact. Source: Zhao et al. (arXiv 2304.11277, sections 3.3 and 4.2: resharding after the forward pass, one
@@ -45,7 +49,7 @@ from fxrewrite.ops import is_parameter, is_pure, key
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.gradient_ops import GATHER_CAST, MEAN_GRADIENT, SCALE_GRADIENT
+from fxrewrite.spmd.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, SCALE_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.place import KEPT
 
@@ -63,7 +67,7 @@ _regions = itertools.count(1 << 20)
 
 
 class Schedule:
-    """The step that buckets, moves and tags what is gathered of parameters alone, over any axis."""
+    """The step that buckets, moves and tags collectives of parameters alone, over any axis."""
 
     name = "schedule"
 
@@ -75,6 +79,7 @@ class Schedule:
                 read, of_gradient = _read_as(node)
                 averaged = self._gradients_first(edit, node, of_gradient)
                 means[self._cast_first(edit, node, read)] = averaged
+        averaged = self._average_together(edit)
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
         of_parameters, gathered = _of_parameters(nodes)
@@ -108,7 +113,7 @@ class Schedule:
                 self._average(edit, bucket[0], _sent(bucket[0]), means[bucket[0]])
             else:
                 self._together(edit, bucket, means, before)
-        return len(first_read)
+        return len(first_read) + averaged
 
     def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> _Means:
         """Take these nodes from behind a gather; scales go to its operand, and the means are returned, with its own."""
@@ -160,6 +165,26 @@ class Schedule:
             edit.replace_uses(value, averaged, [reader])
             value = averaged
 
+    def _average_together(self, edit: Edit) -> int:
+        """One mean of all gradients of a layer's parameters that ranks average alike; returns how many there are."""
+        of_parameters, _ = _of_parameters(edit.nodes())
+        means = [node for node in edit.nodes() if node.target == MEAN_GRADIENT and node in of_parameters and node.users]
+        own = [node for node in means if len(node.all_input_nodes[0].users) == 1]
+        first_read = {node: min(node.users) for node in own}
+        found = [bucket for bucket in _buckets(edit, own, first_read, of_parameters) if len(bucket) > 1]
+        for bucket in found:
+            first, values = min(bucket), [node.all_input_nodes[0] for node in bucket]
+            for needed in _operands(bucket, of_parameters):
+                if not needed < first:
+                    edit.move(needed, first)
+            call = (MEAN_GRADIENTS, (values, *first.args[1:]))
+            together = edit.call(*call, before=first, like=first, rule=self.name)
+            for i, node in enumerate(bucket):
+                part = edit.call(operator.getitem, (together, i), before=first, like=node, rule=self.name)
+                edit.replace_uses(node, part)
+                edit.erase(node)
+        return len(found)
+
     def _together(
         self, edit: Edit, bucket: Sequence[fx.Node], means: Mapping[fx.Node, _Means], before: fx.Node
     ) -> None:
@@ -195,9 +220,9 @@ class Schedule:
 
     def text(self) -> str:
         return (
-            "what is gathered of parameters alone is gathered a layer at a time, one layer ahead, and again in the "
-            "backward pass, but for the last layer and what is stated to be kept; it is cast before it is sent, and "
-            "other axes average gradients after they are scattered"
+            "shards of parameters are gathered a layer at a time, one layer ahead, and again in the backward pass, but "
+            "for the last layer and what is stated to be kept; gradients are averaged a layer at a time, those of "
+            "shards after they are scattered"
         )
 
 
@@ -244,27 +269,29 @@ def _starts(node: fx.Node, gathered: set[fx.Node]) -> bool:
 
 
 def _buckets(
-    edit: Edit, gathers: Sequence[fx.Node], first_read: dict[fx.Node, fx.Node], of_parameters: set[fx.Node]
+    edit: Edit, nodes: Sequence[fx.Node], first_read: Mapping[fx.Node, fx.Node], of_parameters: set[fx.Node]
 ) -> list[list[fx.Node]]:
-    """The all-gathers that are one collective, in the order in which the first of each bucket is read."""
-    looks: dict[fx.Node, Any] = {}
+    """The nodes, each of one parameter, that are one collective; in the order in which those of a bucket are read."""
     at = {node: position for position, node in enumerate(edit.nodes())}
-    ordered = sorted(gathers, key=lambda node: (at[first_read[node]], at[node]))
-    for node in ordered:
-        parameter = next(n for n in _operands([node], of_parameters, inputs=True) if n.op == "placeholder")
-        traced = parameter.meta.get("example_value")
-        value = node.meta["val"]
-        how = (*node.args[1:], value.dtype, value.device, node.meta.get("recompute"))
-        how = (*how, getattr(traced, "requires_grad", True))
-        looks[node] = (_layer(input_name(parameter)), how)
+    ordered = sorted(nodes, key=lambda node: (at[first_read[node]], at[node]))
+    looks = {node: _look(node, of_parameters) for node in ordered}
     found: list[list[fx.Node]] = []
-    for layer, of_layer in itertools.groupby(ordered, lambda node: looks[node][0]):
+    for layer, of_layer in itertools.groupby(ordered, lambda node: _layer(looks[node][0])):
         del layer
         alike: dict[Any, list[fx.Node]] = {}
         for node in of_layer:
             alike.setdefault(looks[node][1], []).append(node)
         found += alike.values()
     return found
+
+
+def _look(node: fx.Node, of_parameters: set[fx.Node]) -> tuple[str, Any]:
+    """The name of the parameter that a node starts from, and in what nodes of one bucket are alike."""
+    parameter = next(n for n in _operands([node], of_parameters, inputs=True) if n.op == "placeholder")
+    needs_gradient = getattr(parameter.meta.get("example_value"), "requires_grad", True)
+    value = node.meta["val"]
+    how = (*node.args[1:], value.dtype, value.device, node.meta.get("recompute"), needs_gradient)
+    return input_name(parameter), how
 
 
 def _operands(bucket: Sequence[fx.Node], of_parameters: set[fx.Node], *, inputs: bool = False) -> list[fx.Node]:

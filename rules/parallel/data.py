@@ -1,6 +1,6 @@
 """Each rank has its own part of the batch: parameters are held whole, or in shards that are gathered before use.
 
-    DATA      one all-reduce of each gradient
+    DATA      an all-reduce of each layer's gradients
     ZERO2     an all-gather of each layer before use, and one reduce-scatter of its gradients; parameters, gradients and
               optimizer states at rest are 1/P, and the whole model is there from its forward to its backward pass
     ZERO3     the same, and an all-gather of each layer again in the backward pass, but for the last one; so few layers

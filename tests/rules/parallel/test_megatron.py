@@ -33,7 +33,7 @@ def test_on_chunks_of_the_sequence(tied: bool) -> None:
     found = compared(loss_of(model), model, MEGATRON_SP)
     forward = {("tp", SCATTER): 2 * LAYERS + 1, ("tp", GATHER): 2 * LAYERS + 1, ("tp", REDUCE): 3}
     assert found.forward == forward
-    norms = 2 * LAYERS + 1
+    norms = LAYERS + 1  # both of a layer together
     assert found.backward == {SCATTER: 2 * LAYERS + 1, GATHER: 2 * LAYERS + 1, REDUCE: norms}
 
 

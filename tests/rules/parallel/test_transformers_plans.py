@@ -21,7 +21,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
     # options, collectives of the forward pass, and of the backward pass
     "Llama": ({}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 2 * LAYERS + 1}),
-    "Qwen3": ({"head_dim": 8}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 4 * LAYERS + 1}),  # norms of q and of k
+    "Qwen3": ({"head_dim": 8}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 3 * LAYERS + 1}),  # norms of q and k, together
     "GPTNeoX": ({}, {REDUCE: 2 * LAYERS + 3}, {REDUCE: 2 * LAYERS + 1}),  # the plan leaves its embedding whole
     "Phi": ({"resid_pdrop": 0.0}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: LAYERS + 1}),  # one norm a layer
     "Phi3": (
@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
     "Glm": ({"head_dim": 8}, {REDUCE: 2 * LAYERS + ENDS, GATHER: LAYERS}, {REDUCE: 2 * LAYERS + 1, SCATTER: LAYERS}),
     "Gemma2": ({"head_dim": 8}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 2 * LAYERS + 1}),  # tied, with capped logits
     "Mixtral": ({"num_local_experts": 4}, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 2 * LAYERS + 1}),
-    "Qwen3Moe": (EXPERTS, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 4 * LAYERS + 1}),
+    "Qwen3Moe": (EXPERTS, {REDUCE: 2 * LAYERS + ENDS}, {REDUCE: 3 * LAYERS + 1}),
 }
 
 
