@@ -72,6 +72,11 @@ class Schedule:
     name = "schedule"
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        means = self._send_less(edit)
+        return self._average_together(edit) + self._gather_late(edit, means, is_part=context.is_part)
+
+    def _send_less(self, edit: Edit) -> dict[fx.Node, _Means]:
+        """Cast before gathers, and average behind their adjoints; returns the means that are left to take of each."""
         _, gathered = _of_parameters(edit.nodes())
         means: dict[fx.Node, _Means] = {}
         for node in edit.nodes():
@@ -79,7 +84,10 @@ class Schedule:
                 read, of_gradient = _read_as(node)
                 averaged = self._gradients_first(edit, node, of_gradient)
                 means[self._cast_first(edit, node, read)] = averaged
-        averaged = self._average_together(edit)
+        return means
+
+    def _gather_late(self, edit: Edit, means: Mapping[fx.Node, _Means], *, is_part: bool) -> int:
+        """Gather what one layer reads by one collective, one layer ahead; returns how many nodes were moved."""
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
         of_parameters, gathered = _of_parameters(nodes)
@@ -93,7 +101,7 @@ class Schedule:
                 edit.move(node, first_read[node])
         buckets = _buckets(edit, [node for node in first_read if _starts(node, gathered)], first_read, of_parameters)
         kept = {node for bucket in buckets for node in bucket if node.meta.get("recompute") == KEPT}
-        if buckets and not context.is_part:
+        if buckets and not is_part:
             kept |= set(buckets[-1])  # the backward pass reads it at once
         again, given_up = set[fx.Node](), gathered - kept
         region = next(_regions)  # one: between two regions the partitioner saves what one reads of the other
@@ -113,7 +121,7 @@ class Schedule:
                 self._average(edit, bucket[0], _sent(bucket[0]), means[bucket[0]])
             else:
                 self._together(edit, bucket, means, before)
-        return len(first_read) + averaged
+        return len(first_read)
 
     def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> _Means:
         """Take these nodes from behind a gather; scales go to its operand, and the means are returned, with its own."""
