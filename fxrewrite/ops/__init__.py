@@ -39,6 +39,7 @@ from fxrewrite.ops.effects import (
     mutates as mutates,
     sets_mode as sets_mode,
     updates_statistics as updates_statistics,
+    without_gradients as without_gradients,
 )
 from fxrewrite.ops.keys import call_key as call_key, key as key, possible_keys as possible_keys
 from fxrewrite.ops.names import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "mutates",
     "sets_mode",
     "updates_statistics",
+    "without_gradients",
 ]
 
 _PURE: set[Any] = set()
@@ -120,6 +121,18 @@ _MODE_SWITCHES = frozenset(
 _PER_RANK: set[Any] = set()
 _VIRTUAL: set[Any] = set()
 """Callables, and their keys."""
+
+
+def without_gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Nodes that run while gradients are off, as under `torch.no_grad()`; of each the node that switched them off."""
+    found: dict[fx.Node, fx.Node] = {}
+    switch: fx.Node | None = None
+    for node in nodes:
+        if node.target is torch._C._set_grad_enabled:
+            switch = None if node.args[0] else switch or node
+        elif switch is not None:
+            found[node] = switch
+    return found
 
 
 def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:

@@ -363,7 +363,7 @@ def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placemen
         for operand in read:
             if is_tensor(operand) and not is_parameter(operand):
                 users = [node for node in nodes if operand in node.all_input_nodes]
-                _ask(edit, axis, operand, users, placement, f"{site}: {name}", before=users[0], rule=rule)
+                _ask(edit, axis, operand, users, placement, f"{site}: {name}", after=operand, rule=rule)
                 changes += 1
     return changes
 

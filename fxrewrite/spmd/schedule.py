@@ -10,6 +10,7 @@ first read, so that few layers are whole at a time, and has the tag by which AOT
 in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since the
 backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered by
 one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first read.
+What is first read while gradients are off is gathered before they were switched off: others read it, too.
 A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
 neighbours. A bucket's values have one axis and dtype, and all or none of them require gradients.
 
@@ -45,7 +46,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.ops import is_parameter, is_pure, key
+from fxrewrite.ops import is_parameter, is_pure, key, without_gradients
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
@@ -91,10 +92,13 @@ class Schedule:
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
         of_parameters, gathered = _of_parameters(nodes)
+        off = without_gradients(nodes)
         first_read: dict[fx.Node, fx.Node] = {}
         for node in reversed(nodes):  # users first
             if node in gathered and node.users:
-                readers = (first_read.get(user, user) if user in gathered else user for user in node.users)
+                readers = (
+                    first_read.get(user, user) if user in gathered else off.get(user, user) for user in node.users
+                )
                 first_read[node] = min(readers, key=at.__getitem__)
         for node in nodes:
             if node in first_read:
@@ -236,7 +240,7 @@ class Schedule:
 
 def _of_parameters(nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
     """What is computed of parameters alone, and which of that depends on an all-gather."""
-    of_parameters, gathered = set[fx.Node](), set[fx.Node]()
+    of_parameters, gathered, off = set[fx.Node](), set[fx.Node](), without_gradients(nodes)
     for node in nodes:
         if node.op == "placeholder":
             if is_parameter(node):
@@ -244,7 +248,13 @@ def _of_parameters(nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]
             continue
         reads = node.all_input_nodes
         is_repeatable = is_pure(node) or node.target in COLLECTIVES.values()
-        if not (node.op == "call_function" and is_repeatable and reads and of_parameters.issuperset(reads)):
+        if not (
+            node.op == "call_function"
+            and is_repeatable
+            and node not in off
+            and reads
+            and of_parameters.issuperset(reads)
+        ):
             continue
         of_parameters.add(node)
         if node.target in _GATHERS or not gathered.isdisjoint(reads):

@@ -138,6 +138,10 @@ def from_transformers(model: nn.Module, axis: str = "tp", *, plan: Literal["tp",
             of_them = [name for name in parameters if matches_glob(name, glob)] == names
             # The model has them; a forward may still read none, and a tied one goes by one of its names.
             place |= {param(one, optional=True): held for one in ([glob] if of_them else names)}
+    held_of = {parameters[name]: held for site, held in place.items() for name in parameters if site.glob == name}
+    for name, parameter in parameters.items():  # a tied parameter of which a plan names one module alone
+        if parameter in held_of and not any(matches_glob(name, site.glob) for site in place):
+            place[param(name, optional=True)] = held_of[parameter]
     for where in (where for where, style in styles.items() if style in GATHERED):
         if where != _head(model):
             place[module_output(where, optional=True)] = Replicate()

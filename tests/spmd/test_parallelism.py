@@ -366,6 +366,26 @@ def test_simulated_ranks_equal_one_device(plan: Any, sizes: dict[str, int], sent
     assert sent is None or found.sent == sent
 
 
+class Positions(Model):
+    """What is read first is read while gradients are off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            rows = self.positions(torch.arange(3)).sum(0) * self.layers[0].up.weight.sum()
+        return super().forward(x + rows)
+
+
+@pytest.mark.parametrize("plan", [ZERO3, ZERO3 | TENSOR])
+def test_parameters_that_are_read_without_gradients(plan: Any) -> None:
+    sizes = {member.axis: 2 for member in plan.members}
+    found = simulate(Positions().double(), {"x": ROWS}, plan, sizes)
+    assert found.grad_error < 1e-14, str(found)
+
+
 def test_any_number_of_simulations() -> None:
     model = Model()
     for _ in range(torch._dynamo.config.recompile_limit + 1):
