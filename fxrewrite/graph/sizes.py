@@ -35,6 +35,7 @@ __all__ = [
     "product",
     "require_divisible",
     "size_hint",
+    "written_factor",
 ]
 
 Size: TypeAlias = "int | torch.SymInt"
@@ -73,6 +74,11 @@ def divide_exactly(a: Size, b: Size) -> Size | None:
         return a
     quotient: Any = a // b  # torch's stubs say that it may be a float
     return quotient if statically_known_true(quotient * b == a) else None
+
+
+def written_factor(size: Size) -> int:
+    """The integer that a size is written as a multiple of: 4 of `4 * s0`, 1 of `s0`, though a guard may divide it."""
+    return size if isinstance(size, int) else int(size.node.expr.as_coeff_Mul()[0])
 
 
 def product(sizes: Iterable[Size]) -> Size:

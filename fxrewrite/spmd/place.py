@@ -33,7 +33,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.modules import matches_glob, module_names
-from fxrewrite.graph.sizes import Size, divide_exactly, require_divisible, size_hint
+from fxrewrite.graph.sizes import Size, divide_exactly, require_divisible, size_hint, written_factor
 from fxrewrite.ops import is_parameter, is_tensor, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
@@ -294,7 +294,7 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule
         shape = node.meta["val"].shape
         held_placement(shape, placement, axis, f"{site}: {name}")
         # A size that the graph reads of a local one, as P * s, stays right when the value becomes local.
-        if isinstance(placement, Shard) and divide_exactly(shape[placement.dim], axis.size) is None:
+        if isinstance(placement, Shard) and written_factor(shape[placement.dim]) % axis.size:
             raise FxRewriteError(
                 f"{site}: {name}: dimension {placement.dim} is symbolic, and sizes in the graph are read off it as a "
                 "whole; compile with dynamic=False, or mark_static this dimension"

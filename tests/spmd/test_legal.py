@@ -182,10 +182,18 @@ def test_a_context_that_is_none(context: Any, says: str) -> None:
     assert says in refused(plan(ROWS), context)
 
 
-def test_a_symbolic_dimension_of_an_input_is_not_sharded() -> None:
+class Even(Net):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        assert x.shape[0] % 2 == 0
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("model", [Net, Even])
+def test_a_symbolic_dimension_of_an_input_is_not_sharded(model: type[Net]) -> None:
+    """Also where a guard says that the ranks divide it."""
     x = X.clone()
     torch._dynamo.mark_dynamic(x, 0)
-    gm = normalized(captured(Net().double(), {"x": x})[0])
+    gm = normalized(captured(model().double(), {"x": x})[0])
     with pytest.raises(FxRewriteError, match=r"inputs\('x'\): x: dimension 0 is symbolic"):
         plan({inputs("x"): Shard(0)}).apply(gm, context=SpmdContext(AXIS))
 
