@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import is_fake
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
@@ -336,16 +337,46 @@ def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
         if not isinstance(held, DTensor):
             continue
         found[position] = held
-        for user in list(node.users):
-            if user.target is not whole:
-                raise FxRewriteError(
-                    f"{node.name} is read as a DTensor by {user.target}: a module keeps a reference to its parameter "
-                    "besides its attribute; compile the model without this module"
-                )
-            value = user.meta["example_value"]
-            user.replace_all_uses_with(node)
-            gm.graph.erase_node(user)
+        value = _read_whole(gm, node)
+        if value is not None:
             node.meta["example_value"] = value.detach().requires_grad_(held.requires_grad)
             node.meta["is_parameter"] = True
     gm.recompile()
     return found
+
+
+def _read_whole(gm: fx.GraphModule, held: fx.Node) -> torch.Tensor | None:
+    """Make all that reads `whole(held)` read `held`, also in bodies of checkpoints; returns the whole value.
+
+    Raises:
+        FxRewriteError: it is read otherwise.
+    """
+    value: torch.Tensor | None = None
+    for user in list(held.users):
+        if user.target is whole:
+            value = user.meta["example_value"]
+            user.replace_all_uses_with(held)
+            gm.graph.erase_node(user)
+            continue
+        body = _body(gm, user)
+        if body is None:
+            raise FxRewriteError(
+                f"{held.name} is read as a DTensor by {user.target}: a module keeps a reference to its parameter "
+                "besides its attribute, or runs inside of an operator of higher order; compile the model without it"
+            )
+        for operand, placeholder in zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
+            if operand is held:
+                inside = _read_whole(body, placeholder)
+                value = placeholder.meta["example_value"] if inside is None else inside
+                placeholder.meta["example_value"] = value
+        body.recompile()
+    return value
+
+
+def _body(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
+    """The subgraph that a call runs on its other operands, as `torch.utils.checkpoint` does."""
+    first = call.args[0] if call.args else None
+    if not (isinstance(call.target, HigherOrderOperator) and isinstance(first, fx.Node) and first.op == "get_attr"):
+        return None
+    found = gm.get_submodule(str(first.target))
+    return found if isinstance(found, fx.GraphModule) else None
