@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests are small and run side by side
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # no trial of each instruction set by the C++ compiler
 
 import pytest
 import torch

@@ -142,8 +142,9 @@ def collectives(name: str, axes: tuple[str, ...]) -> Counter[tuple[str, str]]:
     return Counter((node.meta["axis"], key(node).partition("::")[2]) for node in sent)
 
 
-@pytest.mark.parametrize("axes", MESHES, ids="-".join)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "axes"), [(name, axes) for name in MODELS for axes in (MESHES if name == "llama" else MESHES[-1:])]
+)
 def test_on_a_mesh(name: str, axes: tuple[str, ...]) -> None:
     """Composed with others, an axis sends what it sends alone."""
     sent = collectives(name, axes)

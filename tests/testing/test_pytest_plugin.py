@@ -58,7 +58,7 @@ OWN = ("--fxrewrite-distribution", "my_signs")
 
 
 def run(pytester: pytest.Pytester, *options: str) -> pytest.RunResult:
-    return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+    return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
 
 
 def test_every_rule_of_the_own_distribution_is_a_test_and_no_other(project: pytest.Pytester) -> None:

@@ -31,11 +31,11 @@ def test_stages(fx_snapshot):
 def test_a_snapshot_is_compared_by_its_text_and_must_be_used(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One project through its life: each run is a process that imports torch."""
+    """One project through its life."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)  # an inner run is no worker of the outer one
 
     def run(*options: str) -> pytest.RunResult:
-        return pytester.runpytest_subprocess("-p", "no:cacheprovider", *options)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", *options)
 
     pytester.makepyfile(test_rule=TEST.format(after="sin"))
     assert run("--snapshot-update").ret == 0

@@ -18,12 +18,9 @@ from tests.zoo.table import markdown, mesh_markdown, read
 
 MODELS = {
     "BloomForCausalLM": "eager",  # a custom backward, alibi
-    "CohereForCausalLM": "sdpa",  # norms in float32
     "DeepseekV3ForCausalLM": "sdpa",  # low-rank attention, in-place routing, experts
-    "FalconForCausalLM": "sdpa",  # one key and value head
     "GptOssForCausalLM": "eager",  # attention sinks, experts
     "Mamba2ForCausalLM": "eager",  # convolution and chunked scan
-    "MixtralForCausalLM": "sdpa",  # experts
     "Qwen3NextForCausalLM": "sdpa",  # gated delta net
     "RwkvForCausalLM": "eager",  # a recurrence, time step by time step
 }

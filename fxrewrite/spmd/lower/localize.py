@@ -191,8 +191,7 @@ def _cut(value: torch.Tensor, dim: int, size: Size) -> torch.Tensor:
         if outer != dim and size_hint(stride) >= size_hint(run) > 0:
             entries = divide_exactly(stride, whole)
             strides[outer] = stride if entries is None else entries * size
-    cut = value.narrow(dim, 0, size)
-    return cut.as_strided(cut.shape, strides)
+    return value.as_strided((*value.shape[:dim], size, *value.shape[dim + 1 :]), strides)
 
 
 def _term(size: Size) -> Any:

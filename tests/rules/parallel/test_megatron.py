@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
 
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError, RefusedError
-from fxrewrite.spmd import Gathered
+from fxrewrite.spmd import Gathered, Parallelisms
 from rules.parallel import DATA, MEGATRON, MEGATRON_LAYERS, MEGATRON_SP, ZERO3
 from tests.rules.parallel.models import build
 from tests.rules.parallel.on_ranks import IDS, compared, loss_of
@@ -19,43 +17,44 @@ LAYERS = 2
 REDUCE, GATHER, SCATTER = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_megatron(tied: bool) -> None:
-    model = build("Llama", tie_word_embeddings=tied)
+WITH_WHOLE_NORMS = {("tp", REDUCE): 2 * LAYERS + 1 + 3}
+"""Sent forward: the embedding's, and three of the loss."""
+ON_CHUNKS = {("tp", SCATTER): 2 * LAYERS + 1, ("tp", GATHER): 2 * LAYERS + 1, ("tp", REDUCE): 3}
+
+
+def test_megatron() -> None:
+    model = build("Llama", tie_word_embeddings=True)
     found = compared(loss_of(model), model, MEGATRON)
-    assert found.forward == {("tp", REDUCE): 2 * LAYERS + 1 + 3}  # the embedding's, and three of the loss
+    assert found.forward == WITH_WHOLE_NORMS
     assert found.backward == {REDUCE: 2 * LAYERS + 1}  # what the head gives back
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_on_chunks_of_the_sequence(tied: bool) -> None:
-    model = build("Llama", tie_word_embeddings=tied)
+def test_on_chunks_of_the_sequence() -> None:
+    model = build("Llama")
     found = compared(loss_of(model), model, MEGATRON_SP)
-    forward = {("tp", SCATTER): 2 * LAYERS + 1, ("tp", GATHER): 2 * LAYERS + 1, ("tp", REDUCE): 3}
-    assert found.forward == forward
+    assert found.forward == ON_CHUNKS
     norms = LAYERS + 1  # both of a layer together
     assert found.backward == {SCATTER: 2 * LAYERS + 1, GATHER: 2 * LAYERS + 1, REDUCE: norms}
 
 
 def test_four_ranks() -> None:
     model = build("Qwen3", num_key_value_heads=4, head_dim=8)
-    for plan in (MEGATRON, MEGATRON_SP):
-        compared(loss_of(model), model, plan, ranks=4)
+    compared(loss_of(model), model, MEGATRON_SP, ranks=4)
 
 
 PLANS = {
-    "data_megatron": DATA | MEGATRON,
-    "zero3_megatron_sp": ZERO3 | MEGATRON_SP,
-    "autosp_megatron": AUTOSP | MEGATRON,
+    "data_megatron": (DATA | MEGATRON, WITH_WHOLE_NORMS),
+    "zero3_megatron_sp": (ZERO3 | MEGATRON_SP, ON_CHUNKS),
+    "autosp_megatron": (AUTOSP | MEGATRON, WITH_WHOLE_NORMS),
 }
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_over_another_axis(name: str) -> None:
+@pytest.mark.parametrize(("plan", "alone"), PLANS.values(), ids=PLANS)
+def test_over_another_axis(plan: Parallelisms, alone: dict[tuple[str, str], int]) -> None:
     """Over tp a plan sends what it sends alone; ranks of the data axis have a batch each, here equal ones."""
-    model, plan = build("Llama", num_key_value_heads=4), PLANS[name]
-    found, alone = (compared(loss_of(model), model, of) for of in (plan, plan.members[-1]))
-    assert Counter({at: count for at, count in found.forward.items() if at[0] == "tp"}) == alone.forward
+    model = build("Llama", num_key_value_heads=4)
+    found = compared(loss_of(model), model, plan)
+    assert {at: count for at, count in found.forward.items() if at[0] == "tp"} == alone
     assert not found.report.events_of(Gathered)
 
 
