@@ -35,7 +35,7 @@ from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parameters import local_value, local_values, torch_placements, without_whole
-from fxrewrite.spmd.placement import Replicate, Zigzag
+from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
 from fxrewrite.spmd.rank_checks import Advice, RankChecks
 
 __all__ = ["SpmdBackend", "spmd"]
@@ -103,7 +103,7 @@ class SpmdBackend:
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
         fix_rank(program)
         sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
-        unreduced = [self._unreduced(program, *leaf) for leaf in leaves_of(program)]
+        unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
         kept = {one.position for one in unreduced}
         local = [
             *(
@@ -124,9 +124,20 @@ class SpmdBackend:
         self._programs.append(compiled)
         return compiled
 
-    def _unreduced(self, program: fx.GraphModule, position: int, axes: tuple[str, ...], leaf: fx.Node) -> Unreduced:
-        """The gradient of a leaf of the program, which is a sum over these axes."""
+    def _unreduced(
+        self, program: fx.GraphModule, traced: DTensor, position: int, axes: tuple[str, ...], leaf: fx.Node
+    ) -> Unreduced:
+        """The gradient of a leaf of the program, which is a sum over these axes; the parameter is `traced`."""
         held = {axis: placed for axis, placed in input_placements(program)[position].items() if axis not in axes}
+        shape: Sequence[Any] = traced.shape
+        for axis, placed in held.items():
+            shape = local_shape(shape, placed, axis_of(self.mesh, axis).size)  # pyright: ignore[reportArgumentType]
+        if tuple(shape) != tuple(leaf.meta["val"].shape) or any(getattr(p, "uneven", False) for p in held.values()):
+            raise FxRewriteError(
+                f"the gradient of {input_name(program.graph.find_nodes(op='placeholder')[position])} has shape "
+                f"{tuple(leaf.meta['val'].shape)} where it should leave unreduced, not {tuple(shape)}; train without "
+                "no_sync, and report this model"
+            )
         placements = torch_placements(held, self.mesh)  # pyright: ignore[reportArgumentType]
         for axis in axes:
             placements[(self.mesh.mesh_dim_names or ()).index(axis)] = TorchPartial()

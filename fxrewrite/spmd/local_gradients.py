@@ -55,10 +55,9 @@ class LocalGradients:
         """The value that readers read of a parameter, the axes that its gradient is summed over, and its factor."""
         axes, factor = list[str](), 1.0
         while True:
-            found = next((user for user in value.users if user.target in (SCALE_GRADIENT, MEAN_GRADIENT)), None)
+            found = next((user for user in value.users if _changes_gradient(user)), None)
             if found is not None:
                 if found.target == SCALE_GRADIENT:
-                    assert len(value.users) == 1, f"%{value.name}: the gradients of some readers are scaled"
                     factor *= float(found.args[1])  # pyright: ignore[reportArgumentType]
                 elif found.meta["axis"] not in axes:
                     axes.append(found.meta["axis"])
@@ -74,6 +73,11 @@ class LocalGradients:
 
     def text(self) -> str:
         return "inside of no_sync, gradients of parameters leave before they are reduced"
+
+
+def _changes_gradient(node: fx.Node) -> bool:
+    """Whether the gradient of all readers of what it reads is changed alike, or may be."""
+    return node.target == MEAN_GRADIENT or (node.target == SCALE_GRADIENT and len(node.all_input_nodes[0].users) == 1)
 
 
 def _gather(value: fx.Node) -> Iterator[fx.Node]:
