@@ -227,3 +227,27 @@ def test_bytes_of_a_step() -> None:
         "zero2": [2 * num, num + 1],
         "zero3": pytest.approx([2 * num + again, num + again + 1]),
     }
+
+
+class Broken(Model):
+    """Two graphs, and code between them that is not compiled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.layers[1](x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo asks activations between graphs for one
+def test_a_model_that_breaks_and_two_models(mesh: DeviceMesh) -> None:
+    """Each graph keeps its gradients; what another model does inside of `no_sync` is reduced."""
+    model, other = shard_parameters(Broken(), ZERO3, mesh), shard_parameters(Model(), ZERO3, mesh)
+    backend = spmd(ZERO3, mesh=mesh, inner="eager")
+    step = torch.compile(lambda x: model(x) + other(x), backend=backend)
+    with no_sync(model):
+        step(X).backward()
+    assert all(map(is_unreduced, model.parameters()))
+    assert not any(map(is_unreduced, other.parameters()))
+    step(X).backward()
+    for parameter in (*model.parameters(), *other.parameters()):
+        assert parameter.grad.placements == parameter.placements
