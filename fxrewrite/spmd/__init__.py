@@ -12,6 +12,7 @@ from fxrewrite.graph.sizes import (
     require_divisible as require_divisible,
     size_hint as size_hint,
 )
+from fxrewrite.spmd.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
 from fxrewrite.spmd.agree import agree as agree
 from fxrewrite.spmd.backend import SpmdBackend as SpmdBackend, spmd as spmd
 from fxrewrite.spmd.context import Reduction as Reduction, SpmdContext as SpmdContext, contexts as contexts

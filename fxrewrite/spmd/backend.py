@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial as TorchPartial
 
 from fxrewrite.backends import (
     find_backend,
@@ -25,15 +25,17 @@ from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
 from fxrewrite.ops import is_parameter, is_random, key, tensors_of
 from fxrewrite.report import Report
+from fxrewrite.spmd.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.draws import draws_on_chunk
 from fxrewrite.spmd.group import axis_of, fix_rank
 from fxrewrite.spmd.input_placements import input_placements
+from fxrewrite.spmd.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parameters import local_value, local_values, torch_placements, without_whole
-from fxrewrite.spmd.placement import Replicate, Zigzag
+from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
 from fxrewrite.spmd.rank_checks import Advice, RankChecks
 
 __all__ = ["SpmdBackend", "spmd"]
@@ -89,6 +91,7 @@ class SpmdBackend:
         self._has_arguments |= bool(chunks)
         self._agree_on_chunks(gm, chunks, example_inputs)
         program = normalized(gm)
+        add_leaves(program)
         context = contexts(self.mesh, strict=self._strict, is_part=self._breaks)
         report = self._lowering.apply(program, context=context)
         check_sizes(program)
@@ -100,14 +103,45 @@ class SpmdBackend:
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
         fix_rank(program)
         sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
+        unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
+        kept = {one.position for one in unreduced}
         local = [
-            _local_fake(dtensors[i], sizes[i]) if i in dtensors else _contiguous_fake(value) if i in chunks else value
-            for i, value in enumerate(example_inputs)
+            *(
+                _local_fake(dtensors[i], sizes[i], is_leaf=i not in kept)
+                if i in dtensors
+                else _contiguous_fake(value)
+                if i in chunks
+                else value
+                for i, value in enumerate(example_inputs)
+            ),
+            *(
+                dtensors[one.position].to_local().detach().new_empty(()).expand(one.shape).requires_grad_()
+                for one in unreduced
+            ),
         ]
         run = inner_compiler(self.inner, **options)(program, local)
-        compiled = _Program(program, run, self, self._timeout, sizes)
+        compiled = _Program(program, run, self, self._timeout, sizes, unreduced)
         self._programs.append(compiled)
         return compiled
+
+    def _unreduced(
+        self, program: fx.GraphModule, traced: DTensor, position: int, axes: tuple[str, ...], leaf: fx.Node
+    ) -> Unreduced:
+        """The gradient of a leaf of the program, which is a sum over these axes; the parameter is `traced`."""
+        held = {axis: placed for axis, placed in input_placements(program)[position].items() if axis not in axes}
+        shape: Sequence[Any] = traced.shape
+        for axis, placed in held.items():
+            shape = local_shape(shape, placed, axis_of(self.mesh, axis).size)  # pyright: ignore[reportArgumentType]
+        if tuple(shape) != tuple(leaf.meta["val"].shape) or any(getattr(p, "uneven", False) for p in held.values()):
+            raise FxRewriteError(
+                f"the gradient of {input_name(program.graph.find_nodes(op='placeholder')[position])} has shape "
+                f"{tuple(leaf.meta['val'].shape)} where it should leave unreduced, not {tuple(shape)}; train without "
+                "no_sync, and report this model"
+            )
+        placements = torch_placements(held, self.mesh)  # pyright: ignore[reportArgumentType]
+        for axis in axes:
+            placements[(self.mesh.mesh_dim_names or ()).index(axis)] = TorchPartial()
+        return Unreduced(position, leaf.meta["val"].shape, tuple(placements))
 
     def check_ranks(self) -> None:
         """Read what came of comparing the inputs of the last calls, which otherwise the next calls would read.
@@ -175,8 +209,11 @@ class _Program:
         backend: SpmdBackend,
         timeout: float,
         sizes: Mapping[int, torch.Size],
+        unreduced: Sequence[Unreduced],
     ) -> None:
-        self._run, self._sizes = run, sizes
+        self._run, self._sizes, self._unreduced = run, sizes, unreduced
+        self._reduced = set(sizes) - {one.position for one in unreduced}
+        """Positions of parameters to whose shards gradients flow."""
         held, without = input_placements(gm), _offsets(gm)
         placeholders = gm.graph.find_nodes(op="placeholder")
         self._is_chunk = [
@@ -199,9 +236,11 @@ class _Program:
                 self._checks.append((checks, is_whole))
 
     def __call__(self, *inputs: Any) -> Any:
+        passed = (*inputs, *(None for _ in self._unreduced))
         for checks, is_whole in self._checks:
-            checks.before([local_value(x) if whole else None for x, whole in zip(inputs, is_whole, strict=True)])
-        given = local_values(inputs, self._sizes)
+            checks.before([local_value(x) if whole else None for x, whole in zip(passed, is_whole, strict=True)])
+        given = local_values(inputs, self._sizes, self._reduced)
+        given += unreduced_leaves(self._unreduced, inputs)
         return self._run(*(x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)))
 
     def settle(self) -> None:
@@ -229,11 +268,11 @@ def _placeholders(program: fx.GraphModule, positions: Container[int]) -> list[tu
     return [(i, node) for i, node in enumerate(program.graph.find_nodes(op="placeholder")) if i in positions]
 
 
-def _local_fake(traced: DTensor, size: torch.Size) -> torch.Tensor:
+def _local_fake(traced: DTensor, size: torch.Size, *, is_leaf: bool) -> torch.Tensor:
     """What this rank's program reads of a DTensor, as Dynamo traced it: a fake value of static sizes."""
     held = traced.to_local().detach()
     value = held if held.shape == size else held.new_empty(size)
-    return value.requires_grad_(traced.requires_grad)
+    return value.requires_grad_(traced.requires_grad and is_leaf)
 
 
 def _contiguous_fake(chunk: torch.Tensor) -> torch.Tensor:

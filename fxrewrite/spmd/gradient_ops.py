@@ -3,7 +3,7 @@
     scale_gradient(x, factor)             factor * gradient
     mean_gradient(x, group_name, ranks)        the mean over the ranks of a mesh axis: one all-reduce
     mean_gradients(xs, group_name, ranks)      the same of several, by one all-reduce
-    pass_gradient(value, x, factor)       `value` forward; `x` gets factor * gradient, and `value` gets none
+    pass_gradient(value, x, factor)       `value` forward; `x` gets factor * gradient in its dtype, and `value` none
 
 They give views of their first operand. And one that is no identity, an all-gather of a cast value:
 
@@ -57,13 +57,13 @@ class _Means(torch.autograd.Function):
 class _Passed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, x: torch.Tensor, factor: float) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.factor = factor
+        ctx.factor, ctx.dtype = factor, x.dtype
         return value.view_as(value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, grad * ctx.factor, None
+        return None, grad.to(ctx.dtype) * ctx.factor, None
 
 
 class _GatherCast(torch.autograd.Function):

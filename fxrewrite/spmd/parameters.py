@@ -7,13 +7,12 @@ those; tied ones stay one. What a forward reads, `self.weight`, is `whole(parame
 captures, which the backend `spmd` takes out, so that the program starts from the shards. Outside of a compiled program
 `self.weight` is the DTensor, which can be initialized and written to; `whole_parameters()` evaluates without one.
 
-The private `_StridedShard` is how torch writes that an outer axis cuts what an inner axis has left. A gradient is made
-with the private `_spec` of its parameter; `DTensor.from_local` would make a new one, in 70 % of the time of a backward.
+The private `_StridedShard` is how torch writes that an outer axis cuts what an inner axis has left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Container, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
@@ -30,8 +29,10 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.graph.modules import matches_glob
+from fxrewrite.spmd.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient
 from fxrewrite.spmd.arguments import join_arguments, stated_arguments
 from fxrewrite.spmd.group import axis_of
+from fxrewrite.spmd.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.place import Site, check_matches, held_placement
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
@@ -50,8 +51,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @torch.compiler.allow_in_graph
-def whole(parameter: DTensor) -> torch.Tensor:
-    """The whole value of a parameter that is held in shards, without a gradient; `spmd` leaves it to the program."""
+def whole(parameter: DTensor, keeps: bool = False) -> torch.Tensor:
+    """The whole value of a parameter that is held in shards, without a gradient; `spmd` leaves it to the program.
+
+    With `keeps`, the program leaves its gradient unreduced (`fxrewrite.spmd.accumulate`).
+    """
     local = parameter.to_local()
     if is_fake(local):  # Dynamo looks at the result's shape; without_whole takes the call out
         return local.new_empty(parameter.shape).requires_grad_(parameter.requires_grad)
@@ -118,16 +122,19 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
                 held[member.axis] = placement
                 shape = [int(n) for n in local_shape(shape, placement, axes[member.axis].size)]
         made[parameter], placements[parameter] = _distributed(parameter, held, mesh), held
+    accumulation = Accumulation()
     for module in model.modules():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         for name, parameter in own.items():
             module._parameters[name] = made[parameter]
         if own:
             module.__class__ = _reading_whole(type(module), tuple(own))
+            module._accumulation = accumulation  # pyright: ignore[reportArgumentType]
             held_here = {name: placements[parameter] for name, parameter in own.items()}
             module.register_load_state_dict_pre_hook(partial(_load_whole, held_here))
     model.register_forward_pre_hook(_refuse_eager)
     join_arguments(model, stated_arguments(plan, mesh))
+    model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
     return model
 
 
@@ -247,7 +254,10 @@ def _reading_whole(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
         def read(module: nn.Module) -> torch.Tensor | None:
             parameter = module._parameters[name]
             reads_whole = torch.compiler.is_compiling() or _reads_whole.get()
-            return whole(parameter) if reads_whole and isinstance(parameter, DTensor) else parameter
+            if not (reads_whole and isinstance(parameter, DTensor)):
+                return parameter
+            accumulation: Any = module._accumulation
+            return whole(parameter, accumulation.keeps)
 
         return property(read)
 
@@ -276,15 +286,16 @@ def local_value(value: Any) -> Any:
         return value.to_local()
 
 
-def local_values(values: Sequence[Any], sizes: Mapping[int, torch.Size]) -> list[Any]:
+def local_values(values: Sequence[Any], sizes: Mapping[int, torch.Size], differentiated: Container[int]) -> list[Any]:
     """What this rank holds of DTensors, through which gradients flow, all of them at once; other values themselves.
 
     Args:
         values: what a program is called with.
         sizes: by position, what the program reads of a DTensor; shards with fewer entries are filled up with zeros.
+        differentiated: positions of those through which gradients flow.
     """
     found = [_filled_up(local_value(x), sizes[i]) if isinstance(x, DTensor) else x for i, x in enumerate(values)]
-    where = [i for i in sizes if values[i].requires_grad] if torch.is_grad_enabled() else []
+    where = [i for i in sizes if i in differentiated and values[i].requires_grad] if torch.is_grad_enabled() else []
     if where:
         for i, value in zip(where, _Local.apply([found[i] for i in where], *(values[i] for i in where)), strict=True):
             found[i] = value
@@ -297,14 +308,15 @@ class _Local(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Sequence[torch.Tensor], *given: DTensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
-        ctx.specs = [value._spec for value in given]
-        ctx.held = [value.to_local().shape for value in given]
+        ctx.given = given
         return tuple(value.view_as(value) for value in local)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return None, *map(_as_held, grads, ctx.held, ctx.specs)
+        reduce_left(ctx.given)
+        given = zip(grads, ctx.given, strict=True)
+        return None, *(None if grad is None else reduced_gradient(grad, value) for grad, value in given)
 
 
 def _filled_up(held: torch.Tensor, size: torch.Size) -> torch.Tensor:
@@ -313,13 +325,6 @@ def _filled_up(held: torch.Tensor, size: torch.Size) -> torch.Tensor:
     filled = held.new_zeros(size)
     filled[tuple(map(slice, held.shape))] = held
     return filled
-
-
-def _as_held(grad: torch.Tensor | None, held: torch.Size, spec: Any) -> DTensor | None:
-    if grad is None:
-        return None
-    local = grad if grad.shape == held else grad[tuple(map(slice, held))].clone()
-    return DTensor(local, spec, requires_grad=False)
 
 
 def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
@@ -354,7 +359,8 @@ def _read_whole(gm: fx.GraphModule, held: fx.Node) -> torch.Tensor | None:
     value: torch.Tensor | None = None
     for user in list(held.users):
         if user.target is whole:
-            value = user.meta["example_value"]
+            value, (_, keeps) = user.meta["example_value"], user.args
+            held.meta[KEEPS] = keeps and user.meta["example_value"].requires_grad
             user.replace_all_uses_with(held)
             gm.graph.erase_node(user)
             continue
@@ -369,6 +375,7 @@ def _read_whole(gm: fx.GraphModule, held: fx.Node) -> torch.Tensor | None:
                 inside = _read_whole(body, placeholder)
                 value = placeholder.meta["example_value"] if inside is None else inside
                 placeholder.meta["example_value"] = value
+                held.meta[KEEPS] = held.meta.get(KEEPS) or placeholder.meta.get(KEEPS)
         body.recompile()
     return value
 

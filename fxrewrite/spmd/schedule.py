@@ -50,11 +50,12 @@ from fxrewrite.ops import is_parameter, is_pure, key, without_gradients
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, SCALE_GRADIENT
+from fxrewrite.spmd.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT, SCALE_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.local_gradients import LocalGradients
 from fxrewrite.spmd.place import KEPT
 
-__all__ = ["SCHEDULE"]
+__all__ = ["SCHEDULE", "layer_of"]
 
 aten = torch.ops.aten
 _GATHER, _WAIT = COLLECTIVES["all_gather"], COLLECTIVES["wait"]
@@ -270,7 +271,7 @@ def _read_as(gather: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
         (node,) = node.users
         if node.target in (SCALE_GRADIENT, MEAN_GRADIENT):
             of_gradient.append(node)
-        elif node.target == _WAIT or key(node) in _REORDERS:
+        elif node.target in (_WAIT, PASS_GRADIENT) or key(node) in _REORDERS:
             read = node
         else:
             break
@@ -294,7 +295,7 @@ def _buckets(
     ordered = sorted(nodes, key=lambda node: (at[first_read[node]], at[node]))
     looks = {node: _look(node, of_parameters) for node in ordered}
     found: list[list[fx.Node]] = []
-    for layer, of_layer in itertools.groupby(ordered, lambda node: _layer(looks[node][0])):
+    for layer, of_layer in itertools.groupby(ordered, lambda node: layer_of(looks[node][0])):
         del layer
         alike: dict[Any, list[fx.Node]] = {}
         for node in of_layer:
@@ -328,10 +329,10 @@ def _sent(gather: fx.Node) -> fx.Node:
     return gather.all_input_nodes[0]
 
 
-def _layer(parameter: str) -> str:
+def layer_of(parameter: str) -> str:
     """The outermost module of a list that a parameter belongs to: `model.layers.0`; "" where there is none."""
     found = re.match(r"(?:.*?\.)??\d+(?=\.)", parameter)
     return found[0] if found else ""
 
 
-SCHEDULE = RuleSet("schedule", Schedule())
+SCHEDULE = RuleSet("schedule", LocalGradients(), Schedule())

@@ -6,6 +6,7 @@ python -m torch.distributed.run --nproc-per-node=4 parallel_worker.py "" FOLDER
 import copy
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules.parallelism import CONTEXT_ZIGZAG
 from fxrewrite import FxRewriteError
-from fxrewrite.spmd import Parallelism, Parallelisms, Shard, inputs, param, shard_parameters, spmd, whole_parameters
-from rules.parallel import DATA, MEGATRON, ZERO3
+from fxrewrite.spmd import (
+    Parallelism,
+    Parallelisms,
+    Shard,
+    Stored,
+    inputs,
+    no_sync,
+    param,
+    shard_parameters,
+    spmd,
+    whole_parameters,
+)
+from fxrewrite.spmd.accumulate import is_unreduced
+from rules.parallel import DATA, MEGATRON, ZERO2, ZERO3
 from tests.versions import TORCH
 
 IDS = torch.arange(96).reshape(8, 12) * 7 % 61
@@ -55,20 +68,19 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def train(model: nn.Module, step: Any, ids: torch.Tensor, *, steps: int, clip: float = 0.0) -> list[float]:
-    """Steps of SGD, with momentum and over two micro-batches each where gradients are clipped; returns the losses."""
+def train(model: nn.Module, step: Any, ids: torch.Tensor, *, steps: int, clip: float = 0.0) -> None:
+    """Steps of SGD, with momentum and over two micro-batches each where gradients are clipped."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if clip else 0.0)
-    losses: list[float] = []
     for _ in range(steps):
-        for part in ids.chunk(2) if clip else [ids]:
-            loss = step(input_ids=part, labels=part).loss
-            loss.backward()
-            losses.append(loss.item())
+        *first, last = ids.chunk(2) if clip else [ids]
+        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+            for part in first:
+                step(input_ids=part, labels=part).loss.backward()
+        step(input_ids=last, labels=last).loss.backward()
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-    return losses
 
 
 def compared(
@@ -140,6 +152,63 @@ def in_parts(mesh: DeviceMesh) -> dict[str, float]:
     return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
 
 
+class Halves(nn.Module):
+    """Rows that ranks do not divide, tied weights, a frozen one, and one that some micro-batches do not use."""
+
+    dtype = torch.float64
+    """Of the products with the first weight of each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)}) for _ in range(2))
+        self.layers[1].down.weight = self.layers[0].down.weight
+        self.layers[1].down.bias.requires_grad_(requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: torch.Tensor, *, is_short: bool = False) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i != 1 or not is_short:
+                half = nn.functional.linear(x.to(self.dtype), layer.up.weight.to(self.dtype)).to(x.dtype)
+                x = x + layer.down(torch.relu(half + layer.up.bias)) * self.scale
+        return x.square().mean()
+
+
+def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
+    """Gradients of micro-batches that are reduced once, and of one device; or, in bfloat16, reduced each time."""
+    torch.manual_seed(0)
+    one = Halves().double()
+    one.dtype = dtype
+    whole_batches = torch.randn(3, 8, 6).double()
+    batches = whole_batches
+    for member in plan.members:
+        if member.data == "own":
+            batches = batches.chunk(mesh[member.axis].size(), 1)[mesh.get_local_rank(member.axis)]
+
+    def gradients(*, once: bool) -> dict[str, torch.Tensor]:
+        torch._dynamo.reset()
+        model = shard_parameters(copy.deepcopy(one), plan, mesh)
+        backend = spmd(plan, mesh=mesh, inner="aot_eager")
+        step = torch.compile(model, backend=backend, fullgraph=True)
+        for i, x in [*enumerate(batches)] * 2:  # the second time there are gradients that are reduced
+            with no_sync(model) if once and i < 2 else nullcontext():
+                step(x, is_short=i > 0).backward()
+            assert any(map(is_unreduced, model.parameters())) == (once and i < 2)
+        assert len(backend.reports) == 2, "a program for each branch"
+        for parameter in model.parameters():
+            assert parameter.grad is None or parameter.grad.placements == parameter.placements
+        return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    found = gradients(once=True)
+    if dtype == torch.bfloat16:
+        expected = gradients(once=False)
+    else:
+        for i, x in [*enumerate(whole_batches)] * 2:
+            one(x, is_short=i > 0).backward()
+        expected = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+    assert len(expected) == sum(p.requires_grad for p in one.parameters())
+    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+
+
 def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
     """What is said where ranks start with different weights, and where they are called with different values, or with
     chunks of different sizes."""
@@ -194,11 +263,21 @@ def main(folder: Path) -> None:
     sequence = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    tensor = Parallelism(
+        "tensor", axis="tp", place={param("*.up.{weight,bias}"): Shard(0), param("*.down.weight"): Shard(1)}
+    )
+    some = {param("*.{bias,down.weight,scale}"): Stored(Shard(0), or_whole=True, kept=True)}
+    of_runs = {param("*.up.weight"): Stored(Shard(0, outer=2)), param("*.bias"): Stored(Shard(0), or_whole=True)}
+    runs = replace(ZERO3, axis="shard", place=of_runs)
     cells = {
+        "accumulated, ZeRO-3, tensor, bfloat16": accumulated(ZERO3 | tensor, square, torch.bfloat16),
+        "accumulated, twice in shards": accumulated(
+            replace(ZERO2, axis="rep", place=some) | runs, hybrid, torch.float64
+        ),
         "ZeRO-3, Megatron": compared(ZERO3 | MEGATRON, square, clip=0.1, tied=True),
-        "replicas, context": compared(DATA | CONTEXT_ZIGZAG, sequence),
+        "ZeRO-3, context": compared(ZERO3 | CONTEXT_ZIGZAG, sequence, clip=0.1),
         "replicas, ZeRO-3": compared(
-            replace(DATA, axis="rep") | replace(ZERO3, axis="shard"), hybrid, checkpointed=True
+            replace(DATA, axis="rep") | replace(ZERO3, axis="shard"), hybrid, checkpointed=True, clip=0.1
         ),
         # inductor of torch 2.11 cannot run the backward of attention in float64
         "ZeRO-3, inductor": compared(
