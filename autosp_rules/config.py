@@ -16,6 +16,7 @@ from autosp_rules.memory.mlps import MlpTileOption
 from fxrewrite import Rule, RuleSet
 from fxrewrite.spmd import LayoutRule
 from rules.attention.flex import MaskKernel
+from rules.experts.exchange import ExpertsOption
 from rules.tiling.tiles import TILE_BYTES
 
 __all__ = ["AttentionOption", "AutoSPConfig"]
@@ -46,6 +47,12 @@ class AutoSPConfig(BaseModel):
         description="how attention runs: whole sequences of some heads on each rank (ulysses), own queries to gathered "
         "keys (gather_kv), own queries to keys that travel (ring), both over groups of ranks (ring_ulysses), or auto: "
         "what costs least, by bytes sent and operations of the busiest rank; one that cannot serve is refused",
+    )
+    experts: ExpertsOption = Field(
+        default="price",
+        description="how tokens come to experts that a plan holds in shards over the same axis: each token-expert pair "
+        "is sent to the rank of its expert (all_to_all), all tokens are gathered (gather), or what sends fewer bytes "
+        "(price)",
     )
     mask_kernel: MaskKernel = Field(
         default="rows",

@@ -13,6 +13,7 @@
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
     shard_seq_dim                 layout rules by worklist; a redistribution wherever two placements disagree
     refuse_whole                  under `strict`, most matrix products must run sharded
+    exchange_pairs                tokens in chunks come to experts in shards by all-to-all, or are gathered
     insert_attention_all_to_all   those at attention go together
     propagate_shapes              S -> S/P
     lower_ring                    attention over a ring becomes the operator that sends k and v round
@@ -66,6 +67,7 @@ from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS
 from rules.attention.operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
 from rules.canonical.losses import LOSSES
 from rules.canonical.normal_forms import NORMAL_FORMS
+from rules.experts.exchange import ExchangePairs
 from rules.experts.fuse import FuseSlots
 from rules.experts.over_ranks import EXPERT_LAYOUTS, EXPERTS_OVER_RANKS, WRITE_OUT_EXPERTS
 from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
@@ -155,6 +157,7 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
         staged(choose_attention(config.attention), needs=(MASK_KINDS,), gives=(STRATEGIES,)),
         staged(PropagatePlacements("shard_seq_dim", layouts, along_sequence), needs=(SEQUENCE, STRATEGIES)),
         *((RefuseWhole(),) if config.strict else ()),
+        staged(ExchangePairs("exchange_pairs", config.experts), needs=(PLACEMENTS,), precedes=(LOCAL_SHAPES,)),
         staged(ATTENTION_RULES, needs=(PLACEMENTS, STRATEGIES), precedes=(LOCAL_SHAPES,)),
         REDUCTIONS,
         LocalizeShapes("propagate_shapes", layouts),

@@ -32,6 +32,7 @@ __all__ = [
     "is_read_from_data",
     "is_same_size",
     "is_there",
+    "new_data_size",
     "product",
     "require_divisible",
     "size_hint",
@@ -59,6 +60,19 @@ def is_always(condition: bool | torch.SymBool) -> bool:
 def is_read_from_data(size: Size | torch.SymFloat) -> bool:
     """Whether a size is only known when the graph runs, such as the number of nonzero elements."""
     return bool(free_unbacked_symbols(size))
+
+
+def new_data_size(mode: Any) -> torch.SymInt:
+    """A size that data decide, 0 or more, of the graph whose fake tensor mode this is.
+
+    Compilers that trace the graph again under this mode may read such sizes from now on, as Dynamo lets them where it
+    captures full graphs.
+    """
+    mode.allow_scalar_outputs = True
+    with mode.shape_env.ignore_fresh_unbacked_symbols():  # they belong to a node that is made, and not run
+        size = mode.shape_env.create_unbacked_symint()
+    torch._check(size >= 0)
+    return size
 
 
 def is_broadcast(size: Size, to: Size) -> bool:

@@ -97,7 +97,11 @@ from fxrewrite.spmd.placement import (
     local_shape as local_shape,
     num_entries as num_entries,
 )
-from fxrewrite.spmd.price import collective_bytes as collective_bytes, redistribution_bytes as redistribution_bytes
+from fxrewrite.spmd.price import (
+    bytes_held as bytes_held,
+    collective_bytes as collective_bytes,
+    redistribution_bytes as redistribution_bytes,
+)
 from fxrewrite.spmd.products import (
     attention_operations as attention_operations,
     declare_product as declare_product,
@@ -117,6 +121,7 @@ from fxrewrite.spmd.redistribute import redistribute as redistribute, without_pa
 from fxrewrite.spmd.registered import joined_layouts as joined_layouts, registered_layouts as registered_layouts
 from fxrewrite.spmd.rule import Call as Call, LayoutRule as LayoutRule, LayoutRules as LayoutRules, Neutral as Neutral
 from fxrewrite.spmd.samples import SampleError as SampleError, TensorSpec as TensorSpec, parse_call as parse_call
+from fxrewrite.spmd.send_rows import SEND_ROWS as SEND_ROWS, read_size as read_size
 from fxrewrite.spmd.shared_nodes import (
     EntryNodes as EntryNodes,
     entry_nodes as entry_nodes,

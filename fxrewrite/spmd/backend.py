@@ -37,6 +37,7 @@ from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parameters import local_value, local_values, torch_placements, without_whole
 from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
 from fxrewrite.spmd.rank_checks import Advice, RankChecks
+from fxrewrite.spmd.send_rows import SEND_ROWS
 
 __all__ = ["SpmdBackend", "spmd"]
 
@@ -252,7 +253,11 @@ class _Program:
 def _collectives(program: fx.GraphModule, axis: str) -> str:
     """What a program sends over an axis whose ranks have batches of their own, of other shapes and strides perhaps."""
     sent = (node for node in program.graph.nodes if node.meta.get("axis") == axis)
-    return "\n".join(f"{key(node)} {list(value.shape)}" for node in sent for value in tensors_of(node))
+    lines = list[str]()
+    for node in sent:
+        first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number
+        lines += [f"{key(node)} {list(value.shape[first:])}" for value in tensors_of(node)]
+    return "\n".join(lines)
 
 
 def _offsets(program: fx.GraphModule) -> set[fx.Node]:

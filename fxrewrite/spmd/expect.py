@@ -16,11 +16,16 @@ from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
 from fxrewrite.spmd.gradient_ops import GATHER_CAST
 from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.send_rows import SEND_ROWS
 from fxrewrite.spmd.stages import COLLECTIVE_CALLS
 
 __all__ = ["Sends", "sends"]
 
-KINDS = {GATHER_CAST: "all_gather", **{target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}}
+KINDS = {
+    GATHER_CAST: "all_gather",
+    SEND_ROWS: "all_to_all",
+    **{target: kind for kind, target in COLLECTIVES.items() if kind != "wait"},
+}
 
 
 class Sends:

@@ -63,7 +63,9 @@ class Parallelism:
         lowered: rewrites of the rank's program.
         layouts: layout rules beside those that packages register.
         data: "shared", where all ranks of the axis are called with the same values and return the same; or "own",
-            where each has its own part of a batch: the objective is the mean of the ranks' losses.
+            where each has its own part of a batch: the objective is the mean of the ranks' losses. Parameters are
+            then whole, or `Stored`, or in shards that an operator of `layouts` sends values to (`sends_own`); where
+            anything else reads such shards, they are gathered.
         expect: what must hold of the lowered program, such as `sends(within="*.layers.*", all_reduce=2)`.
         method: a rule set that lowers a program over the axis, in place of the one that is made of `rules`, `placed`,
             `lowered` and `layouts`; what is stated in `place` comes before it.
@@ -100,7 +102,9 @@ class Parallelism:
             if not isinstance(site, Site):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"{self.name}: {site!r} names no site; write param({site!r}), for parameters")
             is_whole = as_placement(placed) == Replicate()
-            if self.data == "own" and not (site.kind == "param" and (is_whole or isinstance(placed, Stored))):
+            is_sent_for = any(rule.sends_own for rule in self.layouts)
+            is_held = is_whole or isinstance(placed, Stored) or is_sent_for
+            if self.data == "own" and not (site.kind == "param" and is_held):
                 raise FxRewriteError(
                     f"{self.name}: {site} as {placed}: ranks of axis {self.axis} have values of their own "
                     "(data='own'), so only parameters are equal on them; hold one as Stored(Shard(dim)), which is "

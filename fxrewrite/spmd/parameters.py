@@ -28,7 +28,6 @@ from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
 
 from fxrewrite.errors import FxRewriteError, did_you_mean
-from fxrewrite.graph.modules import matches_glob
 from fxrewrite.spmd.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient
 from fxrewrite.spmd.arguments import join_arguments, stated_arguments
 from fxrewrite.spmd.group import axis_of
@@ -153,8 +152,8 @@ def _stated(member: Parallelism, names: Mapping[nn.Parameter, list[str]]) -> dic
     for site, placed in member.place.items():
         if site.kind != "param":
             continue
-        matching = [of[0] for of in names.values() if matches_glob(of[0], site.glob)]
-        tied = next((of for of in names.values() if any(matches_glob(name, site.glob) for name in of)), None)
+        matching = [of[0] for of in names.values() if site.matches(of[0])]
+        tied = next((of for of in names.values() if any(map(site.matches, of))), None)
         if not matching and tied is not None and not site.optional:
             raise FxRewriteError(
                 f"{member.name}: {site} names a tied parameter by another of its names; write {tied[0]!r}"

@@ -130,18 +130,24 @@ class Site:
     kind: Literal["param", "inputs", "outputs", "module_input", "module_output"]
     glob: str
     optional: bool = False
+    but: str = ""
+
+    def matches(self, name: str) -> bool:
+        """Whether the placement is stated of what has this qualified name."""
+        return matches_glob(name, self.glob) and not (self.but and matches_glob(name, self.but))
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.glob!r}{', optional=True' * self.optional})"
+        but = f", but={self.but!r}" if self.but else ""
+        return f"{self.kind}({self.glob!r}{but}{', optional=True' * self.optional})"
 
 
-def param(glob: str, *, optional: bool = False) -> Site:
-    """Parameters and buffers by qualified name.
+def param(glob: str, *, but: str = "", optional: bool = False) -> Site:
+    """Parameters and buffers by qualified name, without those that the glob `but` matches.
 
     A glob that matches nothing is an error, unless it is `optional`: what not every model has, or what a tied one has
     under another name.
     """
-    return Site("param", glob, optional)
+    return Site("param", glob, optional, but)
 
 
 def inputs(glob: str, *, optional: bool = False) -> Site:
@@ -215,7 +221,7 @@ def check_matches(name: str, sites: Iterable[Site], known: Iterable[str], where:
     """Raise FxRewriteError if every site is optional and none matches: what is stated is of another model."""
     sites, known = list(sites), list(known)
     named = [site for site in sites if site.kind != "outputs"]
-    if named and named == sites and not any(matches_glob(one, site.glob) for site in named for one in known):
+    if named and named == sites and not any(site.matches(one) for site in named for one in known):
         raise FxRewriteError(
             f"{name}: nothing of the {where} matches what is stated, {named[0]} for example; it has "
             f"{', '.join(map(repr, known[:3]))} ...: state the parallelism of the module that is compiled"
@@ -427,7 +433,7 @@ def _modules(edit: Edit) -> dict[str, list[fx.Node]]:
 
 
 def _matching(site: Site, known: Mapping[str, T]) -> Iterator[tuple[str, T]]:
-    found = [name for name in known if matches_glob(name, site.glob)]
+    found = [name for name in known if site.matches(name)]
     if not found and not site.optional:
         near = get_close_matches(site.glob, known, n=3, cutoff=0.3) or list(known)[:3]
         raise _NothingMatchesError(f"{site} matches nothing; the graph has {', '.join(map(repr, near)) or 'none'}")

@@ -14,7 +14,7 @@ operator without a layout rule are gathered, with a line in the report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -28,9 +28,11 @@ from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.differentiable import is_differentiable
 from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.inputs import is_buffer
 from fxrewrite.graph.sizes import is_read_from_data, require_divisible
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import (
+    is_parameter,
     is_pure,
     is_random,
     is_view,
@@ -96,7 +98,8 @@ class PropagatePlacements:
             replicated; whoever knows which dimensions are worth sharding states it here. It changes the speed, and not
             the results.
         own_inputs: whether each rank of the axis is called with values of its own; then no work is done twice, and the
-            report counts none.
+            report counts none. Shards of parameters are gathered for whatever else reads such values, unless its layout
+            rule says that it sends them (`LayoutRule.sends_own`).
     """
 
     def __init__(
@@ -115,7 +118,8 @@ class PropagatePlacements:
         convert_placements(edit)
         _check_asked_for(edit)
         _drop_redistributions_in_bodies(edit)
-        propagation = _Propagation(edit, self.rules, context, self.prefer)
+        own = _own_values(edit) if self.own_inputs else frozenset[fx.Node]()
+        propagation = _Propagation(edit, self.rules, context, self.prefer, own=own)
         decisions = propagation.run()
         for node, decision in decisions.items():
             if node in edit.erased:
@@ -149,11 +153,14 @@ class _Propagation:
         context: SpmdContext,
         prefer: Preference,
         given: Mapping[fx.Node, Placement] | None = None,
+        own: AbstractSet[fx.Node] = frozenset(),
     ) -> None:
         self.graph, self.erased = edit.graph, edit.erased
         self.functions = CustomFunctions(edit, context, self._in_body)
         self._given = given
         """The placements of the inputs of a higher-order operator's body; None for the graph itself."""
+        self._own = own
+        """Values that differ between the ranks, each of which has its own: Replicate says that a rank has all of it."""
         self.rules, self.context, self.axis = rules, context, context.axis
         self._calls: dict[fx.Node, tuple[Call, LayoutRule | None, IndexMap | None]] = {}
         self.decisions: dict[fx.Node, Decision] = {}
@@ -246,6 +253,8 @@ class _Propagation:
                 node=node,
                 hint="write it out of place (x = x + 1, not x += 1)",
             )
+        if node in self._own:
+            return self._on_own_values(node, placements, num_results)
         # A function with its own backward runs on shards only if both of its bodies can.
         function = custom_function(node)
         if function is not None and self._given is None:
@@ -272,6 +281,18 @@ class _Propagation:
         except RefusedError as error:
             raise error.filled(rule=rule.id) from error
         return replace(decision, preferred=self._is_preferred(call, indices, decision))
+
+    def _on_own_values(self, node: fx.Node, placements: list[Placement], num_results: int) -> Decision:
+        """How an operator runs that reads a rank's own values beside shards of what all ranks have."""
+        _, rule, indices = self._call(node)
+        whole = replicated(len(placements), num_results)
+        if rule is None or indices is None or not rule.sends_own:
+            return replace(whole, gathered=f"{key(node)} reads values that each rank has of its own")
+        parts = zip(indices.operands, placements, strict=True)
+        part = next((found for terms, placed in parts if (found := indices.locate(terms, placed)) is not None), None)
+        if part is None or part.index in indices.whole or not self._divides(indices, part):
+            return replace(whole, gathered=f"{key(node)}: its chunks fall between indices")
+        return replace(whole, wants=spread(indices, part, "").wants, why=f"sends values to where {part.index} is")
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
         """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy."""
@@ -449,7 +470,7 @@ class _Propagation:
     def _movable(self, node: fx.Node) -> IndexMap | None:
         """The index map of a node that relocation may move; None where its placement is required or its operand's was
         stated, or where it shares memory that is written to in place."""
-        if not isinstance(node.target, torch._ops.OpOverload) or node in self.erased:
+        if not isinstance(node.target, torch._ops.OpOverload) or node in self.erased or node in self._own:
             return None
         if REQUIRED.of(node) is not None:
             return None
@@ -464,6 +485,16 @@ class _Propagation:
             indices = None if rule is None or call.reads_sizes else rule.map(call)
             self._calls[node] = (call, rule, indices)
         return self._calls[node]
+
+
+def _own_values(edit: Edit) -> frozenset[fx.Node]:
+    """What is computed from other values than parameters, where ranks are called with values of their own."""
+    found = set[fx.Node]()
+    for node in edit.nodes():
+        is_called_with = node.op == "placeholder" and (not is_parameter(node) or is_buffer(node))
+        if is_called_with or is_random(node) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return frozenset(found)
 
 
 def _as_it_lies(node: fx.Node, placement: Placement) -> Placement:

@@ -125,6 +125,10 @@ class LayoutRule:
     reduce_op: ReduceOp = "sum"
     """How results of chunks are combined where the sharded index is reduced. What is not a sum has no adjoint: under
     autograd its index must be whole."""
+    sends_own: bool = False
+    """Whether the operator is lowered to one that sends ranks' own values itself: along an axis whose ranks have values
+    of their own (`Parallelism(data="own")`) it reads and gives these, and only parameters are sharded. There, operands
+    of operators without this are gathered."""
     rewritten_by: str = ""
     """The rule without which a partial sum of these operators is none: a mean over chunks has to become a sum by the
     global count. Where that rule did not run, making shapes local is refused."""

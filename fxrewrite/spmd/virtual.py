@@ -13,7 +13,7 @@ from fxrewrite.spmd.placement import Placement
 __all__ = ["declare_virtual", "placement_of_virtual"]
 
 ResultPlacement: TypeAlias = "Placement | tuple[Placement, ...]"
-PlacementRule: TypeAlias = "Callable[[Sequence[Any], Sequence[Placement]], ResultPlacement]"
+PlacementRule: TypeAlias = "Callable[[Sequence[Any], Sequence[Placement]], ResultPlacement | None]"
 Function: TypeAlias = Callable[..., Any]
 _PLACEMENTS: dict[Function, PlacementRule] = {}
 
@@ -27,7 +27,7 @@ def declare_virtual(
 
     Args:
         placement: how ranks hold the result, of the node's arguments and the placements of its tensor operands; by
-            default what the operator's layout rule says.
+            default, and where it gives None, what the operator's layout rule says.
     """
 
     def declare(function: Function) -> Function:

@@ -7,7 +7,7 @@
 """
 
 from rules.parallel.data import DATA as DATA, ZERO2 as ZERO2, ZERO3 as ZERO3
-from rules.parallel.experts import EXPERTS as EXPERTS
+from rules.parallel.experts import EXPERT_DATA as EXPERT_DATA, EXPERT_ZERO3 as EXPERT_ZERO3, EXPERTS as EXPERTS
 from rules.parallel.heads import WHOLE_HEADS as WHOLE_HEADS
 from rules.parallel.megatron import (
     MEGATRON as MEGATRON,

@@ -1,4 +1,4 @@
-"""The loss and every gradient equal the single device's: models and batches in pairs, on simulated ranks, in float64."""
+"""The loss and every gradient equal one device's: models and batches in pairs, on simulated ranks, in float64."""
 
 from __future__ import annotations
 

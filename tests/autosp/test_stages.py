@@ -33,6 +33,7 @@ _NOT_SHOWN = (
     "name_masks",
     "describe_masks",
     "draw_by_rank",
+    "exchange_pairs",
     "tiled_loss",
     "tile_mlps",
     "checkpoint",

@@ -6,6 +6,7 @@ python -m torch.distributed.run --nproc-per-node=4 parallel_worker.py "" FOLDER
 import copy
 import json
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,8 @@ from fxrewrite.spmd import (
     whole_parameters,
 )
 from fxrewrite.spmd.accumulate import is_unreduced
-from rules.parallel import DATA, MEGATRON, ZERO2, ZERO3
+from rules.parallel import DATA, EXPERT_ZERO3, MEGATRON, ZERO2, ZERO3
+from tests.rules.parallel.models import GROUPED, build
 from tests.versions import TORCH
 
 IDS = torch.arange(96).reshape(8, 12) * 7 % 61
@@ -52,6 +54,13 @@ def decoder(*, tied: bool = False) -> nn.Module:
         vocab_size=62, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied, attention_dropout=0.0, **widths
     )
     return LlamaForCausalLM(config).double()
+
+
+def mixture(**_: bool) -> nn.Module:
+    """Four experts, two of them for each token."""
+    model = build("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
+    model.set_experts_implementation(GROUPED)
+    return model
 
 
 def whole(value: torch.Tensor) -> torch.Tensor:
@@ -84,10 +93,15 @@ def train(model: nn.Module, step: Any, ids: torch.Tensor, *, steps: int, clip: f
 
 
 def compared(
-    plan: Parallelism | Parallelisms, mesh: DeviceMesh, *, inner: str = "aot_eager", tied: bool = False, **how: Any
+    plan: Parallelism | Parallelisms,
+    mesh: DeviceMesh,
+    *,
+    inner: str = "aot_eager",
+    model_of: Callable[..., nn.Module] = decoder,
+    **how: Any,
 ) -> dict[str, float]:
     """Trains the same model on one device and over the mesh."""
-    one = decoder(tied=tied)
+    one = model_of(tied=how.pop("tied", False))
     if how.pop("frozen", False):
         one.model.embed_tokens.requires_grad_(requires_grad=False)
     if how.pop("checkpointed", False):
@@ -283,6 +297,7 @@ def main(folder: Path) -> None:
         "ZeRO-3, inductor": compared(
             ZERO3, line, inner="inductor" if TORCH >= (2, 12) else "aot_eager", clip=0.1, frozen=True
         ),
+        "experts": compared(EXPERT_ZERO3, line, model_of=mixture),
         "ranks that differ": differing(square),
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         "resumed": {"parameters": resumed(square, line, folder / "saved")},

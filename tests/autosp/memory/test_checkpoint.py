@@ -119,9 +119,7 @@ def test_a_model_that_checkpoints_keeps_its_own_choice() -> None:
     assert not any(n.meta.get("recompute") == CheckpointPolicy.MUST_SAVE for n in gm.graph.nodes)
 
 
-@pytest.mark.parametrize(
-    ("option", "dynamic", "fits"), [("auto", False, True), (10**6, True, False)]
-)
+@pytest.mark.parametrize(("option", "dynamic", "fits"), [("auto", False, True), (10**6, True, False)])
 def test_a_program_for_any_length_is_tagged_for_a_long_one(
     option: Any, dynamic: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    batched_mm_experts_forward,
+    grouped_mm_experts_forward,
+)
 
 WIDTHS: dict[str, Any] = {
     "vocab_size": 64,
@@ -25,3 +31,16 @@ def build(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(**{**WIDTHS, **options})
     return getattr(transformers, f"{family}ForCausalLM")(config).double()
+
+
+GROUPED = "grouped_in_float64"
+"""An implementation of experts for `model.set_experts_implementation`."""
+
+
+def _experts(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
+    """Grouped products in the program, whose fallback takes float64; torch's own, on one device, does not."""
+    run = grouped_mm_experts_forward if torch.compiler.is_compiling() else batched_mm_experts_forward
+    return run(self, *args)
+
+
+ALL_EXPERTS_FUNCTIONS.register(GROUPED, _experts)

@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    batched_mm_experts_forward,
-    grouped_mm_experts_forward,
-)
 
-from autosp_rules.parallelism import CONTEXT, CONTEXT_ZIGZAG
+from autosp_rules.config import AutoSPConfig
+from autosp_rules.parallelism import CONTEXT, CONTEXT_ZIGZAG, autosp_parallelism
 from fxrewrite import FxRewriteError
-from fxrewrite.spmd import Gathered, Parallelism, Parallelisms, Shard, param
+from fxrewrite.spmd import Gathered, Parallelism, Parallelisms, Shard, inputs, param
 from fxrewrite.testing import simulate
-from rules.parallel import EXPERTS, ZERO3, from_transformers
-from tests.rules.parallel.models import build
+from rules.experts.exchange import ExchangePairs, TokensToExperts
+from rules.parallel import EXPERT_DATA, EXPERT_ZERO3, EXPERTS, ZERO3, from_transformers
+from tests.rules.parallel.models import GROUPED, build
 
 IDS = torch.arange(48).reshape(4, 12) * 5 % 61
 LAYERS = 2
@@ -42,19 +39,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def _experts(self: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    """Grouped products in the program, whose fallback takes float64; torch's own, on one device, does not."""
-    run = grouped_mm_experts_forward if torch.compiler.is_compiling() else batched_mm_experts_forward
-    return run(self, *args)
-
-
-ALL_EXPERTS_FUNCTIONS.register("grouped_in_float64", _experts)
-
-
 def mixture(family: str, **options: Any) -> Any:
     """Experts that differ, so that tokens are spread unevenly."""
     model = build(family, **{**FAMILIES[family], **options})
-    model.set_experts_implementation("grouped_in_float64")
+    model.set_experts_implementation(GROUPED)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2)
@@ -97,11 +85,112 @@ def test_composed(axes: tuple[str, str], sent: Any) -> None:
     assert sent is None or found.sent["ep"] == sent
 
 
-def test_tokens_in_chunks_over_the_axis_of_experts() -> None:
-    """Tokens are gathered before experts, and each rank gets the sums of its own back."""
-    plan = replace(CONTEXT_ZIGZAG, place={**CONTEXT_ZIGZAG.place, **EXPERTS.place})
-    found = exact(mixture("GptOss"), plan, {"sp": 2})
-    assert found.sent["sp"]["reduce_scatter"] == LAYERS
+@pytest.mark.parametrize(
+    ("family", "ranks", "tokens", "by", "sent"),
+    [
+        ("GptOss", 2, CONTEXT_ZIGZAG, "gather", {"reduce_scatter": LAYERS}),
+        ("DeepseekV3", 4, CONTEXT, "price", {"all_to_all": LAYERS * (3 + 3)}),  # and three around attention
+    ],
+)
+def test_tokens_in_chunks_over_the_axis_of_experts(
+    family: str, ranks: int, tokens: Parallelism, by: Any, sent: dict[str, int]
+) -> None:
+    """Tokens are gathered before experts, and each rank gets the sums of its own back; or pairs are sent."""
+    plan = replace(autosp_parallelism(AutoSPConfig(experts=by)), place={**tokens.place, **EXPERTS.place})
+    found = exact(mixture(family), plan, {"sp": ranks}, 1e-12 if family == "GptOss" else 1e-8)  # a router in float32
+    assert sent.items() <= found.sent["sp"].items()
+    assert bool(found.report.events_of(Gathered)) == (by == "gather")
+    assert "reduce_scatter" in sent or "reduce_scatter" not in found.sent["sp"]
+
+
+@pytest.mark.parametrize(
+    ("family", "plan", "ranks", "sent"),
+    [
+        ("Mixtral", EXPERT_DATA, 4, {"all_to_all": 3}),
+        ("Qwen3Moe", EXPERT_ZERO3, 2, {"all_to_all": 3, "all_gather": 3}),
+        ("DeepseekV3", EXPERT_ZERO3, 4, {"all_to_all": 3, "all_gather": 4}),  # a router is cast
+        ("GptOss", EXPERT_DATA, 2, {"all_to_all": 3}),
+        ("Mixtral", replace(ZERO3, axis="out") | EXPERT_DATA, 2, {"all_to_all": 3}),
+        ("GptOss", EXPERT_ZERO3 | CONTEXT, 2, {"all_to_all": 3, "all_gather": 3}),
+    ],
+)
+def test_experts_over_the_axis_of_the_batch(family: str, plan: Any, ranks: int, sent: dict[str, int]) -> None:
+    """Each rank has its own part of the batch; the objective is the mean of their losses."""
+    model = mixture(family, num_hidden_layers=1, output_router_logits=False)
+    found = exact(
+        model, plan, {member.axis: ranks for member in plan.members}, 1e-8 if family == "DeepseekV3" else 1e-12
+    )
+    assert found.sent["dp"] == sent
+    assert not found.report.events_of(Gathered)
+
+
+class Experts(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(4, width, width) / 2) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        keys, order = torch.sort(ids.flatten())
+        ends = torch.cumsum(torch.histc(keys.float(), 4, 0, 3), 0, dtype=torch.int32)
+        product = torch.ops.transformers.grouped_mm_fallback
+        rows = product(torch.tanh(product(x[order // ids.shape[1]], self.up, ends)), self.down, ends)
+        back = (rows * gates.flatten()[order].unsqueeze(-1))[torch.argsort(order)]
+        return back.reshape(*ids.shape, -1).sum(1)
+
+
+class Mixture(nn.Module):
+    """The mean over parts of a batch [parts, T, width]: k of four experts a token, a shared one, and a loss that
+    balances the load of the part's tokens."""
+
+    def __init__(self, per_token: int) -> None:
+        super().__init__()
+        self.per_token = per_token
+        self.mlp = nn.ModuleDict({"router": nn.Linear(6, 4), "shared": nn.Linear(6, 6), "experts": Experts(6)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.loss(part) for part in x.unbind(0)]).mean()
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        shares = torch.softmax(self.mlp["router"](x), -1)
+        gates, ids = torch.topk(shares, self.per_token)
+        spread = (ids.unsqueeze(-1) == torch.arange(4)).to(x.dtype).mean((0, 1)) * shares.mean(0)
+        return (self.mlp["experts"](x, ids, gates) + self.mlp["shared"](x)).square().mean() + spread.sum()
+
+
+@pytest.mark.parametrize(
+    ("per_token", "ranks", "by", "runs"),
+    [
+        (1, 2, "own", None),
+        (4, 4, "own", None),
+        (2, 4, "price", "all_to_all"),
+        (4, 2, "price", "gather"),
+        (1, 4, "all_to_all", "all_to_all"),
+        (4, 2, "all_to_all", "all_to_all"),
+    ],
+)
+@pytest.mark.parametrize("is_skewed", [False, True])
+def test_how_tokens_come_to_experts(per_token: int, ranks: int, by: Any, runs: str | None, is_skewed: bool) -> None:
+    """Whatever the router says, as when one expert gets all tokens and other ranks none: by counts and bytes."""
+    torch.manual_seed(0)
+    model, tokens = Mixture(per_token).double(), 16
+    if is_skewed:
+        nn.init.constant_(model.mlp["router"].bias[0], 50.0)
+    if by == "own":
+        plan, x = EXPERT_DATA, torch.randn(ranks, tokens, 6, dtype=torch.float64)
+    else:
+        chunks = {**EXPERTS.place, inputs("x"): Shard(1)}
+        plan = replace(EXPERTS, place=chunks, placed=[ExchangePairs("exchange_pairs", by)])
+        x = torch.randn(1, tokens, 6, dtype=torch.float64)
+    found = simulate(model, {"x": x}, plan, {plan.axis: ranks})
+    assert found.loss_error < 1e-14, str(found)
+    assert found.grad_error < 1e-13, str(found)
+    sent = found.sent[plan.axis]
+    assert sent.get("all_to_all", 0) == (0 if runs == "gather" else 3), "counts, rows, and results"
+    assert [event.by for event in found.report.events_of(TokensToExperts)] == ([runs] if runs else [])
+    for event in found.report.events_of(TokensToExperts):
+        row, pairs = 6 * 8, tokens * per_token / ranks  # a rank's pairs; a number of an expert or a gate has 8 bytes
+        assert event.gather_bytes == (ranks - 1) * (tokens / ranks * 2 * row + pairs * 2 * 8)
+        assert event.all_to_all_bytes == (ranks - 1) / ranks * (pairs * (2 * row + 8) + 4 * 8)
 
 
 class Numbered(nn.Module):
@@ -117,11 +206,12 @@ class Numbered(nn.Module):
         return rows[torch.argsort(order)].square().mean()
 
 
-def test_experts_whose_numbers_are_read() -> None:
+@pytest.mark.parametrize("data", ["shared", "own"])
+def test_experts_whose_numbers_are_read(data: Any) -> None:
     """What cannot be spread is gathered, and the report says so."""
     plan = Parallelism(
         "experts", axis="ep", place={param("experts.weight"): Shard(0)}, rules=EXPERTS.rules, lowered=EXPERTS.lowered,
-        layouts=EXPERTS.layouts,
+        layouts=EXPERTS.layouts, data=data,
     )  # fmt: skip
     given = {"x": torch.arange(48.0).double().sin().reshape(8, 6), "ids": torch.tensor([1, 0, 1, 1, 0, 1, 1, 1])}
     found = simulate(Numbered().double(), given, plan, {"ep": 2})
@@ -135,3 +225,5 @@ def test_a_model_without_experts() -> None:
         from_transformers(build("Llama"), "ep")
     with pytest.raises(FxRewriteError, match="ep=3 ranks do not divide"):
         simulate(mixture("Mixtral"), {"input_ids": IDS, "labels": IDS}, EXPERTS, {"ep": 3})
+    with pytest.raises(FxRewriteError, match="by='alltoall' is not one of"):
+        ExchangePairs("exchange_pairs", "alltoall")  # pyright: ignore[reportArgumentType]
