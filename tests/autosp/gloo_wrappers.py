@@ -186,6 +186,16 @@ CASES: dict[str, Case] = {
     "FSDP and layers compiled": Case(_torchtitan, layers=2, graphs=1),
     "FSDP 1": Case(lambda run: _fsdp1(run, None), graphs=1),
     "FSDP 1 over dp alone": Case(lambda run: _fsdp1(run, run.mesh.get_group("dp")), graphs=1, ranks=4),
+    "layers compiled, breaks='dtensor'": Case(
+        _blocks, averaged=False, layers=2, graphs=2, options={"breaks": "dtensor"}
+    ),
+    "FSDP and layers compiled, breaks='dtensor'": Case(
+        _torchtitan, layers=2, graphs=2, ranks=4, options={"breaks": "dtensor"}
+    ),
+    "a break, breaks='dtensor'": Case(_breaks, averaged=False, layers=2, options={"breaks": "dtensor"}),
+    "the model without its head compiled, breaks='dtensor'": Case(
+        _inner, averaged=False, graphs=1, options={"breaks": "dtensor"}
+    ),
     "layers compiled": Case(_blocks, averaged=False, layers=2, graphs=1),
     "the model without its head compiled": Case(_inner, averaged=False, graphs=1),
     "a break": Case(_breaks, averaged=False, layers=2),

@@ -315,6 +315,11 @@ def test_a_parameter_that_is_read_past_its_module_is_refused(mesh: DeviceMesh) -
         torch.compile(model, backend=spmd(ZERO3, mesh=mesh, inner="eager"), fullgraph=True)(X)
 
 
+def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(FxRewriteError, match=r"breaks='refuse' is not one of \('gather', 'dtensor'\)"):
+        spmd(ZERO3, mesh=mesh, breaks="refuse")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_page_shows_the_method() -> None:
     page = str(ZERO3 | AUTOSP | MEGATRON)
     where = [page.index(f"over {axis}:") for axis in ("tp", "sp", "dp")]
@@ -332,7 +337,11 @@ def test_on_real_processes(tmp_path: Path) -> None:
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
         assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
-        assert len(cells) == 6
+        assert len(cells) == 7
+        assert not cells["ZeRO-3, Megatron, in three graphs"].pop("borders")
+        borders = cells["ZeRO-3, Megatron, in three graphs, DTensors"].pop("borders")
+        assert len(borders) == 6, "two arguments and what is computed, out of a graph and into another"
+        assert all(re.search(r"\[2, [68]\] tp: S\(1\) stays in chunks, as a DTensor$", line) for line in borders)
         for name, found in cells.items():
             # inductor rounds norms differently, and a loss over shards of the vocabulary is summed in float32
             exact = 1e-6 if "inductor" in name or name == "ZeRO-3, Megatron" else 1e-12
