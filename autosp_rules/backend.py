@@ -39,6 +39,7 @@ from fxrewrite.spmd import (
     agree,
     axis_mesh,
     axis_of,
+    check_dtensors,
     entered,
     entering,
     examples,
@@ -60,6 +61,8 @@ class AutoSPBackend:
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
         with raised_as_autosp_error():
             find_backend(config.inner)
+            if config.breaks == "dtensor":
+                check_dtensors()
         keep_graph_whole_under_ddp()
         self.__name__ = "autosp"
         self.config = config

@@ -18,6 +18,7 @@ from fxrewrite.spmd.borders import (
     ChunkedTensor as ChunkedTensor,
     Entry as Entry,
     Outputs as Outputs,
+    check_dtensors as check_dtensors,
     chunked as chunked,
     entered as entered,
     entering as entering,

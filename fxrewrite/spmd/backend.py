@@ -28,7 +28,7 @@ from fxrewrite.ops import is_parameter, is_random, key, tensors_of
 from fxrewrite.report import Report
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
-from fxrewrite.spmd.borders import Entry, Outputs, entered, entering, examples, leaving
+from fxrewrite.spmd.borders import Entry, Outputs, check_dtensors, entered, entering, examples, leaving
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.draws import draws_on_chunk
 from fxrewrite.spmd.group import axis_of, fix_rank
@@ -74,6 +74,8 @@ class SpmdBackend:
         find_backend(inner)
         if breaks not in get_args(Breaks):
             raise FxRewriteError(f"breaks={breaks!r} is not one of {get_args(Breaks)}")
+        if breaks == "dtensor":
+            check_dtensors()
         check_axes(plan, mesh.mesh_dim_names or ())
         self.__name__ = "spmd"
         self.plan, self.mesh, self.inner = plan, mesh, inner

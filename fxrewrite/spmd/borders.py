@@ -30,14 +30,26 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.sizes import is_same_size, size_hint
 from fxrewrite.spmd.events import AtBorder
 from fxrewrite.spmd.gradients import change_gradients
 from fxrewrite.spmd.place import CHUNK
 from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard
+from fxrewrite.torch_versions import DISPATCHES_DTENSOR_SUBCLASSES, TORCH_VERSION
 
-__all__ = ["ChunkedTensor", "Entry", "Outputs", "chunked", "entered", "entering", "examples", "leaving"]
+__all__ = [
+    "ChunkedTensor",
+    "Entry",
+    "Outputs",
+    "check_dtensors",
+    "chunked",
+    "entered",
+    "entering",
+    "examples",
+    "leaving",
+]
 
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default}
@@ -92,8 +104,22 @@ class ChunkedTensor(DTensor):
         return chunked(super().redistribute(*args, **kwargs))
 
 
+def check_dtensors() -> None:
+    """Raise FxRewriteError where this torch gives subclasses of DTensor no operators of their own."""
+    if not DISPATCHES_DTENSOR_SUBCLASSES:
+        raise FxRewriteError(
+            f"values in chunks between graphs need torch 2.12 or newer, and this is {TORCH_VERSION}, which does not "
+            "dispatch to subclasses of DTensor; use breaks='gather'"
+        )
+
+
 def chunked(value: DTensor) -> ChunkedTensor:
-    """The DTensor, as a compiled program can read it; its gradient is that of the DTensor."""
+    """The DTensor, as a compiled program can read it; its gradient is that of the DTensor.
+
+    Raises:
+        FxRewriteError: torch is older than 2.12.
+    """
+    check_dtensors()
     return cast("ChunkedTensor", value if isinstance(value, ChunkedTensor) else _Chunked.apply(value))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.autosp.gloo_wrappers import CASES
+from tests.versions import TORCH
 
 pytestmark = pytest.mark.xdist_group("gloo")  # the processes are started once
 
@@ -309,6 +310,10 @@ def _is_right(case: str, found: str) -> bool:
     return found[0].isdigit() and float(found) < 1e-11
 
 
+OF_TORCH_2_12 = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 does not dispatch to subclasses of DTensor")
+
+
+@OF_TORCH_2_12
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_hidden_states_stay_in_chunks_between_blocks(
@@ -318,7 +323,7 @@ def test_hidden_states_stay_in_chunks_between_blocks(
     for found in (*borders_of_two, *borders_of_four):
         trained = found["trained"]
         assert max(trained["errors"].values()) < 1e-12, trained
-        assert len(trained["errors"]) == 37
+        assert len(trained["errors"]) == 38, "the loss, 34 parameters, 3 hidden states"
         assert trained["graphs"] == 2, "the first block's input is whole"
         assert [re.sub("%.*? ", "", line) for line in trained["lines"]] == [
             "border: output [2, 16, 128] sp: S(1) stays in chunks, as a DTensor",
@@ -330,6 +335,7 @@ def test_hidden_states_stay_in_chunks_between_blocks(
         assert {kind: count - kept[kind] for kind, count in gathered.items()} == fewer
 
 
+@OF_TORCH_2_12
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_dtensors_of_ones_own_enter_blocks_as_they_are_placed_or_are_gathered(

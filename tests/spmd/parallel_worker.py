@@ -218,7 +218,7 @@ def main(folder: Path) -> None:
         ),
         "ranks that differ": differing(square),
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
-        "ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor"),
+        **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),
         "resumed": {"parameters": resumed(square, line, folder / "saved")},
     }
     (folder / f"rank{dist.get_rank()}").write_text(json.dumps(cells))
