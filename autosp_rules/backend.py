@@ -31,7 +31,21 @@ from fxrewrite.backends import (
     refuse_precompile,
     untraced_callers,
 )
-from fxrewrite.spmd import Axis, WholeCalls, agree, axis_of, fix_rank, say_not_compiled
+from fxrewrite.spmd import (
+    Axis,
+    ChunkedTensor,
+    Entry,
+    WholeCalls,
+    agree,
+    axis_mesh,
+    axis_of,
+    check_dtensors,
+    entered,
+    entering,
+    examples,
+    fix_rank,
+    say_not_compiled,
+)
 
 __all__ = ["AutoSPBackend", "autosp", "dry_run"]
 
@@ -47,6 +61,8 @@ class AutoSPBackend:
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
         with raised_as_autosp_error():
             find_backend(config.inner)
+            if config.breaks == "dtensor":
+                check_dtensors()
         keep_graph_whole_under_ddp()
         self.__name__ = "autosp"
         self.config = config
@@ -63,11 +79,14 @@ class AutoSPBackend:
             axis = axis_of(self.mesh, self.config.axis)
         why = _why_left_alone(self.config, axis)
         # One rank, or evaluation: compile the graph unchanged.
+        entries = self._entering(gm, example_inputs, axis, why)
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
-            return compile_inner(gm, list(example_inputs))
+            run = compile_inner(gm, examples(gm, example_inputs, entries))
+            return (lambda *inputs: run(*entered(inputs, entries))) if entries else run
         _refuse_dtensors(gm)
         border = _border(gm)
+        border.entered += [event for entry in entries.values() for event in entry.events]
         if border.graph_break and (self.config.breaks == "refuse" or self.config.strict):
             raise AutoSPError.of(
                 f"the model does not compile to one graph: {border.graph_break}",
@@ -81,7 +100,8 @@ class AutoSPBackend:
                 raise
             self._report_whole(axis, border)
             whole = WholeProgram(gm, self.config, axis, border, self._whole_calls, self._refuse_no_sequence)
-            whole.run = compile_inner(gm, list(example_inputs))
+            whole.entries = entries
+            whole.run = compile_inner(gm, examples(gm, example_inputs, entries))
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
         text = f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}"
@@ -89,15 +109,26 @@ class AutoSPBackend:
             agree(axis, text, timeout=self.config.timeout)
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
+        sharded.entries, sharded.mesh = entries, self.mesh
         self._programs.append(sharded)
         fix_rank(program)
         try:
-            run = compile_inner(program, list(example_inputs))
+            run = compile_inner(program, examples(program, example_inputs, entries))
         except Exception as error:
             say_not_compiled(axis, error, ADVICE)
             raise
         sharded.run = offloaded(run) if self.config.offload else run
         return sharded
+
+    def _entering(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str
+    ) -> dict[int, Entry]:
+        """The inputs that are DTensors, which the graph reads whole from now on."""
+        first = next((x for x in example_inputs if isinstance(x, ChunkedTensor)), None)
+        if first is None:
+            return {}
+        mesh = axis_mesh(self.mesh, axis, first.device.type)
+        return entering(gm, example_inputs, mesh, why_whole=why_whole)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoSPBackend:
         """The backend itself, as a function is: copies of a compiled model, as for averaged weights, share it."""

@@ -70,10 +70,11 @@ class AutoSPConfig(BaseModel):
         description="how sharded outputs other than scalars return: each rank's own chunk (shard), whole on every rank "
         "(gather), or auto: beside a scalar loss as tensors that are gathered when they are first used, else whole",
     )
-    breaks: Literal["gather", "refuse"] = Field(
+    breaks: Literal["gather", "dtensor", "refuse"] = Field(
         default="gather",
         description="what happens where Dynamo breaks the graph: what crosses the break is gathered, so that code "
-        "between graphs runs on whole values, the same on every rank (gather), or an error with the line (refuse)",
+        "between graphs runs on whole values, the same on every rank (gather); or it stays in chunks, as DTensors, "
+        "with which that code computes by torch's own propagation (dtensor); or an error with the line (refuse)",
     )
     gradients: GradientOption = Field(
         default="auto",

@@ -9,9 +9,10 @@ from autosp_rules.memory.mlps import MlpsTiled, MlpsWhole
 from autosp_rules.report import LeftAlone
 from autosp_rules.sequence import OneToken, Padded, TooShort
 from autosp_rules.transform import Offloaded, OutputSharded
-from fxrewrite.spmd import Drawn, Gathered, ProductsWhole, Summed
+from fxrewrite.spmd import AtBorder, Drawn, Gathered, ProductsWhole, Summed
 
 __all__ = [
+    "AtBorder",
     "AttentionRuns",
     "AttentionSkipped",
     "Checkpointed",

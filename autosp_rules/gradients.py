@@ -16,7 +16,7 @@ one device, because eager code reads it, which runs on whole values, the same on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -87,20 +87,29 @@ class GradientPlan:
         parts += [f"multiplies them by {self.factor:.6g}"] if self.factor != 1 else []
         return " and ".join(parts) or "leaves them to be averaged over all ranks"
 
-    def enter(self, inputs: Sequence[Any], is_parameter: Sequence[bool], axis: Axis, *, is_sharded: bool) -> list[Any]:
+    def enter(
+        self,
+        inputs: Sequence[Any],
+        is_parameter: Sequence[bool],
+        axis: Axis,
+        *,
+        is_sharded: bool,
+        chunks: Container[int] = (),
+    ) -> list[Any]:
         """Returns the inputs, with the changes to their gradients attached.
 
         Args:
             inputs: what the program is called with.
             is_parameter: which of them are parameters.
             is_sharded: whether the program runs on chunks; otherwise each rank has complete gradients.
+            chunks: inputs of which the rank holds a chunk; the program makes their gradients right itself.
         """
         entered = list(inputs)
         if not torch.is_grad_enabled():
             return entered
         flows = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
         parameters = [i for i in flows if is_parameter[i]]
-        others = [i for i in flows if not is_parameter[i]]
+        others = [i for i in flows if not is_parameter[i] and i not in chunks]
 
         def change(places: Sequence[int], factor: float, over: Axis | None = None) -> None:
             changed = change_gradients([inputs[i] for i in places], factor, over)

@@ -45,6 +45,8 @@ from fxrewrite.spmd import (
     Shard,
     Size,
     SpmdContext,
+    held_as,
+    hold_chunks,
     is_divided_by,
     is_read_from_data,
     is_same_size,
@@ -152,8 +154,11 @@ class ShardInputs:
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         """Inserts a redistribution at every start, reports padding, and returns the number of starts."""
         axis = SpmdContext.required(context, self.name).axis
+        held = hold_chunks(edit, axis)
         starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
-        if not starts and _is_one_token(edit):
+        for node, placement in held.items():
+            _note_sharded(edit, node, placement, axis)
+        if not starts and not held and _is_one_token(edit):
             edit.set_fact(edit.graph.output_node(), _TOKENS, 1)
             report.events.append(OneToken())
         longest = max((size_hint(start.length) for start in starts), default=0)
@@ -180,14 +185,20 @@ class ShardInputs:
             val=start.value.meta["val"],
         )
         edit.replace_uses(start.value, moved, users=[start.reader])
-        held = local_shape(_token_shape(start.value), placement, axis.size)
-        tokens = max(size_hint(product(held)), tokens_per_rank(edit.gm))
-        output = edit.graph.output_node()
-        edit.set_fact(output, _TOKENS, tokens)
-        edit.set_fact(output, _LENGTHS, (*(_LENGTHS.of(output) or ()), (start.length, uneven)))
+        _note_sharded(edit, start.value, placement, axis)
 
     def text(self) -> str:
         return "lookups by integers of the call, projections and norms of its features: sharded on the sequence"
+
+
+def _note_sharded(edit: Edit, value: fx.Node, placement: Shard, axis: Axis) -> None:
+    """Records the length of a sequence that is sharded, and how many tokens of it a rank holds."""
+    output, shape = edit.graph.output_node(), _token_shape(value)
+    if placement.dim >= len(shape):
+        return  # features are sharded
+    tokens = max(size_hint(product(local_shape(shape, placement, axis.size))), tokens_per_rank(edit.gm))
+    edit.set_fact(output, _TOKENS, tokens)
+    edit.set_fact(output, _LENGTHS, (*(_LENGTHS.of(output) or ()), (shape[placement.dim], placement.uneven)))
 
 
 def _note_joined(edit: Edit, axis: Axis) -> None:
@@ -322,6 +333,9 @@ def _of_input(placeholder: fx.Node, sequence_dim: int | None) -> Trace:
     if len(shape) < 2 or (_is_floating(placeholder) and len(shape) > 3):
         return Trace(Origin.CALL)
     has_either = _is_floating(placeholder) and len(shape) == 3  # [batch, sequence, features], or the sequence first
+    stated = held_as(placeholder)
+    if isinstance(stated, Shard):
+        return Trace(Origin.CALL, stated.dim)
     dims = range(2) if has_either else range(1, 2 if _is_floating(placeholder) else len(shape))
     if sequence_dim is not None and sequence_dim < (2 if _is_floating(placeholder) else len(shape)):
         return Trace(Origin.CALL, sequence_dim)

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
     "CLAMP_PASSES_AT_BOUNDS",
+    "DISPATCHES_DTENSOR_SUBCLASSES",
     "TORCH_VERSION",
     "PickledByUuid",
     "attention_that_checks_lengths",
@@ -36,6 +37,9 @@ _NUMBERS = tuple(int(number) for number in TORCH_VERSION.split(".")[:2])
 
 CLAMP_PASSES_AT_BOUNDS: bool = _NUMBERS < (2, 14)
 """Whether `clamp` passes the gradient where its input equals a bound; with torch 2.14 as the oldest it never does."""
+
+DISPATCHES_DTENSOR_SUBCLASSES: bool = _NUMBERS >= (2, 12)
+"""Whether a subclass of DTensor gets its operators; torch 2.11 runs DTensor's. With 2.12 as the oldest all do."""
 
 
 def hint_of_size(size: torch.SymInt, fallback: int) -> int:

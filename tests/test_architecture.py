@@ -28,6 +28,7 @@ PRIVATE_TORCH = {
     "fxrewrite/ops/": "where operators live, to give every spelling one key",
     "fxrewrite/capture/vmap.py": "functorch's switches in a graph, and its batching rules",
     "fxrewrite/spmd/accumulate.py": "what runs when a backward pass has ended, and gradients as DTensors",
+    "fxrewrite/spmd/borders.py": "a subclass of DTensor, and whether one is traced",
     "fxrewrite/spmd/deferred.py": "a tensor subclass without memory of its own",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/parameters.py": "DTensors of which two axes cut one dimension, and whether one is traced",

@@ -15,6 +15,17 @@ from fxrewrite.graph.sizes import (
 from fxrewrite.spmd.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
 from fxrewrite.spmd.agree import agree as agree
 from fxrewrite.spmd.backend import SpmdBackend as SpmdBackend, spmd as spmd
+from fxrewrite.spmd.borders import (
+    ChunkedTensor as ChunkedTensor,
+    Entry as Entry,
+    Outputs as Outputs,
+    check_dtensors as check_dtensors,
+    chunked as chunked,
+    entered as entered,
+    entering as entering,
+    examples as examples,
+    leaving as leaving,
+)
 from fxrewrite.spmd.context import Reduction as Reduction, SpmdContext as SpmdContext, contexts as contexts
 from fxrewrite.spmd.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents
 from fxrewrite.spmd.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
@@ -26,6 +37,7 @@ from fxrewrite.spmd.discover import (
 )
 from fxrewrite.spmd.draws import RefuseShardedDraws as RefuseShardedDraws, draws_on_chunk as draws_on_chunk
 from fxrewrite.spmd.events import (
+    AtBorder as AtBorder,
     Drawn as Drawn,
     Gathered as Gathered,
     NotInPart as NotInPart,
@@ -48,6 +60,7 @@ from fxrewrite.spmd.fingerprint import (
 from fxrewrite.spmd.gradients import change_gradients as change_gradients
 from fxrewrite.spmd.group import (
     COLLECTIVES as COLLECTIVES,
+    axis_mesh as axis_mesh,
     axis_of as axis_of,
     axis_rank as axis_rank,
     fix_rank as fix_rank,
@@ -76,6 +89,7 @@ from fxrewrite.spmd.place import (
     Place as Place,
     Stored as Stored,
     held_as as held_as,
+    hold_chunks as hold_chunks,
     input_of as input_of,
     inputs as inputs,
     module_input as module_input,

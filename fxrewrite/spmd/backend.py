@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import fx
@@ -28,6 +29,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
+from fxrewrite.spmd.borders import Entry, Outputs, check_dtensors, entered, entering, examples, leaving
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.draws import draws_on_chunk
 from fxrewrite.spmd.group import axis_of, fix_rank
@@ -35,12 +37,14 @@ from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parameters import local_value, local_values, torch_placements, without_whole
-from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
+from fxrewrite.spmd.placement import Replicate, Shard, Zigzag, local_shape
 from fxrewrite.spmd.rank_checks import Advice, RankChecks
 from fxrewrite.spmd.send_rows import SEND_ROWS
 
 __all__ = ["SpmdBackend", "spmd"]
 
+Breaks: TypeAlias = Literal["gather", "dtensor"]
+"""What programs pass to each other where ranks hold it in chunks: whole values, or DTensors."""
 _ADVICE = Advice(
     inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
     "rank has its own",
@@ -68,14 +72,22 @@ class SpmdBackend:
         *,
         strict: bool,
         timeout: float,
+        breaks: Breaks,
     ) -> None:
         find_backend(inner)
+        if breaks not in get_args(Breaks):
+            raise FxRewriteError(f"breaks={breaks!r} is not one of {get_args(Breaks)}")
+        if breaks == "dtensor":
+            check_dtensors()
         check_axes(plan, mesh.mesh_dim_names or ())
         self.__name__ = "spmd"
         self.plan, self.mesh, self.inner = plan, mesh, inner
         self.reports: list[Report] = []
         self._programs: list[_Program] = []
-        self._strict, self._timeout = strict, timeout
+        self._strict, self._timeout, self._as_dtensors = strict, timeout, breaks == "dtensor"
+        shared = tuple(member.axis for member in plan.members if member.data == "shared")
+        self._shared = mesh[shared] if shared else None
+        """The axes along which ranks share what programs pass to each other."""
         self._breaks = False
         """Whether a graph so far was a part of the model."""
         self._stated = stated_arguments(plan, mesh)
@@ -87,16 +99,21 @@ class SpmdBackend:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
         dtensors = without_whole(gm)
+        entries = entering(gm, example_inputs, self._shared)
         self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
         chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
         self._has_arguments |= bool(chunks)
         self._agree_on_chunks(gm, chunks, example_inputs)
-        program = normalized(gm)
+        program, outputs = normalized(gm), Outputs()
         add_leaves(program)
         context = contexts(self.mesh, strict=self._strict, is_part=self._breaks)
+        for name in (self._shared.mesh_dim_names or ()) if self._shared is not None and self._as_dtensors else ():
+            context[name] = replace(context[name], output_placement=outputs.on(context[name].axis))
         report = self._lowering.apply(program, context=context)
+        report.events.extend([*(event for entry in entries.values() for event in entry.events), *outputs.events])
         check_sizes(program)
-        self._check_inputs(program, dtensors, chunks)
+        kept = {position for position, entry in entries.items() if entry.is_chunk}
+        self._check_inputs(program, dtensors, chunks, kept)
         self.reports.append(report)
         whole_text = graph_text(program, without=_offsets(program))
         for member in self.plan.members:  # ranks with different collectives would hang in them
@@ -105,15 +122,15 @@ class SpmdBackend:
         fix_rank(program)
         sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
         unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
-        kept = {one.position for one in unreduced}
+        unreduced_at = {one.position for one in unreduced}
         local = [
             *(
-                _local_fake(dtensors[i], sizes[i], is_leaf=i not in kept)
+                _local_fake(dtensors[i], sizes[i], is_leaf=i not in unreduced_at)
                 if i in dtensors
                 else _contiguous_fake(value)
                 if i in chunks
                 else value
-                for i, value in enumerate(example_inputs)
+                for i, value in enumerate(examples(program, example_inputs, entries))
             ),
             *(
                 dtensors[one.position].to_local().detach().new_empty(()).expand(one.shape).requires_grad_()
@@ -121,7 +138,8 @@ class SpmdBackend:
             ),
         ]
         run = inner_compiler(self.inner, **options)(program, local)
-        compiled = _Program(program, run, self, self._timeout, sizes, unreduced)
+        border = _Border(entries, outputs.placed, self._shared)
+        compiled = _Program(program, run, self, self._timeout, sizes, unreduced, border)
         self._programs.append(compiled)
         return compiled
 
@@ -171,7 +189,11 @@ class SpmdBackend:
             )
 
     def _check_inputs(
-        self, program: fx.GraphModule, dtensors: dict[int, DTensor], chunks: Mapping[int, Stated]
+        self,
+        program: fx.GraphModule,
+        dtensors: dict[int, DTensor],
+        chunks: Mapping[int, Stated],
+        kept: Container[int],
     ) -> None:
         """Refuse inputs that are not held as the program reads them."""
         placeholders = program.graph.find_nodes(op="placeholder")
@@ -179,6 +201,8 @@ class SpmdBackend:
             name = input_name(placeholders[position])
             dtensor = dtensors.get(position)
             sharded = {axis: p for axis, p in held.items() if p != Replicate()}
+            if position in kept:
+                continue
             if position in chunks and sharded.keys() == {entry[0] for entry in chunks[position]}:
                 continue
             if dtensor is None and sharded:
@@ -200,6 +224,22 @@ class SpmdBackend:
         return f"{len(self.reports)} graphs compiled, each\n{self.plan}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Border:
+    """What passes between a program and others in chunks."""
+
+    entries: Mapping[int, Entry]
+    placed: Mapping[int, Mapping[str, Shard]]
+    mesh: DeviceMesh | None
+
+    def left(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """What the program returns to its caller."""
+        if not self.placed or self.mesh is None:
+            return outputs
+        placed, mesh = self.placed, self.mesh
+        return [leaving(x, placed[i], mesh) if i in placed else x for i, x in enumerate(outputs)]
+
+
 class _Program:
     """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
@@ -211,8 +251,9 @@ class _Program:
         timeout: float,
         sizes: Mapping[int, torch.Size],
         unreduced: Sequence[Unreduced],
+        border: _Border,
     ) -> None:
-        self._run, self._sizes, self._unreduced = run, sizes, unreduced
+        self._run, self._sizes, self._unreduced, self._border = run, sizes, unreduced, border
         self._reduced = set(sizes) - {one.position for one in unreduced}
         """Positions of parameters to whose shards gradients flow."""
         held, without = input_placements(gm), _offsets(gm)
@@ -237,12 +278,14 @@ class _Program:
                 self._checks.append((checks, is_whole))
 
     def __call__(self, *inputs: Any) -> Any:
+        inputs = tuple(entered(inputs, self._border.entries))
         passed = (*inputs, *(None for _ in self._unreduced))
         for checks, is_whole in self._checks:
             checks.before([local_value(x) if whole else None for x, whole in zip(passed, is_whole, strict=True)])
         given = local_values(inputs, self._sizes, self._reduced)
         given += unreduced_leaves(self._unreduced, inputs)
-        return self._run(*(x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)))
+        given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
+        return self._border.left(self._run(*given))
 
     def settle(self) -> None:
         """Read what came of comparing the ranks in the last call."""
@@ -292,6 +335,7 @@ def spmd(
     inner: str | Callable[..., Any] = "inductor",
     strict: bool = False,
     timeout: float = 3600.0,
+    breaks: Breaks = "gather",
 ) -> SpmdBackend:
     """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
 
@@ -299,7 +343,8 @@ def spmd(
     `inputs` in chunks, and get the same; those along one with `data="own"`
     pass their part of a batch, and get the loss of that part. Gradients of all parameters are complete: those of the
     mean of the losses, of shards in shards. Nothing else may average them. Where the model breaks into several graphs,
-    what passes between them is whole, so that code which is not compiled sees what it would see on one device.
+    what passes between them is whole, so that code which is not compiled sees what it would see on one device; or, with
+    `breaks="dtensor"`, what ranks hold in chunks are DTensors (`fxrewrite.spmd.borders`), also among the results.
 
     Args:
         plan: a Parallelism, or several joined by `|`.
@@ -307,9 +352,10 @@ def spmd(
         inner: the backend that compiles the lowered graph.
         strict: refuse an operator without layout rule instead of gathering its operands.
         timeout: seconds to wait for other ranks to compile the same graph.
+        breaks: how values in chunks return: gathered ("gather"), or as DTensors ("dtensor").
 
     Raises:
         FxRewriteError: no such backend, or no such axis. At compile time, inside torch's BackendCompilerFailed: the
             plan does not fit the model.
     """
-    return SpmdBackend(plan, mesh, inner, strict=strict, timeout=timeout)
+    return SpmdBackend(plan, mesh, inner, strict=strict, timeout=timeout, breaks=breaks)

@@ -8,7 +8,21 @@ from pydantic import Field
 
 from fxrewrite.report import Event
 
-__all__ = ["Drawn", "Gathered", "NotInPart", "ProductsWhole", "Summed"]
+__all__ = ["AtBorder", "Drawn", "Gathered", "NotInPart", "ProductsWhole", "Summed"]
+
+
+class AtBorder(Event, frozen=True):
+    """A value crosses the border of a program in chunks, or is gathered there."""
+
+    kind: Literal["border"] = "border"
+    value: str = Field(description="input or output, with its name")
+    shape: tuple[int, ...] = Field(description="of the whole value, at the sizes at hand")
+    placement: str = Field(description="how ranks hold it")
+    why: str = Field(default="", description="why it is gathered; empty where it stays in chunks")
+
+    def __str__(self) -> str:
+        what = f"border: {self.value} {list(self.shape)} {self.placement}"
+        return f"{what} is gathered: {self.why}" if self.why else f"{what} stays in chunks, as a DTensor"
 
 
 class Gathered(Event, frozen=True):

@@ -6,6 +6,7 @@ all-to-all, all-gather and reduce-scatter, all-reduce and all-reduce), so autogr
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "COLLECTIVES",
+    "axis_mesh",
     "axis_of",
     "axis_rank",
     "fix_rank",
@@ -125,3 +127,13 @@ def axis_of(mesh: DeviceMesh | None, name: str) -> Axis:
         raise FxRewriteError(f"the mesh has no axis {name!r}; it has {mesh.mesh_dim_names}")
     group = mesh.get_group(name)
     return Axis(name, group.size(), group.group_name)
+
+
+def axis_mesh(mesh: DeviceMesh | None, axis: Axis, device_type: str) -> DeviceMesh:
+    """The mesh of this axis alone; where there is no mesh, that of its process group, for devices of this type."""
+    return mesh[axis.name] if mesh is not None else _mesh_of_group(axis, device_type)
+
+
+@cache
+def _mesh_of_group(axis: Axis, device_type: str) -> DeviceMesh:
+    return DeviceMesh.from_group(process_group(axis), device_type, mesh_dim_names=(axis.name,))

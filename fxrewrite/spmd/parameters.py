@@ -30,6 +30,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.spmd.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient
 from fxrewrite.spmd.arguments import join_arguments, stated_arguments
+from fxrewrite.spmd.borders import ChunkedTensor
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
@@ -330,7 +331,7 @@ def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
     """Afterwards the graph, as Dynamo captured it, starts from whole values of the parameters.
 
     Returns:
-        the inputs that are DTensors when the program is called, by position, as Dynamo traced them.
+        the parameters that are DTensors when the program is called, by position, as Dynamo traced them.
 
     Raises:
         FxRewriteError: a DTensor is read otherwise than through `whole`.
@@ -338,7 +339,7 @@ def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
     found: dict[int, DTensor] = {}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         held = node.meta.get("example_value")
-        if not isinstance(held, DTensor):
+        if not isinstance(held, DTensor) or isinstance(held, ChunkedTensor):
             continue
         found[position] = held
         value = _read_whole(gm, node)

@@ -57,6 +57,7 @@ from fxrewrite.spmd.shared_nodes import size_nodes
 from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = [
+    "CHUNK",
     "HELD",
     "RETURNED",
     "STATED",
@@ -66,6 +67,7 @@ __all__ = [
     "Stored",
     "held_as",
     "held_placement",
+    "hold_chunks",
     "input_of",
     "inputs",
     "module_input",
@@ -84,6 +86,8 @@ RETURNED = Fact["dict[int, Placement]"]("returned")
 """Of the output node: how outputs return, by position, where that is stated."""
 
 
+CHUNK = "chunk"
+"""In `meta` of an input that is passed as a DTensor: how the ranks of each axis hold it, by the axis's name."""
 KEPT = CheckpointPolicy.PREFER_SAVE
 """The tag of what is gathered of a parameter that is `Stored(..., kept=True)`."""
 
@@ -116,6 +120,18 @@ def input_of(node: fx.Node) -> fx.Node:
     while node.target in (SCALE_GRADIENT, MEAN_GRADIENT) or key(node) in ("aten::to", "aten::_to_copy"):
         node = node.all_input_nodes[0]
     return node
+
+
+def hold_chunks(edit: Edit, axis: Axis) -> dict[fx.Node, Shard]:
+    """Afterwards it is known which inputs ranks of the axis hold in chunks because they enter so; returns these."""
+    found: dict[fx.Node, Shard] = {}
+    for node in edit.graph.find_nodes(op="placeholder"):
+        placement = node.meta.get(CHUNK, {}).get(axis.name)
+        if placement is not None:
+            edit.set_fact(node, HELD, placement)
+            edit.set_fact(node, STATED, "the DTensor that is passed")
+            found[node] = placement
+    return found
 
 
 def held_as(node: fx.Node) -> Placement | None:
@@ -195,6 +211,7 @@ class Place:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
+        hold_chunks(edit, context.axis)
         changes = 0
         for site, placed in self.placements.items():
             try:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autosp_rules import AutoSPBackend, autosp
+from tests.versions import TORCH
 
 Loss = Callable[[Callable[..., Any], dict[str, Tensor]], Tensor]
 STEPS, RATE = 3, 0.05
@@ -186,6 +187,16 @@ CASES: dict[str, Case] = {
     "FSDP and layers compiled": Case(_torchtitan, layers=2, graphs=1),
     "FSDP 1": Case(lambda run: _fsdp1(run, None), graphs=1),
     "FSDP 1 over dp alone": Case(lambda run: _fsdp1(run, run.mesh.get_group("dp")), graphs=1, ranks=4),
+    "layers compiled, breaks='dtensor'": Case(
+        _blocks, averaged=False, layers=2, graphs=2, options={"breaks": "dtensor"}
+    ),
+    "FSDP and layers compiled, breaks='dtensor'": Case(
+        _torchtitan, layers=2, graphs=2, ranks=4, options={"breaks": "dtensor"}
+    ),
+    "a break, breaks='dtensor'": Case(_breaks, averaged=False, layers=2, options={"breaks": "dtensor"}),
+    "the model without its head compiled, breaks='dtensor'": Case(
+        _inner, averaged=False, graphs=1, options={"breaks": "dtensor"}
+    ),
     "layers compiled": Case(_blocks, averaged=False, layers=2, graphs=1),
     "the model without its head compiled": Case(_inner, averaged=False, graphs=1),
     "a break": Case(_breaks, averaged=False, layers=2),
@@ -196,6 +207,10 @@ CASES: dict[str, Case] = {
     "loss outside": Case(Run.compiled, loss_outside, averaged=False, length=15, graphs=1),
     "hidden states passed in": Case(Run.compiled, embedded, averaged=False, length=15, graphs=1),
 }
+
+
+if TORCH < (2, 12):  # does not dispatch to subclasses of DTensor
+    CASES = {name: case for name, case in CASES.items() if (case.options or {}).get("breaks") != "dtensor"}
 
 
 class Output(NamedTuple):

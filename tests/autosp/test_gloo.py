@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.autosp.gloo_wrappers import CASES
+from tests.versions import TORCH
 
 pytestmark = pytest.mark.xdist_group("gloo")  # the processes are started once
 
@@ -71,8 +72,10 @@ JOBS: dict[str, tuple[int, str, list[Any]]] = {
     "two_ranks": (2, "gloo_worker", TWO_RANKS),
     "inductor": (2, "gloo_worker", INDUCTOR),
     "wrappers_of_two": (2, "gloo_wrappers", [name for name, case in CASES.items() if case.ranks == 2]),
+    "borders_of_two": (2, "gloo_borders", ["trained", "collectives", "entered", "evaluated"]),
     "refusals": (2, "gloo_refusals", REFUSALS),
     "four_ranks": (4, "gloo_worker", FOUR_RANKS),
+    "borders_of_four": (4, "gloo_borders", ["trained", "collectives"]),
     "entry_point": (4, "gloo_refusals", ["entry_point_and_mesh"]),
     "wrappers_of_four": (4, "gloo_wrappers", [name for name, case in CASES.items() if case.ranks == 4]),
 }
@@ -125,6 +128,7 @@ def _results(name: str) -> Any:
 
 
 two_ranks, inductor, four_ranks = map(_results, ("two_ranks", "inductor", "four_ranks"))
+borders_of_two, borders_of_four = map(_results, ("borders_of_two", "borders_of_four"))
 entry_point, wrappers_of_two, wrappers_of_four = map(_results, ("entry_point", "wrappers_of_two", "wrappers_of_four"))
 
 
@@ -304,3 +308,63 @@ def _is_right(case: str, found: str) -> bool:
     if case in REFUSED:
         return bool(re.search(REFUSED[case], found))
     return found[0].isdigit() and float(found) < 1e-11
+
+
+OF_TORCH_2_12 = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 does not dispatch to subclasses of DTensor")
+
+
+@OF_TORCH_2_12
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_hidden_states_stay_in_chunks_between_blocks(
+    borders_of_two: list[dict[str, Any]], borders_of_four: list[dict[str, Any]]
+) -> None:
+    """Loss, gradients of parameters and of hidden states are those of one device; each block gathers once less."""
+    for found in (*borders_of_two, *borders_of_four):
+        trained = found["trained"]
+        assert max(trained["errors"].values()) < 1e-12, trained
+        assert len(trained["errors"]) == 38, "the loss, 34 parameters, 3 hidden states"
+        assert trained["graphs"] == 2, "the first block's input is whole"
+        assert [re.sub("%.*? ", "", line) for line in trained["lines"]] == [
+            "border: output [2, 16, 128] sp: S(1) stays in chunks, as a DTensor",
+            "border: input hidden [2, 16, 128] sp: S(1) stays in chunks, as a DTensor",
+            "border: output [2, 16, 128] sp: S(1) stays in chunks, as a DTensor",
+        ]
+        fewer = {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3, "all_to_all_single": 0, "all_reduce": 0}
+        gathered, kept = found["collectives"]["gather"], found["collectives"]["dtensor"]
+        assert {kind: count - kept[kind] for kind, count in gathered.items()} == fewer
+
+
+@OF_TORCH_2_12
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_dtensors_of_ones_own_enter_blocks_as_they_are_placed_or_are_gathered(
+    borders_of_two: list[dict[str, Any]],
+) -> None:
+    """Their gradients are placed as they are, complete where they are sums."""
+    kept = {"sequence": "S(1)", "batch": "S(0)", "features": "S(2)"}
+    why = {
+        "uneven": "the ranks do not divide dimension 1",
+        "sums": "no program starts from (Partial(sum),)",
+        "other mesh": "it is over DeviceMesh((other=2)",
+    }
+    for rank in borders_of_two:
+        for name, found in rank["entered"].items():
+            assert max(found["errors"].values()) < 1e-12, (name, found)
+            assert found["placements"] == {
+                "batch": "(Shard(dim=0),)",
+                "features": "(Shard(dim=2),)",
+                "whole": "(Replicate(),)",
+                "sums": "(Replicate(),)",
+            }.get(name, "(Shard(dim=1),)")
+            lines = [line for line in found["lines"] if line.startswith("border: input hidden")]
+            assert len(lines) == (name != "whole"), "what is whole is neither in chunks nor gathered"
+            assert all(
+                f"{kept.get(name, '')} stays in chunks" in line or f"is gathered: {why.get(name)}" in line
+                for line in lines
+            )
+        assert any(
+            "S(1, uneven) is gathered: the ranks do not divide it" in x for x in rank["entered"]["uneven"]["lines"]
+        )
+        assert rank["evaluated"]["errors"]["result"] < 1e-12, "a block that runs whole gathers it"
+        assert "got mixed torch.Tensor and DTensor" in rank["evaluated"]["said"], "torch's error, without chunked()"

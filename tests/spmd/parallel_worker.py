@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autosp_rules.parallelism import CONTEXT_ZIGZAG
 from fxrewrite import FxRewriteError
 from fxrewrite.spmd import (
+    AtBorder,
     Parallelism,
     Parallelisms,
     Shard,
@@ -148,7 +149,7 @@ class Broken(nn.Module):
         return (self.down_proj(h) - x).square().mean()
 
 
-def in_parts(mesh: DeviceMesh) -> dict[str, float]:
+def in_parts(mesh: DeviceMesh, breaks: Any = "gather") -> dict[str, Any]:
     """The same for a model that breaks, whose gradients cross the break; its inputs are in chunks."""
     place = {param("up_proj.{weight,bias}"): Shard(0), param("down_proj.weight"): Shard(1), inputs("x"): Shard(1)}
     plan = ZERO3 | Parallelism("tensor", axis="tp", place=place)
@@ -156,14 +157,16 @@ def in_parts(mesh: DeviceMesh) -> dict[str, float]:
     one = Broken().double()
     model = shard_parameters(copy.deepcopy(one), plan, mesh)
     x = torch.arange(24.0, dtype=torch.float64).reshape(4, 6).sin()
-    backend = spmd(plan, mesh=mesh, inner="aot_eager")
+    backend = spmd(plan, mesh=mesh, inner="aot_eager", breaks=breaks)
+    torch._dynamo.reset()
     chunk = x.chunk(2)[mesh.get_local_rank("dp")].chunk(2, 1)[mesh.get_local_rank("tp")]
     torch.compile(model, backend=backend)(chunk).backward()
     one(x).backward()
     found = {name: whole(value.grad) for name, value in model.named_parameters()}
     expected = {name: value.grad for name, value in one.named_parameters()}
     assert len(backend.reports) > 1
-    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+    off = largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))
+    return {"parameters": off, "borders": [str(e) for r in backend.reports for e in r.events_of(AtBorder)]}
 
 
 class Halves(nn.Module):
@@ -300,6 +303,7 @@ def main(folder: Path) -> None:
         "experts": compared(EXPERT_ZERO3, line, model_of=mixture),
         "ranks that differ": differing(square),
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
+        **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),
         "resumed": {"parameters": resumed(square, line, folder / "saved")},
     }
     (folder / f"rank{dist.get_rank()}").write_text(json.dumps(cells))

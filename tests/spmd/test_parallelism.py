@@ -20,6 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from autosp_rules import AutoSPError, autosp
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
@@ -39,6 +40,7 @@ from fxrewrite.spmd import (
 from fxrewrite.testing import explain_placement, fake_mesh, simulate
 from rules.parallel import DATA, MEGATRON, ZERO2, ZERO3
 from tests.autosp.test_gloo import launch
+from tests.versions import TORCH
 
 X = torch.arange(24.0).reshape(4, 6)
 
@@ -315,6 +317,16 @@ def test_a_parameter_that_is_read_past_its_module_is_refused(mesh: DeviceMesh) -
         torch.compile(model, backend=spmd(ZERO3, mesh=mesh, inner="eager"), fullgraph=True)(X)
 
 
+def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FxRewriteError, match=r"breaks='refuse' is not one of \('gather', 'dtensor'\)"):
+        spmd(ZERO3, mesh=mesh, breaks="refuse")  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr("fxrewrite.spmd.borders.DISPATCHES_DTENSOR_SUBCLASSES", False)
+    with pytest.raises(FxRewriteError, match=r"between graphs need torch 2\.12 or newer, and this is 2"):
+        spmd(ZERO3, mesh=mesh, breaks="dtensor")
+    with pytest.raises(AutoSPError, match=r"between graphs need torch 2\.12 or newer"):
+        autosp(inner="eager", breaks="dtensor")
+
+
 def test_a_page_shows_the_method() -> None:
     page = str(ZERO3 | AUTOSP | MEGATRON)
     where = [page.index(f"over {axis}:") for axis in ("tp", "sp", "dp")]
@@ -332,7 +344,11 @@ def test_on_real_processes(tmp_path: Path) -> None:
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
         assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
-        assert len(cells) == 9
+        assert len(cells) == (10 if TORCH >= (2, 12) else 9)
+        assert not cells["ZeRO-3, Megatron, in three graphs"].pop("borders")
+        borders = cells.get("ZeRO-3, Megatron, in three graphs, DTensors", {}).pop("borders", [])
+        assert len(borders) in ((6,) if TORCH >= (2, 12) else (0,)), "two values, out of a graph and into another"
+        assert all(re.search(r"\[2, [68]\] tp: S\(1\) stays in chunks, as a DTensor$", line) for line in borders)
         for name, found in cells.items():
             # inductor rounds norms differently, and a loss over shards of the vocabulary is summed in float32
             exact = 1e-6 if "inductor" in name or name == "ZeRO-3, Megatron" else 1e-12
