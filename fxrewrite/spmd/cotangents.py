@@ -86,10 +86,11 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, 
     first = next(node for node in nodes if node.op != "placeholder")
     changes = 0
     for node in nodes:
-        users = [user for user in node.users if user.op != "output"]
+        users = list(node.users)
         if node in complete:
             edit.set_fact(node, COMPLETE, value=True)
-            users = [user for user in users if user not in complete]
+            # what reads an output computes the same on every rank, unless each has inputs of its own
+            users = [user for user in users if user not in complete and (own_inputs or user.op != "output")]
             if users and node in flows:
                 made = _after(edit, node, first, users, MEAN_GRADIENT, (axis.group, axis.size), rule)
                 edit.set_meta(made, "axis", axis.name)

@@ -140,19 +140,21 @@ class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up_proj, self.down_proj = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.relu(self.up_proj(x))
+        h, scale = torch.relu(self.up_proj(x)), self.scale
         if self.breaks:
-            torch._dynamo.graph_break()
-            h = h * (1 + float(h.detach().sum() > 0))
+            torch._dynamo.graph_break()  # the scale leaves the first graph as it is
+            h = h * scale * (1 + float(h.detach().sum() > 0))
         return (self.down_proj(h) - x).square().mean()
 
 
 def in_parts(mesh: DeviceMesh, breaks: Any = "gather") -> dict[str, Any]:
     """The same for a model that breaks, whose gradients cross the break; its inputs are in chunks."""
     place = {param("up_proj.{weight,bias}"): Shard(0), param("down_proj.weight"): Shard(1), inputs("x"): Shard(1)}
-    plan = ZERO3 | Parallelism("tensor", axis="tp", place=place)
+    sharded = {param("*", but="scale"): Stored(Shard(0), or_whole=True)}
+    plan = replace(ZERO3, place=sharded) | Parallelism("tensor", axis="tp", place=place)
     torch.manual_seed(0)
     one = Broken().double()
     model = shard_parameters(copy.deepcopy(one), plan, mesh)
