@@ -10,7 +10,7 @@ first read, so that few layers are whole at a time, and has the tag by which AOT
 in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since the
 backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered by
 one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first read.
-What is first read while gradients are off is gathered before they were switched off: others read it, too.
+What is first read while gradients are off, and has other readers too, is gathered before they were switched off.
 A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
 neighbours. A bucket's values have one axis and dtype, and all or none of them require gradients.
 
@@ -37,7 +37,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -95,16 +95,20 @@ class Schedule:
         of_parameters, gathered = _of_parameters(nodes)
         off = without_gradients(nodes)
         first_read: dict[fx.Node, fx.Node] = {}
+        differentiated = set[fx.Node]()
         for node in reversed(nodes):  # users first
             if node in gathered and node.users:
-                readers = (
-                    first_read.get(user, user) if user in gathered else off.get(user, user) for user in node.users
-                )
+                if any(user in differentiated or (user not in gathered and user not in off) for user in node.users):
+                    differentiated.add(node)
+                readers = [first_read.get(user, user) for user in node.users]
+                if node in differentiated:
+                    readers = [off.get(reader, reader) for reader in readers]
                 first_read[node] = min(readers, key=at.__getitem__)
         for node in nodes:
             if node in first_read:
                 edit.move(node, first_read[node])
-        buckets = _buckets(edit, [node for node in first_read if _starts(node, gathered)], first_read, of_parameters)
+        starts = [node for node in first_read if _starts(node, gathered)]
+        buckets = _buckets(edit, starts, first_read, of_parameters, apart=differentiated)
         kept = {node for bucket in buckets for node in bucket if node.meta.get("recompute") == KEPT}
         if buckets and not is_part:
             kept |= set(buckets[-1])  # the backward pass reads it at once
@@ -118,6 +122,8 @@ class Schedule:
         waits = [min(bucket[0].users) for bucket in buckets]
         for position, bucket in enumerate(buckets):
             before = waits[max(position - 1, 0)]
+            if bucket[0] in differentiated:
+                before = off.get(first_read[before], before)
             for needed in _operands(bucket, of_parameters):
                 if not needed < before:
                     edit.move(needed, before)
@@ -288,9 +294,16 @@ def _starts(node: fx.Node, gathered: set[fx.Node]) -> bool:
 
 
 def _buckets(
-    edit: Edit, nodes: Sequence[fx.Node], first_read: Mapping[fx.Node, fx.Node], of_parameters: set[fx.Node]
+    edit: Edit,
+    nodes: Sequence[fx.Node],
+    first_read: Mapping[fx.Node, fx.Node],
+    of_parameters: set[fx.Node],
+    apart: Container[fx.Node] = (),
 ) -> list[list[fx.Node]]:
-    """The nodes, each of one parameter, that are one collective; in the order in which those of a bucket are read."""
+    """The nodes, each of one parameter, that are one collective; in the order in which those of a bucket are read.
+
+    Those `apart` share no bucket with others.
+    """
     at = {node: position for position, node in enumerate(edit.nodes())}
     ordered = sorted(nodes, key=lambda node: (at[first_read[node]], at[node]))
     looks = {node: _look(node, of_parameters) for node in ordered}
@@ -299,7 +312,7 @@ def _buckets(
         del layer
         alike: dict[Any, list[fx.Node]] = {}
         for node in of_layer:
-            alike.setdefault(looks[node][1], []).append(node)
+            alike.setdefault((looks[node][1], node in apart), []).append(node)
         found += alike.values()
     return found
 

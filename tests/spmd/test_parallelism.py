@@ -37,6 +37,7 @@ from fxrewrite.spmd import (
     shard_parameters,
     spmd,
 )
+from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.testing import explain_placement, fake_mesh, simulate
 from rules.parallel import DATA, MEGATRON, ZERO2, ZERO3
 from tests.autosp.test_gloo import launch
@@ -397,11 +398,30 @@ class Positions(Model):
         return super().forward(x + rows)
 
 
+class Taught(Model):
+    """It reads what other layers make of its input while gradients are off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            learned = self.teacher[1](self.teacher[0](x))
+        return super().forward(x + learned)
+
+
 @pytest.mark.parametrize("plan", [ZERO3, ZERO3 | TENSOR])
 def test_parameters_that_are_read_without_gradients(plan: Any) -> None:
     sizes = {member.axis: 2 for member in plan.members}
     found = simulate(Positions().double(), {"x": ROWS}, plan, sizes)
     assert found.grad_error < 1e-14, str(found)
+    found = simulate(Taught().double(), {"x": ROWS}, plan, sizes)
+    assert found.grad_error < 1e-14, str(found)
+    steps = {torch._C._set_grad_enabled: "switch", COLLECTIVES["all_gather"]: "gather"}
+    order = [steps[node.target] for node in found.program.graph.nodes if node.target in steps]
+    # the teacher's two layers are gathered where they run; one of the model is, a layer ahead, before the switch
+    assert order == ["gather", "switch", "gather", "gather", "switch", "gather"]
 
 
 def test_any_number_of_simulations() -> None:
