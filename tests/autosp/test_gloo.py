@@ -115,7 +115,8 @@ class Processes:
 
 @pytest.fixture(scope="module")
 def processes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Processes:
-    here = [item for item in request.session.items if item.path == request.path]
+    items = [item for item in request.session.items if item.path == request.path]
+    here = [item for item in items if not any(mark.args[0] for mark in item.iter_markers("skipif"))]
     return Processes({name for item in here for name in getattr(item, "fixturenames", ())}, tmp_path_factory)
 
 
