@@ -286,7 +286,8 @@ def main(folder: Path) -> None:
         "tensor", axis="tp", place={param("*.up.{weight,bias}"): Shard(0), param("*.down.weight"): Shard(1)}
     )
     some = {param("*.{bias,down.weight,scale}"): Stored(Shard(0), or_whole=True, kept=True)}
-    of_runs = {param("*.up.weight"): Stored(Shard(0, outer=2)), param("*.bias"): Stored(Shard(0), or_whole=True)}
+    up = Shard(0, outer=2) if TORCH >= (2, 12) else Shard(0)  # torch 2.11 cannot gather chunks of runs
+    of_runs = {param("*.up.weight"): Stored(up), param("*.bias"): Stored(Shard(0), or_whole=True)}
     runs = replace(ZERO3, axis="shard", place=of_runs)
     cells = {
         "accumulated, ZeRO-3, tensor, bfloat16": accumulated(ZERO3 | tensor, square, torch.bfloat16),
