@@ -34,15 +34,13 @@ from fxrewrite.backends import (
 from fxrewrite.spmd import (
     Axis,
     ChunkedTensor,
-    Entry,
+    Crossing,
     WholeCalls,
     agree,
     axis_mesh,
     axis_of,
     check_dtensors,
-    entered,
     entering,
-    examples,
     fix_rank,
     say_not_compiled,
 )
@@ -78,15 +76,14 @@ class AutoSPBackend:
             refuse_precompile()
             axis = axis_of(self.mesh, self.config.axis)
         why = _why_left_alone(self.config, axis)
+        crossing = self._crossing(gm, example_inputs, axis, why)
         # One rank, or evaluation: compile the graph unchanged.
-        entries = self._entering(gm, example_inputs, axis, why)
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
-            run = compile_inner(gm, examples(gm, example_inputs, entries))
-            return (lambda *inputs: run(*entered(inputs, entries))) if entries else run
+            run = compile_inner(gm, crossing.examples(gm, example_inputs))
+            return (lambda *inputs: run(*crossing.entered(inputs))) if crossing.entries else run
         _refuse_dtensors(gm)
-        border = _border(gm)
-        border.entered += [event for entry in entries.values() for event in entry.events]
+        border = _border(gm, crossing)
         if border.graph_break and (self.config.breaks == "refuse" or self.config.strict):
             raise AutoSPError.of(
                 f"the model does not compile to one graph: {border.graph_break}",
@@ -100,8 +97,7 @@ class AutoSPBackend:
                 raise
             self._report_whole(axis, border)
             whole = WholeProgram(gm, self.config, axis, border, self._whole_calls, self._refuse_no_sequence)
-            whole.entries = entries
-            whole.run = compile_inner(gm, examples(gm, example_inputs, entries))
+            whole.run = compile_inner(gm, crossing.examples(gm, example_inputs))
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
         text = f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}"
@@ -109,26 +105,23 @@ class AutoSPBackend:
             agree(axis, text, timeout=self.config.timeout)
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
-        sharded.entries, sharded.mesh = entries, self.mesh
         self._programs.append(sharded)
         fix_rank(program)
         try:
-            run = compile_inner(program, examples(program, example_inputs, entries))
+            run = compile_inner(program, crossing.examples(program, example_inputs))
         except Exception as error:
             say_not_compiled(axis, error, ADVICE)
             raise
         sharded.run = offloaded(run) if self.config.offload else run
         return sharded
 
-    def _entering(
-        self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str
-    ) -> dict[int, Entry]:
-        """The inputs that are DTensors, which the graph reads whole from now on."""
-        first = next((x for x in example_inputs if isinstance(x, ChunkedTensor)), None)
-        if first is None:
-            return {}
-        mesh = axis_mesh(self.mesh, axis, first.device.type)
-        return entering(gm, example_inputs, mesh, why_whole=why_whole)
+    def _crossing(self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str) -> Crossing:
+        """What passes as DTensors; the graph reads inputs that are some whole from now on."""
+        tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+        if not tensors or not (self.config.breaks == "dtensor" or any(isinstance(x, ChunkedTensor) for x in tensors)):
+            return Crossing()
+        mesh = axis_mesh(self.mesh, axis, tensors[0].device.type)
+        return Crossing(entering(gm, example_inputs, mesh, why_whole=why_whole), mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoSPBackend:
         """The backend itself, as a function is: copies of a compiled model, as for averaged weights, share it."""
@@ -225,13 +218,14 @@ def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
     return ""
 
 
-def _border(gm: fx.GraphModule) -> Border:
+def _border(gm: fx.GraphModule, crossing: Crossing) -> Border:
     """Returns whether the graph is a part of what is compiled, and why."""
     reason = graph_break_reason(gm)
     if reason:
-        return Border(graph_break=reason, ends_early=True)
+        return Border(graph_break=reason, ends_early=True, crossing=crossing)
     callers = untraced_callers()
-    return Border(graph_break=f"{callers[-1]} cannot be traced, and runs as it is" if callers else "")
+    reason = f"{callers[-1]} cannot be traced, and runs as it is" if callers else ""
+    return Border(graph_break=reason, crossing=crossing)
 
 
 def _refuse_dtensors(gm: fx.GraphModule) -> None:

@@ -6,14 +6,12 @@ WholeProgram       a part of a model without a sequence, which every rank runs w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError, raised_as_autosp_error
@@ -24,19 +22,15 @@ from fxrewrite.ops import is_parameter
 from fxrewrite.spmd import (
     Advice,
     Axis,
-    Entry,
     RankChecks,
     Shard,
     SizeReader,
     WholeCalls,
     agree,
-    axis_mesh,
     change_gradients,
     deferred_gather,
     devices_of,
-    entered,
     is_due,
-    leaving,
 )
 
 __all__ = ["ADVICE", "ShardedProgram", "WholeProgram"]
@@ -57,19 +51,13 @@ class _Program:
 
     run: Callable[..., Any]
     """The graph as the inner backend compiled it."""
-    entries: Mapping[int, Entry] = MappingProxyType({})
-    """Inputs that are DTensors, by position."""
 
     def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
-        self._config, self._axis, self._border = config, axis, border
+        self._config, self._axis, self._border, self._crossing = config, axis, border, border.crossing
         self._is_parameter = [is_parameter(node) for node in gm.graph.find_nodes(op="placeholder")]
         self._gradients = GradientPlan()
         self._runs_eagerly = config.inner == "eager" or not isinstance(config.inner, str)
         self._calls = 0
-
-    def _chunks_entered(self) -> set[int]:
-        """Inputs of which the program starts from this rank's chunk."""
-        return {position for position, entry in self.entries.items() if entry.is_chunk}
 
     def _entered(self, inputs: Sequence[Any], *, is_sharded: bool) -> list[Any]:
         """Returns the inputs, through which gradients flow in the form that their reader expects."""
@@ -87,7 +75,7 @@ class _Program:
                     hint="let gradients be averaged over all ranks, or remove the graph break",
                 )
         entered = self._gradients.enter(
-            inputs, self._is_parameter, self._axis, is_sharded=is_sharded, chunks=self._chunks_entered()
+            inputs, self._is_parameter, self._axis, is_sharded=is_sharded, chunks=self._crossing.chunks
         )
         if not is_sharded or not self._runs_eagerly:
             return entered
@@ -99,15 +87,11 @@ class _Program:
 class ShardedProgram(_Program):
     """The compiled program of a graph whose sequence is sharded."""
 
-    mesh: DeviceMesh | None = None
-    """That the axis is one of; None where it is the default process group."""
-
     def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, whole: WholeCalls) -> None:
         super().__init__(gm, config, axis, border)
         self._checks = RankChecks(gm, axis, ADVICE, drawn=draws_alike(gm), whole=whole, every_call=config.compare_ranks)
         self._sizes = SizeReader(gm.graph)
         self._chunks = border.chunks if config.outputs == "auto" else {}
-        self._dtensors = border.dtensors.placed
 
     def settle(self) -> None:
         """Reads the result of comparing the ranks in the last call."""
@@ -120,25 +104,22 @@ class ShardedProgram(_Program):
             self._checks.finish()
 
     def __call__(self, *inputs: Any) -> Any:
-        inputs = tuple(entered(inputs, self.entries))
+        inputs = tuple(self._crossing.entered(inputs))
         with raised_as_autosp_error():
-            chunks = self._chunks_entered()
-            self._checks.before([None if i in chunks else x for i, x in enumerate(inputs)])
+            self._checks.before([None if i in self._crossing.chunks else x for i, x in enumerate(inputs)])
         given = self._entered(inputs, is_sharded=True)
         try:
             outputs = self.run(*given)
         except Exception:
             self.settle()  # if the ranks differ, this raises the cause
             raise
-        if not self._chunks and not self._dtensors:
+        outputs = self._crossing.left(outputs)
+        if not self._chunks:
             return outputs
         deferred = list(outputs)
-        for position, placements in self._dtensors.items():
-            mesh = axis_mesh(self.mesh, self._axis, deferred[position].device.type)
-            deferred[position] = leaving(deferred[position], placements, mesh)
         for position, chunk in self._chunks.items():
             deferred[position] = self._deferred(deferred[position], position, chunk, inputs)
-        return type(outputs)(deferred)
+        return deferred
 
     def _deferred(self, value: torch.Tensor, position: int, chunk: Chunk, inputs: Sequence[Any]) -> torch.Tensor:
         shape = [self._sizes(size, inputs) for size in chunk.shape]
@@ -180,7 +161,7 @@ class WholeProgram(_Program):
         self._whole, self._check, self._is_first = whole, check, True
 
     def __call__(self, *inputs: Any) -> Any:
-        inputs = tuple(entered(inputs, self.entries))
+        inputs = tuple(self._crossing.entered(inputs))
         if self._config.compare_ranks and torch.is_grad_enabled():  # to evaluate, one rank may run it alone
             each = zip(self._names, inputs, self._is_parameter, strict=True)
             self._whole.add([(name, x) for name, x, is_weight in each if not is_weight], self._generators)

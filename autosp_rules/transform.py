@@ -22,9 +22,8 @@ from fxrewrite.backends import normalized
 from fxrewrite.graph import check_sizes
 from fxrewrite.ops import is_parameter
 from fxrewrite.spmd import (
-    AtBorder,
     Axis,
-    Outputs,
+    Crossing,
     Placement,
     Replicate,
     Shard,
@@ -66,10 +65,8 @@ class Border:
     """Whether code that is not compiled goes on with what the graph returns, all of which is then gathered."""
     chunks: dict[int, Chunk] = field(default_factory=dict[int, Chunk])
     """Outputs that return as this rank's part, by position."""
-    entered: list[AtBorder] = field(default_factory=list[AtBorder])
-    """How the graph reads inputs that are DTensors."""
-    dtensors: Outputs = field(default_factory=Outputs)
-    """Outputs that return as DTensors."""
+    crossing: Crossing = field(default_factory=Crossing)
+    """Inputs and outputs that are DTensors."""
     gathered_bytes: int = 0
     """Bytes of the outputs that are gathered, whole on each rank."""
 
@@ -97,7 +94,7 @@ def transform(
         raise AutoSPError(error.refusal, error.located_at) from error
     except FxRewriteError as error:
         raise AutoSPError.of(str(error)) from error
-    report.events.extend([*border.entered, *outputs.events])
+    report.events.extend([*outputs.events, *border.crossing.events])
     if config.offload:
         report.events.append(Offloaded(min_bytes=MIN_BYTES))
     tokens = tokens_per_rank(normal)
@@ -151,14 +148,14 @@ class _OutputPolicy:
         self._said: dict[fx.Node, OutputSharded] = {}
         has_loss = any(map(_is_loss, gm.graph.output_node().all_input_nodes))
         is_auto = config.outputs == "auto"
-        self._as_dtensors = border.dtensors.on(axis) if config.breaks == "dtensor" and is_auto else None
+        self._as_dtensors = border.crossing.outputs.on(axis) if config.breaks == "dtensor" and is_auto else None
         keep = has_loss and not border.ends_early and self._as_dtensors is None
         self._keep = config.outputs == "shard" or (is_auto and keep)
         self._bytes: dict[fx.Node, int] = {}
 
     @property
-    def events(self) -> list[Event]:
-        return [*self._said.values(), *self._border.dtensors.events]
+    def events(self) -> list[OutputSharded]:
+        return list(self._said.values())
 
     def __call__(self, node: fx.Node, placement: Placement) -> Placement:
         if self._as_dtensors is not None and self._as_dtensors(node, placement) != Replicate():

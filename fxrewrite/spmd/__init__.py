@@ -17,14 +17,10 @@ from fxrewrite.spmd.agree import agree as agree
 from fxrewrite.spmd.backend import SpmdBackend as SpmdBackend, spmd as spmd
 from fxrewrite.spmd.borders import (
     ChunkedTensor as ChunkedTensor,
-    Entry as Entry,
-    Outputs as Outputs,
+    Crossing as Crossing,
     check_dtensors as check_dtensors,
     chunked as chunked,
-    entered as entered,
     entering as entering,
-    examples as examples,
-    leaving as leaving,
 )
 from fxrewrite.spmd.context import Reduction as Reduction, SpmdContext as SpmdContext, contexts as contexts
 from fxrewrite.spmd.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -29,7 +29,7 @@ from fxrewrite.report import Report
 from fxrewrite.spmd.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.agree import agree
 from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
-from fxrewrite.spmd.borders import Entry, Outputs, check_dtensors, entered, entering, examples, leaving
+from fxrewrite.spmd.borders import Crossing, check_dtensors, entering
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.draws import draws_on_chunk
 from fxrewrite.spmd.group import axis_of, fix_rank
@@ -37,7 +37,7 @@ from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parameters import local_value, local_values, torch_placements, without_whole
-from fxrewrite.spmd.placement import Replicate, Shard, Zigzag, local_shape
+from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
 from fxrewrite.spmd.rank_checks import Advice, RankChecks
 from fxrewrite.spmd.send_rows import SEND_ROWS
 
@@ -99,21 +99,20 @@ class SpmdBackend:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
         dtensors = without_whole(gm)
-        entries = entering(gm, example_inputs, self._shared)
+        crossing = Crossing(entering(gm, example_inputs, self._shared), self._shared)
         self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
         chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
         self._has_arguments |= bool(chunks)
         self._agree_on_chunks(gm, chunks, example_inputs)
-        program, outputs = normalized(gm), Outputs()
+        program = normalized(gm)
         add_leaves(program)
         context = contexts(self.mesh, strict=self._strict, is_part=self._breaks)
         for name in (self._shared.mesh_dim_names or ()) if self._shared is not None and self._as_dtensors else ():
-            context[name] = replace(context[name], output_placement=outputs.on(context[name].axis))
+            context[name] = replace(context[name], output_placement=crossing.outputs.on(context[name].axis))
         report = self._lowering.apply(program, context=context)
-        report.events.extend([*(event for entry in entries.values() for event in entry.events), *outputs.events])
+        report.events.extend(crossing.events)
         check_sizes(program)
-        kept = {position for position, entry in entries.items() if entry.is_chunk}
-        self._check_inputs(program, dtensors, chunks, kept)
+        self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
         whole_text = graph_text(program, without=_offsets(program))
         for member in self.plan.members:  # ranks with different collectives would hang in them
@@ -130,7 +129,7 @@ class SpmdBackend:
                 else _contiguous_fake(value)
                 if i in chunks
                 else value
-                for i, value in enumerate(examples(program, example_inputs, entries))
+                for i, value in enumerate(crossing.examples(program, example_inputs))
             ),
             *(
                 dtensors[one.position].to_local().detach().new_empty(()).expand(one.shape).requires_grad_()
@@ -138,8 +137,7 @@ class SpmdBackend:
             ),
         ]
         run = inner_compiler(self.inner, **options)(program, local)
-        border = _Border(entries, outputs.placed, self._shared)
-        compiled = _Program(program, run, self, self._timeout, sizes, unreduced, border)
+        compiled = _Program(program, run, self, self._timeout, sizes, unreduced, crossing)
         self._programs.append(compiled)
         return compiled
 
@@ -224,22 +222,6 @@ class SpmdBackend:
         return f"{len(self.reports)} graphs compiled, each\n{self.plan}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Border:
-    """What passes between a program and others in chunks."""
-
-    entries: Mapping[int, Entry]
-    placed: Mapping[int, Mapping[str, Shard]]
-    mesh: DeviceMesh | None
-
-    def left(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """What the program returns to its caller."""
-        if not self.placed or self.mesh is None:
-            return outputs
-        placed, mesh = self.placed, self.mesh
-        return [leaving(x, placed[i], mesh) if i in placed else x for i, x in enumerate(outputs)]
-
-
 class _Program:
     """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
@@ -251,9 +233,9 @@ class _Program:
         timeout: float,
         sizes: Mapping[int, torch.Size],
         unreduced: Sequence[Unreduced],
-        border: _Border,
+        crossing: Crossing,
     ) -> None:
-        self._run, self._sizes, self._unreduced, self._border = run, sizes, unreduced, border
+        self._run, self._sizes, self._unreduced, self._crossing = run, sizes, unreduced, crossing
         self._reduced = set(sizes) - {one.position for one in unreduced}
         """Positions of parameters to whose shards gradients flow."""
         held, without = input_placements(gm), _offsets(gm)
@@ -278,14 +260,14 @@ class _Program:
                 self._checks.append((checks, is_whole))
 
     def __call__(self, *inputs: Any) -> Any:
-        inputs = tuple(entered(inputs, self._border.entries))
+        inputs = tuple(self._crossing.entered(inputs))
         passed = (*inputs, *(None for _ in self._unreduced))
         for checks, is_whole in self._checks:
             checks.before([local_value(x) if whole else None for x, whole in zip(passed, is_whole, strict=True)])
         given = local_values(inputs, self._sizes, self._reduced)
         given += unreduced_leaves(self._unreduced, inputs)
         given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
-        return self._border.left(self._run(*given))
+        return self._crossing.left(self._run(*given))
 
     def settle(self) -> None:
         """Read what came of comparing the ranks in the last call."""

@@ -39,17 +39,7 @@ from fxrewrite.spmd.place import CHUNK
 from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard
 from fxrewrite.torch_versions import DISPATCHES_DTENSOR_SUBCLASSES, TORCH_VERSION
 
-__all__ = [
-    "ChunkedTensor",
-    "Entry",
-    "Outputs",
-    "check_dtensors",
-    "chunked",
-    "entered",
-    "entering",
-    "examples",
-    "leaving",
-]
+__all__ = ["ChunkedTensor", "Crossing", "check_dtensors", "chunked", "entering"]
 
 aten = torch.ops.aten
 _ALIASES = {aten.detach.default, aten.alias.default}
@@ -256,7 +246,7 @@ def _why_gathered_out(value: torch.Tensor, placement: Shard) -> str:
     return ""
 
 
-def leaving(chunk: torch.Tensor, placements: Mapping[str, Shard], mesh: DeviceMesh) -> ChunkedTensor:
+def _leaving(chunk: torch.Tensor, placements: Mapping[str, Shard], mesh: DeviceMesh) -> ChunkedTensor:
     """What ranks hold so, as a DTensor over the mesh; axes that are not named hold it whole.
 
     The program gets its gradient times the number of ranks, as the sum of all ranks' losses gives it.
@@ -330,21 +320,48 @@ def _why_gathered(held: ChunkedTensor, mesh: DeviceMesh | None) -> str:
     return f"the ranks do not divide dimension {uneven[0]}" if uneven else ""
 
 
-def examples(program: fx.GraphModule, inputs: Sequence[Any], entries: Mapping[int, Entry]) -> list[Any]:
-    """What the lowered program is compiled for, of what Dynamo traced it with."""
-    found, placeholders = list(inputs), program.graph.find_nodes(op="placeholder")
-    for position, entry in entries.items():
-        held = entry.whole
-        if entry.is_chunk:
-            held = held.new_empty(placeholders[position].meta["val"].shape).requires_grad_(held.requires_grad)
-        found[position] = held
-    return found
+class Crossing:
+    """What passes between a program and others as DTensors.
 
+    Attributes:
+        entries: inputs that do, by position.
+        outputs: those that do; filled while the program is lowered.
+        chunks: positions of inputs of which the program starts from this rank's chunk.
+    """
 
-def entered(inputs: Sequence[Any], entries: Mapping[int, Entry]) -> list[Any]:
-    """What the program gets of its inputs: the rank's chunk, or what is gathered; gradients flow through both."""
-    found = list(inputs)
-    for position, entry in entries.items():
-        value = cast("ChunkedTensor", inputs[position])
-        found[position] = (value.full_tensor() if entry.is_gathered else value.to_local()).contiguous()
-    return found
+    def __init__(self, entries: Mapping[int, Entry] | None = None, mesh: DeviceMesh | None = None) -> None:
+        self.entries, self.outputs = entries or {}, Outputs()
+        self.chunks = frozenset(position for position, entry in self.entries.items() if entry.is_chunk)
+        self._mesh = mesh
+        """Of the axes that the program is for; None where nothing leaves as a DTensor."""
+
+    @property
+    def events(self) -> list[AtBorder]:
+        return [*(event for entry in self.entries.values() for event in entry.events), *self.outputs.events]
+
+    def examples(self, program: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+        """What the lowered program is compiled for, of what Dynamo traced it with."""
+        found, placeholders = list(inputs), program.graph.find_nodes(op="placeholder")
+        for position, entry in self.entries.items():
+            held = entry.whole
+            if entry.is_chunk:
+                held = held.new_empty(placeholders[position].meta["val"].shape).requires_grad_(held.requires_grad)
+            found[position] = held
+        return found
+
+    def entered(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What the program gets of its inputs: the rank's chunk, or what is gathered; gradients flow through both."""
+        if not self.entries:
+            return inputs
+        found = list(inputs)
+        for position, entry in self.entries.items():
+            value = cast("ChunkedTensor", inputs[position])
+            found[position] = (value.full_tensor() if entry.is_gathered else value.to_local()).contiguous()
+        return found
+
+    def left(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """What the program returns to its caller."""
+        placed, mesh = self.outputs.placed, self._mesh
+        if not placed or mesh is None:
+            return outputs
+        return [_leaving(x, placed[i], mesh) if i in placed else x for i, x in enumerate(outputs)]

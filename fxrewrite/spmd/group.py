@@ -6,7 +6,6 @@ all-to-all, all-gather and reduce-scatter, all-reduce and all-reduce), so autogr
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -131,9 +130,6 @@ def axis_of(mesh: DeviceMesh | None, name: str) -> Axis:
 
 def axis_mesh(mesh: DeviceMesh | None, axis: Axis, device_type: str) -> DeviceMesh:
     """The mesh of this axis alone; where there is no mesh, that of its process group, for devices of this type."""
-    return mesh[axis.name] if mesh is not None else _mesh_of_group(axis, device_type)
-
-
-@cache
-def _mesh_of_group(axis: Axis, device_type: str) -> DeviceMesh:
+    if mesh is not None:
+        return mesh[axis.name]
     return DeviceMesh.from_group(process_group(axis), device_type, mesh_dim_names=(axis.name,))
