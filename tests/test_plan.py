@@ -278,6 +278,7 @@ def test_a_closure_without_identity_gives_no_digest_and_a_warning() -> None:
         assert closing_over(object()).digest() is None
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_in_another_process() -> None:
     code = (
         "import torch\n"

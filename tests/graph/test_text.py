@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 
@@ -197,6 +198,7 @@ def test_small_constants_show_their_elements_and_parameters_do_not() -> None:
     assert "self.weight\n" in text
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_text() -> None:
     program = (
         "import torch\n"

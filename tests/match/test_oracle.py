@@ -464,12 +464,14 @@ def test_random_patterns_match_where_the_oracle_says(rng: Random) -> None:
     random_patterns(rng)
 
 
+@pytest.mark.slow
 @given(chance)
 @budget
 def test_patterns_of_several_outputs_match_where_the_oracle_says(rng: Random) -> None:
     patterns_of_several_outputs(rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generate", [cut_out_patterns, random_patterns, patterns_of_several_outputs])
 def test_the_comparison_is_not_vacuous(generate: Callable[[Random], int]) -> None:
     found = [generate(Random(seed)) for seed in range(100)]

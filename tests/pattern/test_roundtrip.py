@@ -110,6 +110,7 @@ def test_literals(value: Any) -> None:
     assert parse_term(term_text(term)) == term
 
 
+@pytest.mark.slow
 @given(st.lists(st.builds(op, st.sampled_from(["mul", "add", "sub"]), terms, terms), min_size=1, max_size=3))
 @budget
 def test_patterns_of_several_outputs(outputs: list[Op]) -> None:

@@ -32,6 +32,8 @@ from fxrewrite.testing import fake_mesh
 from rules.parallel import DATA, ZERO2, ZERO3
 from tests.spmd.test_parallelism import TENSOR, Autocast, Model
 
+pytestmark = pytest.mark.slow
+
 X = torch.arange(24.0).reshape(4, 6)
 
 

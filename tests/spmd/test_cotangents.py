@@ -215,6 +215,7 @@ def test_what_is_written_to_is_a_summand() -> None:
     check_ranks(gm, run, gradients_of(model))
 
 
+@pytest.mark.slow
 def test_megatron_sends_two_sums_a_layer_each_way() -> None:
     model = build("llama_mha")
     model(input_ids=IDS, labels=IDS).loss.backward()

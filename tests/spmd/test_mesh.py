@@ -39,6 +39,8 @@ from rules.layouts import LAYOUTS
 from tests.autosp.models import build
 from tests.autosp.one_device import captured
 
+pytestmark = pytest.mark.slow
+
 IDS = torch.arange(48).reshape(4, 12) % 61
 LAYERS = 2
 MESHES = [("dp",), ("tp",), ("sp",), ("dp", "sp"), ("tp", "sp"), ("dp", "tp"), ("dp", "tp", "sp")]

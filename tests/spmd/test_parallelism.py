@@ -89,6 +89,7 @@ class Autocast(Model):
             return super().forward(x)
 
 
+@pytest.mark.slow
 def test_what_is_sent(mesh: DeviceMesh) -> None:
     """Shards are gathered a layer at a time forward, and again backward; so are gradients reduced and scattered."""
     sent: dict[str, Counter[str]] = {}
@@ -424,6 +425,7 @@ def test_parameters_that_are_read_without_gradients(plan: Any) -> None:
     assert order == ["gather", "switch", "gather", "gather", "switch", "gather"]
 
 
+@pytest.mark.slow
 def test_any_number_of_simulations() -> None:
     model = Model()
     for _ in range(torch._dynamo.config.recompile_limit + 1):
@@ -528,6 +530,7 @@ def test_draws_on_a_chunk_are_refused() -> None:
         simulate(Attends(), {"x": torch.ones(2, 5, 8)}, Parallelism("heads", axis="tp", place=place), {"tp": 2})
 
 
+@pytest.mark.slow
 def test_three_parallelisms_on_a_llama() -> None:
     """ZeRO-3, AutoSP and Megatron on eight simulated ranks; the loss is summed in float32."""
     widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -542,6 +545,7 @@ def test_three_parallelisms_on_a_llama() -> None:
     assert found.grad_error < 1e-6, str(found)
 
 
+@pytest.mark.slow
 def test_a_sequence_is_exchanged_through_a_gather_of_another_axis() -> None:
     """A convolution along the sequence after a projection whose features are gathered over the tensor axis."""
 

@@ -157,6 +157,7 @@ def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Placement, dst:
         torch.testing.assert_close(own[rank], gradient[rank], rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_mean_gradient_is_that_of_the_whole(num_ranks: int) -> None:
     """Whole inputs, a cut, a move, and the global loss on every rank: what data parallelism averages is right."""
