@@ -38,6 +38,7 @@ from fxrewrite.ops.effects import (
     mutated as mutated,
     mutates as mutates,
     sets_mode as sets_mode,
+    tested_by as tested_by,
     updates_statistics as updates_statistics,
     without_gradients as without_gradients,
 )

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 from torch.fx.node import _side_effectful_functions, map_arg  # pyright: ignore[reportPrivateUsage]
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fxrewrite.ops import keys
 from fxrewrite.ops.binding import BindingError, Signature, bind, signature_of
@@ -119,8 +120,8 @@ _MODE_SWITCHES = frozenset(
 
 
 _PER_RANK: set[Any] = set()
-_VIRTUAL: set[Any] = set()
-"""Callables, and their keys."""
+_VIRTUAL: dict[Any, str] = {}
+"""Callables, and their keys, with where rules on them are tested."""
 
 
 def without_gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -156,13 +157,31 @@ def is_per_rank(target: object) -> bool:
     return target in _PER_RANK
 
 
-def declare_virtual(target: Callable[..., Any]) -> Callable[..., Any]:
+def declare_virtual(target: Callable[..., Any], *, tested_by: str = "") -> Callable[..., Any]:
     """Declares that a callable is a placeholder without effects, which rules replace before a graph is complete.
 
     What it computes on one device does not define its meaning, so a rule on it cannot be verified there.
+
+    Args:
+        target: the callable. What is returned calls it, and stands in patterns and replacements like a torch function.
+        tested_by: "module:name" of a `fxrewrite.verify.TestBed`, which runs graphs where the callable has its meaning.
     """
-    _VIRTUAL.update((target, f"{target.__module__}.{target.__qualname__}"))
-    return declare_pure(target)
+
+    @functools.wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        tensors = [item for value in given for item in (value if isinstance(value, (list, tuple)) else [value])]
+        if has_torch_function(tensors):  # a pattern or a replacement is being written down
+            return handle_torch_function(call, tensors, *args, **kwargs)
+        return target(*args, **kwargs)
+
+    _VIRTUAL.update(dict.fromkeys((call, f"{target.__module__}.{target.__qualname__}"), tested_by))
+    return declare_pure(call)
+
+
+def tested_by(target: object) -> str:
+    """Where rules on a virtual operator are tested, as it was declared; else ""."""
+    return _VIRTUAL.get(target, "")
 
 
 def is_virtual(target: object) -> bool:

@@ -11,7 +11,7 @@ from fxrewrite.spmd.virtual import declare_virtual
 __all__ = ["convert_placements", "redistribute", "without_padding"]
 
 
-@declare_virtual(lambda args, _: as_placement(args[2]))
+@declare_virtual(lambda args, _: as_placement(args[2]), tested_by="fxrewrite.testing.redistributed:OnRanks")
 def redistribute(x: torch.Tensor, src: AnyPlacement, dst: AnyPlacement, axis: Axis) -> torch.Tensor:
     """`x`, placed as `dst` from here on where it was placed as `src`; lowering makes it a slice or a collective."""
     return x

@@ -20,6 +20,8 @@ _PLACEMENTS: dict[Function, PlacementRule] = {}
 
 def declare_virtual(
     placement: PlacementRule | None = None,
+    *,
+    tested_by: str = "",
 ) -> Callable[[Function], Function]:
     """State that rules must have replaced the operator before a graph that is localized is committed.
 
@@ -31,9 +33,10 @@ def declare_virtual(
     """
 
     def declare(function: Function) -> Function:
+        declared = ops.declare_virtual(function, tested_by=tested_by)
         if placement is not None:
-            _PLACEMENTS[function] = placement
-        return ops.declare_virtual(function)
+            _PLACEMENTS[declared] = placement
+        return declared
 
     return declare
 

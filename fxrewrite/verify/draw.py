@@ -55,13 +55,14 @@ class Draw:
         domain: Domain = "all",
         index: int = 0,
         sizes: Sequence[int] = (),
+        often: float = 0.4,
     ) -> None:
         self.rng = random.Random(seed)
         self.dtype = dtype
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most
         self.contents: Contents = _contents_of(index, domain)
-        pool = [self._size(sizes) for _ in range(self.rng.choice((1, 1, 2, 3)))]
+        pool = [self._size(sizes, often) for _ in range(self.rng.choice((1, 1, 2, 3)))]
         self._pool = [size for size in pool if size <= most] or [1]
         """The few sizes of this sample, so that sizes which must be equal often are."""
         kind = _SIZES[index % len(_SIZES)]
@@ -70,8 +71,8 @@ class Draw:
         if kind == "long" and most >= _MOST:
             self._rare = self.rng.choice(_LONG)
 
-    def _size(self, special: Sequence[int]) -> int:
-        if special and self.flag(0.4):
+    def _size(self, special: Sequence[int], often: float) -> int:
+        if special and self.flag(often):
             return self.choice(*special)
         return self.choice(*(_SMALL if self.flag(0.85) else _LARGER))
 

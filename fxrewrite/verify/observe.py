@@ -4,19 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.sample import TORCH_ERRORS
 
-__all__ = ["Observation", "Runner", "cotangents", "gradients", "largest_value", "observe", "run_here"]
+__all__ = ["Observation", "Runner", "TestBed", "cotangents", "gradients", "largest_value", "observe", "run_here"]
 
 Runner: TypeAlias = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 """Runs a graph on inputs, and returns its outputs as a flat list; on simulated ranks, those of all ranks."""
 _SEED = 0
+
+
+class TestBed(Protocol):
+    """Where rules on a virtual operator are tested, because one device does not show its meaning; made of a pattern.
+
+    Attributes:
+        sizes: which dimensions should often have.
+        program: "module:name" of a function that runs the program of a counterexample, given it and its inputs.
+    """
+
+    __test__ = False  # the name is not one of pytest's tests
+    sizes: Sequence[int]
+    program: str
+
+    def sampler(self, other: Sampler | None) -> Sampler:
+        """Draws what the operator's arguments may be; `other` is the rule's own sampler."""
+        ...
+
+    def prepare(self, gm: fx.GraphModule) -> None:
+        """Completes a sample before the rule is applied to it; raises `NoSampleError` where that is not possible."""
+        ...
+
+    def why_not(self, gm: fx.GraphModule) -> str:
+        """Why a sample that was rewritten cannot be run here; else ""."""
+        ...
+
+    def run(self, gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Runs a sample that was prepared, before or after the rewrite, as a `Runner` does."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import warnings
 from collections import Counter
@@ -14,7 +15,7 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
-from fxrewrite.ops import is_virtual
+from fxrewrite.ops import is_virtual, tested_by
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.verify.build import FakeMode
@@ -23,7 +24,7 @@ from fxrewrite.verify.compare import RulePromise
 from fxrewrite.verify.draw import Domain, Draw, Sampler
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
-from fxrewrite.verify.observe import Runner
+from fxrewrite.verify.observe import Runner, TestBed
 from fxrewrite.verify.readings import Alternative, ChoiceSite, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
@@ -93,7 +94,10 @@ def verify_rewrite(
     if not floats or samples < 1:
         raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
     virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and is_virtual(t.key)]
-    if virtual and run is None:
+    bed = next((_test_bed(key, pattern) for key in virtual if tested_by(key)), None) if run is None else None
+    if bed is not None:
+        run, sampler = bed.run, bed.sampler(sampler)
+    elif virtual and run is None:
         name = virtual[0].rpartition(".")[2]
         return Verdict(
             rule_id,
@@ -107,12 +111,18 @@ def verify_rewrite(
         grad,
         terminates,
         run,
+        bed,
         FakeMode(),
         Program([(rule_id, pattern)]),
     )
     search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports))
     with _quiet():
         return search.verdict(samples)
+
+
+def _test_bed(key: str, pattern: Pattern) -> TestBed:
+    module, _, name = tested_by(key).partition(":")
+    return getattr(importlib.import_module(module), name)(pattern)
 
 
 @contextmanager
@@ -152,6 +162,7 @@ class _Search:
     counts: Counter[str] = field(default_factory=Counter[str])
     allowed: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     problems: Counter[str] = field(default_factory=Counter[str])
+    refusals: Counter[str] = field(default_factory=Counter[str])
 
     def verdict(self, samples: int) -> Verdict:
         """Returns the verdict after `samples` comparisons, or at the first difference."""
@@ -177,7 +188,8 @@ class _Search:
             most=most,
             domain=self.domain,
             index=index,
-            sizes=self.facts.sizes,
+            sizes=self.trials.bed.sizes if self.trials.bed is not None else self.facts.sizes,
+            often=0.9 if self.trials.bed is not None else 0.4,
         )
 
         def choose(site: ChoiceSite) -> int:
@@ -190,7 +202,7 @@ class _Search:
         except NoCallError as error:
             self.problems[str(error)] += 1
             return Trial("impossible", str(error))
-        form: Form = "aten" if draw.flag() else "torch"
+        form: Form = "aten" if draw.flag() or self.trials.bed is not None else "torch"
         terms = [term for output in reading.outputs for term in subterms(output) if isinstance(term, Op)]
         exposed = any(term.shared for term in terms) and draw.flag()
         sample = Sample(reading, form, draw.flag(0.25), exposed, self._given(draw))
@@ -219,7 +231,7 @@ class _Search:
         self.proposed.update(chosen)
         self.counts[trial.status] += 1
         if trial.why:
-            self.problems[trial.why] += 1
+            (self.refusals if trial.status == "refused" else self.problems)[trial.why] += 1
         if trial.status in ("refused", "compared"):
             self.met.update(chosen)
         self.counts.update(proposed=1, raised=trial.raised, graded=trial.graded, drawn=trial.drawn and not trial.raised)
@@ -251,7 +263,9 @@ class _Search:
         assert latest.after is not None
         difference = latest.differences[0]
         inputs = list(latest.sample.specs())
-        text = snippet(f"{self.rule_id} is false", latest.before, latest.after, inputs, difference, self.imports)
+        program = self.trials.bed.program if self.trials.bed is not None else ""
+        title = f"{self.rule_id} is false"
+        text = snippet(title, latest.before, latest.after, inputs, difference, self.imports, program)
         return Counterexample(difference, text, tried)
 
     def _seen_in_values(self, first: Trial) -> Trial:
@@ -299,7 +313,8 @@ class _Search:
         if not counts["compared"] and not counts["refused"]:
             return f"no sample matches: write a sampler; nearest miss: {nearest}"
         if not counts["compared"]:
-            return f"no sample is rewritten, {counts['refused']} matches are refused: write a sampler; {nearest}"
+            reasons = "; ".join(reason for reason, _ in self.refusals.most_common(2))
+            return f"no sample is rewritten, {counts['refused']} matches are refused: {reasons}; or write a sampler"
         if counts["raised"] == counts["compared"]:
             return "the original raises on every sample: write a sampler"
         if uncovered and self.sampler is None:

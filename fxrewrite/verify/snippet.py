@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,9 +57,11 @@ def snippet(
     inputs: Sequence[tuple[str, InputSpec]],
     difference: Difference,
     imports: Sequence[str] = (),
+    program: str = "",
 ) -> str:
     """Returns Python source that sets `expected` and `found` to lists of results or gradients, or to the error.
 
+    With `program`, "module:name", that function runs the graphs, given one and the list of inputs.
     If the rewrite itself failed there is no `found`. If a graph calls an operator of a library, the program imports
     `imports`, the modules that may define it.
     """
@@ -69,14 +73,20 @@ def snippet(
     functions += [] if is_same else [_function("rewritten", after, modules)]
     if any(map(ops.is_of_a_library, (node.target for gm in (before, after) for node in gm.graph.nodes))):
         modules.update(dict.fromkeys(module for module in imports if module not in ("", "__main__")))
+    ran = _GRADIENT_RUN if difference.kind == "gradient" else _PLAIN_RUN
+    if program:
+        called = program.partition(":")[2]
+        modules[program] = None
+        ran = ran.replace("function(*inputs())", f"{called}(function, inputs())")
+        ran = ran.replace("function(*given)", f"{called}(function, given)")
     given = "\n".join([*made, f"    return [{', '.join(names)}]"])
     return "\n\n".join(
         [
             "\n".join([f"# {title}", *(f"# {line}" for line in str(difference).splitlines())]),
-            "\n".join(f"import {module}" for module in sorted(modules)),
+            _imports(modules),
             "\n".join(["", f"def inputs():\n{given}\n"]),
             "\n\n\n".join(functions) + "\n",
-            _GRADIENT_RUN if difference.kind == "gradient" else _PLAIN_RUN,
+            ran,
             _PRINT if is_same else _PRINTS,
         ]
     )
@@ -100,6 +110,9 @@ def _function(name: str, gm: fx.GraphModule, modules: dict[str, None]) -> str:
 
 
 def _call_text(node: fx.Node, names: Mapping[fx.Node, str], modules: dict[str, None]) -> str:
+    for value in (*node.args, *node.kwargs.values()):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            modules[f"{type(value).__module__}:{type(value).__name__}"] = None
     args = [_text(argument, names) for argument in node.args]
     args_and_names = [*args, *(f"{name}={_text(value, names)}" for name, value in node.kwargs.items())]
     if node.op == "get_attr":
@@ -114,9 +127,22 @@ def _target_text(target: Any, modules: dict[str, None]) -> str:
         return f"torch.ops.{target}"
     name = _get_qualified_name(target)
     module = getattr(target, "__module__", None) or ""
-    if not name.startswith("torch.") and module:
-        modules[module] = None
+    if name.startswith("torch.") or not module:
+        return name
+    if ops.is_virtual(target):  # by its own name, which its package may export in place of the module
+        modules[f"{module}:{target.__name__}"] = None
+        return target.__name__
+    modules[module] = None
     return name
+
+
+def _imports(modules: Iterable[str]) -> str:
+    """Returns one line for each of "module" and of the modules in "module:name"."""
+    names = defaultdict[str, list[str]](list)
+    for module, _, name in (entry.partition(":") for entry in modules):
+        names[module] += [name] if name else []
+    lines = (f"from {m} import {', '.join(sorted(of))}" if of else f"import {m}" for m, of in sorted(names.items()))
+    return "\n".join(lines)
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:

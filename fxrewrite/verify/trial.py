@@ -19,7 +19,16 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients
 from fxrewrite.verify.guess import Guesses
-from fxrewrite.verify.observe import Observation, Runner, cotangents, gradients, largest_value, observe, run_here
+from fxrewrite.verify.observe import (
+    Observation,
+    Runner,
+    TestBed,
+    cotangents,
+    gradients,
+    largest_value,
+    observe,
+    run_here,
+)
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
 
 __all__ = ["Rewrite", "Trial", "Trials"]
@@ -74,6 +83,7 @@ class Trials:
         grad: whether gradients are compared.
         terminates: whether the rule must stop firing on its own results.
         run: runs the graphs; None runs them here.
+        bed: where graphs are tested that one device does not show.
         mode: of the fake values of all graphs.
         program: finds the pattern.
     """
@@ -84,6 +94,7 @@ class Trials:
     grad: bool
     terminates: bool
     run: Runner | None
+    bed: TestBed | None
     mode: FakeMode
     program: Program[str]
 
@@ -98,6 +109,8 @@ class Trials:
         builder = Builder(sample, self.mode, guesses)
         try:
             before = builder.module()
+            if self.bed is not None:
+                self.bed.prepare(before)
         except NoSampleError as error:
             return Trial("impossible", str(error))
         sample = builder.complete
@@ -116,7 +129,11 @@ class Trials:
         except RuleDefinitionError:
             raise  # an invalid definition, which no sample can refute
         except (FxRewriteError, *TORCH_ERRORS) as error:
+            if self.bed is not None:  # perhaps the rule is for graphs at another stage, which the bed does not have
+                return Trial("refused", f"the rewrite raises {_said(error)}", sample, before=before)
             return _compared(sample, before, after, [Difference("invalid", f"the rewrite raises {_said(error)}")])
+        if self.bed is not None and (why := self.bed.why_not(after)):
+            return Trial("refused", why, sample, before=before)
         try:
             after.graph.lint()
         except (RuntimeError, ValueError) as error:

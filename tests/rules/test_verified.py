@@ -30,7 +30,7 @@ OF_A_BODY = "what it writes out is no literal that could be guessed"
 IN_A_GRAPH = "it reads who uses the result, which its own pattern does not hold"
 HERE = Path(__file__).name
 ELSEWHERE: dict[str, tuple[str, str]] = {
-    "collectives.alone": (ON_RANKS, "../spmd/test_parallelism.py"),
+    "collectives.stays": (ON_RANKS, "../verify/test_ranks.py"),
     "collectives.slice": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "collectives.all_gather": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "collectives.all_to_all": (ON_RANKS, "../spmd/lower/test_collectives.py"),

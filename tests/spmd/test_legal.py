@@ -232,12 +232,6 @@ def test_an_axis_is_lowered_once() -> None:
     check_gradients(gm, run)
 
 
-def test_a_rule_over_redistributions_is_not_verified_on_one_device() -> None:
-    verdict = forget_sum.verify(samples=4)
-    assert not verdict.ok
-    assert "on one device redistribute is only a placeholder" in str(verdict)
-
-
 def test_placements_of_torch_are_those_of_ours() -> None:
     texts = set[str]()
     for of in (Shard, tensor.Shard):

@@ -1,6 +1,6 @@
 """What a `redistribute` is on the wire: a slice, or one functional collective between two reorderings.
 
-    over an axis of one rank                           the value itself
+    to where it is, or over an axis of one rank        the value itself
     R -> S      the rank's chunk                       no communication
     S -> R      all-gather                             backward: reduce-scatter
     S -> S'     all-to-all                             backward: all-to-all
@@ -42,7 +42,17 @@ from fxrewrite.spmd.cotangents import COMPLETE
 from fxrewrite.spmd.facts import global_shape
 from fxrewrite.spmd.gradient_ops import PASS_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.placement import Axis, Partial, Placement, ReduceOp, Replicate, Shard, local_shape, num_entries
+from fxrewrite.spmd.placement import (
+    Axis,
+    Partial,
+    Placement,
+    ReduceOp,
+    Replicate,
+    Shard,
+    is_same_placement,
+    local_shape,
+    num_entries,
+)
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_proxy
 from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
@@ -214,13 +224,13 @@ def moves(src: type[Placement], dst: type[Placement]) -> Constraint:
     )
 
 
-@where.predicate("axis", text="one_rank[axis]")
-def one_rank(axis: Axis) -> bool:
-    """Whether the axis has one rank, which holds every chunk and every summand."""
-    return axis.size == 1
+@where.predicate("src", "dst", "axis", text="nothing_moves[src, dst, axis]")
+def nothing_moves(src: Placement, dst: Placement, axis: Axis) -> bool:
+    """Whether the value stays as it is, or the axis has one rank, which holds every chunk and every summand."""
+    return axis.size == 1 or is_same_placement(src, dst)
 
 
-alone = Rule("collectives.alone", Pattern((redistribution,), (one_rank,)))
+stays = Rule("collectives.stays", Pattern((redistribution,), (nothing_moves,)))
 slice_chunk = Rule("collectives.slice", Pattern((redistribution,), (moves(Replicate, Shard),)))
 all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Shard, Replicate),)))
 all_to_all = Rule("collectives.all_to_all", Pattern((redistribution,), (moves(Shard, Shard),)))
@@ -229,7 +239,7 @@ own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(
 reduce_scatter = Rule("collectives.reduce_scatter", Pattern((redistribution,), (moves(Partial, Shard),)))
 
 
-@alone.replacement
+@stays.replacement
 def _(match: Match, x: fx.Proxy) -> fx.Proxy:
     """the value itself"""
     return x
@@ -299,7 +309,7 @@ def _(match: Match, x: fx.Proxy, placement: Shard, fill: float) -> fx.Proxy:
 
 COLLECTIVE_RULES = RuleSet(
     "collectives",
-    alone,
+    stays,
     slice_chunk,
     all_gather,
     all_to_all,
