@@ -23,6 +23,7 @@ from fxrewrite import FxRewriteError, graph_text
 from fxrewrite.backends import (
     OVERLAP,
     capture,
+    compile_regions,
     find_backend,
     graph_break_hint,
     graph_break_reason,
@@ -35,6 +36,7 @@ from fxrewrite.spmd import (
     Axis,
     ChunkedTensor,
     Crossing,
+    RegionsCompiled,
     WholeCalls,
     agree,
     axis_mesh,
@@ -108,7 +110,12 @@ class AutoSPBackend:
         self._programs.append(sharded)
         fix_rank(program)
         try:
-            run = compile_inner(program, crossing.examples(program, example_inputs))
+            examples = crossing.examples(program, example_inputs)
+            if self.config.regions == "once":
+                run, found = compile_regions(program, examples, compile_inner)
+                report.events.append(RegionsCompiled.of(found))
+            else:
+                run = compile_inner(program, examples)
         except Exception as error:
             say_not_compiled(axis, error, ADVICE)
             raise
@@ -243,4 +250,4 @@ def _refuse_dtensors(gm: fx.GraphModule) -> None:
 def _order_of(config: AutoSPConfig) -> str:
     """Returns what determines the order of collectives in the compiled program, besides the graph."""
     inner = config.inner if isinstance(config.inner, str) else getattr(config.inner, "__qualname__", "a callable")
-    return f"inner={inner}, overlap={config.overlap}"
+    return f"inner={inner}, overlap={config.overlap}, regions={config.regions}"

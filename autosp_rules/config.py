@@ -125,6 +125,12 @@ class AutoSPConfig(BaseModel):
         default=False,
         description="have inductor start collectives early and wait for them late, within the same peak of memory",
     )
+    regions: Literal["whole", "once"] = Field(
+        default="whole",
+        description="whether the inner backend compiles the rank's program whole, or each distinct region of it once, "
+        "such as a layer, which is then called for every layer (once): compiling takes less time, and nothing is fused "
+        "or kept for the backward pass over the borders of layers",
+    )
     disable_in_eval: bool = Field(
         default=False,
         description="run what is called with gradients disabled (torch.no_grad) as it is, whole on every rank",

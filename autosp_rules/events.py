@@ -9,7 +9,7 @@ from autosp_rules.memory.mlps import MlpsTiled, MlpsWhole
 from autosp_rules.report import LeftAlone
 from autosp_rules.sequence import OneToken, Padded, TooShort
 from autosp_rules.transform import Offloaded, OutputSharded
-from fxrewrite.spmd import AtBorder, Drawn, Gathered, ProductsWhole, Summed
+from fxrewrite.spmd import AtBorder, Drawn, Gathered, ProductsWhole, RegionsCompiled, Summed
 
 __all__ = [
     "AtBorder",
@@ -32,6 +32,7 @@ __all__ = [
     "Padded",
     "ProductsWhole",
     "Recomputation",
+    "RegionsCompiled",
     "Summed",
     "TagsUnread",
     "TooShort",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         installed as installed,
     )
     from fxrewrite.backends.parts import in_parts as in_parts, is_custom as is_custom, under_autograd as under_autograd
+    from fxrewrite.backends.regions import Regions as Regions, compile_regions as compile_regions, regional as regional
 
 
 lazy_package(__name__)

@@ -38,6 +38,7 @@ from fxrewrite.spmd.events import (
     Gathered as Gathered,
     NotInPart as NotInPart,
     ProductsWhole as ProductsWhole,
+    RegionsCompiled as RegionsCompiled,
     Summed as Summed,
 )
 from fxrewrite.spmd.expect import Sends as Sends, sends as sends

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial as TorchPartial
 
 from fxrewrite.backends import (
+    compile_regions,
     find_backend,
     graph_break_reason,
     inner_compiler,
@@ -32,6 +33,7 @@ from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
 from fxrewrite.spmd.borders import Crossing, check_dtensors, entering
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.draws import draws_on_chunk
+from fxrewrite.spmd.events import RegionsCompiled
 from fxrewrite.spmd.group import axis_of, fix_rank
 from fxrewrite.spmd.input_placements import input_placements
 from fxrewrite.spmd.local_gradients import add_leaves, leaves_of
@@ -45,6 +47,8 @@ __all__ = ["SpmdBackend", "spmd"]
 
 Breaks: TypeAlias = Literal["gather", "dtensor"]
 """What programs pass to each other where ranks hold it in chunks: whole values, or DTensors."""
+CompiledRegions: TypeAlias = Literal["whole", "once"]
+"""Whether a program is compiled whole, or each distinct region of it once."""
 _ADVICE = Advice(
     inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
     "rank has its own",
@@ -73,8 +77,11 @@ class SpmdBackend:
         strict: bool,
         timeout: float,
         breaks: Breaks,
+        regions: CompiledRegions,
     ) -> None:
         find_backend(inner)
+        if regions not in get_args(CompiledRegions):
+            raise FxRewriteError(f"regions={regions!r} is not one of {get_args(CompiledRegions)}")
         if breaks not in get_args(Breaks):
             raise FxRewriteError(f"breaks={breaks!r} is not one of {get_args(Breaks)}")
         if breaks == "dtensor":
@@ -85,6 +92,7 @@ class SpmdBackend:
         self.reports: list[Report] = []
         self._programs: list[_Program] = []
         self._strict, self._timeout, self._as_dtensors = strict, timeout, breaks == "dtensor"
+        self._regions: CompiledRegions = regions
         shared = tuple(member.axis for member in plan.members if member.data == "shared")
         self._shared = mesh[shared] if shared else None
         """The axes along which ranks share what programs pass to each other."""
@@ -106,7 +114,7 @@ class SpmdBackend:
         self._agree_on_chunks(gm, chunks, example_inputs)
         program = normalized(gm)
         add_leaves(program)
-        context = contexts(self.mesh, strict=self._strict, is_part=self._breaks)
+        context = contexts(self.mesh, strict=self._strict, is_part=self._breaks, is_ahead=self._regions == "whole")
         for name in (self._shared.mesh_dim_names or ()) if self._shared is not None and self._as_dtensors else ():
             context[name] = replace(context[name], output_placement=crossing.outputs.on(context[name].axis))
         report = self._lowering.apply(program, context=context)
@@ -117,6 +125,7 @@ class SpmdBackend:
         whole_text = graph_text(program, without=_offsets(program))
         for member in self.plan.members:  # ranks with different collectives would hang in them
             text = whole_text if member.data == "shared" else _collectives(program, member.axis)
+            text = f"regions={self._regions}\n{text}"
             agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
         fix_rank(program)
         sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
@@ -136,7 +145,12 @@ class SpmdBackend:
                 for one in unreduced
             ),
         ]
-        run = inner_compiler(self.inner, **options)(program, local)
+        compile_inner = inner_compiler(self.inner, **options)
+        if self._regions == "once":
+            run, found = compile_regions(program, local, compile_inner)
+            report.events.append(RegionsCompiled.of(found))
+        else:
+            run = compile_inner(program, local)
         compiled = _Program(program, run, self, self._timeout, sizes, unreduced, crossing)
         self._programs.append(compiled)
         return compiled
@@ -318,6 +332,7 @@ def spmd(
     strict: bool = False,
     timeout: float = 3600.0,
     breaks: Breaks = "gather",
+    regions: CompiledRegions = "whole",
 ) -> SpmdBackend:
     """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
 
@@ -335,9 +350,11 @@ def spmd(
         strict: refuse an operator without layout rule instead of gathering its operands.
         timeout: seconds to wait for other ranks to compile the same graph.
         breaks: how values in chunks return: gathered ("gather"), or as DTensors ("dtensor").
+        regions: the program is compiled whole ("whole"), or each distinct region of it once, such as a layer ("once",
+            `fxrewrite.backends.regional`). What a region reads is then gathered where it begins, not a layer ahead.
 
     Raises:
         FxRewriteError: no such backend, or no such axis. At compile time, inside torch's BackendCompilerFailed: the
             plan does not fit the model.
     """
-    return SpmdBackend(plan, mesh, inner, strict=strict, timeout=timeout, breaks=breaks)
+    return SpmdBackend(plan, mesh, inner, strict=strict, timeout=timeout, breaks=breaks, regions=regions)

@@ -39,6 +39,8 @@ class SpmdContext:
     Gradients of inputs in shards are those of one device in any case."""
     is_part: bool = False
     """Whether the graph is a part of a model, where what is stated of another part matches nothing."""
+    is_ahead: bool = True
+    """Whether shards of parameters are gathered a layer ahead, while the layer before is computed."""
     watch: Callable[[Edit, Axis], None] | None = None
     """Called with the graph once every value has a placement; it may look, and change nothing."""
 
@@ -58,7 +60,12 @@ class SpmdContext:
 
 
 def contexts(
-    mesh: DeviceMesh, *, strict: bool = False, gradients: Reduction = "done", is_part: bool = False
+    mesh: DeviceMesh,
+    *,
+    strict: bool = False,
+    gradients: Reduction = "done",
+    is_part: bool = False,
+    is_ahead: bool = True,
 ) -> dict[str, SpmdContext]:
     """What a plan over several axes is given: the context of each axis of the mesh, by its name.
 
@@ -71,6 +78,6 @@ def contexts(
     if not mesh.mesh_dim_names:
         raise FxRewriteError("the axes of the mesh have no names; pass init_device_mesh(..., mesh_dim_names=(...))")
     return {
-        name: SpmdContext(axis_of(mesh, name), strict=strict, gradients=gradients, is_part=is_part)
+        name: SpmdContext(axis_of(mesh, name), strict=strict, gradients=gradients, is_part=is_part, is_ahead=is_ahead)
         for name in mesh.mesh_dim_names
     }

@@ -75,7 +75,7 @@ class Schedule:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         means = self._send_less(edit)
-        return self._average_together(edit) + self._gather_late(edit, means, is_part=context.is_part)
+        return self._average_together(edit) + self._gather_late(edit, means, context)
 
     def _send_less(self, edit: Edit) -> dict[fx.Node, _Means]:
         """Cast before gathers, and average behind their adjoints; returns the means that are left to take of each."""
@@ -88,8 +88,8 @@ class Schedule:
                 means[self._cast_first(edit, node, read)] = averaged
         return means
 
-    def _gather_late(self, edit: Edit, means: Mapping[fx.Node, _Means], *, is_part: bool) -> int:
-        """Gather what one layer reads by one collective, one layer ahead; returns how many nodes were moved."""
+    def _gather_late(self, edit: Edit, means: Mapping[fx.Node, _Means], context: SpmdContext) -> int:
+        """Gather what one layer reads by one collective, a layer ahead if stated; returns how many nodes were moved."""
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
         of_parameters, gathered = _of_parameters(nodes)
@@ -110,7 +110,7 @@ class Schedule:
         starts = [node for node in first_read if _starts(node, gathered)]
         buckets = _buckets(edit, starts, first_read, of_parameters, apart=differentiated)
         kept = {node for bucket in buckets for node in bucket if node.meta.get("recompute") == KEPT}
-        if buckets and not is_part:
+        if buckets and not context.is_part:
             kept |= set(buckets[-1])  # the backward pass reads it at once
         again, given_up = set[fx.Node](), gathered - kept
         region = next(_regions)  # one: between two regions the partitioner saves what one reads of the other
@@ -121,7 +121,7 @@ class Schedule:
                 edit.set_meta(node, "ac_graph_id", region)
         waits = [min(bucket[0].users) for bucket in buckets]
         for position, bucket in enumerate(buckets):
-            before = waits[max(position - 1, 0)]
+            before = waits[max(position - context.is_ahead, 0)]
             if bucket[0] in differentiated:
                 before = off.get(first_read[before], before)
             for needed in _operands(bucket, of_parameters):

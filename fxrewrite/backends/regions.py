@@ -1,0 +1,226 @@
+"""Regional compilation: an inner backend compiles each distinct region of a graph once, however often it repeats.
+
+    h = layer(x, w0)          f, g = inner(layer), inner(loss)
+    h = layer(h, w1)    ->    h = f(x, w0)
+    return loss(h)            h = f(h, w1)
+                              return g(h)
+
+A region is an autograd function of its own, as a block that is compiled by hand. So what it saves for the backward pass
+is decided within it, and no kernel is fused over its border. It draws random numbers of its own in each call.
+Source: PyTorch's tutorial on regional compilation, and torchtitan, which compile a model's blocks one by one, by hand.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
+from fxrewrite.graph.repeats import Part, cut_repeats
+from fxrewrite.ops import is_inexact, key, mutates, tensors_of, value, without_gradients
+
+__all__ = ["Regions", "compile_regions", "regional"]
+
+Compiler = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Regions:
+    """What was compiled of a graph, and how often it is called; `str` is a sentence."""
+
+    calls: tuple[int, ...]
+    """Of each distinct region, how often it is called."""
+    num_nodes: int
+    """Nodes of the graph."""
+    num_compiled: int
+    """Nodes of the distinct regions."""
+    left_out: tuple[str, ...] = ()
+    """Why repeats are no regions, or several."""
+
+    def __str__(self) -> str:
+        said = "nothing repeats, the graph is compiled whole"
+        if len(self.calls) > 1:
+            repeated = ", ".join(f"{count} times" for count in self.calls if count > 1)
+            said = (
+                f"{len(self.calls)} regions are compiled for {sum(self.calls)} calls (one is called {repeated}): "
+                f"{self.num_compiled:,} nodes of {self.num_nodes:,}"
+            )
+        return "; ".join([said, *self.left_out])
+
+
+def regional(inner: str | Compiler = "inductor", on_report: Callable[[Regions], None] | None = None) -> Compiler:
+    """Returns a backend for `torch.compile` that compiles equal regions of a graph once, by `inner`.
+
+    Args:
+        inner: a backend's name, or its function.
+        on_report: called with the Regions of each graph, after it was compiled.
+
+    Raises:
+        FxRewriteError: no such backend.
+    """
+    find_backend(inner)
+
+    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        refuse_precompile()
+        run, report = compile_regions(normalized(gm), example_inputs, inner_compiler(inner, **options))
+        if on_report is not None:
+            on_report(report)
+        return run
+
+    name = inner if isinstance(inner, str) else getattr(inner, "__qualname__", "a callable")
+    compile_graph.__qualname__ = f"regional({name})"  # ranks compare the name
+    return compile_graph
+
+
+def compile_regions(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_inner: Compiler
+) -> tuple[Callable[..., Any], Regions]:
+    """Returns the graph compiled region by region, and what was compiled.
+
+    Args:
+        gm: a graph in normal form.
+        example_inputs: fake values, as Dynamo passes them.
+        compile_inner: `(gm, example_inputs) -> callable`.
+    """
+    cut = cut_repeats(gm)
+    if len(cut.parts) < 2:
+        num_nodes = sum(len(part.nodes) for part in cut.parts)
+        return compile_inner(gm, list(example_inputs)), Regions((1,), num_nodes, num_nodes, tuple(cut.left_out))
+    mode = detect_fake_mode(example_inputs) or FakeTensorMode()
+    differentiated = _differentiated(gm, example_inputs)
+    program, at, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
+    inputs = [_faked(found, mode) for found in example_inputs]
+    given: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in (*given, *gm.graph.find_nodes(op="get_attr")):
+        held = None if node in given else _held(gm, node)
+        if not isinstance(held, fx.GraphModule):
+            at[node] = program.node_copy(node)
+        if isinstance(held, torch.Tensor):
+            _hold(root, str(node.target), held)
+            given[node] = _faked(held, mode)
+    regions: dict[Hashable, _Region] = {}
+    for part in cut.parts:
+        examples = [
+            given[node] if node in given else _example(value(node), mode, requires_grad=node in differentiated)
+            for node in part.reads
+        ]
+        look = part.key, tuple(node in differentiated for node in part.reads), _shared_memory(part, examples)
+        if look not in regions:
+            with tracing(TracingContext(mode)):  # AOTAutograd writes what it learns of a graph into this context
+                run = compile_inner(_module_of(gm, part), examples)
+            regions[look] = _Region(run, part)
+            root.add_module(f"region_{len(regions) - 1}", regions[look])
+        regions[look].num_calls += 1
+        name = f"region_{list(regions).index(look)}"
+        call = program.call_module(name, tuple(at[node] for node in part.reads))
+        at.update((node, program.call_function(operator.getitem, (call, i))) for i, node in enumerate(part.gives))
+    program.node_copy(gm.graph.output_node(), at.__getitem__)
+    report = Regions(
+        tuple(region.num_calls for region in regions.values()),
+        sum(len(part.nodes) for part in cut.parts),
+        sum(len(region.part.nodes) for region in regions.values()),
+        tuple(cut.left_out),
+    )
+    return fx.GraphModule(root, program), report
+
+
+class _Region(nn.Module):
+    """A compiled part of a graph."""
+
+    def __init__(self, run: Callable[..., Any], part: Part) -> None:
+        super().__init__()
+        self.part, self.num_calls, self._run = part, 0, run
+
+    def forward(self, *values: Any) -> Any:
+        return self._run(*values)
+
+
+def _differentiated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[fx.Node]:
+    """The values that require gradients, and perhaps some that do not: an operator may have none."""
+    found, inputs, off = set[fx.Node](), iter(example_inputs), without_gradients(list(gm.graph.nodes))
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            held = next(inputs) if node.op == "placeholder" else _held(gm, node)
+            requires = isinstance(held, torch.Tensor) and held.requires_grad
+        else:
+            is_stopped = node in off or not torch.is_grad_enabled() or key(node) in _STOPS
+            requires = not is_stopped and not found.isdisjoint(node.all_input_nodes)
+            requires = requires and (any(map(is_inexact, tensors_of(node))) or not tensors_of(node))
+        if requires:
+            found.add(node)
+    return found
+
+
+_STOPS = ("aten::detach", "aten::detach_copy")
+
+
+def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:
+    """A part as a module of its own."""
+    graph, at, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
+    for node in part.reads:
+        at[node] = graph.placeholder(node.name)
+        at[node].meta = dict(node.meta)
+    for node in part.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in at:  # the subgraph of a higher-order operator: other values are read
+                at[operand] = graph.node_copy(operand)
+                _hold(root, str(operand.target), _held(gm, operand))
+        if node.op == "call_module":
+            _hold(root, str(node.target), gm.get_submodule(str(node.target)))
+        at[node] = graph.node_copy(node, at.__getitem__)
+    graph.output(tuple(at[node] for node in part.gives))
+    return fx.GraphModule(root, graph)
+
+
+def _held(gm: nn.Module, node: fx.Node) -> Any:
+    """The attribute that a node reads."""
+    parent, _, name = str(node.target).rpartition(".")
+    return getattr(gm.get_submodule(parent), name)
+
+
+def _hold(root: nn.Module, path: str, held: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        if not hasattr(root, parent):
+            root.add_module(parent, nn.Module())
+        root = getattr(root, parent)
+    setattr(root, name, held)
+
+
+def _faked(found: Any, mode: FakeTensorMode) -> Any:
+    """The fake value of an input, which Dynamo passes as it is, with the symbols that Dynamo has for its sizes."""
+    if not isinstance(found, torch.Tensor) or isinstance(found, FakeTensor):
+        return found
+    context = TracingContext.try_get()
+    sizes: Any = context.tensor_to_context.get(found) if context is not None else None
+    if sizes is None:
+        return mode.from_tensor(found, static_shapes=True)
+    return mode.from_tensor(found, symbolic_context=sizes, source=sizes.tensor_source)
+
+
+def _example(found: Any, mode: FakeTensorMode, *, requires_grad: bool) -> Any:
+    """A value that a region returns, as an input of another one: in memory of its own, as nothing writes to it."""
+    if not isinstance(found, torch.Tensor):
+        return found
+    with mode:
+        made = torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=found.device)
+    return made.requires_grad_(requires_grad)
+
+
+def _shared_memory(part: Part, given: Sequence[Any]) -> Hashable:
+    """Which inputs share memory, for a region that writes to some."""
+    if not any(map(mutates, part.nodes)):
+        return None
+    first: dict[Any, int] = {}
+    return tuple(
+        first.setdefault(StorageWeakRef(found.untyped_storage()).cdata, i) if isinstance(found, torch.Tensor) else -1
+        for i, found in enumerate(given)
+    )
