@@ -162,7 +162,103 @@ def test_new_nodes_of_an_exported_program_have_value_and_source() -> None:
     assert torch.allclose(gm(X), torch.relu(F.silu(X)))
 
 
+def test_new_nodes_keep_the_operator_that_kernels_are_named_after() -> None:
+    # inductor's test_original_aten_preserved_split_addmm
+    gm = traced(lambda a, b, c: torch.addmm(a, b, c), X, X, X)
+    (old,) = (node for node in gm.graph.nodes if node.op == "call_function")
+    source = [object()]
+    old.meta.update(original_aten=torch.ops.aten.linear.default, from_node=source)
+    assert apply(gm, made(lambda a, b, c: torch.addmm(a, b, c), lambda a, b, c: b @ c + a)).rewrites == 1
+    new = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert len(new) == 2
+    assert all(node.meta["original_aten"] == torch.ops.aten.linear.default for node in new)
+    assert all(node.meta["from_node"] == source for node in new)
+
+
+# Higher-order operators without a body
+
+fixed = torch.library.Library("tests_peers", "FRAGMENT")
+fixed.define("norm(Tensor(a!) out, Tensor x, Tensor w) -> ()")
+fixed.define("add_norm(Tensor(a!) x, Tensor(b!) residual, Tensor w) -> ()")
+fixed.define("silu_and_norm(Tensor(a!) out, Tensor x, Tensor w) -> ()")
+OPS = torch.ops.tests_peers
+
+
+@torch.library.impl(fixed, "norm", "CompositeExplicitAutograd")
+def _norm(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+    out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w)
+
+
+@torch.library.impl(fixed, "add_norm", "CompositeExplicitAutograd")
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> None:
+    residual.add_(x)
+    _norm(x, residual, w)
+
+
+@torch.library.impl(fixed, "silu_and_norm", "CompositeExplicitAutograd")
+def _silu_and_norm(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+    _norm(out, F.silu(x), w)
+
+
+def test_what_a_functionalized_operator_computes_is_no_random_draw() -> None:
+    # vllm's fusions of auto_functionalized operators, two into one; and one operator with two results
+    hop = torch.ops.higher_order.auto_functionalized
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> Any:
+        normed = hop(OPS.norm.default, out=torch.empty_like(x), x=F.silu(x), w=w)[1]
+        both = hop(OPS.add_norm.default, x=normed, residual=x, w=w)
+        return both[1], both[2]
+
+    gm = traced(model, X, X[0])
+    gm.graph.eliminate_dead_code()
+    expected = gm(X, X[0])
+    fuse = made(
+        lambda x, w, out: hop(OPS.norm.default, out=out, x=F.silu(x), w=w)[1],
+        lambda x, w, out: hop(OPS.silu_and_norm.default, out=out, x=x, w=w)[1],
+    )
+    assert apply(gm, fuse).rewrites == 1
+
+    def split(x: Any, r: Any, w: Any) -> Any:
+        total = x + r
+        return hop(OPS.norm.default, out=torch.empty_like(x), x=total, w=w)[1], total
+
+    def both(x, r, w):
+        results = hop(OPS.add_norm.default, x=x, residual=r, w=w)
+        return results[1], results[2]
+
+    assert apply(gm, made(both, split)).rewrites == 1
+    assert all(map(torch.allclose, gm(X, X[0]), expected))
+
+
+def test_a_product_with_another_result_dtype_is_fused() -> None:
+    # inductor's test_fused_int_mm_mul and _epilogue
+    wide = torch.ops.higher_order.out_dtype
+    a, b = torch.randint(-9, 9, (32, 32), dtype=torch.int8), torch.randint(-9, 9, (32, 32), dtype=torch.int8)
+    gm = traced(lambda a, b, c: wide(torch.ops.aten.mm.default, torch.int32, a, b) * c, a, b, torch.rand(32, 32))
+    fuse = made(
+        lambda a, b, c: wide(torch.ops.aten.mm.default, torch.int32, a, b) * c, lambda a, b, c: torch._int_mm(a, b) * c
+    )
+    assert apply(gm, fuse).rewrites == 1
+    c = torch.rand(32, 32)
+    assert torch.equal(gm(a, b, c), torch.ops.aten._int_mm(a, b) * c)
+
+
 # Silence: zero matches for another spelling
+
+
+def test_a_default_that_is_written_is_the_default() -> None:
+    # inductor's test_match_equivalent_function_invocations1, 2 and 3
+    fuse = made(lambda a, b, c: torch.relu(torch.addmm(a, b, c)), lambda a, b, c: torch.relu(b @ c + a))
+    for beta, alpha, expected in ((1, 1, 1), (1, 1.0, 1), (1.0, 1.0, 1), (1, 2, 0), (0.5, 1.0, 0)):
+        gm = fx.symbolic_trace(torch.nn.Identity())
+        gm.graph = graph = fx.Graph()
+        a, b, c = (graph.placeholder(name) for name in "abc")
+        product = graph.call_function(torch.ops.aten.addmm.default, (a, b, c), {"beta": beta, "alpha": alpha})
+        graph.output(graph.call_function(torch.relu, (product,)))
+        assert apply(gm, fuse).rewrites == expected
+    twice = made(lambda a, b: torch.add(a, b, alpha=2.0), lambda a, b: a + b + b)
+    assert apply(traced(lambda a, b: torch.add(a, b, alpha=2), X, X), twice).rewrites == 1
+
 
 SPELLINGS: dict[str, tuple[Callable[..., Any], list[Callable[..., Any]]]] = {
     "softmax": (

@@ -233,7 +233,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
             else:
                 captures[name] = path
         for path, term in part.operators:
-            if isinstance(term, Chain) or not ops.may_be_random(term.key):
+            if isinstance(term, Chain) or not term.may_draw:
                 continue  # equal pure terms may be one node or two; two draws must be two
             if term in drawn:
                 raise RuleDefinitionError(

@@ -17,6 +17,7 @@ from fxrewrite.ops.communicating import (
     differentiating as differentiating,
 )
 from fxrewrite.ops.effects import (
+    called_overload as called_overload,
     declare_per_rank as declare_per_rank,
     declare_pure as declare_pure,
     declare_virtual as declare_virtual,

@@ -66,6 +66,8 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
         default = argument.default_value if argument.has_default_value() else NO_DEFAULT
         kind = text[len("Optional[") : -1] if optional else text
         default = _ENUM_DEFAULTS.get((kind, default), default) if isinstance(default, int) else default
+        if kind == "number" and isinstance(default, float) and default.is_integer():
+            default = int(default)  # as `Signature.multipliers` are read
         parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default))
     return Schema(tuple(parameters), overload)
 

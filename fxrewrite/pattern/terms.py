@@ -97,6 +97,12 @@ class Op(Term):
     shared: bool = False
     loose: bool = False
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether some call like this one draws random numbers."""
+        literals = [part.value for _, part in self.args if isinstance(part, LiteralValue)]
+        return ops.may_be_random(self.key, ops.called_overload(literals))
+
 
 @dataclass(frozen=True, slots=True)
 class Capture(Term):
@@ -211,6 +217,12 @@ def as_term(value: Any) -> Term:
             return ListOf(items)
     if isinstance(value, slice) and any(isinstance(v, Term) for v in (value.start, value.stop, value.step)):
         raise RuleDefinitionError("a pattern cannot capture a bound of a slice; capture the whole index instead")
+    if isinstance(value, torch.Tensor):
+        raise RuleDefinitionError(
+            f"a pattern cannot hold a tensor ({str(value.dtype).removeprefix('torch.')}{list(value.shape)}): it is "
+            "compared by structure alone; make it a parameter of the pattern, annotated Param if the model holds it, "
+            "and state its values by a constraint (fxrewrite.where.predicate), or write a number"
+        )
     try:
         freeze(value)
     except TypeError as error:
@@ -230,7 +242,8 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
     except ops.BindingError as error:
         raise RuleDefinitionError(f"in a pattern: {error}") from error
     written = signature.overload is not None and signature.overload._schema.is_mutable
-    if written or kwargs.get("out") is not None or (key.endswith("_") and not key.endswith("__")):
+    takes_out = kwargs.get("out") is not None and ops.may_take_out(target)
+    if written or takes_out or (key.endswith("_") and not key.endswith("__")):
         raise RuleDefinitionError(
             f"{key} in a pattern writes to memory; match the functional operator, on a graph made functional first"
         )

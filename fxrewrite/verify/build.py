@@ -80,7 +80,7 @@ class Builder:
         return replace(self.sample, bindings=dict(self.bindings))
 
     def _call(self, term: Op, path: str) -> fx.Node:
-        if (not self.sample.twice or ops.may_be_random(term.key)) and term in self._terms:
+        if (not self.sample.twice or term.may_draw) and term in self._terms:
             return self._terms[term]
         ready: dict[str, Any] = {}
         for name, part in term.args:
