@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite.errors import FxRewriteError, Reason
+from fxrewrite.errors import Reason, RefusedError
 from fxrewrite.pattern import Literal, Maybe, maybe, where
 from fxrewrite.rule import Rule
 from rules.canonical.normal_forms import NORMAL_FORMS
-from tests.rewriting import apply, made, silu, state, traced
+from tests.rewriting import apply, made, silu, state, targets, traced
 
 X = torch.linspace(-2, 2, 16, dtype=torch.float64).reshape(4, 4)
 
@@ -121,27 +121,64 @@ def test_several_outputs_go_where_all_their_inputs_are_known(order: tuple[int, .
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_replacement_that_raises_at_its_second_match_changes_nothing(when: str) -> None:
+def test_a_replacement_that_raises_at_its_second_match_is_refused_there(when: str) -> None:
     # torch._inductor.pattern_matcher leaves the graph half rewritten (probe)
-    calls: list[str] = []
+    called: list[str] = []
 
     def replacement(match: Any, x: Any) -> Any:
-        calls.append(match.root.name)
-        if len(calls) == 2 and when == "before":
+        called.append(match.root.name)
+        if len(called) == 2 and when == "before":
             raise KeyError("second")
         result = F.silu(x)
-        if len(calls) == 2:
+        if len(called) == 2:
             raise KeyError("second")
         return result
 
-    gm = traced(lambda x: torch.sigmoid(x) * x + (y := torch.exp(x)) * torch.sigmoid(y), X)
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * x + (y := torch.exp(x)) * torch.sigmoid(y)
+
+    gm = traced(model, X)
     before = state(gm)
-    with pytest.raises(
-        FxRewriteError, match=r"test.it: the replacement raised KeyError at %mul: 'second'; the graph is as"
-    ):
-        apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement))
-    assert len(calls) == 2
-    assert state(gm) == before
+    (refusal,) = apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement)).refusals
+    assert refusal.kind is Reason.RAISED
+    assert str(refusal).startswith("test.it: the replacement raised KeyError: 'second' at %mul; let the pattern or")
+    assert len(called) == 2
+    assert targets(gm).count("aten.silu.default") == 1
+    assert torch.allclose(gm(X), model(X))
+
+    called.clear()
+    gm = traced(model, X)
+    with pytest.raises(RefusedError, match="the replacement raised KeyError: 'second' at %mul"):
+        apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement), atomic=True)
+    assert gm.code == before[0]
+
+
+def test_dtypes_that_the_kernel_refuses_are_refused_before_it_runs() -> None:
+    # inductor's test_addmm_dtype_mismatch: meta kernels of addmm, mm, convolution ... compare no dtypes
+    a, b = torch.rand(4, 4), torch.rand(4, 4).half()
+    cases: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+        (lambda a, b: torch.mm(b, b) + a, lambda a, b: torch.addmm(a, b, b)),
+        (lambda a, b: torch.mm(a, b.to(torch.float32)), lambda a, b: torch.mm(a, b)),
+        (lambda a, b: torch.mm(a, b.to(torch.float32)), lambda a, b: F.linear(a, b.t())),
+    ]
+    for pattern, replacement in cases:
+        gm = traced(pattern, a, b)
+        (refusal,) = apply(gm, made(pattern, replacement)).refusals
+        assert refusal.kind is Reason.VALUE
+        assert "takes one dtype, found " in refusal.reason
+        assert "float16" in refusal.reason
+        assert torch.equal(gm(a, b), pattern(a, b))
+        with pytest.raises((RuntimeError, ValueError)):
+            replacement(a, b)
+
+
+def test_a_number_is_no_tensor() -> None:
+    # inductor's test_addmm_symbolic_scalar: `mm + size` is no addmm
+    fuse = made(lambda a, b, c: torch.mm(b, c) + a, lambda a, b, c: torch.addmm(a, b, c))
+    gm = traced(lambda b, c: torch.mm(b, c) + b.shape[0], X, X, mode="symbolic")
+    report = apply(gm, fuse)
+    assert (report.rewrites, report.refusals) == (0, [])
+    assert "expected a tensor of the graph at root.other, found aten::sym_size" in str(fuse.explain(gm))
 
 
 # Metadata
@@ -243,7 +280,50 @@ def test_a_product_with_another_result_dtype_is_fused() -> None:
     assert torch.equal(gm(a, b, c), torch.ops.aten._int_mm(a, b) * c)
 
 
+# Functions that are leaves
+
+
+@fx.wrap
+def thrice(x: Any) -> Any:
+    return x * 3
+
+
+def test_a_wrapped_function_is_a_call_on_both_sides() -> None:
+    # subgraph_rewriter's test_subgraph_rewriter_nodes_with_kwargs and _local_revert
+    gm = traced(lambda x: torch.relu(x), X)
+    assert apply(gm, made(lambda x: torch.relu(x), lambda x: thrice(torch.relu(x)))).rewrites == 1
+    assert any(node.target is thrice for node in gm.graph.nodes)
+    assert torch.equal(gm(X), 3 * torch.relu(X))
+    assert apply(gm, made(lambda x: thrice(torch.relu(x)), lambda x: x + thrice(2) * len("a"))).rewrites == 1
+    assert torch.equal(gm(X), X + 6)
+
+
 # Silence: zero matches for another spelling
+
+
+INDICES: list[Any] = [
+    (..., slice(None, 2)),
+    (..., 1),
+    (..., None),
+    (..., None, slice(1, None), None),
+    (..., 0, slice(None, None, 2)),
+    (slice(None), 1),
+    (0, ..., slice(-2, None)),
+    (None, slice(1, 3)),
+    slice(1, 3),
+    1,
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_an_index_matches_slices_in_a_graph_of_overloads(index: Any) -> None:
+    # vllm's and torchao's patterns of `x[..., :n]`
+    neg = made(lambda x: torch.relu(x[index]), lambda x: x[index].clamp(min=0))
+    for x in (X, torch.stack([X, X + 1])):
+        for gm in (fx.symbolic_trace(lambda x: torch.relu(x[index])), traced(lambda x: torch.relu(x[index]), x)):
+            assert made(lambda x: torch.relu(x[..., 3:]), lambda x: x).explain(gm).num_matches == 0
+            assert apply(gm, neg).rewrites == 1
+            assert torch.equal(gm(x), torch.relu(x[index]))
 
 
 def test_a_default_that_is_written_is_the_default() -> None:

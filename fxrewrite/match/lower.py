@@ -39,6 +39,7 @@ from fxrewrite.pattern.terms import (
     Siblings,
     Term,
     freeze,
+    in_steps,
 )
 
 __all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
@@ -139,6 +140,9 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     """Yields the readings of a term at a path."""
     if isinstance(term, Op):
         yield from _read_operator(term, path)
+        steps = in_steps(term)
+        if steps is not None:
+            yield from _read_operator(steps, path)
     elif isinstance(term, Capture):
         kind = _CAPTURED[term.kind]
         yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))

@@ -1,6 +1,6 @@
 """Facts about operators: canonical keys, argument binding, effects, commutation. All other packages build on these."""
 
-from fxrewrite.ops.aten import emit_aten as emit_aten
+from fxrewrite.ops.aten import emit_aten as emit_aten, index_steps as index_steps
 from fxrewrite.ops.binding import (
     BindingError as BindingError,
     Signature as Signature,
@@ -68,3 +68,4 @@ from fxrewrite.ops.value import (
     value as value,
     value_key as value_key,
 )
+from fxrewrite.ops.wrapped import with_globals as with_globals, wrapped_in as wrapped_in
