@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
@@ -66,6 +67,7 @@ class Rule:
         imports: modules that define the operators it names; a counterexample imports them.
         optional: whether an atomic set goes on when this rule refuses; the refusal is in the report.
         after, before: ids of rules in the same set that run earlier, or later.
+        forms: what it matches: the pattern, or what `Plan.decomposed` made of it.
         doc: first line of the docstring of the replacement, or else of the pattern function.
         provider: where it is defined, "rules/attention/composite.py:12".
     """
@@ -96,6 +98,7 @@ class Rule:
                 raise RuleDefinitionError(f"rule {id}: {value!r} is none of {', '.join(map(repr, get_args(kind)))}")
         self.id = id
         self.pattern = pattern
+        self.forms: tuple[Pattern, ...] = (pattern,)
         self.numerics = numerics
         self.rng = rng
         self.shapes = shapes
@@ -152,7 +155,18 @@ class Rule:
 
     def explain(self, gm: fx.GraphModule) -> Explanation:
         """Why the rule does or does not match, node by node, nearest misses first."""
-        return explain(self.pattern, nodes_of(gm))
+        return self.explain_in(list(nodes_of(gm)))
+
+    def explain_in(self, nodes: Sequence[fx.Node]) -> Explanation:
+        """The same for the nodes of a graph; of several forms the one that comes nearest."""
+        found = [explain(form, nodes) for form in self.forms] or [explain(self.pattern, nodes)]
+        return max(found, key=lambda one: (one.num_matches, one.nearness))
+
+    def decomposed(self, forms: Iterable[Pattern]) -> Rule:
+        """The rule, which matches these forms of its pattern and nothing else."""
+        new = copy.copy(self)
+        new.forms = tuple(forms)
+        return new
 
     def sampler(self, function: Sampler) -> Sampler:
         """Decorator: `verify` takes captures from this function, where they cannot be guessed; it is returned.

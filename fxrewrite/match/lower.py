@@ -250,7 +250,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
-    named = {capture.name: captures.get(capture.name) for capture in named_captures}
+    named = {capture.name: captures.get(capture.name) for capture in named_captures} | dict.fromkeys(pattern.absent)
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
     literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)

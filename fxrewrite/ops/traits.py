@@ -99,8 +99,8 @@ _TABLE: Mapping[Trait, str] = {
     "statistics": "batch_norm instance_norm native_batch_norm",
     "one_dtype": """
         _grouped_mm _prelu_kernel _softmax_backward_data addbmm addmm addmv addr baddbmm binary_cross_entropy bmm
-        complex conv1d conv2d conv3d convolution dot gcd grid_sampler grid_sampler_2d grid_sampler_3d heaviside index_add
-        index_copy index_put lcm linalg_cross linear matmul mm mv nll_loss_forward polar put vdot
+        complex conv1d conv2d conv3d convolution dot gcd grid_sampler grid_sampler_2d grid_sampler_3d heaviside
+        index_add index_copy index_put lcm linalg_cross linear matmul mm mv nll_loss_forward polar put vdot
     """,
     "saves_nothing": """
         _to_copy add add_ arange cat clone constant_pad_nd copy cumsum flip full full_like mean neg ones ones_like

@@ -47,10 +47,12 @@ class Pattern:
     Attributes:
         outputs: the values that the replacement replaces; the rest of the match is removed with them.
         where: constraints on the captures; texts are parsed.
+        absent: names that the replacement may ask for, and that are None in every match.
     """
 
     outputs: tuple[Term, ...]
     where: tuple[Constraint, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.outputs, tuple) or not all(isinstance(output, Term) for output in self.outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
