@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.backends.decompose import is_decomposed
@@ -189,7 +190,7 @@ def _terms(graph: fx.Graph, names: Sequence[str], pattern: Pattern) -> tuple[Ter
         if node.op == "placeholder":
             known[node] = captures.get(next(inputs), Ignore())
         elif node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), known.__getitem__)
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), known.__getitem__)  # pyright: ignore[reportArgumentType]
             known[node] = call(node.target, args, kwargs, shared=is_shared)
     outputs = tuple(known[node] for node in graph.output_node().all_input_nodes)
     if len(outputs) != len(pattern.outputs) or any(t.may_draw for t in known.values() if isinstance(t, Op)):
