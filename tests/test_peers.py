@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite.errors import Reason, RefusedError
-from fxrewrite.pattern import Literal, Maybe, maybe, where
+from fxrewrite.errors import Reason, RefusedError, RuleDefinitionError
+from fxrewrite.pattern import Literal, Maybe, functional, maybe, parse, where
 from fxrewrite.rule import Rule
 from rules.canonical.normal_forms import NORMAL_FORMS
 from tests.rewriting import apply, made, silu, state, targets, traced
@@ -265,6 +265,40 @@ def test_what_a_functionalized_operator_computes_is_no_random_draw() -> None:
 
     assert apply(gm, made(both, split)).rewrites == 1
     assert all(map(torch.allclose, gm(X, X[0]), expected))
+
+
+def test_one_view_of_an_operator_that_writes_in_all_functional_forms() -> None:
+    # vllm 14703, pytorch 152441: patterns of operators that write, whichever way the graph was made functional
+    first, second = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
+
+    def one(x: torch.Tensor, w: torch.Tensor) -> Any:
+        normed = first(OPS.norm.default, out=torch.empty_like(x), x=x + 1, w=w)[1]
+        both = first(OPS.add_norm.default, x=normed, residual=x, w=w)
+        return both[1] * 2, both[2]
+
+    def two(x: torch.Tensor, w: torch.Tensor) -> Any:
+        normed = second(OPS.norm.default, x=x + 1, w=w, _out_base_index=0, _all_bases=[torch.empty_like(x)])[1]
+        options = {"_x_base_index": 0, "_residual_base_index": 1, "_all_bases": [normed, x]}
+        both = second(OPS.add_norm.default, w=w, **options)
+        return both[1] * 2, both[2]
+
+    def rms(x: Any, w: Any) -> Any:
+        return F.rms_norm(x, (4,), w, 1e-6)
+
+    norm = made(lambda x, w: functional("tests_peers::norm", ..., x, w), rms)
+    added = made(lambda x, r, w: functional(OPS.add_norm, x, residual=r, w=w), lambda x, r, w: (rms(x + r, w), x + r))
+    assert parse(str(added.pattern).join("()")) == added.pattern  # the text form has the overload
+    for model in (one, two):
+        gm = traced(model, X, X[0])
+        gm.graph.eliminate_dead_code()
+        expected = gm(X, X[0])
+        assert apply(gm, norm).rewrites == 1
+        assert apply(gm, added).rewrites == 1
+        assert not any("auto_functionalized" in str(node.target) for node in gm.graph.nodes)
+        assert all(map(torch.allclose, gm(X, X[0]), expected))
+    for wrong in (lambda x: functional("aten::relu", x), lambda x, w: functional(OPS.norm, x, w)):
+        with pytest.raises(RuleDefinitionError, match=r"functional\("):
+            made(wrong, wrong)
 
 
 def test_a_product_with_another_result_dtype_is_fused() -> None:
