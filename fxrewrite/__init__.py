@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         cap as cap,
         chain as chain,
         either as either,
+        functional as functional,
         loose as loose,
         maybe as maybe,
         op as op,

@@ -78,6 +78,8 @@ class Reason(enum.StrEnum):
     """A `where` constraint does not hold."""
     RULE = "rule"
     """The rule itself refused."""
+    RAISED = "raised"
+    """The replacement, or an operator that it calls, raised an exception."""
     EFFECT = "effect"
     """A node in between writes to memory of the match."""
     ALIAS = "alias"

@@ -5,22 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn, Protocol, TypeAlias, overload, runtime_checkable
 
+import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from fxrewrite import backends
+from fxrewrite import backends, ops
 from fxrewrite.errors import (
     FixpointError,
     FxRewriteError,
@@ -36,7 +36,7 @@ from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.outputs import Promise
 from fxrewrite.graph.source import source_line
-from fxrewrite.match.explain import Explanation, explain
+from fxrewrite.match.explain import Explanation
 from fxrewrite.match.match import Match
 from fxrewrite.match.program import Program
 from fxrewrite.order import generations
@@ -216,6 +216,20 @@ class RuleSet:
         """`self.once().apply(gm, context)`."""
         return self.once().apply(gm, context)
 
+    def _with_rules(self, change: Callable[[Rule], Rule]) -> RuleSet:
+        """The set with other rules in their places, which have the same ids."""
+        new = copy.copy(self)
+        new.members = tuple(
+            change(member)
+            if isinstance(member, Rule)
+            else member._with_rules(change)
+            if isinstance(member, RuleSet)
+            else member
+            for member in self.members
+        )
+        new._levels, new._programs = _levels(new), {}
+        return new
+
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         """Run every member once inside a transaction; returns the number of changes."""
         return self._run(edit, context, report, self.atomic, Strategy())
@@ -252,7 +266,7 @@ class RuleSet:
 
     def _program(self, index: int, rules: Sequence[Rule]) -> Program[Rule]:
         if index not in self._programs:
-            self._programs[index] = Program([(rule, rule.pattern) for rule in rules])
+            self._programs[index] = Program([(rule, form) for rule in rules for form in rule.forms])
         return self._programs[index]
 
     def _all_programs(self, atomic: bool) -> Iterator[tuple[Program[Rule], bool, tuple[Rule, ...]]]:
@@ -549,8 +563,57 @@ class Plan:
         never cached. See `fxrewrite.backends.installed`.
         """
         self._require_whole()
-        graph_alone = functools.partial(self.apply, bodies=False)  # inductor passes the bodies itself
-        return backends.installed(slot, graph_alone, self.digest(), context=context)
+        known: dict[Any, Plan] = {}
+
+        def apply(gm: fx.GraphModule, context: Any) -> Report:
+            plan = self
+            if slot != "pre_grad":
+                tensors = [value for node in gm.graph.nodes for value in ops.tensors_of(node)]
+                dtypes = frozenset(value.dtype for value in tensors if value.is_floating_point())
+                ranks = frozenset(value.ndim for value in tensors if value.ndim)
+                if (dtypes, ranks) not in known:
+                    known[dtypes, ranks] = self.decomposed(backends.inductor_table(), dtypes=dtypes, ranks=ranks)
+                plan = known[dtypes, ranks]
+            return plan.apply(gm, context, bodies=False)  # inductor passes the bodies itself
+
+        return backends.installed(slot, apply, self.digest(), context=context)
+
+    def decomposed(
+        self,
+        table: Mapping[Any, Callable[..., Any]],
+        *,
+        dtypes: Iterable[torch.dtype] = (torch.float32,),
+        ranks: Collection[int] = (1, 2, 3, 4),
+    ) -> Plan:
+        """The plan for graphs behind decompositions: patterns are what the table makes of them, replacements stay.
+
+        A rule of which every operator is left by the table stays as it is. Others match for inputs of the ranks and
+        dtypes of samples, which are decomposed here: that takes about a second a rule. What a rule matches is in
+        `rule.forms`. One whose operators the table removes, and of which no form is found, matches nothing; a warning
+        says so.
+
+        Args:
+            table: decompositions by overload, such as `torch.export.default_decompositions()`.
+            dtypes: of floating-point inputs.
+            ranks: of inputs.
+        """
+        dtypes = sorted(dtypes, key=str)
+
+        def change(rule: Rule) -> Rule:
+            removed = backends.decomposed_in(rule.pattern, table)
+            if not removed:
+                return rule
+            found = backends.forms(rule.pattern, table, dtypes, ranks)
+            if not found:
+                warnings.warn(
+                    f"{rule.id} matches nothing behind decompositions: {', '.join(removed)} never stands there, and no "
+                    "sample of the pattern gave a form of it; apply the plan before autograd (pre_grad, plan.backend)",
+                    stacklevel=2,
+                )
+            return rule.decomposed(found)
+
+        stages = (dataclasses.replace(s, rules=s.rules._with_rules(change)) for s in self.stages)  # pyright: ignore[reportPrivateUsage]
+        return Plan(tuple(stages), self.expectations)
 
     def apply_export(self, program: ExportedProgram, context: Any = None) -> ExportedProgram:
         """A rewritten copy of an exported program, with its signature; see `fxrewrite.backends.apply_to_export`."""
@@ -575,9 +638,9 @@ class Plan:
         lines = [f"{rule_id}: expected at least {at_least} rewrites, made {entry.rewrites}; the graph is as before"]
         lines += [f"refused  {refusal}" for refusal in entry.refusals]
         if any(rule.id == rule_id for rule in self.rules()):
-            nodes = (node for part in edit.parts() for node in part.nodes())
+            nodes = [node for part in edit.parts() for node in part.nodes()]
             lines += ["in the graph as the plan would leave it:"] if entry.rewrites else []
-            lines.append(str(explain(self._rule(rule_id).pattern, nodes)))
+            lines.append(str(self._rule(rule_id).explain_in(nodes)))
         return "\n".join(lines)
 
     def text(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -11,7 +13,7 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, Reason, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, refuse
 from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rule", "misread_context", "rule"]
 
+_log = logging.getLogger(__name__)
 Numerics = Literal["exact", "reassociates", "approximate"]
 Rng = Literal["preserves", "removes", "duplicates", "changes"]
 Shapes = Literal["preserves", "changes"]
@@ -64,6 +67,7 @@ class Rule:
         imports: modules that define the operators it names; a counterexample imports them.
         optional: whether an atomic set goes on when this rule refuses; the refusal is in the report.
         after, before: ids of rules in the same set that run earlier, or later.
+        forms: what it matches: the pattern, or what `Plan.decomposed` made of it.
         doc: first line of the docstring of the replacement, or else of the pattern function.
         provider: where it is defined, "rules/attention/composite.py:12".
     """
@@ -94,6 +98,7 @@ class Rule:
                 raise RuleDefinitionError(f"rule {id}: {value!r} is none of {', '.join(map(repr, get_args(kind)))}")
         self.id = id
         self.pattern = pattern
+        self.forms: tuple[Pattern, ...] = (pattern,)
         self.numerics = numerics
         self.rng = rng
         self.shapes = shapes
@@ -109,6 +114,7 @@ class Rule:
         self._replacement: Replacement | None = None
         self._names: tuple[str, ...] = ()
         self._sampler: Sampler | None = None
+        self._wrapped: dict[str, Callable[..., Any]] | None = None
         if replacement is not None:
             self.replacement(replacement)
 
@@ -149,7 +155,18 @@ class Rule:
 
     def explain(self, gm: fx.GraphModule) -> Explanation:
         """Why the rule does or does not match, node by node, nearest misses first."""
-        return explain(self.pattern, nodes_of(gm))
+        return self.explain_in(list(nodes_of(gm)))
+
+    def explain_in(self, nodes: Sequence[fx.Node]) -> Explanation:
+        """The same for the nodes of a graph; of several forms the one that comes nearest."""
+        found = [explain(form, nodes) for form in self.forms] or [explain(self.pattern, nodes)]
+        return max(found, key=lambda one: (one.num_matches, one.nearness))
+
+    def decomposed(self, forms: Iterable[Pattern]) -> Rule:
+        """The rule, which matches these forms of its pattern and nothing else."""
+        new = copy.copy(self)
+        new.forms = tuple(forms)
+        return new
 
     def sampler(self, function: Sampler) -> Sampler:
         """Decorator: `verify` takes captures from this function, where they cannot be guessed; it is returned.
@@ -219,8 +236,9 @@ class Rule:
         """Replace one match; afterwards it is replaced completely, or, on any exception, nothing has changed.
 
         Raises:
-            RefusedError: a safety check, or the replacement, refuses; rule, node and source line are filled in.
-            FxRewriteError: the replacement raised; the message names the rule and the node.
+            RefusedError: a safety check, or the replacement, refuses, or the replacement raised; rule, node and source
+                line are filled in.
+            FxRewriteError: the rule, or the context that it reads, is wrong whatever it matches.
         """
         try:
             with edit.savepoint():
@@ -232,11 +250,21 @@ class Rule:
         except FxRewriteError:
             raise
         except Exception as error:
-            said = misread_context(error, match.context) or str(error)
-            raise FxRewriteError(
-                f"{self.id}: the replacement raised {type(error).__name__} at {_node_text(match.root)}: {said}; "
-                "the graph is as before"
-            ) from error
+            misread = misread_context(error, match.context)
+            if misread:
+                raise FxRewriteError(
+                    f"{self.id}: the replacement raised {type(error).__name__} at {_node_text(match.root)}: {misread}; "
+                    "the graph is as before"
+                ) from error
+            refusal = Refusal(
+                rule="",
+                reason=f"the replacement raised {type(error).__name__}: {error}",
+                hint="let the pattern or a constraint exclude the match, or refuse() it",
+                kind=Reason.RAISED,
+            )
+            raised = self._located(RefusedError(refusal), match)
+            _log.warning("%s", raised)
+            raise raised from error
 
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
         if match.refused is not None:
@@ -249,7 +277,10 @@ class Rule:
         match.edit, match.proxy = edit, replacer.proxy
         match.call = lambda target, *args, **kwargs: replacer.call(target, args, kwargs)
         given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
-        results = self._results(self.body(**given), match, replacer)
+        if self._wrapped is None:
+            self._wrapped = ops.wrapped_in(self.body)
+        body = ops.with_globals(self.body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
+        results = self._results(body(**given), match, replacer)
         created = replacer.created
         if self.shapes == "preserves":
             for old, new in zip(match.outputs, results, strict=True):
@@ -257,6 +288,7 @@ class Rule:
                 if was is not ops.MISSING and is_now is not ops.MISSING:
                     _check_value(old, was, is_now)
                     _check_strides(edit, old, was, is_now)
+        _check_dtypes(match, created)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
         draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
@@ -364,6 +396,28 @@ def _check_gradients(match: Match) -> None:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             hint = "compile under torch.no_grad(), or give the operator a derivative"
             refuse("gradients are needed here, and the rule keeps none (gradients=False)", hint=hint, node=node)
+
+
+_INDICES = frozenset({"index", "indices", "target", "mask"})
+"""Names of operands whose dtype is their own."""
+
+
+def _check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
+    """Refuse a call that computes a fake value, and whose kernel would raise: it takes operands of one dtype."""
+    for node in created:
+        if not isinstance(node.target, torch._ops.OpOverload) or not ops.has_trait(node, "one_dtype"):
+            continue
+        bound = ops.bind(node)
+        found = {name: ops.value(given) for name, given in bound.items() if isinstance(given, fx.Node)}
+        dtypes = {n: v.dtype for n, v in found.items() if isinstance(v, torch.Tensor) and n not in _INDICES}
+        if len(set(dtypes.values())) > 1 and "out_dtype" not in bound:
+            said = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+            refuse(
+                f"the replacement calls {ops.key(node)}, which takes one dtype, found {said}",
+                hint="cast the operands in the replacement, or add a constraint same_dtype(...)",
+                node=match.root,
+                kind=Reason.VALUE,
+            )
 
 
 def misread_context(error: Exception, context: object) -> str:

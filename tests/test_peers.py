@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite.errors import FxRewriteError, Reason
-from fxrewrite.pattern import Literal, Maybe, maybe, where
+from fxrewrite.errors import Reason, RefusedError, RuleDefinitionError
+from fxrewrite.pattern import Literal, Maybe, functional, maybe, parse, where
 from fxrewrite.rule import Rule
 from rules.canonical.normal_forms import NORMAL_FORMS
-from tests.rewriting import apply, made, silu, state, traced
+from tests.rewriting import apply, made, silu, state, targets, traced
 
 X = torch.linspace(-2, 2, 16, dtype=torch.float64).reshape(4, 4)
 
@@ -121,27 +121,64 @@ def test_several_outputs_go_where_all_their_inputs_are_known(order: tuple[int, .
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_replacement_that_raises_at_its_second_match_changes_nothing(when: str) -> None:
+def test_a_replacement_that_raises_at_its_second_match_is_refused_there(when: str) -> None:
     # torch._inductor.pattern_matcher leaves the graph half rewritten (probe)
-    calls: list[str] = []
+    called: list[str] = []
 
     def replacement(match: Any, x: Any) -> Any:
-        calls.append(match.root.name)
-        if len(calls) == 2 and when == "before":
+        called.append(match.root.name)
+        if len(called) == 2 and when == "before":
             raise KeyError("second")
         result = F.silu(x)
-        if len(calls) == 2:
+        if len(called) == 2:
             raise KeyError("second")
         return result
 
-    gm = traced(lambda x: torch.sigmoid(x) * x + (y := torch.exp(x)) * torch.sigmoid(y), X)
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(x) * x + (y := torch.exp(x)) * torch.sigmoid(y)
+
+    gm = traced(model, X)
     before = state(gm)
-    with pytest.raises(
-        FxRewriteError, match=r"test.it: the replacement raised KeyError at %mul: 'second'; the graph is as"
-    ):
-        apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement))
-    assert len(calls) == 2
-    assert state(gm) == before
+    (refusal,) = apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement)).refusals
+    assert refusal.kind is Reason.RAISED
+    assert str(refusal).startswith("test.it: the replacement raised KeyError: 'second' at %mul; let the pattern or")
+    assert len(called) == 2
+    assert targets(gm).count("aten.silu.default") == 1
+    assert torch.allclose(gm(X), model(X))
+
+    called.clear()
+    gm = traced(model, X)
+    with pytest.raises(RefusedError, match="the replacement raised KeyError: 'second' at %mul"):
+        apply(gm, made(lambda x: torch.sigmoid(x) * x, replacement), atomic=True)
+    assert gm.code == before[0]
+
+
+def test_dtypes_that_the_kernel_refuses_are_refused_before_it_runs() -> None:
+    # inductor's test_addmm_dtype_mismatch: meta kernels of addmm, mm, convolution ... compare no dtypes
+    a, b = torch.rand(4, 4), torch.rand(4, 4).half()
+    cases: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+        (lambda a, b: torch.mm(b, b) + a, lambda a, b: torch.addmm(a, b, b)),
+        (lambda a, b: torch.mm(a, b.to(torch.float32)), lambda a, b: torch.mm(a, b)),
+        (lambda a, b: torch.mm(a, b.to(torch.float32)), lambda a, b: F.linear(a, b.t())),
+    ]
+    for pattern, replacement in cases:
+        gm = traced(pattern, a, b)
+        (refusal,) = apply(gm, made(pattern, replacement)).refusals
+        assert refusal.kind is Reason.VALUE
+        assert "takes one dtype, found " in refusal.reason
+        assert "float16" in refusal.reason
+        assert torch.equal(gm(a, b), pattern(a, b))
+        with pytest.raises((RuntimeError, ValueError)):
+            replacement(a, b)
+
+
+def test_a_number_is_no_tensor() -> None:
+    # inductor's test_addmm_symbolic_scalar: `mm + size` is no addmm
+    fuse = made(lambda a, b, c: torch.mm(b, c) + a, lambda a, b, c: torch.addmm(a, b, c))
+    gm = traced(lambda b, c: torch.mm(b, c) + b.shape[0], X, X, mode="symbolic")
+    report = apply(gm, fuse)
+    assert (report.rewrites, report.refusals) == (0, [])
+    assert "expected a tensor of the graph at root.other, found aten::sym_size" in str(fuse.explain(gm))
 
 
 # Metadata
@@ -162,7 +199,180 @@ def test_new_nodes_of_an_exported_program_have_value_and_source() -> None:
     assert torch.allclose(gm(X), torch.relu(F.silu(X)))
 
 
+def test_new_nodes_keep_the_operator_that_kernels_are_named_after() -> None:
+    # inductor's test_original_aten_preserved_split_addmm
+    gm = traced(lambda a, b, c: torch.addmm(a, b, c), X, X, X)
+    (old,) = (node for node in gm.graph.nodes if node.op == "call_function")
+    source = [object()]
+    old.meta.update(original_aten=torch.ops.aten.linear.default, from_node=source)
+    assert apply(gm, made(lambda a, b, c: torch.addmm(a, b, c), lambda a, b, c: b @ c + a)).rewrites == 1
+    new = [node for node in gm.graph.nodes if node.op == "call_function"]
+    assert len(new) == 2
+    assert all(node.meta["original_aten"] == torch.ops.aten.linear.default for node in new)
+    assert all(node.meta["from_node"] == source for node in new)
+
+
+# Higher-order operators without a body
+
+fixed = torch.library.Library("tests_peers", "FRAGMENT")
+fixed.define("norm(Tensor(a!) out, Tensor x, Tensor w) -> ()")
+fixed.define("add_norm(Tensor(a!) x, Tensor(b!) residual, Tensor w) -> ()")
+fixed.define("silu_and_norm(Tensor(a!) out, Tensor x, Tensor w) -> ()")
+OPS = torch.ops.tests_peers
+
+
+@torch.library.impl(fixed, "norm", "CompositeExplicitAutograd")
+def _norm(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+    out.copy_(x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * w)
+
+
+@torch.library.impl(fixed, "add_norm", "CompositeExplicitAutograd")
+def _add_norm(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor) -> None:
+    residual.add_(x)
+    _norm(x, residual, w)
+
+
+@torch.library.impl(fixed, "silu_and_norm", "CompositeExplicitAutograd")
+def _silu_and_norm(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> None:
+    _norm(out, F.silu(x), w)
+
+
+def test_what_a_functionalized_operator_computes_is_no_random_draw() -> None:
+    # vllm's fusions of auto_functionalized operators, two into one; and one operator with two results
+    hop = torch.ops.higher_order.auto_functionalized
+
+    def model(x: torch.Tensor, w: torch.Tensor) -> Any:
+        normed = hop(OPS.norm.default, out=torch.empty_like(x), x=F.silu(x), w=w)[1]
+        both = hop(OPS.add_norm.default, x=normed, residual=x, w=w)
+        return both[1], both[2]
+
+    gm = traced(model, X, X[0])
+    gm.graph.eliminate_dead_code()
+    expected = gm(X, X[0])
+    fuse = made(
+        lambda x, w, out: hop(OPS.norm.default, out=out, x=F.silu(x), w=w)[1],
+        lambda x, w, out: hop(OPS.silu_and_norm.default, out=out, x=x, w=w)[1],
+    )
+    assert apply(gm, fuse).rewrites == 1
+
+    def split(x: Any, r: Any, w: Any) -> Any:
+        total = x + r
+        return hop(OPS.norm.default, out=torch.empty_like(x), x=total, w=w)[1], total
+
+    def both(x, r, w):
+        results = hop(OPS.add_norm.default, x=x, residual=r, w=w)
+        return results[1], results[2]
+
+    assert apply(gm, made(both, split)).rewrites == 1
+    assert all(map(torch.allclose, gm(X, X[0]), expected))
+
+
+def test_one_view_of_an_operator_that_writes_in_all_functional_forms() -> None:
+    # vllm 14703, pytorch 152441: patterns of operators that write, whichever way the graph was made functional
+    first, second = torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2
+
+    def one(x: torch.Tensor, w: torch.Tensor) -> Any:
+        normed = first(OPS.norm.default, out=torch.empty_like(x), x=x + 1, w=w)[1]
+        both = first(OPS.add_norm.default, x=normed, residual=x, w=w)
+        return both[1] * 2, both[2]
+
+    def two(x: torch.Tensor, w: torch.Tensor) -> Any:
+        normed = second(OPS.norm.default, x=x + 1, w=w, _out_base_index=0, _all_bases=[torch.empty_like(x)])[1]
+        options = {"_x_base_index": 0, "_residual_base_index": 1, "_all_bases": [normed, x]}
+        both = second(OPS.add_norm.default, w=w, **options)
+        return both[1] * 2, both[2]
+
+    def rms(x: Any, w: Any) -> Any:
+        return F.rms_norm(x, (4,), w, 1e-6)
+
+    norm = made(lambda x, w: functional("tests_peers::norm", ..., x, w), rms)
+    added = made(lambda x, r, w: functional(OPS.add_norm, x, residual=r, w=w), lambda x, r, w: (rms(x + r, w), x + r))
+    assert parse(str(added.pattern).join("()")) == added.pattern  # the text form has the overload
+    for model in (one, two):
+        gm = traced(model, X, X[0])
+        gm.graph.eliminate_dead_code()
+        expected = gm(X, X[0])
+        assert apply(gm, norm).rewrites == 1
+        assert apply(gm, added).rewrites == 1
+        assert not any("auto_functionalized" in str(node.target) for node in gm.graph.nodes)
+        assert all(map(torch.allclose, gm(X, X[0]), expected))
+    for wrong in (lambda x: functional("aten::relu", x), lambda x, w: functional(OPS.norm, x, w)):
+        with pytest.raises(RuleDefinitionError, match=r"functional\("):
+            made(wrong, wrong)
+
+
+def test_a_product_with_another_result_dtype_is_fused() -> None:
+    # inductor's test_fused_int_mm_mul and _epilogue
+    wide = torch.ops.higher_order.out_dtype
+    a, b = torch.randint(-9, 9, (32, 32), dtype=torch.int8), torch.randint(-9, 9, (32, 32), dtype=torch.int8)
+    gm = traced(lambda a, b, c: wide(torch.ops.aten.mm.default, torch.int32, a, b) * c, a, b, torch.rand(32, 32))
+    fuse = made(
+        lambda a, b, c: wide(torch.ops.aten.mm.default, torch.int32, a, b) * c, lambda a, b, c: torch._int_mm(a, b) * c
+    )
+    assert apply(gm, fuse).rewrites == 1
+    c = torch.rand(32, 32)
+    assert torch.equal(gm(a, b, c), torch.ops.aten._int_mm(a, b) * c)
+
+
+# Functions that are leaves
+
+
+@fx.wrap
+def thrice(x: Any) -> Any:
+    return x * 3
+
+
+def test_a_wrapped_function_is_a_call_on_both_sides() -> None:
+    # subgraph_rewriter's test_subgraph_rewriter_nodes_with_kwargs and _local_revert
+    gm = traced(lambda x: torch.relu(x), X)
+    assert apply(gm, made(lambda x: torch.relu(x), lambda x: thrice(torch.relu(x)))).rewrites == 1
+    assert any(node.target is thrice for node in gm.graph.nodes)
+    assert torch.equal(gm(X), 3 * torch.relu(X))
+    assert apply(gm, made(lambda x: thrice(torch.relu(x)), lambda x: x + thrice(2) * len("a"))).rewrites == 1
+    assert torch.equal(gm(X), X + 6)
+
+
 # Silence: zero matches for another spelling
+
+
+INDICES: list[Any] = [
+    (..., slice(None, 2)),
+    (..., 1),
+    (..., None),
+    (..., None, slice(1, None), None),
+    (..., 0, slice(None, None, 2)),
+    (slice(None), 1),
+    (0, ..., slice(-2, None)),
+    (None, slice(1, 3)),
+    slice(1, 3),
+    1,
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+def test_an_index_matches_slices_in_a_graph_of_overloads(index: Any) -> None:
+    # vllm's and torchao's patterns of `x[..., :n]`
+    neg = made(lambda x: torch.relu(x[index]), lambda x: x[index].clamp(min=0))
+    for x in (X, torch.stack([X, X + 1])):
+        for gm in (fx.symbolic_trace(lambda x: torch.relu(x[index])), traced(lambda x: torch.relu(x[index]), x)):
+            assert made(lambda x: torch.relu(x[..., 3:]), lambda x: x).explain(gm).num_matches == 0
+            assert apply(gm, neg).rewrites == 1
+            assert torch.equal(gm(x), torch.relu(x[index]))
+
+
+def test_a_default_that_is_written_is_the_default() -> None:
+    # inductor's test_match_equivalent_function_invocations1, 2 and 3
+    fuse = made(lambda a, b, c: torch.relu(torch.addmm(a, b, c)), lambda a, b, c: torch.relu(b @ c + a))
+    for beta, alpha, expected in ((1, 1, 1), (1, 1.0, 1), (1.0, 1.0, 1), (1, 2, 0), (0.5, 1.0, 0)):
+        gm = fx.symbolic_trace(torch.nn.Identity())
+        gm.graph = graph = fx.Graph()
+        a, b, c = (graph.placeholder(name) for name in "abc")
+        product = graph.call_function(torch.ops.aten.addmm.default, (a, b, c), {"beta": beta, "alpha": alpha})
+        graph.output(graph.call_function(torch.relu, (product,)))
+        assert apply(gm, fuse).rewrites == expected
+    twice = made(lambda a, b: torch.add(a, b, alpha=2.0), lambda a, b: a + b + b)
+    assert apply(traced(lambda a, b: torch.add(a, b, alpha=2), X, X), twice).rewrites == 1
+
 
 SPELLINGS: dict[str, tuple[Callable[..., Any], list[Callable[..., Any]]]] = {
     "softmax": (

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         gradient_reductions as gradient_reductions,
         keep_graph_whole_under_ddp as keep_graph_whole_under_ddp,
     )
+    from fxrewrite.backends.decompose import inductor_table as inductor_table
     from fxrewrite.backends.dynamo import (
         RewritingBackend as RewritingBackend,
         capture as capture,
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
         untraced_callers as untraced_callers,
     )
     from fxrewrite.backends.export import apply_to_export as apply_to_export
+    from fxrewrite.backends.forms import decomposed_in as decomposed_in, forms as forms
     from fxrewrite.backends.inductor import (
         OVERLAP as OVERLAP,
         GraphPass as GraphPass,

@@ -7,7 +7,8 @@ this, rules that add one of them can run after autograd: what they added is deco
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.fx.node import map_arg
 from fxrewrite import ops
 from fxrewrite.graph import copied_meta
 
-__all__ = ["decompose"]
+__all__ = ["decompose", "inductor_table", "is_decomposed"]
 
 
 def decompose(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> int:
@@ -41,6 +42,28 @@ def decompose(gm: fx.GraphModule, nodes: Iterable[fx.Node]) -> int:
     if changed:
         gm.recompile()
     return changed
+
+
+def inductor_table() -> Mapping[Any, Callable[..., Any]]:
+    """The decompositions that inductor gives to AOTAutograd, by overload."""
+    return select_decomp_table()
+
+
+@functools.cache
+def _dispatched() -> frozenset[str]:
+    """The names of all overloads but those that TorchScript alone knows, such as `aten::to.prim_Device`."""
+    return frozenset(torch._C._dispatch_get_all_op_names())
+
+
+def is_decomposed(key: str, table: Mapping[Any, Callable[..., Any]]) -> bool:
+    """Whether no functional overload of the operator with this key is left in a graph behind the table."""
+    namespace, separator, name = key.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    functional = [o for o in overloads if not o._schema.is_mutable and o.name() in _dispatched()]
+    return bool(functional) and all(overload in table or _is_composite(overload) for overload in functional)
 
 
 def _is_composite(target: OpOverload) -> bool:

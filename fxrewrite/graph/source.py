@@ -19,8 +19,10 @@ _COPIED = (
     *("stack_trace", "nn_module_stack", "custom"),
     *CHECKPOINT_TAGS,
     *("partitioner_tag", "autograd_backward", "seq_nr"),
+    *("original_aten", "from_node"),
 )
-"""Inherited metadata: source, checkpoint tags, and in a joint graph whether a node is forward or backward."""
+"""Inherited metadata: source, checkpoint tags, in a joint graph whether a node is forward or backward, and what
+inductor names kernels after: the operator before decompositions, and the nodes that this one comes from."""
 
 
 def copied_meta(like: fx.Node) -> dict[str, Any]:

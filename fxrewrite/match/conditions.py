@@ -44,6 +44,7 @@ NAMES: Mapping[str, Any] = MappingProxyType(
         "has_node": has_node,
         "is_parameter": ops.is_parameter,
         "is_same": is_same,
+        "is_scalar": ops.is_scalar,
         "key": ops.key,
     }
 )
@@ -173,11 +174,11 @@ def _predicate(expression: str) -> Callable[[Any, Any], bool]:
 
 
 class IsNode(Expressible):
-    """A value of the graph."""
+    """A value of the graph that is not known to be a number."""
 
     reason = Reason.CAPTURE
-    expression = "isinstance({v}, Node)"
-    words = "a value of the graph at {path}"
+    expression = "isinstance({v}, Node) and not is_scalar({v})"
+    words = "a tensor of the graph at {path}"
 
 
 class IsParameter(Expressible):
@@ -197,11 +198,11 @@ class IsPlain(Expressible):
 
 
 class IsOptionalNode(Expressible):
-    """A value of the graph, or None."""
+    """A value of the graph that is not known to be a number, or None."""
 
     reason = Reason.CAPTURE
-    expression = "{v} is None or isinstance({v}, Node)"
-    words = "a value of the graph or None at {path}"
+    expression = "{v} is None or isinstance({v}, Node) and not is_scalar({v})"
+    words = "a tensor of the graph or None at {path}"
 
 
 @dataclass(frozen=True)

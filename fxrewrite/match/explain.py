@@ -75,6 +75,11 @@ class Explanation:
     misses: tuple[Miss, ...]
     root_keys: tuple[str, ...]
 
+    @property
+    def nearness(self) -> float:
+        """The part of the conditions that held where the pattern came nearest to a match; 0 without a root."""
+        return max((miss.failure.passed / miss.num_conditions for miss in self.misses), default=0)
+
     def __str__(self) -> str:
         lines = [
             f"{self.pattern}",

@@ -39,6 +39,7 @@ from fxrewrite.pattern.terms import (
     Siblings,
     Term,
     freeze,
+    in_steps,
 )
 
 __all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
@@ -139,6 +140,9 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     """Yields the readings of a term at a path."""
     if isinstance(term, Op):
         yield from _read_operator(term, path)
+        steps = in_steps(term)
+        if steps is not None:
+            yield from _read_operator(steps, path)
     elif isinstance(term, Capture):
         kind = _CAPTURED[term.kind]
         yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
@@ -233,7 +237,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
             else:
                 captures[name] = path
         for path, term in part.operators:
-            if isinstance(term, Chain) or not ops.may_be_random(term.key):
+            if isinstance(term, Chain) or not term.may_draw:
                 continue  # equal pure terms may be one node or two; two draws must be two
             if term in drawn:
                 raise RuleDefinitionError(
@@ -246,7 +250,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
-    named = {capture.name: captures.get(capture.name) for capture in named_captures}
+    named = {capture.name: captures.get(capture.name) for capture in named_captures} | dict.fromkeys(pattern.absent)
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
     literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)

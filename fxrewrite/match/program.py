@@ -28,7 +28,7 @@ Owner = TypeVar("Owner")
 
 
 class Program(Generic[Owner]):
-    """The merged patterns of several owners (rules); earlier owners have priority.
+    """The merged patterns of several owners (rules), one or more of each; earlier ones have priority.
 
     Attributes:
         root_keys: for each owner, the operators that the first output of its pattern may have.
@@ -38,14 +38,16 @@ class Program(Generic[Owner]):
         self._owners: list[tuple[Owner, Pattern, tuple[Variant, ...]]] = []
         self.root_keys: list[tuple[Owner, frozenset[str]]] = []
         trees: dict[str, Tree] = {}
+        keys: dict[Owner, frozenset[str]] = {}
         for owner, pattern in owners:
             variants = lower(pattern)
             rank = len(self._owners)
             self._owners.append((owner, pattern, variants))
-            self.root_keys.append((owner, frozenset(v.root_key for v in variants)))
+            keys[owner] = keys.get(owner, frozenset()) | {v.root_key for v in variants}
             for index, variant in enumerate(variants):
                 tree = trees.setdefault(variant.root_key, Tree())
                 tree.insert(variant.stages[0][1:], (rank, index))  # without the root's operator, which chose the tree
+        self.root_keys += keys.items()
         self._runs = {key: compile_tree(tree, _ROOT) for key, tree in trees.items()}
 
     def candidates(self, edit: Edit) -> list[fx.Node]:

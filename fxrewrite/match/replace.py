@@ -216,6 +216,15 @@ class Replacer(TracerBase):
             return self.proxy(ops.emit_aten(target, args, kwargs, self._create))
         return self.proxy(self._create(target, args, kwargs))
 
+    def leaf(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the function as `torch.fx.wrap` means it: of values of the graph, a node that calls it."""
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            has_value = any(isinstance(item, NodeProxy) for item in _flat((*args, *kwargs.values())))
+            return self.call(wrapped, args, kwargs) if has_value else wrapped(*args, **kwargs)
+
+        return called
+
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         node = self._edit.call(target, args, kwargs, before=self._before, like=self._like, rule=self._rule)
         self.created.append(node)

@@ -145,7 +145,7 @@ def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
 
 def _other_dims(value: Any, node: Any) -> Any:
     """Returns the dimension, or list of dimensions, counted from the other end; None if the rank is unknown."""
-    if not isinstance(node, fx.Node) or ops.has_trait(node, "new_dim"):
+    if not isinstance(node, fx.Node):
         return None
     first = part(node, FIRST)
     if isinstance(first, (list, tuple)) and first:
@@ -153,7 +153,7 @@ def _other_dims(value: Any, node: Any) -> Any:
     tensor = ops.value(first) if isinstance(first, fx.Node) else None
     if not isinstance(tensor, torch.Tensor):
         return None
-    rank = tensor.ndim
+    rank = tensor.ndim + ops.has_trait(node, "new_dim")
     if type(value) is int:
         return value - rank if value >= 0 else value + rank
     if isinstance(value, list) and value and all(type(dim) is int for dim in value):

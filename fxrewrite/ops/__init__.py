@@ -1,6 +1,6 @@
 """Facts about operators: canonical keys, argument binding, effects, commutation. All other packages build on these."""
 
-from fxrewrite.ops.aten import emit_aten as emit_aten
+from fxrewrite.ops.aten import emit_aten as emit_aten, index_steps as index_steps
 from fxrewrite.ops.binding import (
     BindingError as BindingError,
     Signature as Signature,
@@ -17,6 +17,7 @@ from fxrewrite.ops.communicating import (
     differentiating as differentiating,
 )
 from fxrewrite.ops.effects import (
+    called_overload as called_overload,
     declare_per_rank as declare_per_rank,
     declare_pure as declare_pure,
     declare_virtual as declare_virtual,
@@ -68,3 +69,4 @@ from fxrewrite.ops.value import (
     value as value,
     value_key as value_key,
 )
+from fxrewrite.ops.wrapped import with_globals as with_globals, wrapped_in as wrapped_in

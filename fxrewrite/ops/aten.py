@@ -15,7 +15,7 @@ from fxrewrite.ops.keys import key
 from fxrewrite.ops.schemas import schema_of
 from fxrewrite.ops.value import is_tensor, value
 
-__all__ = ["emit_aten"]
+__all__ = ["emit_aten", "index_steps"]
 
 _aten = torch.ops.aten
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
@@ -89,26 +89,42 @@ def _emit_reflected(operator_key: str, number: Any, tensor: Any, emit: Emit) -> 
 
 def _emit_index(tensor: Any, index: Any, emit: Emit) -> Any:
     """Emits `x[:, 0, None, ..., 2:]` as slices, selects and unsqueezes."""
+    for overload, args in index_steps(index, value(tensor).ndim):
+        tensor = emit(overload, (tensor, *args), {})
+    return tensor
+
+
+def index_steps(index: Any, rank: int | None = None) -> list[tuple[torch._ops.OpOverload, tuple[Any, ...]]]:
+    """Returns the operators that a basic index is, one on the result of the other, with their further arguments.
+
+    Args:
+        index: of integers, slices, None and `...`.
+        rank: of the tensor; if it is not known, dimensions after `...` are counted from the end.
+    """
     items = list(index) if isinstance(index, tuple) else [index]
-    rank = value(tensor).ndim
-    taken = sum(item is not None and item is not ... for item in items)
-    if ... in items:
+    if ... in items and rank is not None:
         at = items.index(...)
-        items[at : at + 1] = [slice(None)] * (rank - taken)
+        items[at : at + 1] = [slice(None)] * (rank - sum(item is not None and item is not ... for item in items))
+    steps: list[tuple[torch._ops.OpOverload, tuple[Any, ...]]] = []
     dim = 0
-    for item in items:
+    for place, item in enumerate(items):
+        if item is ...:
+            dim = None
+            continue
+        behind = sum(other is not None for other in items[place:])  # this one too, unless it is None
+        at = dim if dim is not None else -behind - (item is None)
         if item is None:
-            tensor = emit(_aten.unsqueeze.default, (tensor, dim), {})
-            dim += 1
+            steps.append((_aten.unsqueeze.default, (at,)))
         elif isinstance(item, slice):
             if item != slice(None):
                 end = item.stop if item.stop is not None else 2**63 - 1
                 step = () if item.step in (None, 1) else (item.step,)
-                tensor = emit(_aten.slice.Tensor, (tensor, dim, item.start or 0, end, *step), {})
-            dim += 1
+                steps.append((_aten.slice.Tensor, (at, item.start or 0, end, *step)))
         else:
-            tensor = emit(_aten.select.int, (tensor, dim, item), {})
-    return tensor
+            steps.append((_aten.select.int, (at, item)))
+        if dim is not None and (item is None or isinstance(item, slice)):
+            dim += 1
+    return steps
 
 
 def _is_basic(index: Any) -> bool:

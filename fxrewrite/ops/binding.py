@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ class Signature:
         listed: given names whose type is a list; tuples are converted to lists.
         numbered: those whose type is a list of integers, for which a bare integer means a list of one.
         floats: given names for which 2 and 2.0 are equal.
+        multipliers: numbers of an operator on tensors that have a default, such as `alpha`; 2.0 means 2 there.
         base: every name in schema order with its default; a call overwrites the given ones, which keeps the order.
         positions: (name, index in args) of positional arguments.
         keywords: (name, keyword) of keyword arguments.
@@ -64,12 +66,13 @@ class Signature:
     keywords: tuple[tuple[str, str], ...]
     rest: tuple[str, int] | None = None
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
+    multipliers: tuple[str, ...] = ()
     plain: dict[str, int] = field(init=False)
     written: tuple[tuple[str, ...], tuple[str, ...]] = field(init=False)
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        converted = {*self.listed, *self.floats, *self.convert}
+        converted = {*self.listed, *self.floats, *self.convert, *self.multipliers}
         keywords = tuple(keyword for _, keyword in self.keywords)
         object.__setattr__(self, "plain", {name: i for name, i in self.positions if name not in converted})
         object.__setattr__(self, "written", (tuple(name for name, _ in self.positions), keywords))
@@ -95,7 +98,25 @@ class Signature:
                 bound[name] = float(bound[name])
         for name, function in self.convert.items():
             bound[name] = function(bound[name])
+        for name in self.multipliers:
+            bound[name] = _whole(bound[name])
         return bound
+
+
+def _whole(number: Any) -> Any:
+    """Returns an integer for a float that is one; -0.0 and what an int64 cannot hold stay."""
+    is_whole = type(number) is float and number.is_integer() and abs(number) < 2**53
+    return int(number) if is_whole and (number or math.copysign(1, number) > 0) else number
+
+
+def _multipliers(schema: Schema, given: Collection[str]) -> tuple[str, ...]:
+    if not any("Tensor" in p.kind for p in schema.parameters):
+        return ()  # of `arange`, the type of the step is the dtype of the result
+    return tuple(
+        p.name
+        for p in schema.parameters
+        if p.name in given and p.kind == "number" and isinstance(p.default, (int, float))
+    )
 
 
 _SIGNATURES: dict[Any, Signature | None] = {}
@@ -332,6 +353,7 @@ def _signature(
         positions,
         tuple(by_keyword),
         from_rest,
+        multipliers=_multipliers(schema, given),
     )
 
 
@@ -388,6 +410,7 @@ def _wrapped_signature(target: Any, wrapper: Wrapper, count: int, keywords: tupl
         tuple(by_keyword),
         None,
         wrapper.convert,
+        _multipliers(schema, given),
     )
 
 

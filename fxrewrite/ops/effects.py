@@ -21,6 +21,7 @@ from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.ops.traits import operators
 
 __all__ = [
+    "called_overload",
     "declare_per_rank",
     "declare_pure",
     "declare_virtual",
@@ -74,8 +75,6 @@ _FUNCTIONAL_BODIES = frozenset(
     f"higher_order::{name}"
     for name in [
         "associative_scan",
-        "auto_functionalized",
-        "auto_functionalized_v2",
         "autograd_function_apply",
         "cond",
         "custom_function_call",
@@ -94,6 +93,8 @@ _FUNCTIONAL_BODIES = frozenset(
     ]
 )
 """Higher-order operators that only run their subgraphs, so their effects are those of the subgraphs."""
+_CALLERS = frozenset(f"higher_order::{name}" for name in ["auto_functionalized", "auto_functionalized_v2", "out_dtype"])
+"""Higher-order operators that run the overload in their first argument, and write to copies alone."""
 _INPLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")
     for name in ["add", "and", "concat", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub"]
@@ -212,9 +213,8 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     if keys.key(node).startswith("operator.set") or node.target == "__setitem__":
         return _nodes_in(node.args[0])
-    out = node.kwargs.get("out")
-    if out is not None:
-        return _nodes_in(out)
+    if may_take_out(node.target) and node.kwargs.get("out") is not None:
+        return _nodes_in(node.kwargs["out"])
     if node.target in _INPLACE_OPERATORS:
         return _nodes_in(node.args[0])
     written = _written_by_function(node)
@@ -295,7 +295,7 @@ def is_barrier(node: fx.Node) -> bool:
         return False
     name = keys.key(node)
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return name not in _FUNCTIONAL_BODIES or _body_writes(node)
+        return name not in _CALLERS and (name not in _FUNCTIONAL_BODIES or _body_writes(node))
     return "::" not in name and not name.startswith(_PURE_MODULES) and name not in _PURE_BUILTINS
 
 
@@ -337,6 +337,8 @@ def is_random(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
     overload = _overload(node)
+    if keys.key(node) in _CALLERS:
+        return may_be_random(keys.key(node), called_overload(node.args))
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _body_draws(node)
     if overload is None:
@@ -344,9 +346,17 @@ def is_random(node: fx.Node) -> bool:
     return _static(overload)[1] and not _is_idle(node)
 
 
+def called_overload(args: Sequence[Any]) -> torch._ops.OpOverload | None:
+    """The overload that a higher-order operator without a body is given to run; None if it is not given one."""
+    first = args[0] if args else None
+    return first if isinstance(first, torch._ops.OpOverload) else None
+
+
 @functools.cache
-def may_be_random(operator_key: str) -> bool:
-    """True if some call of the operator draws random numbers."""
+def may_be_random(operator_key: str, called: torch._ops.OpOverload | None = None) -> bool:
+    """True if some call of the operator draws random numbers; `called` is what a higher-order operator runs."""
+    if operator_key in _CALLERS:
+        return called is None or _static(called)[1]
     if operator_key in _OTHERS_RANDOM:
         return True
     namespace, separator, name = operator_key.partition("::")
@@ -363,6 +373,8 @@ def may_have_effects(target: Any) -> bool:
 
 def may_take_out(target: Any) -> bool:
     """False if no call of the target writes to a keyword `out=`, or its schema says so, as overloads' schemas do."""
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return keys.key(target) not in _CALLERS  # there it is an argument of the operator that they run
     return isinstance(target, str) or not (isinstance(target, torch._ops.OpOverload) or target in OPERATORS)
 
 
@@ -432,7 +444,7 @@ def is_view(node: fx.Node) -> bool:
         return False
     overload = _overload(node)
     if overload is None:
-        return node.target not in _PURE
+        return node.target not in _PURE and keys.key(node) not in _CALLERS
     if keys.key(node) in _STATISTICS:
         return False  # the result is new, although running statistics are written
     return _static(overload)[2] or bool(mutated(node))

@@ -66,6 +66,8 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
         default = argument.default_value if argument.has_default_value() else NO_DEFAULT
         kind = text[len("Optional[") : -1] if optional else text
         default = _ENUM_DEFAULTS.get((kind, default), default) if isinstance(default, int) else default
+        if kind == "number" and isinstance(default, float) and default.is_integer():
+            default = int(default)  # as `Signature.multipliers` are read
         parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default))
     return Schema(tuple(parameters), overload)
 
@@ -74,9 +76,10 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
 def schemas_of(packet: torch._ops.OpOverloadPacket, with_out: bool = False) -> tuple[Schema, ...]:
     """Returns all overloads of an operator that a graph may call, in torch's order.
 
-    If an overload takes tensors, TorchScript's overloads on plain numbers, lists and strings are left out.
+    If an overload takes tensors, TorchScript's overloads on plain numbers, lists and strings are left out; those that
+    it alone can call (`to.prim_Device`) always are.
     """
-    overloads = [getattr(packet, name) for name in packet.overloads()]
+    overloads = [getattr(packet, name) for name in packet.overloads() if not name.startswith("prim_")]
     schemas = [schema_of(o) for o in overloads if any(a.is_out for a in o._schema.arguments) == with_out]
     on_tensors = [s for s in schemas if any("Tensor" in p.kind for p in s.parameters)]
     return tuple(on_tensors or schemas)

@@ -38,6 +38,7 @@ Trait: TypeAlias = Literal[
     "commutative",
     "maybe_view",
     "statistics",
+    "one_dtype",
     "saves_nothing",
     "saves_result",
     "saves_operands",
@@ -55,6 +56,7 @@ product: of matrices or vectors, summed over the last dimension of the first fac
 commutative: `self` and `other` may trade places, other arguments at their defaults.
 maybe_view: a view, or the operand itself, where that is possible, and else a copy.
 statistics: running statistics are written while training, which the schema does not say.
+one_dtype: its kernels refuse operands of several dtypes, indices and masks aside, and meta kernels do not compare them.
 saves_nothing, saves_result, saves_operands: what autograd saves of the call's tensors for the backward pass, at most;
 of dropout in training it saves the noise, which is as large as the result.
 """
@@ -95,6 +97,11 @@ _TABLE: Mapping[Trait, str] = {
         sum_to_size to type_as
     """,
     "statistics": "batch_norm instance_norm native_batch_norm",
+    "one_dtype": """
+        _grouped_mm _prelu_kernel _softmax_backward_data addbmm addmm addmv addr baddbmm binary_cross_entropy bmm
+        complex conv1d conv2d conv3d convolution dot gcd grid_sampler grid_sampler_2d grid_sampler_3d heaviside
+        index_add index_copy index_put lcm linalg_cross linear matmul mm mv nll_loss_forward polar put vdot
+    """,
     "saves_nothing": """
         _to_copy add add_ arange cat clone constant_pad_nd copy cumsum flip full full_like mean neg ones ones_like
         repeat roll rsub stack sub sum tril triu zeros zeros_like

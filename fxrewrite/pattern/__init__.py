@@ -8,6 +8,7 @@ from fxrewrite.pattern.combinators import (
     cap as cap,
     chain as chain,
     either as either,
+    functional as functional,
     loose as loose,
     maybe as maybe,
     op as op,

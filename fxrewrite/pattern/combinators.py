@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import (
@@ -23,7 +25,20 @@ from fxrewrite.pattern.terms import (
     call,
 )
 
-__all__ = ["Literal", "Param", "any_", "cap", "chain", "either", "loose", "maybe", "op", "shared", "siblings"]
+__all__ = [
+    "Literal",
+    "Param",
+    "any_",
+    "cap",
+    "chain",
+    "either",
+    "functional",
+    "loose",
+    "maybe",
+    "op",
+    "shared",
+    "siblings",
+]
 
 
 class Literal:
@@ -110,6 +125,47 @@ def loose(term: Term) -> Op:
     if not isinstance(term, Op):
         raise RuleDefinitionError(f"loose() takes an operator, not {term!r}")
     return replace(term, loose=True)
+
+
+def functional(target: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what an operator that writes leaves in each argument it writes to, in a graph without writes.
+
+    Torch makes graphs functional by `auto_functionalized` and `auto_functionalized_v2`; the terms match both. One
+    written argument gives one term, several give a tuple, in the order of the schema:
+    `out = functional("vllm::rms_norm", ..., x, w, 1e-6)`. An argument that is a view of a larger tensor does not match
+    in the second form.
+
+    Args:
+        target: an overload that writes, or the name of an operator with one such overload.
+        args: arguments in the order of the schema, those that are written to included.
+        kwargs: arguments by name.
+
+    Raises:
+        RuleDefinitionError: the operator writes to nothing, has several overloads, or the arguments do not fit it.
+    """
+    found = _named(target) if isinstance(target, str) else target
+    if isinstance(found, torch._ops.OpOverloadPacket):
+        overloads = [getattr(found, name) for name in found.overloads()]
+        found = overloads[0] if len(overloads) == 1 else found
+    schema = found._schema if isinstance(found, torch._ops.OpOverload) else None
+    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] if schema else []
+    if schema is None or not written:
+        raise RuleDefinitionError(f"functional() takes one overload that writes to an argument, not {target}")
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    given |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    names = [a.name for a in schema.arguments]
+    if set(given) != set(names) or len(args) > len(names):
+        raise RuleDefinitionError(f"functional({target}) takes the arguments {', '.join(names)}, not {list(given)}")
+    first = max(1, len(schema.returns))  # what the operator returns comes first, None if nothing
+    read = {name: given[name] for name in names if name not in written}
+    bases = {f"_{name}_base_index": index for index, name in enumerate(written)}
+    higher = torch.ops.higher_order
+    one = call(higher.auto_functionalized, (found,), {name: given[name] for name in names})
+    two = call(
+        higher.auto_functionalized_v2, (found,), {**read, **bases, "_all_bases": [given[name] for name in written]}
+    )
+    parts = tuple(either(one[first + index], two[first + index]) for index in range(len(written)))
+    return parts[0] if len(parts) == 1 else parts
 
 
 def chain(base: Any, *targets: Any, least: int = 0, most: int = 8) -> Chain:

@@ -7,9 +7,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.combinators import Literal, Param
-from fxrewrite.pattern.terms import Capture, CaptureKind, Either, Maybe, Op, Siblings, Term, as_term, subterms
+from fxrewrite.pattern.terms import (
+    Capture,
+    CaptureKind,
+    Either,
+    Maybe,
+    Op,
+    Siblings,
+    Term,
+    as_term,
+    call,
+    holds_term,
+    subterms,
+)
 from fxrewrite.pattern.text import parse_term, term_text
 from fxrewrite.pattern.where import Constraint, parse as parse_constraint
 
@@ -34,10 +47,12 @@ class Pattern:
     Attributes:
         outputs: the values that the replacement replaces; the rest of the match is removed with them.
         where: constraints on the captures; texts are parsed.
+        absent: names that the replacement may ask for, and that are None in every match.
     """
 
     outputs: tuple[Term, ...]
     where: tuple[Constraint, ...] = ()
+    absent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.outputs, tuple) or not all(isinstance(output, Term) for output in self.outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -134,7 +149,8 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
             )
         captures.append(Capture(parameter.name, kind))
     try:
-        result = function(**{capture.name: capture for capture in captures})
+        calls = {name: _as_call(wrapped) for name, wrapped in ops.wrapped_in(function).items()}
+        result = ops.with_globals(function, calls)(**{capture.name: capture for capture in captures})
     except (TypeError, AttributeError, RuleDefinitionError) as error:  # torch or a term rejected the call
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
@@ -143,6 +159,15 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
     if unused:
         raise RuleDefinitionError(f"pattern {name}: {sorted(c.name for c in unused)} do not occur in {pattern}")
     return pattern
+
+
+def _as_call(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as `torch.fx.wrap` means it: of terms, a call of it."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(wrapped, args, kwargs) if holds_term((*args, *kwargs.values())) else wrapped(*args, **kwargs)
+
+    return called
 
 
 def _is_tensor(annotation: Any) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -32,6 +32,8 @@ __all__ = [
     "as_term",
     "call",
     "freeze",
+    "holds_term",
+    "in_steps",
     "subterms",
 ]
 
@@ -97,13 +99,19 @@ class Op(Term):
     shared: bool = False
     loose: bool = False
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether some call like this one draws random numbers."""
+        literals = [part.value for _, part in self.args if isinstance(part, LiteralValue)]
+        return ops.may_be_random(self.key, ops.called_overload(literals))
+
 
 @dataclass(frozen=True, slots=True)
 class Capture(Term):
     """Captures a value by name; a name that occurs twice must capture the same value twice.
 
-    `node`: a value of the graph. `optional`: a node or None. `param`: a parameter or buffer of the module. `literal`: a
-    Python value that contains no nodes. `any`: anything.
+    `node`: a value of the graph, no number. `optional`: a node or None. `param`: a parameter or buffer of the module.
+    `literal`: a Python value that contains no nodes. `any`: anything.
     """
 
     name: str
@@ -211,6 +219,12 @@ def as_term(value: Any) -> Term:
             return ListOf(items)
     if isinstance(value, slice) and any(isinstance(v, Term) for v in (value.start, value.stop, value.step)):
         raise RuleDefinitionError("a pattern cannot capture a bound of a slice; capture the whole index instead")
+    if isinstance(value, torch.Tensor):
+        raise RuleDefinitionError(
+            f"a pattern cannot hold a tensor ({str(value.dtype).removeprefix('torch.')}{list(value.shape)}): it is "
+            "compared by structure alone; make it a parameter of the pattern, annotated Param if the model holds it, "
+            "and state its values by a constraint (fxrewrite.where.predicate), or write a number"
+        )
     try:
         freeze(value)
     except TypeError as error:
@@ -230,7 +244,8 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
     except ops.BindingError as error:
         raise RuleDefinitionError(f"in a pattern: {error}") from error
     written = signature.overload is not None and signature.overload._schema.is_mutable
-    if written or kwargs.get("out") is not None or (key.endswith("_") and not key.endswith("__")):
+    takes_out = kwargs.get("out") is not None and ops.may_take_out(target)
+    if written or takes_out or (key.endswith("_") and not key.endswith("__")):
         raise RuleDefinitionError(
             f"{key} in a pattern writes to memory; match the functional operator, on a graph made functional first"
         )
@@ -239,22 +254,54 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
     for name, value in signature.bind(args, kwargs).items():
         if not isinstance(value, Term) and name in signature.defaults and _is_default(value, signature.defaults[name]):
             continue
-        literal_index = is_index and name == signature.names[1] and not _holds_term(value)  # here `...` means itself
+        literal_index = is_index and name == signature.names[1] and not holds_term(value)  # here `...` means itself
         terms.append((name, LiteralValue(value) if literal_index else as_term(value)))
     return Op(key, tuple(terms), shared)
+
+
+def in_steps(term: Op) -> Op | None:
+    """Returns the slices, selects and unsqueezes that a literal index of a tensor is in a graph of ATen overloads.
+
+    None if the term is not such an index, or if it takes a part of several results by number.
+    """
+    if term.key != "operator.getitem" or len(term.args) != 2:
+        return None
+    (_, base), (_, index) = term.args
+    if not isinstance(index, LiteralValue) or (isinstance(index.value, int) and _has_parts(base)):
+        return None
+    items = index.value if isinstance(index.value, tuple) else (index.value,)
+    if not all(item is None or item is ... or type(item) in (int, slice) for item in items):
+        return None
+    found: Term = base
+    for overload, args in ops.index_steps(index.value):
+        found = call(overload, (found, *args), {})
+    return replace(found, shared=term.shared) if isinstance(found, Op) and found is not base else None
+
+
+def _has_parts(term: Term) -> bool:
+    """Whether the value is known to be a tuple or a list, and no tensor."""
+    if not isinstance(term, Op):
+        return False
+    namespace, separator, name = term.key.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return True
+    returns = [getattr(packet, overload)._schema.returns for overload in packet.overloads()]
+    return any(len(returned) != 1 or str(returned[0].type) != "Tensor" for returned in returns)
 
 
 def _is_default(value: Any, default: Any) -> bool:
     if value is default:
         return True
-    return not _holds_term(value) and freeze(value) == freeze(default)
+    return not holds_term(value) and freeze(value) == freeze(default)
 
 
-def _holds_term(value: Any) -> bool:
+def holds_term(value: Any) -> bool:
+    """Whether the value is a term, or a list, tuple or slice with one, at any depth."""
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_term, value))
+        return any(map(holds_term, value))
     if isinstance(value, slice):
-        return any(map(_holds_term, (value.start, value.stop, value.step)))
+        return any(map(holds_term, (value.start, value.stop, value.step)))
     return isinstance(value, Term)
 
 

@@ -126,6 +126,8 @@ def _literal_text(value: Any) -> str:
         return f"slice({_literal_text(value.start)}, {_literal_text(value.stop)}, {_literal_text(value.step)})"
     if value is ...:
         return "Ellipsis"
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops.{value}"
     return repr(value)
 
 
@@ -172,6 +174,8 @@ class _Parser:
             if isinstance(value, _TORCH_VALUES):
                 return value
             raise self.error(node, f"torch.{node.attr} is not a dtype, layout or memory format")
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.ops."):
+            return self.overload(node)
         if isinstance(node, ast.Subscript):
             value = self.read(node.value)
             items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -182,6 +186,15 @@ class _Parser:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return self.call(node, node.func.id)
         raise self.error(node, f"{ast.unparse(node)} is not part of the pattern language")
+
+    def overload(self, node: ast.Attribute) -> torch._ops.OpOverload:
+        """Reads `torch.ops.vllm.rms_norm.default`, the operator that a higher-order one is given."""
+        namespace, _, name = ast.unparse(node).removeprefix("torch.ops.").partition(".")
+        packet, _, overload = name.partition(".")
+        found = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload or "default", None)
+        if not isinstance(found, torch._ops.OpOverload):
+            raise self.error(node, f"there is no overload {ast.unparse(node)}; import the library that defines it")
+        return found
 
     def call(self, node: ast.Call, name: str) -> Any:
         if name in _PREFIXES:

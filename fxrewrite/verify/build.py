@@ -63,9 +63,7 @@ class Builder:
         Raises:
             NoSampleError: an operator does not accept its arguments, or a constraint does not hold.
         """
-        outputs = [
-            self._call(term, f"out{i}") for i, term in enumerate(self.sample.reading.outputs) if isinstance(term, Op)
-        ]
+        outputs = self.calls()
         if self.sample.exposed:
             shared = [node for term, node in self._terms.items() if term.shared]
             outputs += [node for node in dict.fromkeys(shared) if node not in outputs]
@@ -74,13 +72,22 @@ class Builder:
         except TORCH_ERRORS as error:
             raise NoSampleError(f"on fake tensors: {_first_line(error)}") from error
 
+    def calls(self) -> list[fx.Node]:
+        """Decides all bindings, by running the reading on small real tensors; returns the outputs.
+
+        Raises:
+            NoSampleError: as `module` does.
+        """
+        terms = enumerate(self.sample.reading.outputs)
+        return [self._call(term, f"out{i}") for i, term in terms if isinstance(term, Op)]
+
     @property
     def complete(self) -> Sample:
         """The sample with the guessed bindings."""
         return replace(self.sample, bindings=dict(self.bindings))
 
     def _call(self, term: Op, path: str) -> fx.Node:
-        if (not self.sample.twice or ops.may_be_random(term.key)) and term in self._terms:
+        if (not self.sample.twice or term.may_draw) and term in self._terms:
             return self._terms[term]
         ready: dict[str, Any] = {}
         for name, part in term.args:

@@ -25,20 +25,21 @@ class Facts:
     """The constraints of a pattern, by capture.
 
     Attributes:
+        ranks, dtypes: of captures, as far as they are stated.
         constants: for each capture, the constants that constraints compare it with.
         sizes: those of the constants that may be sizes, and twice these.
     """
 
     def __init__(self, pattern: Pattern) -> None:
-        self._ranks: dict[str, int] = {}
-        self._dtypes: dict[str, tuple[torch.dtype, ...]] = {}
+        self.ranks: dict[str, int] = {}
+        self.dtypes: dict[str, tuple[torch.dtype, ...]] = {}
         self._same_dtype: list[tuple[str, ...]] = []
         self._same_shape: list[tuple[str, ...]] = []
         self._params: set[str] = set()
         self.constants: dict[str, list[Any]] = {}
         for constraint in pattern.where:
             if isinstance(constraint, Dtype):
-                self._dtypes[constraint.name] = constraint.dtypes
+                self.dtypes[constraint.name] = constraint.dtypes
             elif isinstance(constraint, Same) and constraint.what == "dtype":
                 self._same_dtype.append(constraint.names)
             elif isinstance(constraint, ShapeEq):
@@ -55,7 +56,7 @@ class Facts:
     def _read_rank(self, constraint: Relation) -> None:
         left, right = constraint.left, constraint.right
         if isinstance(left, RankOf) and constraint.relation == "==" and isinstance(right, LiteralValue):
-            self._ranks[left.name] = right.value
+            self.ranks[left.name] = right.value
 
     def is_param(self, name: str) -> bool:
         """Whether a constraint requires the capture to be a parameter."""
@@ -74,14 +75,14 @@ class Facts:
             attempt: how many guesses failed; later guesses are bolder.
         """
         partner = self._partner(name, self._same_shape, bound)
-        shape = partner.shape if partner is not None else _shape(self._ranks.get(name), context, draw)
+        shape = partner.shape if partner is not None else _shape(self.ranks.get(name), context, draw)
         return draw.spec(shape, self._dtype(name, bound, draw, attempt), is_param=name in self._params)
 
     def _dtype(self, name: str, bound: Mapping[str, Any], draw: Draw, attempt: int) -> torch.dtype:
         partner = self._partner(name, self._same_dtype, bound)
         if partner is not None:
             return partner.dtype
-        allowed = self._dtypes.get(name)
+        allowed = self.dtypes.get(name)
         if allowed is not None:
             wanted = [dtype for dtype in draw.dtypes if dtype in allowed]
             return draw.dtype if draw.dtype in allowed and draw.flag(0.9) else draw.choice(*(wanted or allowed))

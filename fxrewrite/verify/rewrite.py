@@ -33,7 +33,7 @@ from fxrewrite.verify.tensors import InputSpec
 from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
 
-__all__ = ["verify_rewrite"]
+__all__ = ["quiet", "verify_rewrite"]
 
 _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
@@ -116,7 +116,7 @@ def verify_rewrite(
         Program([(rule_id, pattern)]),
     )
     search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports))
-    with _quiet():
+    with quiet():
         return search.verdict(samples)
 
 
@@ -126,7 +126,7 @@ def _test_bed(key: str, pattern: Pattern) -> TestBed:
 
 
 @contextmanager
-def _quiet() -> Generator[None]:
+def quiet() -> Generator[None]:
     """Silences torch, which logs a traceback if an operator rejects fake tensors, and warns of empty ones."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was, log.disabled = log.disabled, True

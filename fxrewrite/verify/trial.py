@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, RefusedError, RuleDefinitionError
+from fxrewrite.errors import FxRewriteError, Reason, RefusedError, RuleDefinitionError
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.match.explain import explain
 from fxrewrite.match.program import Program
@@ -125,6 +125,8 @@ class Trials:
             if not self.rewrite(after):
                 return Trial("refused", "the rule refuses", sample, before=before)
         except RefusedError as error:
+            if error.kind is Reason.RAISED:
+                return _compared(sample, before, after, [Difference("invalid", str(error))])
             return Trial("refused", str(error), sample, before=before)
         except RuleDefinitionError:
             raise  # an invalid definition, which no sample can refute

@@ -17,9 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fxrewrite.backends import GraphPass, installed
-from fxrewrite.backends.decompose import decompose
+from fxrewrite.backends.decompose import decompose, inductor_table
 from fxrewrite.backends.inductor import SLOTS
 from fxrewrite.errors import FxRewriteError, InvariantError
+from fxrewrite.pattern import Literal
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import rule
 from tests.backends.plans import plan
@@ -156,6 +157,68 @@ def test_behind_autograd_a_rule_may_say_what_inductor_decomposes() -> None:
     torch.testing.assert_close(gm(x, w, b), F.linear(x, w, b))
     assert all("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
     assert {node.meta["fxrewrite"] for node in gm.graph.nodes if node.op == "call_function"} == {("test.rule",)}
+
+
+def captured_eps(x, w, b, eps: Literal):
+    return torch.sin(F.layer_norm(x, ..., w, b, eps))
+
+
+def captured_dtype(x, dt: Literal):
+    return torch.exp(x.to(dt))
+
+
+BEHIND: dict[str, tuple[Any, Any, list[tuple[int, ...]]]] = {
+    "softmax": (lambda x: torch.softmax(x, -1) * 2, lambda x: torch.softmax(x, -1), [(2, 3, 4)]),
+    "silu": (lambda x: F.silu(x) + 1, lambda x: F.silu(x), [(3, 4)]),
+    "linear": (lambda x, w, b: torch.relu(F.linear(x, w, b)), lambda x, w, b: x @ w.t(), [(2, 3, 4), (5, 4), (5,)]),
+    "layer_norm": (captured_eps, lambda x, w, b, eps: x * eps, [(3, 4), (4,), (4,)]),
+    "to": (captured_dtype, lambda x, dt: x.to(dt), [(3, 4)]),
+    "attention": (
+        lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) * 0.5, -1) @ v,
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.5),
+        [(2, 3, 5, 4)] * 3,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_rule_holds_behind_decompositions(name: str) -> None:
+    """vllm 27072 and register_replacement: a pattern of what inductor decomposes is what inductor makes of it."""
+    pattern, replacement, shapes = BEHIND[name]
+    literals = {"layer_norm": (1e-5,), "to": (torch.float16,)}.get(name, ())
+    inputs = [torch.rand(shape) for shape in shapes]
+
+    def model(*inputs: torch.Tensor) -> Any:
+        if name == "layer_norm":
+            return torch.sin(F.layer_norm(inputs[0], (4,), inputs[1], inputs[2], 1e-5))
+        return pattern(*inputs, *literals)
+
+    gm = make_fx(torch.func.functionalize(model), decomposition_table=dict(inductor_table()), tracing_mode="fake")(
+        *inputs
+    )
+    it = rule("test.rule", shapes="changes")(pattern)
+    it.replacement(replacement)
+    plan = RuleSet("s", it).once()
+    assert plan.applied(gm)[1].rewrites == 0
+    dtypes, ranks = {torch.float32}, {len(shape) for shape in shapes}
+    behind = plan.decomposed(inductor_table(), dtypes=dtypes, ranks=ranks)
+    new, report = behind.applied(gm)
+    assert report.rewrites == 1
+    torch.testing.assert_close(new(*inputs), replacement(*inputs, *literals))
+    # The form is of one rank: dimension 1 of another rank is not the last one.
+    other = [torch.rand(2, *shape) if i == 0 else torch.rand(shape) for i, shape in enumerate(shapes)]
+    if name in ("softmax", "silu"):
+        gm = make_fx(model, decomposition_table=dict(inductor_table()), tracing_mode="fake")(*other)
+        assert behind.applied(gm)[1].rewrites == 0
+
+
+def test_a_rule_without_a_form_behind_decompositions_says_so() -> None:
+    it = rule("test.rule")(lambda x: F.dropout(x, 0.5))
+    it.replacement(lambda x: x)
+    with pytest.warns(
+        UserWarning, match=r"test.rule matches nothing behind decompositions: aten::dropout never stands"
+    ):
+        RuleSet("s", it).once().decomposed(inductor_table(), ranks=(2,))
 
 
 def test_what_is_decomposed_keeps_what_a_rewrite_keeps() -> None:

@@ -70,6 +70,13 @@ def test_integers_for_floats_become_floats_only_where_they_mean_the_same() -> No
     assert type(bind(F.dropout, X, 0)["p"]) is float
 
 
+def test_floats_for_multipliers_become_integers_only_where_they_mean_the_same() -> None:
+    assert [type(bind(torch.add, X, Y, alpha=a)["alpha"]) for a in (2, 2.0, 0.5, -0.0)] == [int, int, float, float]
+    assert [type(bind(aten.celu.default, X, a)["alpha"]) for a in (1, 1.0)] == [int, int]
+    assert type(bind(torch.arange, 0, 4, 1.0)["step"]) is float  # it makes the result float32
+    assert type(bind(operator.mul, X, 1.0)["other"]) is float
+
+
 def test_a_python_callable_binds_by_its_signature() -> None:
     def shift(x, amount, *, wrap=True): ...
 

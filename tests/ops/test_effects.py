@@ -10,7 +10,7 @@ from torch import fx
 
 from fxrewrite import ops
 
-aten = torch.ops.aten
+aten, higher_order = torch.ops.aten, torch.ops.higher_order
 graph = fx.Graph()
 X, Y = graph.placeholder("x"), graph.placeholder("y")
 
@@ -60,6 +60,13 @@ def test_what_a_node_writes_to(node: fx.Node, written: tuple[fx.Node, ...]) -> N
         (call(F.scaled_dot_product_attention, X, X, X, dropout_p=0.1), True),
         (call(F.gumbel_softmax, X), True),
         (call(torch.softmax, X, -1), False),
+        (call(higher_order.out_dtype, aten.mm.default, torch.int32, X, Y), False),
+        (call(higher_order.auto_functionalized, aten.add_.Tensor, self=X, other=Y), False),
+        (call(higher_order.auto_functionalized, aten.bernoulli_.float, self=X, p=0.5), True),
+        (
+            call(higher_order.auto_functionalized_v2, aten.add_.Tensor, other=Y, _self_base_index=0, _all_bases=[X]),
+            False,
+        ),
     ],
 )
 def test_what_draws_random_numbers(node: fx.Node, random: bool) -> None:
@@ -79,6 +86,7 @@ def test_what_draws_random_numbers(node: fx.Node, random: bool) -> None:
         (call(torch.matmul, X, Y), False),
         (call("clone", X), False),
         (call(F.normalize, X), True),
+        (call(higher_order.auto_functionalized, aten.add_.Tensor, self=X, other=Y), False),
     ],
 )
 def test_what_may_share_memory(node: fx.Node, view: bool) -> None:

@@ -151,6 +151,8 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         (lambda x, y: x[:, :y], "cannot capture a bound of a slice"),
         (lambda x: maybe(x), "maybe\\(\\) takes an operator"),
         (lambda: 3, "must be an operator"),
+        (lambda x: x + torch.ones(2), r"cannot hold a tensor \(float32\[2\]\).* annotated Param if the model holds it"),
+        (lambda x: F.linear(x, torch.nn.Parameter(torch.ones(2, 3))), r"cannot hold a tensor \(float32\[2, 3\]\)"),
     ],
     ids=count(),
 )

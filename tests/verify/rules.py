@@ -13,7 +13,7 @@ from fxrewrite.verify import Verdict, verify_rewrite
 
 def once(rule: Rule) -> Callable[[fx.GraphModule], int]:
     """Applies the rule once to a graph; returns the number of rewrites."""
-    plan = RuleSet("once", rule).once()
+    plan = RuleSet("once", rule, atomic=True).once()
     return lambda gm: plan.apply(gm).rewrites
 
 
