@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 import sympy
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, RefusedError
@@ -17,7 +19,7 @@ from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.prove.indices import Indices
+from fxrewrite.prove.indices import Expr, Indices
 from fxrewrite.prove.symbolic import Symbols, size_expression
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.calls import NoCallError
@@ -80,7 +82,7 @@ class Case:
         sizes = [size for sizes in self._sizes() for size in sizes]
         return self.is_general and bool(sizes) and all(size.free_symbols or size == 0 for size in sizes)
 
-    def _sizes(self) -> list[list[sympy.Expr]]:
+    def _sizes(self) -> list[list[Expr]]:
         inputs = self.before.graph.find_nodes(op="placeholder")
         return [[self.symbols.simplified(size_expression(size)) for size in n.meta["val"].shape] for n in inputs]
 
@@ -136,7 +138,7 @@ def cases(
     special: dict[str, Case] = {}
     problem = "no sample"
     for attempt in range(_TRIES):
-        if len(found) == most:
+        if len(found) >= most and any(case.is_open for case in found.values()):
             break
         draw = (_LargerDraw if attempt % 2 else Draw)(
             f"{number}/{attempt}", floats[attempt % 3], floats, index=0, sizes=facts.sizes
@@ -146,20 +148,18 @@ def cases(
             sample = Sample(reading, "aten", False, False, {name: _spec(value) for name, value in given.items()})
             builder = Builder(sample, mode, Guesses(pattern, facts, draw))
             concrete = builder.module()
-            complete = builder.complete
-            apart = _apart(complete)
-            if apart is not complete:
-                builder = Builder(apart, mode)
-                concrete = builder.module()
         except (NoSampleError, NoCallError) as error:
             problem = str(error)
             continue
         if any(ops.may_draw(node.target) and ops.is_random(node) for node in concrete.graph.nodes):
             problem = "it draws random numbers"
             continue
-        for general in _GENERAL:
+        complete = builder.complete
+        apart = _apart(complete)
+        for general, sample in itertools.product(_GENERAL, (complete,) if apart is complete else (apart, complete)):
             try:
-                case = _case(concrete, builder.complete, general, program, rewrite)
+                module = concrete if sample is complete else Builder(sample, mode).module()
+                case = _case(module, sample, general, program, rewrite)
             except RefusedError as error:
                 problem = str(error)
                 continue
@@ -222,7 +222,7 @@ def _case(
     new: dict[fx.Node, fx.Node] = {}
     for node in concrete.graph.nodes:
         if node.op == "output":
-            graph.output(fx.node.map_arg(node.args[0], new.__getitem__))
+            graph.output(map_arg(node.args[0], new.__getitem__))
             continue
         made = new[node] = graph.node_copy(node, new.__getitem__)
         if node.op == "placeholder":
@@ -313,7 +313,7 @@ def _conditions(symbols: Symbols) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(known.xreplace(names)) for known in open_ones))
 
 
-def _is_a_number(condition: sympy.Eq) -> bool:
+def _is_a_number(condition: Expr) -> bool:
     """Whether sizes, or a product of sizes, are a number."""
     return any(side.is_number and side != 0 for side in condition.args)
 

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import sympy
-from sympy import Basic, Expr, Function, Symbol
+from sympy import Function, Symbol
 from sympy.core.relational import Relational
 
-__all__ = ["LEAST", "Indices", "idiv", "imod", "is_same"]
+__all__ = ["LEAST", "Expr", "Indices", "idiv", "imod", "is_same"]
 
+Expr: TypeAlias = Any
+"""An expression of sympy, whose own annotations know few of its methods."""
 LEAST = 2
 """Smallest value of a symbolic size (entries): torch makes sizes of 0 and 1 numbers, as different programs."""
 idiv = Function("idiv", integer=True)
@@ -100,11 +103,12 @@ class Indices:
             return True
         return False if self.is_nonnegative(a - b) else None
 
-    def follows(self, condition: Basic) -> bool:
+    def follows(self, condition: Expr) -> bool:
         """Whether a comparison of sizes holds by the bounds."""
         if not isinstance(condition, Relational):
             return False
-        left, right = condition.args
+        relation: Any = condition
+        left, right = relation.args
         if isinstance(condition, sympy.Eq):
             return is_same(left, right)
         if isinstance(condition, sympy.Ne):

@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
-from sympy import Expr, Function, Integer, Symbol
+from sympy import Function, Integer, Symbol
 from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
-from fxrewrite.prove.indices import Indices, is_same
+from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.reals import expanded, is_positive, total
 from fxrewrite.prove.symbolic import decomposed, size_expression
 
@@ -31,7 +31,7 @@ __all__ = ["Meaning", "UnknownError", "Value"]
 
 At: TypeAlias = Callable[[Sequence[Expr]], Expr]
 _ROOTS = {float(sympy.sqrt(q).evalf(30)): sympy.sqrt(q) for q in map(sympy.Rational, (2, 3, "1/2", "1/3"))}
-_ROOTS |= {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
+_ROOTS_OF_PI = {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
 
 
 class UnknownError(Exception):
@@ -160,7 +160,7 @@ class Meaning:
         if not math.isfinite(value):
             raise UnknownError(f"{value} is not a real number")
         for sign in (1, -1):
-            root = _ROOTS.get(sign * value)
+            root = _ROOTS.get(sign * value) or _ROOTS_OF_PI.get(sign * value)
             if root is not None:
                 self.roots[f"{value!r} is {sign * root}"] = None
                 return sign * root
@@ -612,9 +612,10 @@ class _Call:
         else:
             name, closed, numbers = self.text(), [], []
 
+        if not all(isinstance(part, torch.Tensor) for part in _flat(self.result)):
+            raise UnknownError(f"{self.key} gives a list with more than tensors")
+
         def made(result: torch.Tensor, number: str) -> Value:
-            if not isinstance(result, torch.Tensor):
-                raise UnknownError(f"{self.key} gives a list with {type(result).__name__}")
             shape = self.of.shape(result)
 
             def at(index: Sequence[Expr]) -> Expr:
@@ -677,6 +678,10 @@ def _tensors(value: Any) -> list[Value]:
     if isinstance(value, (list, tuple)):
         return [found for item in value for found in _tensors(item)]
     return [value] if isinstance(value, Value) else []
+
+
+def _flat(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _is_number(value: Any) -> bool:

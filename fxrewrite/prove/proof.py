@@ -27,7 +27,7 @@ from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.prove.cases import Case, NoCaseError, cases, readings
-from fxrewrite.prove.indices import Indices, is_same
+from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.meaning import Meaning, UnknownError, Value
 from fxrewrite.prove.reals import branches, difference, expanded
 from fxrewrite.verify.draw import Sampler
@@ -62,6 +62,7 @@ class Proof:
         assumptions: what must hold of values, such as divisors that are not zero; and how numbers were read.
         why_not: where the two sides differ, or what is not known of an operator; empty if the rule is proved.
         readings: how many readings the pattern has.
+        dtypes: those of inputs in the cases; others were not looked at.
     """
 
     rule: str
@@ -71,6 +72,7 @@ class Proof:
     assumptions: tuple[str, ...] = ()
     why_not: str = ""
     readings: int = 0
+    dtypes: tuple[str, ...] = ()
 
     @property
     def is_proved(self) -> bool:
@@ -84,7 +86,7 @@ class Proof:
             return f"not proved: {self.why_not}"
         where = f", where {'; '.join(self.conditions)}" if self.conditions else ""
         assumed = f", assuming {'; '.join(self.assumptions)}" if self.assumptions else ""
-        return f"proved for every shape, {self.strength}{where}{assumed}"
+        return f"proved for every shape, {self.strength}, for {', '.join(self.dtypes)}{where}{assumed}"
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.summary}"]
@@ -128,6 +130,7 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
     shown: dict[str, None] = {}
     conditions: dict[str, None] = {}
     assumptions: dict[str, None] = {}
+    dtypes: set[str] = set()
     is_bitwise = is_general = True
     for number, reading in enumerate(found):
         try:
@@ -144,11 +147,15 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
             if outcome:
                 return Proof(rule_id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
             shown[case.shown] = None
+            inputs = case.before.graph.find_nodes(op="placeholder")
+            dtypes |= {str(node.meta["val"].dtype).removeprefix("torch.") for node in inputs}
             conditions |= dict.fromkeys(case.conditions)
     if not is_general:
         return Proof(rule_id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
     strength: Strength = "bitwise" if is_bitwise else "over the reals"
-    return Proof(rule_id, strength, tuple(shown), tuple(conditions), tuple(assumptions), readings=len(found))
+    return Proof(
+        rule_id, strength, tuple(shown), tuple(conditions), tuple(assumptions), "", len(found), tuple(sorted(dtypes))
+    )
 
 
 def _bitwise(case: Case) -> str:
@@ -185,7 +192,7 @@ def _compared(case: Case, meaning: Callable[[Indices], Meaning]) -> tuple[str, M
 
 
 def _inputs(meaning: Meaning, gm: fx.GraphModule) -> list[Value]:
-    def entry(name: str, shape: Sequence[sympy.Expr]) -> Callable[[Sequence[Any]], Any]:
+    def entry(name: str, shape: Sequence[Expr]) -> Callable[[Sequence[Any]], Any]:
         ones = [size == 1 for size in shape]
         function = Function(name, real=True)
         return lambda index: function(*(0 if one else sympy.expand(i) for one, i in zip(ones, index, strict=True)))

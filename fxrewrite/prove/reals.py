@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import sympy
-from sympy import Expr, Function, Symbol
+from sympy import Function, Symbol
 
-from fxrewrite.prove.indices import Indices, idiv, imod
+from fxrewrite.prove.indices import Expr, Indices, idiv, imod
 
 __all__ = ["branches", "difference", "expanded", "is_positive", "total"]
 
@@ -49,6 +49,7 @@ def _of_product(term: Expr, over: list[Symbol], indices: Indices) -> Expr:
         if parts is not None:
             return total(parts[0], [*(i for i in over if i != index), *parts[1]], indices)
     factors: list[Expr] = []
+    factor: Expr
     for factor in sympy.Mul.make_args(term):
         if factor.is_Pow and factor.exp.is_Integer and factor.exp > 1:
             factors += [factor.base] * int(factor.exp)

@@ -26,13 +26,13 @@ from torch.fx.node import map_arg
 from torch.utils._sympy.functions import FloorDiv, Mod, PythonMod
 
 from fxrewrite import ops
-from fxrewrite.prove.indices import idiv, imod
+from fxrewrite.prove.indices import Expr, idiv, imod
 from fxrewrite.verify.sample import TORCH_ERRORS
 
 __all__ = ["Body", "Symbols", "decomposed", "size_expression"]
 
 
-def size_expression(size: Any) -> sympy.Expr:
+def size_expression(size: Any) -> Expr:
     """The sympy expression of a size, or of a symbolic number."""
     if isinstance(size, (torch.SymInt, torch.SymFloat)):
         return size.node.expr
@@ -93,11 +93,11 @@ class Symbols:
         """How many conditions have been asked so far."""
         return len(self.shapes.guards)
 
-    def known(self) -> list[sympy.Basic]:
+    def known(self) -> list[Expr]:
         """All conditions that were asked and found true."""
         return [self.simplified(guard.expr) for guard in self.shapes.guards]
 
-    def simplified(self, expr: sympy.Expr) -> sympy.Expr:
+    def simplified(self, expr: Expr) -> Expr:
         """The expression over symbols that no other replaces; a size that must be even is twice another."""
         replaced = self.shapes.replace(expr) if expr.free_symbols else expr
         even = self._multiples()
@@ -109,7 +109,8 @@ class Symbols:
     def _multiples(self) -> dict[sympy.Symbol, sympy.Expr]:
         """Symbols that were found to be multiples of a number, as multiples of others."""
         for guard in self.shapes.guards[self._seen :]:
-            left, right = guard.expr.args if isinstance(guard.expr, sympy.Eq) else (None, None)
+            relation: Expr = guard.expr
+            left, right = relation.args if isinstance(guard.expr, sympy.Eq) else (None, None)
             if isinstance(left, (Mod, PythonMod)) and right == 0 and left.args[1].is_Integer and left.args[0].is_Symbol:
                 symbol, factor = left.args
                 part = sympy.Symbol(f"{symbol}_by_{factor}", integer=True, positive=True)
