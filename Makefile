@@ -9,7 +9,7 @@ INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
 TRAINERS := .venv-trainers/bin
 
-.PHONY: help env demo test quick trainers check compat bench zoo zoo-mesh cells third-party clean
+.PHONY: help env demo test quick trainers check compat bench zoo zoo-mesh cells proofs mutate third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -59,11 +59,17 @@ zoo-mesh: env  ## the table of docs/zoo-mesh.md: three parallelisms on eight ran
 cells: env  ## the table of docs/attention-cells.md: every strategy of attention, resumed where it was stopped (cells.jsonl)
 	$(BIN)/python -m tests.zoo.attention --table docs/attention-cells.md
 
+proofs: env  ## the table of docs/proofs.md: which shipped rules are proved, resumed where it was stopped (proofs.jsonl)
+	$(BIN)/python -m tests.bench.proofs --table docs/proofs.md
+
+mutate: env  ## the mutants of docs/proofs.md: shipped rules with one thing changed, resumed where it was stopped (mutants.jsonl)
+	nice $(BIN)/python -m tests.bench.mutants --table docs/proofs.md
+
 third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of others, in .venv-third-party (two gigabytes)
 	.venv-third-party/bin/python -m pytest tests/backends/test_third_party.py
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .venv-* dist zoo.jsonl zoo-mesh.jsonl cells.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist zoo.jsonl zoo-mesh.jsonl cells.jsonl proofs.jsonl mutants.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -184,6 +185,7 @@ class Rule:
         dtypes: Sequence[str] = ("float32", "float64", "bfloat16"),
         grad: bool = True,
         run: Runner | None = None,
+        proof: bool = False,
         **options: Any,
     ) -> Verdict:
         """Test the rule on graphs in which its pattern matches, before and after; `str(verdict)` says what was found.
@@ -194,6 +196,8 @@ class Rule:
             dtypes: of floating-point inputs.
             grad: whether gradients are compared; never those of a rule that says that it does not keep them.
             run: runs a graph, for example on simulated ranks; by default on one device.
+            proof: whether to prove it too, with `fxrewrite.prove`; that takes seconds. A rule that is not proved may
+                still be true.
             options: further ones of `fxrewrite.verify.verify_rewrite`.
 
         Raises:
@@ -203,7 +207,7 @@ class Rule:
 
         program: Program[Rule] = Program([(self, self.pattern)])  # once: of many readings it takes longer than a trial
         promised: dict[str, Any] = {"domain": self.domain, "terminates": self.terminates}
-        return verify_rewrite(
+        verdict = verify_rewrite(
             self.id,
             self.pattern,
             lambda gm: self._apply(gm, program),
@@ -219,6 +223,11 @@ class Rule:
             imports=self.imports or (getattr(self.body, "__module__", ""),),
             **promised | options,
         )
+        if proof and verdict.counterexample is None:
+            from fxrewrite.prove import prove
+
+            verdict = replace(verdict, proof=prove(self).summary)
+        return verdict
 
     def _apply(self, gm: fx.GraphModule, program: Program[Rule]) -> int:
         """Rewrite a graph by this rule alone, users first; gives the number of rewrites. Raises what it refuses."""

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    *("lazy", "errors", "torch_versions", "ops", "graph", "capture", "pattern", "match", "verify", "backends"),
+    *("lazy", "errors", "torch_versions", "ops", "graph", "capture", "pattern", "match", "verify", "prove", "backends"),
     *("report", "rule", "dead_code", "order", "stages", "sweep", "found", "plan"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
@@ -33,6 +33,7 @@ PRIVATE_TORCH = {
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/parameters.py": "DTensors of which two axes cut one dimension, and whether one is traced",
     "fxrewrite/torch_versions.py": "what differs between versions of torch",
+    "fxrewrite/prove/symbolic.py": "symbolic sizes and decompositions, of which proofs are made",
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",

@@ -116,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
         "--samples", type=_positive, default=64, metavar="N", help="inputs a rule (default: %(default)s)"
     )
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs drawn (default: %(default)s)")
+    verify.add_argument("--prove", action="store_true", help="prove each rule too, which takes seconds a rule")
 
     apply = _command(commands, "apply", "rewrite a graph, and print what was done")
     apply.add_argument("rules", metavar="RULES", help=_RULES)

@@ -106,9 +106,10 @@ def verify(arguments: Namespace, say: Say) -> Answer:
         raise UsageError(f"{arguments.rules} has no rule to verify")
     width = max(len(rule.id) for rule in found)
     data: list[dict[str, Any]] = []
+    options: dict[str, Any] = {"proof": True} if arguments.prove else {}
     for rule in found:
         try:
-            verdict = rule.verify(samples=arguments.samples, seed=arguments.seed)
+            verdict = rule.verify(samples=arguments.samples, seed=arguments.seed, **options)
             ok, text = bool(verdict.ok), str(verdict)
         except FxRewriteError as error:  # a rule that cannot be run does not hide the others
             ok, text = False, str(error)

@@ -30,7 +30,7 @@ class Counterexample:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of testing a rule; a rule that passed was tested, not proved.
+    """The result of testing a rule; a rule that passed was tested; `proof` says whether it is proved.
 
     Attributes:
         rule: id of the rule.
@@ -44,6 +44,7 @@ class Verdict:
         remarks: what a reader should know but is not an error.
         counterexample: where the rule is false; None if no difference was found.
         error: why the test says nothing, or too little; else empty.
+        proof: what is proved of the rule, or why it is not, if that was asked for.
     """
 
     rule: str
@@ -57,6 +58,7 @@ class Verdict:
     remarks: tuple[str, ...] = ()
     counterexample: Counterexample | None = None
     error: str = ""
+    proof: str = ""
 
     @property
     def ok(self) -> bool:
@@ -95,4 +97,5 @@ class Verdict:
         if self.counterexample is not None:
             return f"false: {self.counterexample.difference} (sample {self.samples})"
         tested = f"tested on {self.samples} samples, no difference"
-        return f"{self.error} ({tested})" if self.error and self.samples else self.error or tested
+        said = f"{self.error} ({tested})" if self.error and self.samples else self.error or tested
+        return f"{said}; {self.proof}" if self.proof else said

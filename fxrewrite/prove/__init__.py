@@ -1,0 +1,3 @@
+"""Proves rewrite rules: two sides are equal because their normal forms are."""
+
+from fxrewrite.prove.proof import Proof as Proof, prove as prove, prove_rewrite as prove_rewrite

@@ -1,0 +1,352 @@
+"""Cases of a rule: one reading of its pattern with symbols for sizes and numbers, before and after the rewrite."""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxrewrite import ops
+from fxrewrite.errors import FxRewriteError, RefusedError
+from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.sizes import size_hint
+from fxrewrite.match.program import Program
+from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.prove.indices import Expr, Indices
+from fxrewrite.prove.symbolic import Symbols, size_expression
+from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
+from fxrewrite.verify.calls import NoCallError
+from fxrewrite.verify.draw import Draw, Sampler
+from fxrewrite.verify.facts import Facts
+from fxrewrite.verify.guess import Guesses
+from fxrewrite.verify.readings import ChoiceSite, Reading, read
+from fxrewrite.verify.sample import TORCH_ERRORS, Sample
+from fxrewrite.verify.tensors import InputSpec
+
+__all__ = ["Case", "NoCaseError", "cases", "readings"]
+
+_TRIES = 14
+"""Samples that are drawn for a reading before it is given up."""
+Sizes: TypeAlias = 'Literal["any", "those of inputs", ""]'
+_GENERAL: tuple[tuple[Sizes, bool, bool], ...] = (
+    ("any", True, False),
+    ("those of inputs", True, False),
+    ("those of inputs", True, True),
+    ("any", False, False),
+    ("those of inputs", False, True),
+    ("", False, False),
+    ("", False, True),
+)
+"""How sizes, and whether numbers, among arguments of calls are symbols, and whether equal sizes of the sample are one
+symbol: the rule is proved in the first, most general, way in which it rewrites the graph."""
+_NUMBERS = ("float", "Scalar", "number", "Optional[float]", "Tensor")
+"""Kinds of arguments that a floating-point number may be given for."""
+_STEP = 0.0625
+"""What equal numbers of a sample are moved apart by, so that it is known which one is which."""
+_SWAPS = ("as written", "operands swapped")
+
+
+class NoCaseError(ValueError):
+    """A reading of the pattern has no graph that the rule rewrites; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Case:
+    """A graph with symbols for its sizes, before and after the rewrite.
+
+    Attributes:
+        before, after: the graphs; their placeholders are the same.
+        symbols: of the sizes and numbers, with what was asked of them.
+        shown: the inputs with their dtypes and sizes (a letter is any size of 2 or more), and other arguments.
+        conditions: what was asked of sizes and numbers, and does not follow from sizes being 2 or more.
+        is_general: whether no size is a number above 1, and no product of sizes is a number.
+    """
+
+    before: fx.GraphModule
+    after: fx.GraphModule
+    symbols: Symbols
+    shown: str
+    conditions: tuple[str, ...]
+    is_general: bool
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every size of every input is a symbol, or the input is empty."""
+        sizes = [size for sizes in self._sizes() for size in sizes]
+        return self.is_general and bool(sizes) and all(size.free_symbols or size == 0 for size in sizes)
+
+    def _sizes(self) -> list[list[Expr]]:
+        inputs = self.before.graph.find_nodes(op="placeholder")
+        return [[self.symbols.simplified(size_expression(size)) for size in n.meta["val"].shape] for n in inputs]
+
+
+def readings(pattern: Pattern, most: int) -> list[Reading]:
+    """Returns all readings of a pattern; operands of commutative operators in one order each, alternately.
+
+    Raises:
+        NoCaseError: there are more than `most`.
+    """
+    found: list[Reading] = []
+    pending: list[dict[ChoiceSite, int]] = [{}]
+    while pending:
+        chosen = pending.pop()
+        opened: list[ChoiceSite] = []
+
+        def choose(site: ChoiceSite, chosen: dict[ChoiceSite, int] = chosen, opened: Any = opened) -> int:
+            if site.options == _SWAPS:
+                return len(found) % 2
+            if site not in chosen:
+                chosen[site] = 0
+                opened.append(site)
+            return chosen[site]
+
+        reading = read(pattern, choose)
+        for number, site in enumerate(opened):
+            before = dict.fromkeys(opened[:number], 0)
+            fixed = {other: option for other, option in chosen.items() if other not in opened}
+            pending += [{**fixed, **before, site: option} for option in range(1, len(site.options))]
+        found.append(reading)
+        if len(found) > most:
+            raise NoCaseError(f"the pattern has more than {most} readings")
+    return found
+
+
+def cases(
+    rule_id: str,
+    pattern: Pattern,
+    rewrite: Callable[[fx.GraphModule], int],
+    sampler: Sampler | None,
+    reading: Reading,
+    number: int,
+    most: int,
+) -> list[Case]:
+    """Returns up to `most` different cases of a reading; graphs that draw random numbers are left out.
+
+    Raises:
+        NoCaseError: the rule rewrites no graph that was drawn.
+    """
+    floats = (torch.float32, torch.float64, torch.bfloat16)
+    mode, facts, program = FakeMode(), Facts(pattern), Program([(rule_id, pattern)])
+    found: dict[str, Case] = {}
+    special: dict[str, Case] = {}
+    problem = "no sample"
+    for attempt in range(_TRIES):
+        if len(found) >= most and any(case.is_open for case in found.values()):
+            break
+        draw = (_LargerDraw if attempt % 2 else Draw)(
+            f"{number}/{attempt}", floats[attempt % 3], floats, index=0, sizes=facts.sizes
+        )
+        try:
+            given = dict(sampler(draw)) if sampler is not None else {}
+            sample = Sample(reading, "aten", False, False, {name: _spec(value) for name, value in given.items()})
+            builder = Builder(sample, mode, Guesses(pattern, facts, draw))
+            concrete = builder.module()
+        except (NoSampleError, NoCallError) as error:
+            problem = str(error)
+            continue
+        if any(ops.may_draw(node.target) and ops.is_random(node) for node in concrete.graph.nodes):
+            problem = "it draws random numbers"
+            continue
+        complete = builder.complete
+        apart = _apart(complete)
+        for general, sample in itertools.product(_GENERAL, (complete,) if apart is complete else (apart, complete)):
+            try:
+                module = concrete if sample is complete else Builder(sample, mode).module()
+                case = _case(module, sample, general, program, rewrite)
+            except RefusedError as error:
+                problem = str(error)
+                continue
+            except (FxRewriteError, *TORCH_ERRORS) as error:
+                problem = f"with symbolic sizes: {(str(error).strip().splitlines() or [''])[0]}"
+                continue
+            if case is not None:
+                (found if case.is_general else special).setdefault(case.shown, case)
+                if case.is_general:
+                    break
+    if not found and not special:
+        raise NoCaseError(problem)
+    return [*found.values(), *list(special.values())[: most - len(found)]]
+
+
+def _apart(sample: Sample) -> Sample:
+    """Returns the sample with different numbers for all captures of floating-point numbers but 0."""
+    seen: set[float] = set()
+    for name, value in sample.bindings.items():
+        if isinstance(value, float) and value:
+            moved = value
+            while moved in seen:
+                moved += _STEP
+            seen.add(moved)
+            if moved != value:
+                sample = sample.with_binding(name, moved)
+    return sample
+
+
+class _LargerDraw(Draw):
+    """Draws sizes of 2 or more, which become symbols."""
+
+    def size(self, *, least: int = 1) -> int:
+        return max(2, super().size(least=least))
+
+
+def _spec(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_spec(item) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True)
+
+
+def _case(
+    concrete: fx.GraphModule,
+    sample: Sample,
+    general: tuple[Sizes, bool, bool],
+    program: Program[str],
+    rewrite: Callable[[fx.GraphModule], int],
+) -> Case | None:
+    sizes, numbers, equal_sizes = general
+    symbols = Symbols(equal_sizes=equal_sizes)
+    inputs = {
+        node: symbols.tensor([int(size) for size in node.meta["val"].shape], node.meta["val"].dtype, str(node.target))
+        for node in concrete.graph.find_nodes(op="placeholder")
+    }
+    literals = _Literals(symbols, sample.bindings, sizes, numbers, list(inputs.values()))
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    for node in concrete.graph.nodes:
+        if node.op == "output":
+            graph.output(map_arg(node.args[0], new.__getitem__))
+            continue
+        made = new[node] = graph.node_copy(node, new.__getitem__)
+        if node.op == "placeholder":
+            made.meta["val"] = inputs[node]
+        else:
+            first = next((n.meta["val"] for n in made.all_input_nodes if ops.is_tensor(n)), None)
+            literals.generalize(made, first)
+            made.meta["val"] = symbols.run(made)
+    before = fx.GraphModule(torch.nn.Module(), graph)
+    if not any(next(program.find(node, key), None) for node, key in program.roots(before.graph.nodes)):
+        return None
+    after = copy_module(before)
+    if not rewrite(after):
+        return None
+    shown, is_general = _shown(before, symbols, literals)
+    conditions = _conditions(symbols)
+    is_general &= not any(isinstance(known, sympy.Eq) and _is_a_number(known) for known in symbols.known())
+    return Case(before, after, symbols, shown, conditions, is_general)
+
+
+class _Literals:
+    """Symbols in place of sizes and numbers that the pattern captures or ignores; one for each capture.
+
+    Attributes:
+        shown: arguments of calls by name, with symbols where there are any.
+    """
+
+    def __init__(
+        self, symbols: Symbols, bindings: Mapping[str, Any], sizes: Sizes, numbers: bool, inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self._symbols, self._sizes, self._numbers = symbols, sizes, numbers
+        self._dims = [size for fake in inputs for size in fake.shape if isinstance(size, torch.SymInt)]
+        self._made: dict[str, Any] = {}
+        self._bound = {n: v for n, v in bindings.items() if not isinstance(v, (InputSpec, str)) and not _has_specs(v)}
+        self.shown = {name.rpartition(".")[2]: value for name, value in self._bound.items() if value is not ...}
+
+    def generalize(self, node: fx.Node, first: torch.Tensor | None) -> None:
+        """Replaces literals among the arguments of a call on a tensor."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return
+        kinds = {a.name: str(a.real_type) for a in node.target._schema.arguments}
+        order = [a.name for a in node.target._schema.arguments]
+        near = list(first.shape) if first is not None else []
+        node.args = tuple(self._general(value, kinds[order[n]], near) for n, value in enumerate(node.args))
+        node.kwargs = {name: self._general(value, kinds[name], near) for name, value in node.kwargs.items()}
+
+    def _general(self, value: Any, kind: str, near: Sequence[Any]) -> Any:
+        if isinstance(value, bool) or not isinstance(value, (int, float, list, tuple)):
+            return value
+        plain = list(value) if isinstance(value, (list, tuple)) else value  # fx keeps lists of a type of its own
+        names = (name for name, bound in self._bound.items() if type(bound) is type(plain) and bound == plain)
+        name = next(names, None)
+        if isinstance(value, (list, tuple)):
+            label = None if name is None else name.rpartition(".")[2]
+            made = [self._one(item, kind, f"{label}[{n}]", near[n:]) if label else item for n, item in enumerate(value)]
+            self.shown |= {label: made} if label else {}
+            return made
+        if name is None:
+            return value
+        label = name.rpartition(".")[2]
+        self.shown[label] = self._one(value, kind, label, ())
+        return self.shown[label]
+
+    def _one(self, value: Any, kind: str, label: str, near: Sequence[Any]) -> Any:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, int) and self._sizes and "SymInt" in kind and 1 < value < 1 << 31:
+            if self._sizes == "those of inputs":
+                return next((size for size in (*near[:1], *self._dims) if size_hint(size) == value), value)
+            if label not in self._made:
+                self._made[label] = self._symbols.size(value, label)
+            return self._made[label]
+        if isinstance(value, float) and value and self._numbers and kind in _NUMBERS:
+            if label not in self._made:
+                self._made[label] = self._symbols.number(value, label)
+            return self._made[label]
+        return value
+
+
+def _has_specs(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(item, InputSpec) for item in value)
+
+
+def _conditions(symbols: Symbols) -> tuple[str, ...]:
+    indices = Indices()
+    names = {symbol: sympy.Symbol(name) for symbol, name in symbols.names.items()}
+    open_ones = (known for known in symbols.known() if known != sympy.true and not indices.follows(known))
+    return tuple(dict.fromkeys(str(known.xreplace(names)) for known in open_ones))
+
+
+def _is_a_number(condition: Expr) -> bool:
+    """Whether sizes, or a product of sizes, are a number."""
+    return any(side.is_number and side != 0 for side in condition.args)
+
+
+def _letters() -> Iterator[str]:
+    yield from string.ascii_lowercase
+    yield from (f"{a}{b}" for a in string.ascii_lowercase for b in string.ascii_lowercase)
+
+
+def _shown(gm: fx.GraphModule, symbols: Symbols, literals: _Literals) -> tuple[str, bool]:
+    """The text of a case, and whether none of its sizes is a number above 1."""
+    letters = _letters()
+    named: dict[sympy.Symbol, sympy.Symbol] = {}
+
+    def text(size: Any) -> str:
+        expr = symbols.simplified(size_expression(size))
+        for symbol in sorted(expr.free_symbols, key=str):
+            if symbol not in named:
+                named[symbol] = sympy.Symbol(next(letters))
+        return str(expr.xreplace(named))
+
+    parts: list[str] = []
+    is_general = True
+    for node in gm.graph.find_nodes(op="placeholder"):
+        fake = node.meta["val"]
+        sizes = [symbols.simplified(size_expression(size)) for size in fake.shape]
+        is_general &= all(size.free_symbols or size <= 1 for size in sizes)
+        parts.append(f"{node.target} {str(fake.dtype).removeprefix('torch.')}[{', '.join(map(text, fake.shape))}]")
+    for name, value in literals.shown.items():
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            parts.append(f"{name}={text(value)}")
+        elif isinstance(value, list):
+            parts.append(f"{name}=[{', '.join(text(v) if isinstance(v, torch.SymInt) else str(v) for v in value)}]")
+        else:
+            parts.append(f"{name}={value}")
+    return ", ".join(parts), is_general

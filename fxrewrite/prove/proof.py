@@ -1,0 +1,244 @@
+"""Proves a rule: two sides are equal because their normal forms are.
+
+Both sides of every reading of the pattern are built with symbols for sizes, and each entry of a result becomes an
+expression over entries of the inputs. Equal expressions without any arithmetic are the same floating-point operations,
+which is equality of bits; equal normal forms of real expressions are equality over the reals, for finite values.
+Nothing else is said: what is not proved may still be true.
+
+Sources: Alive2 (Lopes et al., PLDI 2021) for rules that are proved with their side conditions, for one width at a time;
+TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor programs as expressions over index ranges.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import sympy
+from sympy import Function
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.match.program import Program
+from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.pattern.terms import Op, subterms
+from fxrewrite.prove.cases import Case, NoCaseError, cases, readings
+from fxrewrite.prove.indices import Expr, Indices, is_same
+from fxrewrite.prove.meaning import Meaning, UnknownError, Value
+from fxrewrite.prove.reals import branches, difference, expanded
+from fxrewrite.verify.draw import Sampler
+from fxrewrite.verify.sample import TORCH_ERRORS
+
+if TYPE_CHECKING:
+    from fxrewrite.rule import Rule
+
+__all__ = ["Proof", "prove", "prove_rewrite"]
+
+_READINGS = 48
+"""Most readings of a pattern; each has a case or more."""
+_CASES = 4
+"""Cases of a pattern with one reading; of ranks, broadcasts and dtypes as they are drawn."""
+_SHOWN = 200
+"""Longest expression that is printed (characters)."""
+
+Strength = Literal["bitwise", "over the reals", ""]
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What is proved of a rule.
+
+    Attributes:
+        rule: id of the rule.
+        strength: "bitwise" (both sides are the same floating-point operations on the same entries), "over the reals"
+            (equal for finite values, in exact arithmetic), or "" (not proved).
+        cases: the inputs of each case that was proved: letters are any sizes of 2 or more; a number is that size alone;
+            what is written as `name=value` was tried with this value alone.
+        conditions: what sizes and numbers must satisfy, beyond the pattern: other ones were not looked at.
+        assumptions: what must hold of values, such as divisors that are not zero; and how numbers were read.
+        why_not: where the two sides differ, or what is not known of an operator; empty if the rule is proved.
+        readings: how many readings the pattern has.
+        dtypes: those of inputs in the cases; others were not looked at.
+    """
+
+    rule: str
+    strength: Strength = ""
+    cases: tuple[str, ...] = ()
+    conditions: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    why_not: str = ""
+    readings: int = 0
+    dtypes: tuple[str, ...] = ()
+
+    @property
+    def is_proved(self) -> bool:
+        """Whether both sides are equal in all cases."""
+        return bool(self.strength)
+
+    @property
+    def summary(self) -> str:
+        """One line, without the rule."""
+        if not self.is_proved:
+            return f"not proved: {self.why_not}"
+        where = f", where {'; '.join(self.conditions)}" if self.conditions else ""
+        assumed = f", assuming {'; '.join(self.assumptions)}" if self.assumptions else ""
+        return f"proved for every shape, {self.strength}, for {', '.join(self.dtypes)}{where}{assumed}"
+
+    def __str__(self) -> str:
+        lines = [f"{self.rule}: {self.summary}"]
+        if self.is_proved:
+            lines.append(f"  {self.readings} readings of the pattern; a letter is any size of 2 or more:")
+            lines += [f"    {case}" for case in self.cases]
+        return "\n".join(lines)
+
+
+def prove(rule: Rule) -> Proof:
+    """Returns whether a rule is proved, for values; what gradients are is tested by `Rule.verify`.
+
+    Raises:
+        RuleDefinitionError: the rule is wrong as written, on any graph.
+    """
+    program: Program[Rule] = Program([(rule, rule.pattern)])
+    return prove_rewrite(
+        rule.id,
+        rule.pattern,
+        lambda gm: rule._apply(gm, program),
+        rule._sampler,
+    )
+
+
+def prove_rewrite(
+    rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], int], sampler: Sampler | None = None
+) -> Proof:
+    """Returns whether a rewrite of a pattern is proved; arguments are those of `verify_rewrite`."""
+    virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and ops.is_virtual(t.key)]
+    if virtual:
+        return Proof(rule_id, why_not=f"on one device {virtual[0].rpartition('.')[2]} is only a placeholder")
+    with _quiet():
+        return _proof(rule_id, pattern, rewrite, sampler)
+
+
+def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], int], sampler: Sampler | None) -> Proof:
+    try:
+        found = readings(pattern, _READINGS)
+    except NoCaseError as error:
+        return Proof(rule_id, why_not=str(error))
+    shown: dict[str, None] = {}
+    conditions: dict[str, None] = {}
+    assumptions: dict[str, None] = {}
+    dtypes: set[str] = set()
+    is_bitwise = is_general = True
+    for number, reading in enumerate(found):
+        try:
+            made = cases(rule_id, pattern, rewrite, sampler, reading, number, max(1, _CASES // len(found)))
+        except NoCaseError as error:
+            return Proof(rule_id, why_not=f"no graph to prove it on: {error}")
+        is_general &= any(case.is_open for case in made)
+        for case in made:
+            outcome = _bitwise(case)
+            if outcome:
+                is_bitwise = False
+                outcome, assumed = _over_reals(case)
+                assumptions |= dict.fromkeys(assumed)
+            if outcome:
+                return Proof(rule_id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
+            shown[case.shown] = None
+            inputs = case.before.graph.find_nodes(op="placeholder")
+            dtypes |= {str(node.meta["val"].dtype).removeprefix("torch.") for node in inputs}
+            conditions |= dict.fromkeys(case.conditions)
+    if not is_general:
+        return Proof(rule_id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
+    strength: Strength = "bitwise" if is_bitwise else "over the reals"
+    return Proof(
+        rule_id, strength, tuple(shown), tuple(conditions), tuple(assumptions), "", len(found), tuple(sorted(dtypes))
+    )
+
+
+def _bitwise(case: Case) -> str:
+    """Returns why the two sides are not the same floating-point operations; empty if they are."""
+    return _compared(case, lambda indices: Meaning(False, indices, case.symbols.simplified))[0]
+
+
+def _over_reals(case: Case) -> tuple[str, list[str]]:
+    """Returns why the two sides are not equal over the reals, or else what is assumed."""
+    outcome, before, after = _compared(case, lambda indices: Meaning(True, indices, case.symbols.simplified))
+    if outcome or before is None or after is None:
+        return outcome, []
+    assumed = [need for need in {**before.needs, **after.needs} if (need in before.needs) != (need in after.needs)]
+    return "", [*assumed, *before.roots, *(root for root in after.roots if root not in before.roots)]
+
+
+def _compared(case: Case, meaning: Callable[[Indices], Meaning]) -> tuple[str, Meaning | None, Meaning | None]:
+    indices = Indices()
+    before, after = meaning(indices), meaning(indices)
+    try:
+        was = _leaves(before.run(case.before.graph.nodes, _inputs(before, case.before)))
+        is_now = _leaves(after.run(case.after.graph.nodes, _inputs(after, case.after)))
+        if len(was) != len(is_now):
+            return f"{len(was)} outputs became {len(is_now)}", None, None
+        for number, (old, new) in enumerate(zip(was, is_now, strict=True)):
+            found = _difference(old, new, indices, is_real=before.real)
+            if found:
+                return f"output {number}: {found}" if len(was) > 1 else found, None, None
+    except UnknownError as error:
+        return str(error), None, None
+    except (NotImplementedError, *TORCH_ERRORS) as error:
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}", None, None
+    return "", before, after
+
+
+def _inputs(meaning: Meaning, gm: fx.GraphModule) -> list[Value]:
+    def entry(name: str, shape: Sequence[Expr]) -> Callable[[Sequence[Any]], Any]:
+        ones = [size == 1 for size in shape]
+        function = Function(name, real=True)
+        return lambda index: function(*(0 if one else sympy.expand(i) for one, i in zip(ones, index, strict=True)))
+
+    found: list[Value] = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        fake, name = node.meta["val"], str(node.target)
+        shape = meaning.shape(fake)
+        found.append(Value(shape, fake.dtype, entry(name, shape), name))
+    return found
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _difference(old: Any, new: Any, indices: Indices, *, is_real: bool) -> str:
+    if not isinstance(old, Value) or not isinstance(new, Value):
+        return "" if type(old) is type(new) and bool(old is new) else f"{old} became {new}"
+    if len(old.shape) != len(new.shape) or not all(map(is_same, old.shape, new.shape)):
+        return f"shape {list(old.shape)} became {list(new.shape)}"
+    if old.dtype != new.dtype:
+        return f"{old.dtype} became {new.dtype}"
+    if old.name == new.name:
+        return ""
+    index = [indices.fresh(size) if size != 1 else sympy.Integer(0) for size in old.shape]
+    a, b = expanded(old.at(index)), expanded(new.at(index))
+    for one, other in branches(a, b):
+        if one != other and not (is_real and difference(expanded(one), expanded(other)) == 0):
+            return f"{_short(one)} became {_short(other)}"
+    return ""
+
+
+def _short(expr: Any) -> str:
+    text = str(expr)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Silences torch, which logs what it cannot run on fake tensors."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = was

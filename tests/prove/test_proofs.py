@@ -1,0 +1,177 @@
+"""What is proved is true; what is false, or true of some sizes and numbers alone, is not proved without saying so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+
+from fxrewrite import Literal, Rule
+from fxrewrite.pattern import trace
+from fxrewrite.prove import Proof, prove
+
+aten = torch.ops.aten
+
+
+def proof_of(pattern: Callable[..., Any], replacement: Callable[..., Any], *where: str) -> Proof:
+    """The proof of a rule, or that there is none."""
+    return prove(Rule("a.rule", trace(pattern, where), replacement, numerics="reassociates"))
+
+
+BITWISE: dict[str, tuple[Any, ...]] = {
+    "two transposes": (lambda x: x.transpose(0, 1).transpose(0, 1), lambda x: aten.alias(x), "rank(x) >= 2"),
+    "parts of a concatenation": (
+        lambda x, y: torch.neg(torch.cat([x, y], -1)),
+        lambda x, y: torch.cat([-x, -y], -1),
+        "same_dtype(x, y)",
+        "rank(x) >= 1",
+        "shape(x) == shape(y)",
+    ),
+    "order of a cut and a function": (
+        lambda x: torch.sin(x.unsqueeze(0)),
+        lambda x: torch.sin(x).unsqueeze(0),
+        "dtype(x) == float32",
+    ),
+    "operands of a product": (lambda x, y: torch.relu(x) * y, lambda x, y: y * torch.relu(x), "shape(x) == shape(y)"),
+}
+REAL: dict[str, tuple[Any, ...]] = {
+    "a sum, of integers too": (
+        lambda x: torch.sum(x.unsqueeze(0).squeeze(0)),
+        lambda x: x.unsqueeze(0).select(0, 0).sum(),
+        "rank(x) == 2",
+    ),
+    "a distributed product": (
+        lambda x, y: x * 3.0 + y * 3.0,
+        lambda x, y: (x + y) * 3.0,
+        "shape(x) == shape(y)",
+        "dtype(x) == float32",
+        "dtype(y) == float32",
+    ),
+    "a transposed product": (
+        lambda x, y: torch.mm(x, y).t(),
+        lambda x, y: torch.mm(y.t(), x.t()),
+    ),
+    "a sum of a sum": (lambda x: x.sum(0).sum(0), lambda x: x.sum(1).sum(0), "rank(x) >= 2", "dtype(x) == float32"),
+    "a mean by a sum": (
+        lambda x: x.mean(-1),
+        lambda x: x.sum(-1) / x.shape[-1],
+        "rank(x) >= 1",
+        "dtype(x) == float64",
+    ),
+    "a sum of a flat view": (
+        lambda x: x.sum(),
+        lambda x: x.reshape(-1).sum(),
+        "rank(x) == 2",
+        "dtype(x) == float32",
+    ),
+    "a factor out of a product of matrices": (
+        lambda x, y: torch.mm(x * 0.3, y),
+        lambda x, y: torch.mm(x, y) * 0.3,
+        "dtype(x) == float32",
+    ),
+    "a shifted softmax": (
+        lambda x: torch.softmax(x + 2.5, -1),
+        lambda x: torch.softmax(x, -1),
+        "dtype(x) == float32",
+        "rank(x) >= 1",
+    ),
+    "a product by columns": (
+        lambda x, w, v: torch.cat([F.linear(x, w), F.linear(x, v)], -1),
+        lambda x, w, v: F.linear(x, torch.cat([w, v], 0)),
+        "rank(w) == 2",
+        "rank(v) == 2",
+        "rank(x) == 2",
+    ),
+}
+FALSE: dict[str, tuple[Any, ...]] = {
+    "another factor": (lambda x: x * 3.0, lambda x: x * 3.0001),
+    "another dimension": (lambda x: x.sum(0), lambda x: x.sum(1), "rank(x) == 2", "size(x, 0) == size(x, 1)"),
+    "operands of a difference": (lambda x, y: x - y, lambda x, y: y - x, "shape(x) == shape(y)"),
+    "a product not transposed": (
+        lambda x, y: torch.mm(x, y).t(),
+        lambda x, y: torch.mm(y.t(), x.t()) if x.shape[0] == 0 else torch.mm(x, y).clone(),
+        "size(x, 0) == size(y, 1)",
+    ),
+    "parts in another order": (
+        lambda x, y: torch.cat([x, y], 0),
+        lambda x, y: torch.cat([y, x], 0),
+        "rank(x) >= 1",
+        "shape(x) == shape(y)",
+    ),
+    "a narrower intermediate": (
+        lambda x: x * 2.0,
+        lambda x: (x.to(torch.bfloat16) * 2.0).to(torch.float32),
+        "dtype(x) == float32",
+    ),
+    "integers that overflow": (
+        lambda x: torch.div(x * 2, 2, rounding_mode="floor"),
+        lambda x: aten.alias(x),
+        "dtype(x) == int32",
+    ),
+    "a view of another order": (
+        lambda x: x.reshape(-1),
+        lambda x: x.transpose(0, 1).reshape(-1),
+        "rank(x) == 2",
+    ),
+    "every second entry": (
+        lambda x: x[..., ::2],
+        lambda x: x[..., : (x.shape[-1] + 1) // 2],
+        "rank(x) == 1",
+    ),
+    "an absolute value": (lambda x: torch.sqrt(x * x), lambda x: aten.alias(x), "dtype(x) == float32"),
+    "a mean of what is left": (lambda x: x.sum(-1), lambda x: x.mean(-1) * 4.0, "dtype(x) == float32", "rank(x) == 2"),
+    "a variance of all": (
+        lambda x: x.var(-1, unbiased=False),
+        lambda x: x.var(-1, unbiased=True),
+        "rank(x) == 2",
+        "dtype(x) == float32",
+    ),
+    "no gradient": (lambda x: torch.relu(x), lambda x: torch.relu(x.detach())),
+    "other random numbers": (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5)),
+}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+@pytest.mark.parametrize("name", BITWISE)
+def test_the_same_operations_are_equal_in_bits(name: str) -> None:
+    proof = proof_of(*BITWISE[name])
+    assert proof.strength == "bitwise", str(proof)
+    assert "proved for every shape, bitwise" in str(proof)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_equal_normal_forms_are_equal_over_the_reals(name: str) -> None:
+    proof = proof_of(*REAL[name])
+    assert proof.strength == "over the reals", str(proof)
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_what_is_false_is_not_proved(name: str) -> None:
+    proof = proof_of(*FALSE[name])
+    assert not proof.is_proved, str(proof)
+    assert "not proved: " in str(proof)
+
+
+def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
+    def product(x: torch.Tensor, a: Literal, b: Literal) -> torch.Tensor:
+        return torch.mul(torch.mul(x, a), b)
+
+    pattern = trace(product, ["dtype(x) == float32"])
+    assert prove(Rule("a.rule", pattern, lambda x, a, b: x * (a * b))).strength == "over the reals"
+    bounded = prove(Rule("a.rule", pattern, lambda x, a, b: x * (a * b) if a < 1000 else x))
+    assert not bounded.is_proved or "a < 1000" in str(bounded), str(bounded)
+    divided = proof_of(
+        lambda x, y: x * y / y, lambda x, y: aten.alias(x), "dtype(x) == float32", "shape(x) == shape(y)"
+    )
+    assert "assuming y" in divided.summary, str(divided)
+    assert "!= 0" in divided.summary, str(divided)
+    short = proof_of(
+        lambda x: torch.relu(x), lambda x: torch.relu(x) if x.shape[0] < 100 else torch.neg(x), "rank(x) == 1"
+    )
+    assert not short.is_proved or "size(x, 0) < 100" in short.summary, str(short)
