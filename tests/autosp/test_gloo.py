@@ -32,9 +32,10 @@ TWO_RANKS = [
         "model": "gpt2",
         "kind": "uneven_labels",
         "inner": "aot_eager",
-        "layers": 1,
+        "layers": 4,
         "checkpointing": True,
         "dropout": 0.3,
+        "options": {"regions": "once"},
     },
 ]
 FOUR_RANKS = [

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from fxrewrite.spmd import (
     AtBorder,
     Parallelism,
     Parallelisms,
+    RegionsCompiled,
     Shard,
     Stored,
     inputs,
@@ -47,17 +48,17 @@ from tests.versions import TORCH
 IDS = torch.arange(96).reshape(8, 12) * 7 % 61
 
 
-def decoder(*, tied: bool = False) -> nn.Module:
+def decoder(*, tied: bool = False, layers: int = 1) -> nn.Module:
     """In float64; two ranks divide its vocabulary, and four do not; its key and value heads are shared."""
     torch.manual_seed(0)
-    widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
     config = LlamaConfig(
         vocab_size=62, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied, attention_dropout=0.0, **widths
     )
     return LlamaForCausalLM(config).double()
 
 
-def mixture(**_: bool) -> nn.Module:
+def mixture(**_: Any) -> nn.Module:
     """Four experts, two of them for each token."""
     model = build("Mixtral", num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=2)
     model.set_experts_implementation(GROUPED)
@@ -99,10 +100,11 @@ def compared(
     *,
     inner: str = "aot_eager",
     model_of: Callable[..., nn.Module] = decoder,
+    regions: Literal["whole", "once"] = "whole",
     **how: Any,
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Trains the same model on one device and over the mesh."""
-    one = model_of(tied=how.pop("tied", False))
+    one = model_of(tied=how.pop("tied", False), layers=how.pop("layers", 1))
     if how.pop("frozen", False):
         one.model.embed_tokens.requires_grad_(requires_grad=False)
     if how.pop("checkpointed", False):
@@ -119,7 +121,8 @@ def compared(
     if "sp" in mesh.mesh_dim_names:  # this rank's two blocks of each sequence
         blocks, rank = mine.chunk(2 * mesh["sp"].size(), 1), mesh.get_local_rank("sp")
         mine = torch.cat([blocks[rank], blocks[-1 - rank]], 1)
-    step = torch.compile(model, backend=spmd(plan, mesh=mesh, inner=inner), fullgraph=True)
+    backend = spmd(plan, mesh=mesh, inner=inner, regions=regions)
+    step = torch.compile(model, backend=backend, fullgraph=True)
     train(model, step, mine, steps=3, **how)
     train(one, one, IDS, steps=3, **how)
     expected = parameters_of(one)
@@ -129,6 +132,7 @@ def compared(
         "parameters": largest(parameters_of(model), expected) / largest(expected, start),
         "evaluated": evaluated.abs().max().item(),
         "held": share,
+        "regions": [str(event) for report in backend.reports for event in report.events_of(RegionsCompiled)],
     }
 
 
@@ -297,7 +301,12 @@ def main(folder: Path) -> None:
         "ZeRO-3, Megatron": compared(ZERO3 | MEGATRON, square, clip=0.1, tied=True),
         "ZeRO-3, context": compared(ZERO3 | CONTEXT_ZIGZAG, sequence, clip=0.1),
         "replicas, ZeRO-3": compared(
-            replace(DATA, axis="rep") | replace(ZERO3, axis="shard"), hybrid, checkpointed=True, clip=0.1
+            replace(DATA, axis="rep") | replace(ZERO3, axis="shard"),
+            hybrid,
+            checkpointed=True,
+            clip=0.1,
+            layers=4,
+            regions="once",
         ),
         # inductor of torch 2.11 cannot run the backward of attention in float64
         "ZeRO-3, inductor": compared(

@@ -359,6 +359,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
             assert found["parameters"] <= exact, (name, found)
             assert found.get("evaluated", 0.0) <= exact, (name, found)
         assert cells["replicas, ZeRO-3"]["held"] == 1 / 2
+        assert any("regions" in line for line in cells["replicas, ZeRO-3"]["regions"]), cells["replicas, ZeRO-3"]
         assert cells["ZeRO-3, inductor"]["held"] <= 1.02 / 4, "four ranks do not divide the vocabulary"
 
 
