@@ -1,7 +1,8 @@
 """Tests whether a rewrite rule is true on samples of its own pattern; a counterexample is shown as a program."""
 
 from fxrewrite.verify.compare import Difference as Difference, Kind as Kind
-from fxrewrite.verify.draw import Draw as Draw, Sampler as Sampler
+from fxrewrite.verify.draw import Domain as Domain, Draw as Draw, Sampler as Sampler
+from fxrewrite.verify.literals import numbers_of as numbers_of
 from fxrewrite.verify.observe import Runner as Runner
 from fxrewrite.verify.rewrite import verify_rewrite as verify_rewrite
 from fxrewrite.verify.verdict import Counterexample as Counterexample, Verdict as Verdict

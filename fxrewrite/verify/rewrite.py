@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
@@ -36,6 +37,11 @@ __all__ = ["verify_rewrite"]
 
 _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
+_MOST, _LARGEST = 8, 1100
+"""Upper limit of most sizes; of those that a rule's code names."""
+_POINTS = 32
+"""Most numbers of a rule's code and graphs next to which entries are drawn."""
+_LARGEST_POINT = 1e30
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -58,6 +64,7 @@ def verify_rewrite(
     domain: Domain = "all",
     tolerance: float | None = None,
     terminates: bool = True,
+    constants: Sequence[float] = (),
     imports: Sequence[str] = (),
 ) -> Verdict:
     """Tests a rule on graphs in which its pattern matches; equal arguments give equal verdicts in every process.
@@ -83,6 +90,7 @@ def verify_rewrite(
             around one).
         tolerance: the largest error relative to the magnitude, in place of the table's; not for "exact".
         terminates: whether the rule promises not to fire on its own result again and again.
+        constants: numbers that the rule's code names; sizes and entries next to them are drawn.
         imports: modules that define operators of the rule, for counterexamples that call one.
 
     Raises:
@@ -110,7 +118,9 @@ def verify_rewrite(
         FakeMode(),
         Program([(rule_id, pattern)]),
     )
-    search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports))
+    long_sizes = sorted({size for n in constants for size in (n, n + 1) if type(n) is int and _MOST <= size < _LARGEST})
+    search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes))
+    search.name(constants)
     with _quiet():
         return search.verdict(samples)
 
@@ -147,6 +157,8 @@ class _Search:
     domain: Domain
     facts: Facts
     imports: tuple[str, ...]
+    long_sizes: tuple[int, ...]
+    points: set[float] = field(default_factory=set[float])
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
     proposed: Counter[Alternative] = field(default_factory=Counter[Alternative])
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -162,7 +174,7 @@ class _Search:
             if self.counts["compared"] >= samples and not is_extended:
                 is_extended = True
                 limit = min(limit, index + _PROPOSALS * len(wanted - self.met.keys()))
-            trial = self.propose(index, most=8)
+            trial = self.propose(index, most=_MOST)
             index += 1
             if trial.differences:
                 return self._verdict(samples, self._counterexample(index - 1, trial))
@@ -178,6 +190,8 @@ class _Search:
             domain=self.domain,
             index=index,
             sizes=self.facts.sizes,
+            long_sizes=self.long_sizes,
+            points=sorted(self.points)[:_POINTS],
         )
 
         def choose(site: ChoiceSite) -> int:
@@ -197,6 +211,10 @@ class _Search:
         trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
         self._count(trial, reading.chosen)
         return trial
+
+    def name(self, numbers: Iterable[Any]) -> None:
+        """Adds numbers next to which entries of further samples are drawn."""
+        self.points.update(abs(float(n)) for n in numbers if type(n) in (int, float) and 0 < abs(n) < _LARGEST_POINT)
 
     def _given(self, draw: Draw) -> dict[str, Any]:
         given: Mapping[str, Any] = self.sampler(draw) if self.sampler is not None else {}
@@ -222,6 +240,9 @@ class _Search:
             self.problems[trial.why] += 1
         if trial.status in ("refused", "compared"):
             self.met.update(chosen)
+        for gm in (trial.before, trial.after):
+            nodes = gm.graph.nodes if gm is not None else ()
+            self.name(n for node in nodes if node.op != "output" for n in pytree.tree_leaves((node.args, node.kwargs)))
         self.counts.update(proposed=1, raised=trial.raised, graded=trial.graded, drawn=trial.drawn and not trial.raised)
         for kind in {remark.kind for remark in trial.remarks}:
             number, example = self.allowed.get(kind, (0, ""))
@@ -291,6 +312,7 @@ class _Search:
             tuple(remarks),
             counterexample,
             "" if counterexample is not None else self._error(uncovered),
+            self.seed,
         )
 
     def _error(self, uncovered: tuple[str, ...]) -> str:

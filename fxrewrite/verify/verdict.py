@@ -44,6 +44,7 @@ class Verdict:
         remarks: what a reader should know but is not an error.
         counterexample: where the rule is false; None if no difference was found.
         error: why the test says nothing, or too little; else empty.
+        seed: of the samples.
     """
 
     rule: str
@@ -57,6 +58,7 @@ class Verdict:
     remarks: tuple[str, ...] = ()
     counterexample: Counterexample | None = None
     error: str = ""
+    seed: int = 0
 
     @property
     def ok(self) -> bool:
@@ -74,6 +76,9 @@ class Verdict:
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self._summary()}"]
+        if self.counterexample is not None:
+            lines += ["", self.counterexample.snippet]
+            lines += [f"To reproduce: run this program, or verify(samples={self.samples}, seed={self.seed})."]
         counts = [
             f"{self.refused} matches refused" if self.refused else "",
             f"{self.raised} samples raise before and after" if self.raised else "",
@@ -87,8 +92,6 @@ class Verdict:
             lines.append(f"  {len(self.variants)} of {alternatives} alternatives of the pattern were met")
         lines += [f"  never met: {variant}" for variant in self.uncovered]
         lines += [f"  {remark}" for remark in self.remarks]
-        if self.counterexample is not None:
-            lines += ["", str(self.counterexample)]
         return "\n".join(lines)
 
     def _summary(self) -> str:
