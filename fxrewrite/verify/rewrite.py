@@ -118,7 +118,8 @@ def verify_rewrite(
         FakeMode(),
         Program([(rule_id, pattern)]),
     )
-    long_sizes = sorted({size for n in constants for size in (n, n + 1) if type(n) is int and _MOST <= size < _LARGEST})
+    sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
+    long_sizes = sorted({size for n in sizes for size in (n, n + 1)})
     search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes))
     search.name(constants)
     with _quiet():

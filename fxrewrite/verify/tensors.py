@@ -12,10 +12,12 @@ import torch
 __all__ = ["PLAINER", "Contents", "InputSpec", "MemoryLayout", "stride_of", "with_entries"]
 
 MemoryLayout = Literal["contiguous", "transposed", "expanded", "sliced"]
+# fmt: off
 Contents = Literal[
-    *("zeros", "ones", "integers", "normal", "small", "close", "hundreds"),
-    *("ten_thousands", "far_from_zero", "tiny", "huge", "boundary", "special"),
+    "zeros", "ones", "integers", "normal", "small", "close", "hundreds",
+    "ten_thousands", "far_from_zero", "tiny", "huge", "boundary", "special",
 ]
+# fmt: on
 PLAINER: tuple[Contents, ...] = get_args(Contents)
 """All contents, the plainest first."""
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0)
