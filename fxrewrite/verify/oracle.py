@@ -96,7 +96,7 @@ class Oracle:
     def explains(self, after: fx.GraphModule, was: Any, is_now: Any) -> bool:
         """Whether the difference of two results almost vanishes in float64, so that it is rounding."""
         exact = self._runs[1]
-        if exact is None or not isinstance(is_now, Sequence):
+        if exact is None or not isinstance(is_now, Sequence) or not all(map(_are_finite_alike, was, is_now)):
             return False
         try:
             finer = self._evaluate(in_float64(after), [widened(value) for value in self._inputs()])
@@ -121,6 +121,13 @@ class Oracle:
         if found[0] is None or found[1] is None or len(found[0]) != len(found[1]):
             found[1::2] = [None] * len(found[1::2])
         return found
+
+
+def _are_finite_alike(first: Any, second: Any) -> bool:
+    """Whether two results are not finite at the same places, or are no tensors."""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return True
+    return first.shape == second.shape and torch.equal(torch.isfinite(first), torch.isfinite(second))
 
 
 def _distance(first: Sequence[Any], second: Sequence[Any]) -> float:
