@@ -203,7 +203,7 @@ class Rule:
         Raises:
             RuleDefinitionError: the rule is wrong as written, on any graph: there is nothing that could be true of it.
         """
-        from fxrewrite.verify import verify_rewrite
+        from fxrewrite.verify import numbers_of, verify_rewrite
 
         program: Program[Rule] = Program([(self, self.pattern)])  # once: of many readings it takes longer than a trial
         promised: dict[str, Any] = {"domain": self.domain, "terminates": self.terminates}
@@ -220,6 +220,7 @@ class Rule:
             grad=grad and self.gradients,
             sampler=self._sampler,
             run=run,
+            constants=tuple(numbers_of(self.body)),
             imports=self.imports or (getattr(self.body, "__module__", ""),),
             **promised | options,
         )

@@ -522,7 +522,7 @@ def test_a_wrong_option_prints_the_usage(run: Any, command: str, said: str) -> N
         ("rules", ["NAME", "--json", "package.module:OBJECT"]),
         ("show", ["RULES", "registered set", "file.py:OBJECT", "rules.toml", "digest"]),
         ("explain", ["RULE GRAPH", "--level {aten,torch}", ".pt2", "nearest misses first", "(module, inputs)"]),
-        ("verify", ["--samples N", "--seed N", "(default: 64)", "drawn inputs"]),
+        ("verify", ["--samples N", "--thorough", "600 inputs a rule", "--seed N", "(default: 64)", "drawn inputs"]),
         ("apply", ["-o OUT", "OUT.fx.txt, or OUT.pt2", "--page FILE.html", "--diff", "--fixpoint", "--expect RULE=N"]),
     ],
 )

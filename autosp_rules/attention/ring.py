@@ -102,7 +102,8 @@ RING_LAYOUTS = (LayoutRule("layout.ring", (key(attend_over_ring),), _rows_are_in
 
 
 def _to_ring(name: str) -> Rule:
-    made = attention_rule(f"autosp.{name}", needs(f"autosp.{name}"))
+    # Where scores overflow, parts of the keys cannot be joined by the difference of their maxima: inf - inf is NaN.
+    made = attention_rule(f"autosp.{name}", needs(f"autosp.{name}"), domain="moderate")
 
     @made.replacement
     def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, is_causal: bool, scale: Any) -> fx.Proxy:

@@ -20,6 +20,8 @@ from fxrewrite.errors import FixpointError, FxRewriteError, MatchExpectationErro
 __all__ = ["main"]
 
 _RULES = "a registered set, the id of a rule in one, package.module:OBJECT, file.py:OBJECT, or rules.toml"
+_THOROUGH = 600
+"""Samples of a rule: three times the 195 that meet each combination of contents, sizes and dtypes."""
 _GRAPH = "package.module:OBJECT, file.py:OBJECT, or a .pt2 file of torch.export.save"
 _GRAPH_TEXT = """\
 GRAPH is a fx.GraphModule, an ExportedProgram, a pair (module, inputs) that is captured as torch.compile would, or a
@@ -112,8 +114,16 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = _command(commands, "verify", "run both sides of every rule on drawn inputs and compare them")
     verify.add_argument("rules", metavar="RULES", help=_RULES)
-    verify.add_argument(
+    samples = verify.add_mutually_exclusive_group()
+    samples.add_argument(
         "--samples", type=_positive, default=64, metavar="N", help="inputs a rule (default: %(default)s)"
+    )
+    samples.add_argument(
+        "--thorough",
+        action="store_const",
+        dest="samples",
+        const=_THOROUGH,
+        help="%(const)s inputs a rule: all contents with all sizes and dtypes several times; for the night",
     )
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs drawn (default: %(default)s)")
     verify.add_argument("--prove", action="store_true", help="prove each rule too, which takes seconds a rule")

@@ -111,8 +111,10 @@ class Symbols:
         for guard in self.shapes.guards[self._seen :]:
             relation: Expr = guard.expr
             left, right = relation.args if isinstance(guard.expr, sympy.Eq) else (None, None)
-            if isinstance(left, (Mod, PythonMod)) and right == 0 and left.args[1].is_Integer and left.args[0].is_Symbol:
+            if isinstance(left, (Mod, PythonMod)) and right == 0 and left.args[1].is_Integer:
                 symbol, factor = left.args
+                if not isinstance(symbol, sympy.Symbol):
+                    continue
                 part = sympy.Symbol(f"{symbol}_by_{factor}", integer=True, positive=True)
                 self._parts.setdefault(symbol, factor * part)
         self._seen = len(self.shapes.guards)

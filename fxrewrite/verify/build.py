@@ -249,7 +249,7 @@ class Builder:
                 new[node] = graph.placeholder(name)
                 new[node].meta["is_parameter"] = spec.is_param
                 with self._mode:
-                    fake = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+                    fake = spec.empty()
             else:
                 args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: new[n].meta["val"])
                 with self._mode:

@@ -2,23 +2,33 @@
 
     numerics         values                                                gradients
     exact            equal bits; all NaN are equal, 0.0 and -0.0 are not   as for "reassociates"
-    reassociates     |difference| <= 16 eps * magnitude                    |difference| <= 64 eps * magnitude
-    approximate      |difference| <= relative * magnitude, by dtype:       four times that
+    reassociates     error <= 16 error of the original                     four times that, and 8 eps * magnitude
+                            + 2 largest error of the original
+                            + 8 eps * largest result
+    approximate      that + relative * largest result + eps, by dtype:     the same
                      float64 1e-4, float32 1e-3, float16 and bfloat16 5e-2
 
-`eps` is that of the coarsest floating-point dtype among inputs and results; for float64 the bounds of "reassociates"
-are 1e-10 and 4e-10. `magnitude` is the largest finite value in the run of the original, among inputs, intermediate
-values and results. An error beyond the bound of "reassociates" still counts as rounding, and becomes a remark, if it
-almost vanishes when the same entries are computed in a finer dtype. NaN and infinities must be at the same places for
-all numerics. Strides are compared where size and memory make them meaningful; a difference is a remark unless strides
-are promised: the strides of `x * y` follow the first operand, so a rule whose operands may be swapped cannot keep them.
-It is a remark that a result shares the memory of an input, as in `clone(x) -> x`: the engine refuses the match if
-something writes to that memory, and copies the result where it leaves a graph with fake values.
+What is exact is the original graph in float64 (`fxrewrite.verify.oracle`). `error` is the distance from that, or from
+the original; so a rule passes where it is better than its pattern. The error of the original is measured entry by
+entry, at these inputs and at inputs that differ from them in the last place: what is lost in such a change, as in the
+gradient of a saturated softmax, is not required of the rewritten graph. `eps` is that of the coarser of both results,
+`magnitude` the largest finite value in the run of the original, among inputs, intermediate values and results: terms
+of that size may cancel in a gradient. Results in float64 may differ by 1e-10 * magnitude in addition, their gradients
+by 4e-10 * magnitude ** 2 if magnitude is above 1, and those of a graph that does not run in float64 by 16 eps *
+magnitude. NaN and infinities must be those of the original or of float64, for all numerics, unless the original has
+lost a finite result itself, as by an overflow. Integers and bools may differ where those of the original change with
+the last place of its inputs; for "exact", never. A gradient that is further off is a remark if the difference almost
+vanishes in float64: then both sides are equal but for rounding, which intermediate values of an operator may amplify
+unseen.
+
+Strides are compared where size and memory make them meaningful; a difference is a remark unless strides are promised:
+the strides of `x * y` follow the first operand, so a rule whose operands may be swapped cannot keep them. Graphs are
+rewritten as by a plan, which copies a result that would newly share the memory of an input or of another result, as in
+`clone(x) -> x`; where a result still shares it, a plan could not see it, and that is a difference.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -26,6 +36,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from fxrewrite.verify.observe import Observation
+from fxrewrite.verify.oracle import Oracle
 
 __all__ = ["Difference", "Kind", "RulePromise", "compare", "compare_gradients"]
 
@@ -44,7 +55,16 @@ Kind: TypeAlias = Literal[
     "endless",
 ]
 _APPROXIMATE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
-_REASSOCIATES_ULPS, _GRADIENT = 16.0, 4.0
+_OWN = 16.0
+"""Factor by which the rewritten graph may be further from float64 than the original is, at inputs as close as these."""
+_TYPICAL = 2.0
+"""The same for the largest error of all entries: that of an entry may be small by accident."""
+_ULPS = 8.0
+"""Allowed error of a result, in units of its last place, where the original is exact."""
+_LOST = 0.5
+"""Error relative to the largest exact result from which on the original says nothing about NaN and infinities."""
+_COARSE_ULPS, _GRADIENT = 16.0, 4.0
+"""Allowed error in units in the last place of the magnitude, without float64; the factor for gradients."""
 _FLOAT64 = 1e-10
 """Bound for float64, relative to the magnitude: no finer dtype could tell large rounding errors from others."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -60,12 +80,10 @@ class Difference:
             "invalid" (the graph is malformed, or the rewrite raised), "endless" (the rule fires again and again),
             "memory" (a result shares the memory of an input).
         text: what was expected and found.
-        error: for values and gradients, the largest absolute error; infinite if one of the two is not finite.
     """
 
     kind: Kind
     text: str
-    error: float = math.inf
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
@@ -81,20 +99,18 @@ class RulePromise:
     strides: bool = False
     tolerance: float | None = None
 
-    def bound(self, dtypes: Sequence[torch.dtype], numerics: str) -> float:
-        """Returns the largest allowed error, relative to the magnitude."""
-        if self.tolerance is not None:
-            return self.tolerance
-        floating = [dtype for dtype in dtypes if dtype.is_floating_point] or [torch.float32]
-        if numerics == "approximate":
-            return max(_APPROXIMATE.get(dtype, 5e-2) for dtype in floating)
-        return max(_FLOAT64, *(_REASSOCIATES_ULPS * torch.finfo(dtype).eps for dtype in floating))
-
 
 def compare(
-    before: Observation, after: Observation, promise: RulePromise, inputs: Sequence[torch.Tensor], magnitude: float
+    before: Observation, after: Observation, promise: RulePromise, inputs: Sequence[torch.Tensor], oracle: Oracle
 ) -> list[Difference]:
-    """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew."""
+    """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew.
+
+    Args:
+        before, after: the runs of the original and of the rewritten graph.
+        promise: of the rule.
+        inputs: of both; their dtypes say how exact an approximation must be.
+        oracle: what the original means.
+    """
     # If the original raises, the rewritten graph must raise too, but need not raise the same error.
     if before.error is not None or after.error is not None:
         if before.error is not None and after.error is not None:
@@ -111,10 +127,11 @@ def compare(
     if len(before.results) != len(after.results):
         return [*found, Difference("outputs", f"{len(before.results)} outputs became {len(after.results)}")]
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
-    newly = sorted(after.borrowed - before.borrowed)
-    found += [Difference("memory", f"output {index} shares the memory of an input", 0.0) for index in newly]
+    for index, owner in sorted(after.shared - before.shared):
+        whose = "an input" if owner < 0 else f"output {owner}"
+        found.append(Difference("memory", f"output {index} shares the memory of {whose}, which no graph shows"))
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
-        found += _compare_one(index, was, is_now, promise, inputs, magnitude, comparable)
+        found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable)
     return found
 
 
@@ -130,7 +147,7 @@ def _compare_one(
     is_now: Any,
     promise: RulePromise,
     inputs: Sequence[torch.Tensor],
-    magnitude: float,
+    oracle: Oracle,
     comparable: bool,
 ) -> list[Difference]:
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
@@ -146,9 +163,11 @@ def _compare_one(
     if was.layout is torch.strided and is_now.layout is torch.strided and _strides(was) != _strides(is_now):
         found.append(Difference("strides", f"output {index}: {was.stride()} became {is_now.stride()}"))
     if comparable:
-        dtypes = [was.dtype, is_now.dtype, *(value.dtype for value in inputs)]
-        bound = None if promise.numerics == "exact" else promise.bound(dtypes, promise.numerics)
-        found += _compare_values(f"output {index}", "value", was, is_now, bound, magnitude)
+        if promise.numerics == "exact" and was.dtype == is_now.dtype:
+            wrong, allowed = _different_bits(was, is_now), None
+        else:
+            wrong, allowed = _beyond(was, is_now, oracle, index, promise, [value.dtype for value in inputs])
+        found += _difference(f"output {index}", "value", was, is_now, wrong, allowed)
     return found
 
 
@@ -159,28 +178,80 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
 
 
-def _compare_values(
-    what: str, kind: Kind, was: torch.Tensor, is_now: torch.Tensor, bound: float | None, magnitude: float
+def _beyond(
+    was: torch.Tensor,
+    is_now: torch.Tensor,
+    oracle: Oracle,
+    index: int,
+    promise: RulePromise,
+    dtypes: Sequence[torch.dtype],
+    factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns which entries are wrong, and the error that is allowed of each; None if nothing is wrong."""
+    a, b = _precise(was), _precise(is_now)
+    eps = max(_eps(was.dtype), _eps(is_now.dtype))
+    wrong = ~_near(a, b, _ULPS * eps * a.abs())
+    if not wrong.any():
+        return wrong, None
+    reference = oracle.reference(index)
+    exact = a if reference.exact is None else reference.exact.to(a.dtype)
+    largest = max(_size(exact).max().item(), _size(a).max().item())
+    allowed = _OWN * reference.error + _TYPICAL * torch.as_tensor(reference.error).max()
+    magnitude = max(largest, oracle.magnitude)
+    allowed = allowed + _ULPS * (max(map(_smallest, (was.dtype, is_now.dtype))) + _eps(torch.float64) * magnitude)
+    allowed = allowed + _ULPS * eps * (magnitude if factor > 1 else largest)
+    if promise.tolerance is not None:
+        allowed = allowed + promise.tolerance * magnitude
+    elif promise.numerics == "approximate" and eps:
+        relative = max(_APPROXIMATE.get(dtype, 5e-2) for dtype in (was.dtype, *dtypes) if dtype.is_floating_point)
+        allowed = allowed + relative * largest + eps
+    if eps and reference.exact is None:
+        allowed = allowed + max(_FLOAT64, _COARSE_ULPS * max(eps, oracle.eps)) * magnitude
+    elif was.dtype in (torch.float64, torch.complex128):
+        products = max(1.0, magnitude) if factor > 1 else 1.0  # the terms of a gradient are products of values
+        allowed = allowed + _FLOAT64 * magnitude * products
+    allowed = torch.as_tensor(factor * allowed).expand(a.shape)
+    rounded = _precise(exact.to(is_now.dtype)) if reference.exact is not None else a
+    is_lost = torch.isfinite(exact) & (~torch.isfinite(a) | (reference.error > _LOST * _size(exact).max()))
+    wrong &= ~(is_lost & ~(torch.isfinite(a) & torch.isfinite(b)))
+    return wrong & ~_near(a, b, allowed) & ~(_near(rounded, b, allowed) & ~torch.isnan(rounded)), allowed
+
+
+def _precise(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to(torch.complex128 if tensor.dtype.is_complex else torch.float64)
+
+
+def _size(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the magnitude of each entry; 0 where it is not finite."""
+    return tensor.abs().nan_to_num(nan=0.0, posinf=0.0)
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _smallest(dtype: torch.dtype) -> float:
+    """Returns the smallest normal number: what is smaller may be flushed to zero."""
+    return torch.finfo(dtype).tiny if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _near(a: torch.Tensor, b: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    return ((a - b).abs() <= allowed) & torch.isfinite(a) | (a == b) | (torch.isnan(a) & torch.isnan(b))
+
+
+def _difference(
+    what: str, kind: Kind, was: torch.Tensor, is_now: torch.Tensor, wrong: torch.Tensor, allowed: torch.Tensor | None
 ) -> list[Difference]:
-    """Returns at most one difference; with `bound` None, bits must be equal."""
-    was, is_now = was.detach(), is_now.detach()
-    exact_dtype = torch.complex128 if was.dtype.is_complex or is_now.dtype.is_complex else torch.float64
-    a, b = was.to(exact_dtype), is_now.to(exact_dtype)
-    error = (a - b).abs()
-    if bound is None and was.dtype == is_now.dtype:
-        wrong = _different_bits(was, is_now)
-    else:
-        finite = a[torch.isfinite(a)]
-        magnitude = max(magnitude, finite.abs().max().item() if finite.numel() else 0.0)
-        near = error <= (bound or 0.0) * magnitude
-        wrong = ~(near | (a == b) | (torch.isnan(a) & torch.isnan(b)))
+    """Returns at most one difference, which shows the entry that is furthest beyond what is allowed."""
     if not wrong.any():
         return []
-    place = [int(i) for i in wrong.nonzero()[0]]
-    allowed = "" if bound is None else f" (allowed: {bound:.1e} * {magnitude:.3g})"
+    excess = (_precise(was) - _precise(is_now)).abs().nan_to_num(nan=torch.inf)
+    excess = torch.where(wrong, excess if allowed is None else excess / allowed, -1.0)
+    place = [int(i) for i in torch.unravel_index(excess.argmax(), excess.shape)]
     entry = f"{was[tuple(place)].item()!r} became {is_now[tuple(place)].item()!r}"
-    text = f"{what}{place}: {entry}{allowed}; {int(wrong.sum())} of {wrong.numel()} entries differ"
-    return [Difference(kind, text, error[wrong].nan_to_num(nan=math.inf, posinf=math.inf).max().item())]
+    limit = "" if allowed is None else f" (allowed: {allowed[tuple(place)].item():.2g})"
+    text = f"{what}{place}: {entry}{limit}; {int(wrong.sum())} of {wrong.numel()} entries differ"
+    return [Difference(kind, text)]
 
 
 def _different_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -195,7 +266,7 @@ def compare_gradients(
     after: Sequence[torch.Tensor | None] | Exception | None,
     names: Sequence[str],
     promise: RulePromise,
-    magnitude: float,
+    oracle: Oracle,
 ) -> list[Difference]:
     """Returns differences between gradients; none if the original has no gradients."""
     if before is None or isinstance(before, Exception):
@@ -204,13 +275,12 @@ def compare_gradients(
         text = (str(after).strip().splitlines() or [""])[0]
         return [Difference("gradient", f"the rewritten graph raises {type(after).__name__} in its backward: {text}")]
     found: list[Difference] = []
-    numerics = "approximate" if promise.numerics == "approximate" else "reassociates"
+    dtypes = [grad.dtype for grad in before if grad is not None]
     for index, was in enumerate(before):
         if was is None:
             continue
         is_now = torch.zeros_like(was) if after is None else after[index]
         assert is_now is not None
-        dtypes = [grad.dtype for grad in before if grad is not None]
-        bound = _GRADIENT * promise.bound(dtypes, numerics)
-        found += _compare_values(f"gradient of {names[index]}", "gradient", was, is_now, bound, magnitude)
+        wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, _GRADIENT)
+        found += _difference(f"gradient of {names[index]}", "gradient", was, is_now, wrong, allowed)
     return found

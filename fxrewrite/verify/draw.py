@@ -14,16 +14,18 @@ __all__ = ["Domain", "Draw", "Sampler"]
 
 T = TypeVar("T")
 _MOST = 8
-_SMALL, _LARGER = (1, 2, 3, 5), (4, 7, _MOST)
-_LONG = (41, 48, 64, 130)
-"""Long sizes: beyond the vectors of a CPU kernel and beyond blocks of 32 or 128 entries; one is odd."""
+_SMALL, _LARGER = (1, 2, 3, 5), (4, 6, 7, _MOST)
+_LONG = (41, 520, 16, 130, 64, 257, 9, 48, 33, 1030)
+"""Long sizes by turns: beyond the vectors of a CPU kernel, and beyond blocks of 32 to 1024 entries."""
+_VERY_LONG = 200
+"""From this size on, the other dimensions are small, so that a square of it is the largest tensor of a sample."""
 Domain: TypeAlias = Literal["all", "finite", "moderate"]
 """The values for which a rule holds, as in `fxrewrite.Rule.domain`."""
 _CONTENTS: tuple[Contents, ...] = (
-    *("normal", "special", "hundreds", "normal"),
-    *("integers", "far_from_zero", "ten_thousands", "zeros"),
+    *("normal", "special", "hundreds", "small", "integers", "far_from_zero", "boundary"),
+    *("ten_thousands", "zeros", "normal", "close", "huge", "tiny"),
 )
-"""Contents by sample number. The cycles of 8 contents, 5 sizes (below) and 3 dtypes meet every combination in 120."""
+"""Contents by sample number. The cycles of 13 contents, 5 sizes (below) and 3 dtypes meet every combination in 195."""
 _SIZES: tuple[Literal["small", "long", "empty"], ...] = ("small", "long", "small", "empty", "small")
 
 
@@ -43,6 +45,7 @@ class Draw:
         most: upper limit of sizes, except for one long dimension in every fifth sample; to shrink a counterexample, it
             is drawn again with a small limit.
         contents: what most tensors of this sample contain; see `InputSpec.contents`.
+        points: numbers that the rule compares with, or that its graphs name; see `InputSpec.points`.
     """
 
     def __init__(
@@ -56,12 +59,17 @@ class Draw:
         index: int = 0,
         sizes: Sequence[int] = (),
         often: float = 0.4,
+        long_sizes: Sequence[int] = (),
+        points: Sequence[float] = (),
     ) -> None:
         self.rng = random.Random(seed)
         self.dtype = dtype
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most
         self.contents: Contents = _contents_of(index, domain)
+        self.points = tuple(points)
+        self._near = self.rng.gauss(0.0, 1.0)
+        """What all tensors of this sample are close to, so that differences between them cancel."""
         pool = [self._size(sizes, often) for _ in range(self.rng.choice((1, 1, 2, 3)))]
         self._pool = [size for size in pool if size <= most] or [1]
         """The few sizes of this sample, so that sizes which must be equal often are."""
@@ -69,7 +77,11 @@ class Draw:
         self._rare: int | None = 0 if kind == "empty" else None
         """A special size (0 or long) for one dimension, and then for those that are drawn to be equal to it."""
         if kind == "long" and most >= _MOST:
-            self._rare = self.rng.choice(_LONG)
+            turn, is_odd = divmod(index // len(_SIZES), 2)
+            ladder = long_sizes if is_odd and long_sizes else _LONG
+            self._rare = ladder[turn % len(ladder)] if long_sizes else ladder[(2 * turn + is_odd) % len(ladder)]
+            if self._rare >= _VERY_LONG:
+                self._pool = [min(size, 2) for size in self._pool]
 
     def _size(self, special: Sequence[int], often: float) -> int:
         if special and self.flag(often):
@@ -101,10 +113,11 @@ class Draw:
 
     def spec(self, shape: Sequence[int], dtype: torch.dtype | None = None, *, is_param: bool = False) -> InputSpec:
         """Draws a tensor of this shape in any memory layout, as a spec."""
-        layouts: list[MemoryLayout] = ["contiguous", "contiguous", "contiguous", "transposed", "expanded"]
+        layouts: list[MemoryLayout] = ["contiguous", "contiguous", "contiguous", "transposed", "expanded", "sliced"]
         layout, seed = self.rng.choice(layouts), self.rng.getrandbits(32)
         contents: Contents = self.contents if self.flag(0.8) or self.contents == "special" else "normal"
-        return InputSpec(tuple(shape), dtype or self.dtype, layout, contents, seed, is_param=is_param)
+        points = (self._near,) if contents == "close" else self.points
+        return InputSpec(tuple(shape), dtype or self.dtype, layout, contents, seed, points, is_param=is_param)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Draws a tensor of this shape with any entries and memory layout; by default with the sample's dtype."""

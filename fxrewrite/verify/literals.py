@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fxrewrite.pattern.terms import LiteralValue
 from fxrewrite.pattern.where.facts import Predicate
 from fxrewrite.verify.draw import Draw
 
-__all__ = ["NoValueError", "legal_value", "numbers_in"]
+__all__ = ["NoValueError", "legal_value", "numbers_in", "numbers_of"]
 
 _FLOATS = (0.0, 0.5, 1.0, -2.0, 1e-6, 8.0)
 _INTEGERS = (0, 1, 2, 3, -1, -2)
@@ -122,11 +123,7 @@ def _reshaped(shape: list[int], draw: Draw) -> list[int]:
 def numbers_in(constraint: Any) -> Iterator[Any]:
     """Yields the constants that a constraint compares with: those of its text, or those in a predicate's code."""
     if isinstance(constraint, Predicate):
-        code = getattr(constraint.function, "__code__", None)
-        closed = inspect.getclosurevars(constraint.function).nonlocals.values() if code is not None else ()
-        for constant in (*(code.co_consts if code is not None else ()), *closed):
-            if isinstance(constant, (int, float)) and not isinstance(constant, bool):
-                yield constant
+        yield from numbers_of(constraint.function)
     elif isinstance(constraint, LiteralValue):
         yield constraint.value
     elif isinstance(constraint, tuple):
@@ -135,3 +132,22 @@ def numbers_in(constraint: Any) -> Iterator[Any]:
     elif is_dataclass(constraint):
         for part in fields(constraint):
             yield from numbers_in(getattr(constraint, part.name))
+
+
+def numbers_of(function: Any, *, depth: int = 2) -> Iterator[Any]:
+    """Yields the numbers in a function's code, those that it reads by name, and those of the functions that it calls.
+
+    Args:
+        function: anything; of what is not a Python function, there are none.
+        depth: how many calls are followed, within the function's module.
+    """
+    codes = [function.__code__] if isinstance(function, FunctionType) else []
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    read = inspect.getclosurevars(function) if codes else None
+    named = (*read.nonlocals.values(), *read.globals.values()) if read is not None else ()
+    for found in (*(constant for code in codes for constant in code.co_consts), *named):
+        if isinstance(found, (int, float)) and not isinstance(found, bool):
+            yield found
+        elif depth and isinstance(found, FunctionType) and found.__module__ == function.__module__:
+            yield from numbers_of(found, depth=depth - 1)

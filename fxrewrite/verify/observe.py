@@ -59,7 +59,7 @@ class Observation:
         written: positions of inputs that it wrote to.
         draws: the state of the random number generator afterwards.
         has_drawn: whether that state changed.
-        borrowed: positions of results that share the memory of an input.
+        shared: pairs of a result and what it shares memory with: an earlier result, or -1, an input; positions.
     """
 
     results: tuple[Any, ...]
@@ -67,12 +67,13 @@ class Observation:
     written: tuple[int, ...]
     draws: torch.Tensor
     has_drawn: bool
-    borrowed: frozenset[int] = frozenset()
+    shared: frozenset[tuple[int, int]] = frozenset()
 
 
 def run_here(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
     """Returns the outputs of a graph, run on this device."""
-    return pytree.tree_leaves(gm(*inputs), is_leaf=lambda value: value is None)
+    results = gm.forward(*inputs)  # not gm(...), which prints the trace of an error
+    return pytree.tree_leaves(results, is_leaf=lambda value: value is None)
 
 
 def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> Observation:
@@ -89,9 +90,17 @@ def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> 
             error = raised
         after = torch.get_rng_state()
     written = tuple(i for i, (now, was) in enumerate(zip(inputs, copies, strict=True)) if not _same_bits(now, was))
-    memory = {address for value in inputs if (address := _memory(value))}
-    borrowed = frozenset(place for place, value in enumerate(results) if _memory(value) in memory)
-    return Observation(results, error, written, after, not torch.equal(before, after), borrowed)
+    return Observation(results, error, written, after, not torch.equal(before, after), _shared(inputs, results))
+
+
+def _shared(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> frozenset[tuple[int, int]]:
+    owners = {address: -1 for value in inputs if (address := _memory(value))}
+    found: set[tuple[int, int]] = set()
+    for place, value in enumerate(results):
+        address = _memory(value)
+        if address and owners.setdefault(address, place) != place:
+            found.add((place, owners[address]))
+    return frozenset(found)
 
 
 def _memory(value: Any) -> int:

@@ -6,12 +6,13 @@ import importlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
@@ -37,6 +38,11 @@ __all__ = ["quiet", "verify_rewrite"]
 
 _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
+_MOST, _LARGEST = 8, 1100
+"""Upper limit of most sizes; of those that a rule's code names."""
+_POINTS = 32
+"""Most numbers of a rule's code and graphs next to which entries are drawn."""
+_LARGEST_POINT = 1e30
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -59,6 +65,7 @@ def verify_rewrite(
     domain: Domain = "all",
     tolerance: float | None = None,
     terminates: bool = True,
+    constants: Sequence[float] = (),
     imports: Sequence[str] = (),
 ) -> Verdict:
     """Tests a rule on graphs in which its pattern matches; equal arguments give equal verdicts in every process.
@@ -84,6 +91,7 @@ def verify_rewrite(
             around one).
         tolerance: the largest error relative to the magnitude, in place of the table's; not for "exact".
         terminates: whether the rule promises not to fire on its own result again and again.
+        constants: numbers that the rule's code names; sizes and entries next to them are drawn.
         imports: modules that define operators of the rule, for counterexamples that call one.
 
     Raises:
@@ -115,7 +123,10 @@ def verify_rewrite(
         FakeMode(),
         Program([(rule_id, pattern)]),
     )
-    search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports))
+    sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
+    long_sizes = sorted({size for n in sizes for size in (n, n + 1)})
+    search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes))
+    search.name(constants)
     with quiet():
         return search.verdict(samples)
 
@@ -157,6 +168,8 @@ class _Search:
     domain: Domain
     facts: Facts
     imports: tuple[str, ...]
+    long_sizes: tuple[int, ...]
+    points: set[float] = field(default_factory=set[float])
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
     proposed: Counter[Alternative] = field(default_factory=Counter[Alternative])
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -173,7 +186,7 @@ class _Search:
             if self.counts["compared"] >= samples and not is_extended:
                 is_extended = True
                 limit = min(limit, index + _PROPOSALS * len(wanted - self.met.keys()))
-            trial = self.propose(index, most=8)
+            trial = self.propose(index, most=_MOST)
             index += 1
             if trial.differences:
                 return self._verdict(samples, self._counterexample(index - 1, trial))
@@ -190,6 +203,8 @@ class _Search:
             index=index,
             sizes=self.trials.bed.sizes if self.trials.bed is not None else self.facts.sizes,
             often=0.9 if self.trials.bed is not None else 0.4,
+            long_sizes=self.long_sizes,
+            points=sorted(self.points)[:_POINTS],
         )
 
         def choose(site: ChoiceSite) -> int:
@@ -209,6 +224,10 @@ class _Search:
         trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
         self._count(trial, reading.chosen)
         return trial
+
+    def name(self, numbers: Iterable[Any]) -> None:
+        """Adds numbers next to which entries of further samples are drawn."""
+        self.points.update(abs(float(n)) for n in numbers if type(n) in (int, float) and 0 < abs(n) < _LARGEST_POINT)
 
     def _given(self, draw: Draw) -> dict[str, Any]:
         given: Mapping[str, Any] = self.sampler(draw) if self.sampler is not None else {}
@@ -234,6 +253,9 @@ class _Search:
             (self.refusals if trial.status == "refused" else self.problems)[trial.why] += 1
         if trial.status in ("refused", "compared"):
             self.met.update(chosen)
+        for gm in (trial.before, trial.after):
+            nodes = gm.graph.nodes if gm is not None else ()
+            self.name(n for node in nodes if node.op != "output" for n in pytree.tree_leaves((node.args, node.kwargs)))
         self.counts.update(proposed=1, raised=trial.raised, graded=trial.graded, drawn=trial.drawn and not trial.raised)
         for kind in {remark.kind for remark in trial.remarks}:
             number, example = self.allowed.get(kind, (0, ""))
@@ -305,6 +327,7 @@ class _Search:
             tuple(remarks),
             counterexample,
             "" if counterexample is not None else self._error(uncovered),
+            seed=self.seed,
         )
 
     def _error(self, uncovered: tuple[str, ...]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -52,21 +52,6 @@ class Sample:
         bindings = {**self.bindings, name: value}
         return replace(self, bindings=bindings)
 
-    def in_finer_dtype(self, finer: Mapping[torch.dtype, torch.dtype]) -> Sample:
-        """Returns the same entries in other dtypes; a captured dtype that an input has changes with it."""
-        had = {spec.dtype for _, spec in self.specs()}
-
-        def converted(spec: InputSpec) -> InputSpec:
-            if spec.dtype not in finer:
-                return spec
-            entries = spec.tensor().to(finer[spec.dtype])
-            return replace(spec, dtype=entries.dtype, data=entries)
-
-        sample = self._with_specs(converted)
-        dtypes = {name: value for name, value in sample.bindings.items() if isinstance(value, torch.dtype)}
-        other = {name: finer[dtype] for name, dtype in dtypes.items() if dtype in had and dtype in finer}
-        return replace(sample, bindings={**sample.bindings, **other})
-
     def in_dtype(self, dtype: torch.dtype) -> Sample:
         """Returns the sample drawn in one floating-point dtype, except tensors that a sampler gave."""
 
@@ -82,6 +67,11 @@ class Sample:
             return spec if spec.is_given else replace(spec, layout="contiguous", contents=contents)
 
         return self._with_specs(made_plain)
+
+    def with_bounds(self, names: Collection[str], bounds: tuple[int, int]) -> Sample:
+        """Returns the sample with the integers of these inputs within bounds, see `InputSpec.bounds`."""
+        chosen = {spec for name, spec in self.specs() if name in names}
+        return self._with_specs(lambda spec: replace(spec, bounds=bounds) if spec in chosen else spec)
 
     def _with_specs(self, change: Callable[[InputSpec], InputSpec]) -> Sample:
         def changed(binding: Binding) -> Binding:

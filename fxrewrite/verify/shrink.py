@@ -10,14 +10,10 @@ from typing import Any
 import torch
 
 from fxrewrite.verify.sample import Sample
-from fxrewrite.verify.tensors import Contents, InputSpec
+from fxrewrite.verify.tensors import PLAINER, Contents, InputSpec
 
 __all__ = ["shrunk"]
 
-_PLAINER: tuple[Contents, ...] = (
-    *("zeros", "ones", "integers", "normal"),
-    *("hundreds", "ten_thousands", "far_from_zero", "special"),
-)
 _MOST_ENTRIES = 12
 """Largest tensor, in entries, whose entries are simplified one by one."""
 
@@ -43,7 +39,7 @@ def _smaller(sample: Sample) -> Iterator[Sample]:
     """Yields samples that are one step simpler, the biggest steps first."""
     if sample.twice or sample.exposed:
         yield replace(sample, twice=False, exposed=False)
-    for contents in _PLAINER[:-1]:
+    for contents in PLAINER[:-1]:
         changed = {name: _with_contents(spec, contents) for name, spec in _free_specs(sample)}
         if any(spec is not sample.bindings[name] for name, spec in changed.items()):
             yield replace(sample, bindings={**sample.bindings, **changed})
@@ -75,11 +71,10 @@ def _with_sizes(sample: Sample) -> Iterator[Sample]:
                 yield replace(sample, bindings=bindings)
     ranks = {len(spec.shape) for _, spec in _free_specs(sample)}
     if len(ranks) == 1 and min(ranks) > 0:
-        dropped = {
-            name: _reshaped(value, value.shape[1:]) if isinstance(value, InputSpec) and not value.is_given else value
-            for name, value in sample.bindings.items()
-        }
-        yield replace(sample, bindings=dropped)
+        free = dict(_free_specs(sample))
+        for kept in (slice(1, None), slice(-1)):
+            dropped = {name: _reshaped(spec, spec.shape[kept]) for name, spec in free.items()}
+            yield replace(sample, bindings={**sample.bindings, **dropped})
     for name, spec in _free_specs(sample):
         if spec.shape:
             yield sample.with_binding(name, _reshaped(spec, spec.shape[1:]))
@@ -109,7 +104,7 @@ def _reshaped(spec: InputSpec, shape: tuple[int, ...]) -> InputSpec:
 
 def _with_contents(spec: InputSpec, contents: Contents) -> InputSpec:
     """Returns the spec with these contents, unless its contents are as plain already."""
-    is_plain = spec.data is not None or _PLAINER.index(spec.contents) <= _PLAINER.index(contents)
+    is_plain = spec.data is not None or PLAINER.index(spec.contents) <= PLAINER.index(contents)
     return spec if is_plain else replace(spec, contents=contents)
 
 
@@ -117,7 +112,7 @@ def _simpler_spec(spec: InputSpec) -> Iterator[InputSpec]:
     if spec.data is None:
         if spec.layout != "contiguous":
             yield replace(spec, layout="contiguous")
-        for contents in _PLAINER[: _PLAINER.index(spec.contents)]:
+        for contents in PLAINER[: PLAINER.index(spec.contents)]:
             yield replace(spec, contents=contents)
         if spec.layout == "contiguous" and math.prod(spec.shape) <= _MOST_ENTRIES and spec.contents != "zeros":
             yield replace(spec, data=spec.tensor())

@@ -18,9 +18,13 @@ from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["snippet"]
 
-_PLAIN_RUN = """\
+_SEEDED_RUN = """\
 def outcome(function):
     torch.manual_seed(0)
+    return function(*inputs())
+"""
+_RAISING_RUN = """\
+def outcome(function):
     try:
         return function(*inputs())
     except Exception as error:
@@ -29,25 +33,14 @@ def outcome(function):
 _GRADIENT_RUN = """\
 def outcome(function):
     torch.manual_seed(0)
-    given = [x.requires_grad_() if x.is_floating_point() else x for x in inputs()]
-    generator = torch.Generator().manual_seed(0)
-    total = 0.0
-    for result in function(*given):
-        if result.is_floating_point():
-            total = total + (result * torch.randn(result.shape, generator=generator, dtype=torch.float64)).sum()
-    if isinstance(total, torch.Tensor) and total.requires_grad:
-        total.backward()
-    return [x.grad if x.grad is not None else torch.zeros_like(x) for x in given if x.is_floating_point()]
+    given = [x.requires_grad_(x.is_floating_point()) for x in inputs()]
+    results = [torch.zeros((), requires_grad=True), *(r for r in function(*given) if r.requires_grad)]
+    weights = [torch.randn(r.shape).to(r.dtype) for r in results]
+    leaves = [x for x in given if x.requires_grad]
+    return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
 """
-_PRINTS = """\
-expected, found = outcome(original), outcome(rewritten)
-print("original: ", expected)
-print("rewritten:", found)
-"""
-_PRINT = """\
-expected = outcome(original)
-print("original: ", expected)
-"""
+_WIDTH = 110
+"""Longest line that several short ones are joined to."""
 
 
 def snippet(
@@ -59,54 +52,69 @@ def snippet(
     imports: Sequence[str] = (),
     program: str = "",
 ) -> str:
-    """Returns Python source that sets `expected` and `found` to lists of results or gradients, or to the error.
+    """Returns Python source that sets `expected` and `found` to the results or gradients, or to the error.
 
     With `program`, "module:name", that function runs the graphs, given one and the list of inputs.
     If the rewrite itself failed there is no `found`. If a graph calls an operator of a library, the program imports
     `imports`, the modules that may define it.
     """
-    is_same = difference.kind == "invalid"  # there is no rewritten graph to run
-    names = [_identifier(name) for name, _ in inputs]
-    made = [f"    {name} = {_tensor_text(spec.tensor())}" for name, (_, spec) in zip(names, inputs, strict=True)]
+    graphs = {"original": before}
+    if difference.kind != "invalid":  # else there is no rewritten graph to run
+        graphs["rewritten"] = after
+    nodes = [node for gm in graphs.values() for node in gm.graph.nodes]
     modules: dict[str, None] = {"torch": None}
-    functions = [_function("original", before, modules)]
-    functions += [] if is_same else [_function("rewritten", after, modules)]
-    if any(map(ops.is_of_a_library, (node.target for gm in (before, after) for node in gm.graph.nodes))):
+    functions = [_function(name, gm, modules) for name, gm in graphs.items()]
+    if any(map(ops.is_of_a_library, (node.target for node in nodes))):
         modules.update(dict.fromkeys(module for module in imports if module not in ("", "__main__")))
-    ran = _GRADIENT_RUN if difference.kind == "gradient" else _PLAIN_RUN
+    tensors = [_tensor_text(spec.tensor()) for _, spec in inputs]
+    joined = f"def inputs(): return [{', '.join(tensors)}]"
+    if len(joined) > _WIDTH:
+        joined = "\n".join(["def inputs():", "    return [", *(f"        {text}," for text in tensors), "    ]"])
+    run = ""
+    if difference.kind == "gradient":
+        run = _GRADIENT_RUN
+    elif difference.kind in ("raises", "invalid"):
+        run = _RAISING_RUN
+    elif any(map(ops.is_random, nodes)):
+        run = _SEEDED_RUN
+    calls = [f"outcome({name})" if run else f"{name}(*inputs())" for name in graphs]
     if program:
         called = program.partition(":")[2]
         modules[program] = None
-        ran = ran.replace("function(*inputs())", f"{called}(function, inputs())")
-        ran = ran.replace("function(*given)", f"{called}(function, given)")
-    given = "\n".join([*made, f"    return [{', '.join(names)}]"])
-    return "\n\n".join(
-        [
-            "\n".join([f"# {title}", *(f"# {line}" for line in str(difference).splitlines())]),
-            _imports(modules),
-            "\n".join(["", f"def inputs():\n{given}\n"]),
-            "\n\n\n".join(functions) + "\n",
-            ran,
-            _PRINT if is_same else _PRINTS,
-        ]
-    )
+        run = run.replace("function(*inputs())", f"{called}(function, inputs())")
+        run = run.replace("function(*given)", f"{called}(function, given)")
+        calls = calls if run else [f"{called}({name}, inputs())" for name in graphs]
+    shown = ["expected", "found"][: len(calls)]
+    prints = [f'print("{name + ":":10}", {value})' for name, value in zip(graphs, shown, strict=True)]
+    lines = [_imports(modules), joined, *functions, *run.splitlines()]
+    comment = [f"# {title}", *(f"# {line}" for line in str(difference).splitlines())]
+    return "\n".join([*comment, *lines, f"{', '.join(shown)} = {', '.join(calls)}", *prints]) + "\n"
 
 
 def _function(name: str, gm: fx.GraphModule, modules: dict[str, None]) -> str:
-    """Returns the graph as a function; values are named v0, v1 ... in order."""
+    """Returns the graph as a function; values that are read several times are named v0, v1 ... in order."""
     numbers = itertools.count()
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
+    calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    is_any_order = all(ops.is_pure(node) and not ops.is_random(node) for node in calls)
+    returned = ""
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             names[node] = str(node.target)
         elif node.op == "output":
-            lines.append(f"    return {_text(node.args[0], names)}")
+            returned = f"return {_text(node.args[0], names)}"
         else:
-            names[node] = f"v{next(numbers)}"
-            lines.append(f"    {names[node]} = {_call_text(node, names, modules)}")
-    parameters = ", ".join(names[node] for node in gm.graph.find_nodes(op="placeholder"))
-    return "\n".join([f"def {name}({parameters}):", *lines])
+            text = _call_text(node, names, modules)
+            if is_any_order and len(node.users) == 1 and len(text) <= _WIDTH:
+                names[node] = text
+            else:
+                names[node] = f"v{next(numbers)}"
+                lines.append(f"    {names[node]} = {text}")
+    header = f"def {name}({', '.join(names[node] for node in gm.graph.find_nodes(op='placeholder'))}):"
+    if not lines and len(header) + len(returned) <= _WIDTH:
+        return f"{header} {returned}"
+    return "\n".join([header, *lines, f"    {returned}"])
 
 
 def _call_text(node: fx.Node, names: Mapping[fx.Node, str], modules: dict[str, None]) -> str:
@@ -125,8 +133,8 @@ def _call_text(node: fx.Node, names: Mapping[fx.Node, str], modules: dict[str, N
 def _target_text(target: Any, modules: dict[str, None]) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return f"torch.ops.{target}"
-    name = _get_qualified_name(target)
-    module = getattr(target, "__module__", None) or ""
+    name = _get_qualified_name(target).removeprefix("_")  # `_operator.mul`, as Python calls `operator.mul`
+    module = (getattr(target, "__module__", None) or "").removeprefix("_")
     if name.startswith("torch.") or not module:
         return name
     if ops.is_virtual(target):  # by its own name, which its package may export in place of the module
@@ -165,6 +173,11 @@ def _tensor_text(tensor: torch.Tensor) -> str:
     """Returns an expression that makes this tensor, including its strides."""
     if not tensor.numel():
         return f"torch.empty({list(tensor.shape)}, dtype={tensor.dtype})"
+    if tensor.storage_offset():
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        memory = _text(tensor.as_strided((count,), (1,), 0).tolist(), {})
+        place = f"{list(tensor.shape)}, {list(tensor.stride())}, {tensor.storage_offset()}"
+        return f"torch.tensor({memory}, dtype={tensor.dtype}).as_strided({place})"
     base, is_expanded = tensor, False
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and step == 0:
@@ -175,7 +188,3 @@ def _tensor_text(tensor: torch.Tensor) -> str:
     if not tensor.is_contiguous():
         return f"torch.empty_strided({list(tensor.shape)}, {list(tensor.stride())}, dtype={tensor.dtype}).copy_({text})"
     return text
-
-
-def _identifier(name: str) -> str:
-    return name.replace("@", "_").replace(".", "_")

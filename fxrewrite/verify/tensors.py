@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
-__all__ = ["Contents", "InputSpec", "MemoryLayout", "stride_of"]
+__all__ = ["PLAINER", "Contents", "InputSpec", "MemoryLayout", "stride_of", "with_entries"]
 
-MemoryLayout = Literal["contiguous", "transposed", "expanded"]
-Contents = Literal["normal", "special", "integers", "ones", "zeros", "hundreds", "ten_thousands", "far_from_zero"]
+MemoryLayout = Literal["contiguous", "transposed", "expanded", "sliced"]
+# fmt: off
+Contents = Literal[
+    "zeros", "ones", "integers", "normal", "small", "close", "hundreds",
+    "ten_thousands", "far_from_zero", "tiny", "huge", "boundary", "special",
+]
+# fmt: on
+PLAINER: tuple[Contents, ...] = get_args(Contents)
+"""All contents, the plainest first."""
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0)
-_LARGE: dict[Contents, tuple[float, float]] = {
+_SCALED: dict[Contents, tuple[float, float]] = {
+    "small": (1e-4, 0.0),
     "hundreds": (1e2, 0.0),
     "ten_thousands": (1e4, 0.0),
     "far_from_zero": (1.0, 1e6),
+    "tiny": (1e-25, 0.0),
+    "huge": (1e25, 0.0),
 }
-"""Scale and mean of normal entries. exp overflows from 89 on in float32 and from 710 on in float64; a mean of squares
-minus a squared mean cancels in float32 if the mean is large.
+"""Scale and mean of normal entries. exp overflows from 89 on in float32 and from 710 on in float64; exp(x) - 1 cancels
+if x is small; a mean of squares minus a squared mean cancels in float32 if the mean is large; a square underflows, or
+overflows, in float32 if x is tiny, or huge.
 """
+_INTEGERS: dict[Contents, tuple[int, int]] = {
+    "special": (0, 2),
+    "ten_thousands": (-(10**4), 10**4),
+    "far_from_zero": (2**24, 2**40),
+}
+"""Range of integers; else -3 to 7. From 2**24 on, not each integer is a float32."""
+_OFFSET = 3
+"""Entries of memory before the first entry of a sliced tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +50,15 @@ class InputSpec:
     Attributes:
         shape: sizes.
         dtype: of the entries.
-        layout: "contiguous", "transposed" (the last two dimensions are swapped in memory) or "expanded" (the first
-            dimension with a size above 1 has stride 0).
+        layout: "contiguous", "transposed" (the last two dimensions are swapped in memory), "expanded" (the first
+            dimension with a size above 1 has stride 0) or "sliced" (every second entry, from the fourth on).
         contents: "normal"; "special" (with NaN, infinities and zeros of both signs); "integers", "ones", "zeros";
-            or large: "hundreds" (normal times 1e2), "ten_thousands" (times 1e4), "far_from_zero" (with a mean of 1e6).
+            "small" (normal times 1e-4), "hundreds" (times 1e2), "ten_thousands" (times 1e4), "far_from_zero" (with a
+            mean of 1e6), "tiny" (times 1e-25), "huge" (times 1e25); "close" (they differ in the last place); "boundary"
+            (`points` of either sign, and what is next to them).
         seed: of the entries.
+        points: numbers that the rule compares with, or that its graphs name; for "close", what entries are close to.
+        bounds: the first integer that the operator takes, and the first after it that it does not; None: it takes any.
         data: the entries themselves; if set, `layout`, `contents` and `seed` are ignored.
         is_given: whether a sampler made it, so that it must not be changed.
         is_param: whether the graph marks it as a parameter.
@@ -45,6 +69,8 @@ class InputSpec:
     layout: MemoryLayout = "contiguous"
     contents: Contents = "normal"
     seed: int = 0
+    points: tuple[float, ...] = ()
+    bounds: tuple[int, int] | None = None
     data: torch.Tensor | None = None
     is_given: bool = False
     is_param: bool = False
@@ -54,19 +80,43 @@ class InputSpec:
         """Strides in entries."""
         return stride_of(self.shape, self.layout) if self.data is None else tuple(self.data.stride())
 
+    @property
+    def offset(self) -> int:
+        """Entries of memory before the first."""
+        return _OFFSET if self.layout == "sliced" and self.data is None else 0
+
+    @property
+    def is_free_integer(self) -> bool:
+        """Whether its entries are integers that may be drawn otherwise."""
+        return not (self.is_given or self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
+
     def tensor(self) -> torch.Tensor:
         """Makes the tensor, in fresh memory."""
         if self.data is not None:
-            return _in_fresh_memory(self.data)
+            return with_entries(self.data, self._bounded)
         generator = torch.Generator().manual_seed(self.seed)
-        entries = _entries(self.contents, _span(self.shape, self.stride), self.dtype, generator)
-        return entries.as_strided(self.shape, self.stride)
+        count = self.offset + _span(self.shape, self.stride)
+        entries = _entries(self.contents, count, self.dtype, generator, self.points)
+        return self._bounded(entries).as_strided(self.shape, self.stride, self.offset)
+
+    def _bounded(self, entries: torch.Tensor) -> torch.Tensor:
+        if self.bounds is None:
+            return entries
+        low, end = self.bounds
+        return ((entries.to(torch.int64) - low).remainder(end - low) + low).to(self.dtype)
 
     def blank(self) -> torch.Tensor:
         """Makes a tensor of this shape, dtype and strides with harmless entries: 0.5, or 0 for integers and bools."""
         entry = 0.5 if self.dtype.is_floating_point or self.dtype.is_complex else 0
-        entries = torch.full((_span(self.shape, self.stride),), entry, dtype=self.dtype)
-        return entries.as_strided(self.shape, self.stride)
+        entries = torch.full((self.offset + _span(self.shape, self.stride),), entry, dtype=self.dtype)
+        return entries.as_strided(self.shape, self.stride, self.offset)
+
+    def empty(self) -> torch.Tensor:
+        """Makes a tensor of this shape, dtype and strides, for a mode that makes it fake."""
+        if not self.offset:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        entries = torch.empty(self.offset + _span(self.shape, self.stride), dtype=self.dtype)
+        return entries.as_strided(self.shape, self.stride, self.offset)
 
 
 def stride_of(shape: tuple[int, ...], layout: MemoryLayout) -> tuple[int, ...]:
@@ -80,6 +130,8 @@ def stride_of(shape: tuple[int, ...], layout: MemoryLayout) -> tuple[int, ...]:
     for dim in reversed(range(len(sizes))):
         strides.insert(0, 0 if dim == repeated else step)
         step *= 1 if dim == repeated else max(sizes[dim], 1)
+    if layout == "sliced":
+        return tuple(2 * step for step in strides)
     if layout == "transposed" and len(sizes) > 1:
         strides[-1], strides[-2] = strides[-2], strides[-1]
     return tuple(strides)
@@ -90,27 +142,45 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def _in_fresh_memory(data: torch.Tensor) -> torch.Tensor:
-    data = data.detach()
-    if data.layout is not torch.strided:
-        return data.clone()
-    entries = data.as_strided((_span(tuple(data.shape), tuple(data.stride())),), (1,)).clone()
-    return entries.as_strided(data.shape, data.stride(), 0)
+def with_entries(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor in fresh memory with the same strides, whose entries are changed; `change` maps flat entries."""
+    tensor = tensor.detach()
+    if tensor.layout is not torch.strided:
+        return change(tensor.clone())
+    before = tensor.storage_offset() if tensor.numel() else 0  # entries of memory before the first
+    entries = tensor.as_strided((before + _span(tuple(tensor.shape), tuple(tensor.stride())),), (1,), 0)
+    return change(entries.clone()).as_strided(tensor.shape, tensor.stride(), before)
 
 
-def _entries(contents: Contents, count: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def _entries(
+    contents: Contents, count: int, dtype: torch.dtype, generator: torch.Generator, points: tuple[float, ...]
+) -> torch.Tensor:
     if contents in ("ones", "zeros"):
         return torch.full((count,), int(contents == "ones"), dtype=dtype)
     if not (dtype.is_floating_point or dtype.is_complex):
-        low, high = (0, 2) if contents == "special" or dtype in (torch.bool, torch.uint8) else (-3, 8)
+        low, high = (0, 2) if dtype is torch.bool else _INTEGERS.get(contents, (-3, 8))
+        if dtype is not torch.bool:
+            range_of = torch.iinfo(dtype)
+            low, high = (low, high) if low < range_of.max else (range_of.max // 2, range_of.max)
+            low, high = max(low, range_of.min), min(high, range_of.max)
         return torch.randint(low, high, (count,), generator=generator).to(dtype)
     if contents == "integers":
         return torch.randint(-3, 4, (count,), generator=generator).to(dtype)
     entries = torch.randn(count, generator=generator, dtype=torch.float64)
-    if contents in _LARGE:
-        scale, mean = _LARGE[contents]
-        largest = torch.finfo(dtype).max  # 65504 in float16
+    largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps  # the largest float16 is 65504
+    if contents in _SCALED:
+        scale, mean = _SCALED[contents]
         return (entries * scale + mean).clamp(-largest, largest).to(dtype)
+    if contents == "close" and count:
+        steps = torch.randint(0, 4, (count,), generator=generator)
+        base = torch.tensor(points[0] if points else 1.0, dtype=torch.float64).to(dtype).to(torch.float64)
+        return (base * (1 + steps * eps)).to(dtype)
+    if contents == "boundary" and points:
+        chosen = torch.tensor(points, dtype=torch.float64)[torch.randint(0, len(points), (count,), generator=generator)]
+        steps = torch.tensor([0.0, eps, -eps, 0.01, -0.01], dtype=torch.float64)
+        signs = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+        near = chosen * (1 + steps[torch.randint(0, len(steps), (count,), generator=generator)]) * signs
+        return near.clamp(-largest, largest).to(dtype)
     if contents == "special" and count:
         chosen = torch.randint(0, len(_SPECIAL), (count,), generator=generator)
         replaced = torch.rand(count, generator=generator) < 0.4

@@ -45,6 +45,7 @@ class Verdict:
         counterexample: where the rule is false; None if no difference was found.
         error: why the test says nothing, or too little; else empty.
         proof: what is proved of the rule, or why it is not, if that was asked for.
+        seed: of the samples.
     """
 
     rule: str
@@ -59,6 +60,7 @@ class Verdict:
     counterexample: Counterexample | None = None
     error: str = ""
     proof: str = ""
+    seed: int = 0
 
     @property
     def ok(self) -> bool:
@@ -76,6 +78,9 @@ class Verdict:
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self._summary()}"]
+        if self.counterexample is not None:
+            lines += ["", self.counterexample.snippet]
+            lines += [f"To reproduce: run this program, or verify(samples={self.samples}, seed={self.seed})."]
         counts = [
             f"{self.refused} matches refused" if self.refused else "",
             f"{self.raised} samples raise before and after" if self.raised else "",
@@ -89,8 +94,6 @@ class Verdict:
             lines.append(f"  {len(self.variants)} of {alternatives} alternatives of the pattern were met")
         lines += [f"  never met: {variant}" for variant in self.uncovered]
         lines += [f"  {remark}" for remark in self.remarks]
-        if self.counterexample is not None:
-            lines += ["", str(self.counterexample)]
         return "\n".join(lines)
 
     def _summary(self) -> str:

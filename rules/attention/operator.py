@@ -36,7 +36,7 @@ from fxrewrite.spmd import PLACEMENT, LayoutRule, attention_operations, declare_
 from rules.layouts.attention import attention as attention_layout
 
 if TYPE_CHECKING:
-    from fxrewrite.verify import Draw
+    from fxrewrite.verify import Domain, Draw
 
 __all__ = [
     "ATTEND",
@@ -107,15 +107,20 @@ def attentions(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def attention_rule(
-    name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any
+    name: str,
+    *conditions: Constraint,
+    renames: bool = False,
+    optional: bool = False,
+    domain: Domain = "finite",
+    **given: Any,
 ) -> Rule:
     """Returns a rule on one call of attention, with a sampler to verify it; the caller adds the replacement.
 
     It captures q, k, v, mask, sinks, dropout_p, is_causal, scale and enable_gqa, except arguments of the operator that
     are `given`: as terms, or as values that they must have. A rule that only `renames` the operator is exact, and draws
-    the same numbers by another operator; any other rule reassociates, and holds for finite values.
+    the same numbers by another operator; any other rule reassociates, and holds for values of its `domain`.
     """
-    return _on_call(name, ATTEND, {"sinks": cap("sinks", Maybe), **given}, conditions, renames, optional)
+    return _on_call(name, ATTEND, {"sinks": cap("sinks", Maybe), **given}, conditions, renames, optional, domain)
 
 
 def sdpa_rule(name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any) -> Rule:
@@ -124,12 +129,18 @@ def sdpa_rule(name: str, *conditions: Constraint, renames: bool = False, optiona
 
 
 def _on_call(
-    name: str, target: Any, given: dict[str, Any], conditions: tuple[Constraint, ...], renames: bool, optional: bool
+    name: str,
+    target: Any,
+    given: dict[str, Any],
+    conditions: tuple[Constraint, ...],
+    renames: bool,
+    optional: bool,
+    domain: Domain = "finite",
 ) -> Rule:
     operands = {"query": cap("q"), "key": cap("k"), "value": cap("v"), "attn_mask": cap("mask", Maybe)}
     options = {name: cap(name, Literal) for name in _DEFAULTS}
     pattern = Pattern((op(target, **{**operands, **options, **given}),), conditions)
-    numerics, domain = ("exact", "all") if renames else ("reassociates", "finite")
+    numerics, domain = ("exact", "all") if renames else ("reassociates", domain)
     rng = "changes" if renames else "preserves"  # the draws are equal, but another operator makes them
     made = Rule(name, pattern, numerics=numerics, domain=domain, rng=rng, optional=optional)
     captured = {capture.name for capture in pattern.captures}

@@ -42,11 +42,16 @@ def _changes_nothing(x: fx.Node, root: fx.Node) -> bool:
     )
 
 
+@where.predicate("root", text="copies_nothing")
+def _copies_nothing(root: fx.Node) -> bool | str:
+    return not bind(root).get("copy") or "it copies x"
+
+
 def _drop(name: str, *more: Any) -> Rule:
     arguments = (cap("x"), *more)
     dropped = Rule(
         f"normal_forms.drop_{name}",
-        Pattern((loose(op(f"aten::{name}", *arguments)),), (_changes_nothing,)),
+        Pattern((loose(op(f"aten::{name}", *arguments)),), (_changes_nothing, _copies_nothing)),
         optional=True,
     )
 

@@ -32,6 +32,7 @@ KEPT: dict[str, Any] = {
     "a real slice": lambda x: x[:, 1:6] * 2,
     "a real expand": lambda x: x.expand(2, 4, 6) * 2,
     "a real cast": lambda x: x.to(torch.float32) * 2,
+    "a copy": lambda x: x.to(torch.float64, copy=True) * 2,
     "repeats without a size": lambda x: x.repeat_interleave(2, dim=1) * 2,
     "a real cat": lambda x: torch.cat([x, x]) * 2,
 }

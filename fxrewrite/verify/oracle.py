@@ -1,0 +1,186 @@
+"""How exact the original graph is: it is run in float64, and once more at inputs that differ in the last place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from fxrewrite import ops
+from fxrewrite.graph.copy import copy_module
+from fxrewrite.verify.sample import TORCH_ERRORS
+from fxrewrite.verify.tensors import with_entries
+
+__all__ = ["Evaluate", "Oracle", "Reference", "in_float64", "widened"]
+
+Evaluate: TypeAlias = Callable[[fx.GraphModule, list[torch.Tensor]], Sequence[Any] | None]
+"""Runs a graph; returns its results or its gradients, or None if there are none."""
+_WIDE = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
+_CASTS = ("float", "half", "bfloat16")
+"""Methods that cast to a coarser dtype than float64."""
+_VANISHES = 1e-3
+"""Factor by which a rounding error shrinks in float64, at least."""
+_PERTURBATIONS = 3
+"""Number of random changes of the inputs in their last place: one result may be exact by accident, four are not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """What the original graph means at one of its results, and how exactly it computes it.
+
+    Attributes:
+        exact: the result in float64; None if the graph does not run in float64.
+        error: for each entry, the largest distance of the original from float64, and the largest change of either, when
+            the inputs change in the last place; 0 where one of them is not finite.
+    """
+
+    exact: torch.Tensor | None
+    error: torch.Tensor | float
+
+
+class Oracle:
+    """The references of a graph at these inputs; they are computed when the first is read.
+
+    Args:
+        gm: the original graph.
+        inputs: makes its inputs.
+        evaluate: what is compared of a run: its results or its gradients.
+        largest: computes the largest finite magnitude in a run.
+        is_random: whether the graph draws random numbers; in float64 it would draw others.
+
+    Attributes:
+        eps: of the coarsest floating-point dtype in the graph.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        inputs: Callable[[], list[torch.Tensor]],
+        evaluate: Evaluate,
+        largest: Callable[[], float],
+        *,
+        is_random: bool,
+    ) -> None:
+        self._gm = gm
+        self._inputs = inputs
+        self._evaluate = evaluate
+        self._largest = largest
+        self._is_random = is_random
+        dtypes = {value.dtype for node in gm.graph.nodes if isinstance(value := ops.value(node), torch.Tensor)}
+        self.eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+
+    @cached_property
+    def magnitude(self) -> float:
+        """Largest finite magnitude among inputs, intermediate values and results."""
+        return self._largest()
+
+    def reference(self, index: int) -> Reference:
+        """Returns the reference of the result with this index."""
+        plain, exact, *others = self._runs
+        found = exact[index] if exact is not None else None
+        error: torch.Tensor | float = 0.0
+        for first, second in _pairs(plain, exact, others):
+            gap = _gap(first[index], second[index]) if first is not None and second is not None else None
+            if gap is not None:
+                error = torch.maximum(gap, torch.as_tensor(error, dtype=gap.dtype))
+        return Reference(found if isinstance(found, torch.Tensor) else None, error)
+
+    def explains(self, after: fx.GraphModule, was: Any, is_now: Any) -> bool:
+        """Whether the difference of two results almost vanishes in float64, so that it is rounding."""
+        exact = self._runs[1]
+        if exact is None or not isinstance(is_now, Sequence) or not all(map(_are_finite_alike, was, is_now)):
+            return False
+        try:
+            finer = self._evaluate(in_float64(after), [widened(value) for value in self._inputs()])
+        except TORCH_ERRORS:
+            return False
+        return finer is not None and _distance(exact, finer) <= _VANISHES * _distance(was, is_now)
+
+    @cached_property
+    def _runs(self) -> list[Sequence[Any] | None]:
+        """Results of the graph and of the graph in float64, at the inputs and then at each perturbation."""
+        wide = None if self._is_random else in_float64(self._gm)
+        found: list[Sequence[Any] | None] = []
+        for seed in range(-1, _PERTURBATIONS):
+            generator = torch.Generator().manual_seed(max(seed, 0))
+            inputs = self._inputs() if seed < 0 else [_in_last_place(x, self.eps, generator) for x in self._inputs()]
+            in_wide = [widened(value) for value in inputs]  # before the run, which may write to its inputs
+            found.append(self._evaluate(self._gm, inputs))
+            try:
+                found.append(self._evaluate(wide, in_wide) if wide is not None else None)
+            except TORCH_ERRORS:
+                found.append(None)
+        if found[0] is None or found[1] is None or len(found[0]) != len(found[1]):
+            found[1::2] = [None] * len(found[1::2])
+        return found
+
+
+def _are_finite_alike(first: Any, second: Any) -> bool:
+    """Whether two results are not finite at the same places, or are no tensors."""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return True
+    return first.shape == second.shape and torch.equal(torch.isfinite(first), torch.isfinite(second))
+
+
+def _distance(first: Sequence[Any], second: Sequence[Any]) -> float:
+    """Returns the largest distance of two lists of results; 0 where it is not finite."""
+    gaps = [_gap(one, other) for one, other in zip(first, second, strict=True)]
+    return max((gap.max().item() for gap in gaps if gap is not None and gap.numel()), default=0.0)
+
+
+def _pairs(
+    plain: Sequence[Any] | None, exact: Sequence[Any] | None, others: list[Sequence[Any] | None]
+) -> list[tuple[Sequence[Any] | None, Sequence[Any] | None]]:
+    found = [(plain, exact)]
+    for near, near_exact in zip(others[::2], others[1::2], strict=True):
+        found += [(near, near_exact), (plain, near), (exact, near_exact)]
+    return found
+
+
+def _gap(first: Any, second: Any) -> torch.Tensor | None:
+    """Returns the distance of two results in float64, 0 where it is not finite; None if they cannot be compared."""
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor) or first.shape != second.shape:
+        return None
+    dtype = torch.complex128 if first.dtype.is_complex or second.dtype.is_complex else torch.float64
+    return (first.detach().to(dtype) - second.detach().to(dtype)).abs().nan_to_num(nan=0.0, posinf=0.0)
+
+
+def in_float64(gm: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of the graph that computes in float64 wherever the graph names a coarser floating-point dtype."""
+    wide = copy_module(gm)
+    for node in wide.graph.nodes:
+        node.args = map_aggregate(node.args, _wide)  # pyright: ignore[reportAttributeAccessIssue]
+        node.kwargs = map_aggregate(node.kwargs, _wide)  # pyright: ignore[reportAttributeAccessIssue]
+        if node.op == "call_method" and node.target in _CASTS:
+            node.target = "double"
+    wide.recompile()
+    return wide
+
+
+def _wide(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in float64, or complex128, with the same strides; integers as they are."""
+    return with_entries(value, lambda entries: entries.to(_WIDE.get(value.dtype, value.dtype)))
+
+
+def _in_last_place(value: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
+    """Changes each floating-point entry by about one unit in the last place of the coarsest dtype, up or down."""
+    if not value.is_floating_point():
+        return value
+
+    def change(entries: torch.Tensor) -> torch.Tensor:
+        sign = torch.randint(0, 2, entries.shape, generator=generator).to(value.dtype) * 2 - 1
+        return entries * (1 + eps * sign)
+
+    return with_entries(value, change)
