@@ -216,11 +216,19 @@ def _example(found: Any, mode: FakeTensorMode, *, requires_grad: bool) -> Any:
 
 
 def _shared_memory(part: Part, given: Sequence[Any]) -> Hashable:
-    """Which inputs share memory, for a region that writes to some."""
+    """Which inputs share memory and where in it they are, for a region that writes to some.
+
+    AOTAutograd passes overlapping inputs as one memory, and compiles their places in it as constants.
+    """
     if not any(map(mutates, part.nodes)):
         return None
-    first: dict[Any, int] = {}
+    sharing: dict[Any, list[int]] = {}
+    for i, found in enumerate(given):
+        if isinstance(found, torch.Tensor):
+            sharing.setdefault(StorageWeakRef(found.untyped_storage()).cdata, []).append(i)
     return tuple(
-        first.setdefault(StorageWeakRef(found.untyped_storage()).cdata, i) if isinstance(found, torch.Tensor) else -1
-        for i, found in enumerate(given)
+        (i, str(given[i].storage_offset()), str(given[i].untyped_storage().nbytes()), together[0])
+        for together in sharing.values()
+        if len(together) > 1
+        for i in together
     )

@@ -369,7 +369,7 @@ class _PartMaker:
         wiring: list[tuple[int, ...]] = []
         for node in nodes:
             wires: list[int] = []
-            for operand in node.all_input_nodes:
+            for operand in _operands(node):
                 if operand in local:
                     wires.append(local[operand])
                 elif not (operand.op == "get_attr" and operand.target in self._bodies):
@@ -389,6 +389,13 @@ class _PartMaker:
         checkpoints = tuple(order[number] for number in ids)
         part_key = (texts, tuple(wiring), looks, tuple(local[node] for node in gives), checkpoints, decided)
         return Part(tuple(nodes), tuple(reads), gives, part_key)
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments in order, one as often as it occurs: f(a, b, b) is not f(a, a, b)."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)
+    return found
 
 
 def _symbols(node: fx.Node) -> set[Any]:
@@ -450,7 +457,7 @@ def _body_key(body: fx.GraphModule) -> Hashable:
             held = getattr(body.get_submodule(parent), name)
             held = _body_key(held) if isinstance(held, fx.GraphModule) else id(held)
         target = node.target if node.op in ("call_function", "call_method") else None
-        wires = tuple(at[operand] for operand in node.all_input_nodes)
+        wires = tuple(at[operand] for operand in _operands(node))
         literals = _literal(body, (node.args, node.kwargs))
         found.append((node.op, target, literals, wires, held, _look(value(node))))
     return tuple(found)

@@ -139,6 +139,34 @@ def test_inductor_equals_eager() -> None:
     assert max(report.calls) >= 3
 
 
+class Slots(nn.Module):
+    """Each layer writes to a view of its own of one memory, and reads it through another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        slots = torch.zeros(5, 2, 4, dtype=torch.float64)
+        for i in range(5):
+            self.register_buffer(f"slot{i}", slots[i])
+            self.register_buffer(f"first{i}", slots[i, 0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(5):
+            slot, first = getattr(self, f"slot{i}"), getattr(self, f"first{i}")
+            y = x.sin().tanh().exp().cos().neg().sigmoid().sin().tanh().exp().cos().neg().sigmoid()
+            first.copy_(y)
+            x = x + y.cos().sin().tanh() * (slot[0] + slot[1])
+        return x
+
+
+def test_layers_that_write_to_views_of_one_memory_write_to_their_own() -> None:
+    model, x = Slots(), torch.rand(4, dtype=torch.float64)
+    reference = copy.deepcopy(model)
+    with torch.no_grad():  # AOTAutograd refuses to train with such inputs
+        torch.testing.assert_close(torch.compile(model, backend=regional("aot_eager"))(x), reference(x))
+    for found, expected in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_a_graph_without_repeats_is_compiled_whole() -> None:
     reports: list[Regions] = []
     torch.compile(lambda x: x.sin(), backend=regional("eager", reports.append))(torch.ones(3))

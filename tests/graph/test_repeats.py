@@ -98,6 +98,16 @@ def test_a_literal_or_a_wire_that_differs_makes_another_part() -> None:
     # 0.0 and -0.0 are equal, and so are 1 and True
     assert max(calls(graph(0.0, -0.0, 0.0, -0.0)), default=1) < 4
 
+    def products(x: torch.Tensor) -> torch.Tensor:
+        for i in range(16):
+            y, z = x.sin().cos().tanh().exp().neg().relu().sigmoid(), x.cos().sin().exp().tanh().sin().neg()
+            x = torch.addcmul(y, y, z) if i < 8 else torch.addcmul(y, z, z)  # both read y, then z
+        return x.sum()
+
+    _, found = cut(products, torch.randn(3))
+    assert len({part.key for part in found.parts if len(part.nodes) > 8}) == 2, found.left_out
+    assert max(calls(found)) >= 4
+
 
 def test_regions_that_cannot_be_cut_out_are_said() -> None:
     stack: Any = nn.ModuleList(Layer() for _ in range(6))
