@@ -74,9 +74,10 @@ def _prototype(name: str) -> torch.nn.Module:
 
 
 def build(name: str, *, checkpointing: bool = False, layers: int = 2) -> torch.nn.Module:
-    """A fresh float64 model of at most two layers; the same weights every time."""
+    """A fresh float64 model; the same weights every time. Layers after the second are copies of it."""
     model = copy.deepcopy(_prototype(name))
     for stack in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
+        stack.extend(copy.deepcopy(stack[-1]) for _ in range(layers - max(len(stack), 2)))
         del stack[layers:]
     if checkpointing:
         with warnings.catch_warnings():

@@ -148,6 +148,7 @@ def check(cells: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> Non
             assert result["loss"] <= 1e-6, (cell, result)
             # inductor's vectorized float32 norms round differently for a row of another length
             assert result["grad"] <= (1e-6 if cell["inner"] == "inductor" else 1e-9), (cell, result)
+            assert (cell.get("options", {}).get("regions") == "once") == ("regions: " in result["report"]), result
             assert result["graphs"] == cell.get("graphs", 1), f"{cell}: compiled {result['graphs']} times"
         assert len(results) == len(cells)
 
