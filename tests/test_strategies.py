@@ -201,7 +201,7 @@ def test_a_failure_in_a_body_undoes_the_graph_around_it() -> None:
         return torch.sin(x)
 
     with pytest.raises(FxRewriteError, match="ZeroDivisionError"):
-        RuleSet("s", pair("t.fails", "tanh", "neg", fails_second)).apply(gm)
+        RuleSet("s", pair("t.fails", "tanh", "neg", fails_second), atomic=True).apply(gm)
     assert (graph_text(gm), graph_text(gm.get_submodule("wrap_body_0"))) == before  # type: ignore[arg-type]
 
 

@@ -76,10 +76,9 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
 def schemas_of(packet: torch._ops.OpOverloadPacket, with_out: bool = False) -> tuple[Schema, ...]:
     """Returns all overloads of an operator that a graph may call, in torch's order.
 
-    If an overload takes tensors, TorchScript's overloads on plain numbers, lists and strings are left out; those that
-    it alone can call (`to.prim_Device`) always are.
+    If an overload takes tensors, TorchScript's overloads on plain numbers, lists and strings are left out.
     """
-    overloads = [getattr(packet, name) for name in packet.overloads() if not name.startswith("prim_")]
+    overloads = [getattr(packet, name) for name in packet.overloads()]
     schemas = [schema_of(o) for o in overloads if any(a.is_out for a in o._schema.arguments) == with_out]
     on_tensors = [s for s in schemas if any("Tensor" in p.kind for p in s.parameters)]
     return tuple(on_tensors or schemas)
