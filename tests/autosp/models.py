@@ -77,7 +77,8 @@ def build(name: str, *, checkpointing: bool = False, layers: int = 2) -> torch.n
     """A fresh float64 model; the same weights every time. Layers after the second are copies of it."""
     model = copy.deepcopy(_prototype(name))
     for stack in (m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
-        stack.extend(copy.deepcopy(stack[-1]) for _ in range(layers - max(len(stack), 2)))
+        for _ in range(layers - max(len(stack), 2)):
+            stack.append(copy.deepcopy(stack[-1], {id(model.config): model.config}))
         del stack[layers:]
     if checkpointing:
         with warnings.catch_warnings():
