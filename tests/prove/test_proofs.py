@@ -129,6 +129,25 @@ FALSE: dict[str, tuple[Any, ...]] = {
         "rank(x) == 2",
         "dtype(x) == float32",
     ),
+    "numbers in a list, of an operator that is not known": (
+        lambda x: x.amin([0]),
+        lambda x: x.amin([1]),
+        "rank(x) == 2",
+        "size(x, 0) == size(x, 1)",
+        "dtype(x) == float32",
+    ),
+    "the sides of a padding": (
+        lambda x: F.pad(x, (1, 0), mode="replicate"),
+        lambda x: F.pad(x, (0, 1), mode="replicate"),
+        "rank(x) == 2",
+        "dtype(x) == float32",
+    ),
+    "the same bits read as another dtype": (
+        lambda x: torch.neg(x.view(torch.bfloat16)),
+        lambda x: torch.neg(x).view(torch.bfloat16),
+        "rank(x) == 1",
+        "dtype(x) == float16",
+    ),
     "no gradient": (lambda x: torch.relu(x), lambda x: torch.relu(x.detach())),
     "other random numbers": (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5)),
 }
