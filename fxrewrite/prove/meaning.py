@@ -12,6 +12,7 @@ on the same entries, and the same operators on operands that are the same value.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -30,6 +31,8 @@ from fxrewrite.prove.symbolic import decomposed, size_expression
 __all__ = ["Meaning", "UnknownError", "Value"]
 
 At: TypeAlias = Callable[[Sequence[Expr]], Expr]
+_ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
+"""An entry at any index: what holds of it is said of the whole input, whatever its rank."""
 _ROOTS = {float(sympy.sqrt(q).evalf(30)): sympy.sqrt(q) for q in map(sympy.Rational, (2, 3, "1/2", "1/3"))}
 _ROOTS_OF_PI = {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
 
@@ -172,7 +175,9 @@ class Meaning:
             return
         bound = sorted(expr.free_symbols & self.indices.sizes.keys(), key=lambda s: int(s.name[1:]))
         renamed = expr.xreplace({s: Symbol(f"j{n}", integer=True, nonnegative=True) for n, s in enumerate(bound)})
-        self.needs[f"{expanded(renamed)} {kind}"] = None
+        text = str(expanded(renamed))
+        entry = _ENTRY.fullmatch(text)
+        self.needs[f"{entry[1] if entry else text} {kind}"] = None
 
     def power(self, base: Expr, exponent: Expr) -> Expr:
         """Returns base ** exponent over the reals, with what that needs."""

@@ -21,6 +21,14 @@ def proof_of(pattern: Callable[..., Any], replacement: Callable[..., Any], *wher
     return prove(Rule("a.rule", trace(pattern, where), replacement, numerics="reassociates"))
 
 
+def _narrow(x: Any, start: Literal, length: Literal) -> Any:
+    return x.narrow(0, start, length)
+
+
+def _summed(x: Any, dim: Literal) -> Any:
+    return x.sum(dim)
+
+
 BITWISE: dict[str, tuple[Any, ...]] = {
     "two transposes": (lambda x: x.transpose(0, 1).transpose(0, 1), lambda x: aten.alias(x), "rank(x) >= 2"),
     "parts of a concatenation": (
@@ -148,6 +156,12 @@ FALSE: dict[str, tuple[Any, ...]] = {
         "rank(x) == 1",
         "dtype(x) == float16",
     ),
+    "integers that no sample tells apart": (
+        _narrow,
+        lambda x, start, length: x.narrow(0, length, start),
+        "rank(x) == 1",
+        "dtype(x) == float32",
+    ),
     "no gradient": (lambda x: torch.relu(x), lambda x: torch.relu(x.detach())),
     "other random numbers": (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5)),
 }
@@ -161,7 +175,7 @@ def _is_text(value: Any) -> bool:
 def test_the_same_operations_are_equal_in_bits(name: str) -> None:
     proof = proof_of(*BITWISE[name])
     assert proof.strength == "bitwise", str(proof)
-    assert "proved for every shape, bitwise" in str(proof)
+    assert "proved for sizes of 2 or more, bitwise, for " in str(proof)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -190,6 +204,13 @@ def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
     )
     assert "assuming y" in divided.summary, str(divided)
     assert "!= 0" in divided.summary, str(divided)
+    assert "x(j0" not in divided.summary, str(divided)
+    root = proof_of(lambda x: torch.rsqrt(x) * torch.rsqrt(x), lambda x: 1 / x, "dtype(x) == float32", "rank(x) <= 2")
+    looked_at = "proved for sizes of 2 or more, over the reals, for float32 of rank "
+    assert root.summary.startswith(looked_at), str(root)
+    assert root.summary.endswith(", assuming x > 0"), str(root)
+    summed = prove(Rule("a.rule", trace(_summed, ["rank(x) == 2"]), lambda x, dim: x.sum(dim), numerics="exact"))
+    assert "of rank 2, with dim=" in summed.summary, str(summed)
     short = proof_of(
         lambda x: torch.relu(x), lambda x: torch.relu(x) if x.shape[0] < 100 else torch.neg(x), "rank(x) == 1"
     )
