@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
+from sympy.printing.str import StrPrinter
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -65,7 +66,6 @@ class Case:
         before, after: the graphs; their placeholders are the same.
         symbols: of the sizes and numbers, with what was asked of them.
         shown: the inputs with their dtypes and sizes (a letter is any size of 2 or more), and other arguments.
-        conditions: what was asked of sizes and numbers, and does not follow from sizes being 2 or more.
         is_general: whether no size is a number above 1, and no product of sizes is a number.
         literals: arguments of calls that are no symbols, by capture: what was not looked at for other values.
     """
@@ -74,7 +74,6 @@ class Case:
     after: fx.GraphModule
     symbols: Symbols
     shown: str
-    conditions: tuple[str, ...]
     is_general: bool
     literals: Mapping[str, Any]
 
@@ -82,6 +81,11 @@ class Case:
     def inputs(self) -> list[torch.Tensor]:
         """The fake tensors that both graphs are given."""
         return [node.meta["val"] for node in self.before.graph.find_nodes(op="placeholder")]
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What has been asked of sizes and numbers so far, and does not follow from sizes being 2 or more."""
+        return _conditions(self.symbols)
 
     @property
     def empty(self) -> set[str]:
@@ -93,7 +97,12 @@ class Case:
     def is_open(self) -> bool:
         """Whether every size of every input is a symbol, or the input is empty."""
         sizes = [size for sizes in self._sizes() for size in sizes]
-        return self.is_general and bool(sizes) and all(size.free_symbols or size == 0 for size in sizes)
+        return (
+            self.is_general
+            and not _has_numbers(self.symbols)
+            and bool(sizes)
+            and all(size.free_symbols or size == 0 for size in sizes)
+        )
 
     def _sizes(self) -> list[list[Expr]]:
         return [[self.symbols.simplified(size_expression(size)) for size in fake.shape] for fake in self.inputs]
@@ -250,9 +259,7 @@ def _case(
     if not rewrite(after):
         return None
     shown, is_general = _shown(before, symbols, literals)
-    conditions = _conditions(symbols)
-    is_general &= not any(isinstance(known, sympy.Eq) and _is_a_number(known) for known in symbols.known())
-    return Case(before, after, symbols, shown, conditions, is_general, literals.fixed())
+    return Case(before, after, symbols, shown, is_general and not _has_numbers(symbols), literals.fixed())
 
 
 class _Literals:
@@ -334,7 +341,25 @@ def _conditions(symbols: Symbols) -> tuple[str, ...]:
     indices = Indices()
     names = {symbol: sympy.Symbol(name) for symbol, name in symbols.names.items()}
     open_ones = (known for known in symbols.known() if known != sympy.true and not indices.follows(known))
-    return tuple(dict.fromkeys(str(known.xreplace(names)) for known in open_ones))
+    return tuple(dict.fromkeys(_Text().doprint(known.xreplace(names)) for known in open_ones))
+
+
+class _Text(StrPrinter):
+    """Writes conditions as Python does."""
+
+    def _print_Relational(self, expr: Any) -> str:  # noqa: N802  # sympy's name
+        return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
+
+    def _print_idiv(self, expr: Any) -> str:
+        return f"({self._print(expr.args[0])} // {self._print(expr.args[1])})"
+
+    def _print_imod(self, expr: Any) -> str:
+        return f"({self._print(expr.args[0])} % {self._print(expr.args[1])})"
+
+
+def _has_numbers(symbols: Symbols) -> bool:
+    """Whether it was asked that sizes, or a product of sizes, are a number."""
+    return any(isinstance(known, sympy.Eq) and _is_a_number(known) for known in symbols.known())
 
 
 def _is_a_number(condition: Expr) -> bool:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
 from fxrewrite import Literal, Rule
 from fxrewrite.pattern import trace
 from fxrewrite.prove import Proof, prove
+from fxrewrite.prove.indices import Indices, idiv
 
 aten = torch.ops.aten
 
@@ -215,3 +217,12 @@ def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
         lambda x: torch.relu(x), lambda x: torch.relu(x) if x.shape[0] < 100 else torch.neg(x), "rank(x) == 1"
     )
     assert not short.is_proved or "size(x, 0) < 100" in short.summary, str(short)
+
+
+def test_conditions_that_always_hold_are_not_shown_and_others_are() -> None:
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    half, most = idiv(a, 2), sympy.Function("Max")(1, a - idiv(a, 2))
+    always = [half <= a, half >= 1, a >= 2 * half, 2 * half + 1 >= a, b * (a - half) >= 2, sympy.Ne(a, most)]
+    assert [c for c in always if not Indices().follows(c)] == []
+    at_times = [half >= 2, a <= 2 * half, sympy.Ne(a - half, 1), idiv(a, 3) >= 1, 2 * half > a, sympy.Ne(a, 2 * most)]
+    assert [c for c in at_times if Indices().follows(c)] == []
