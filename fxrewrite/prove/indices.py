@@ -163,7 +163,7 @@ class Indices:
             quotient, rest = sympy.expand(whole / by), sympy.expand(expr - whole)
         else:
             (quotient,), rest = sympy.reduced(expr, [by])
-            if not all(c.is_Integer for c in sympy.Poly(quotient, *(quotient.free_symbols or {by})).coeffs()):
+            if not all(c.is_Integer for c in sympy.expand(quotient).as_coefficients_dict().values()):
                 return idiv(expr, by), imod(expr, by)
         if self.is_nonnegative(rest) and self.is_below(rest, by):
             return quotient, rest

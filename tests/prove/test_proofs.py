@@ -226,3 +226,6 @@ def test_conditions_that_always_hold_are_not_shown_and_others_are() -> None:
     assert [c for c in always if not Indices().follows(c)] == []
     at_times = [half >= 2, a <= 2 * half, sympy.Ne(a - half, 1), idiv(a, 3) >= 1, 2 * half > a, sympy.Ne(a, 2 * most)]
     assert [c for c in at_times if Indices().follows(c)] == []
+    indices = Indices()  # a quotient that holds a quotient, which was an error of sympy
+    column = indices.fresh(b)
+    assert indices.divided(half * b + column, b) == (half, column)
