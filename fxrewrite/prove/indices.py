@@ -31,6 +31,11 @@ def is_same(a: Expr, b: Expr) -> bool:
     return a == b or sympy.expand(a - b) == 0
 
 
+def _coefficients(expr: Expr) -> list[Expr]:
+    """The numbers before the products that an expression is a sum of."""
+    return list(sympy.expand(expr).as_coefficients_dict().values())
+
+
 class Indices:
     """Indices with their sizes, and what follows from these."""
 
@@ -76,11 +81,13 @@ class Indices:
     def _is_nonnegative_by_quotients(self, expr: Expr) -> bool:
         """Whether an integer is 0 or more once each quotient by a number is at a bound: more than -1 is enough."""
         quotients = [atom for atom in expr.atoms(Function) if isinstance(atom, Function) and atom.func == idiv]
-        is_whole = all(c.is_Integer for c in expr.as_coefficients_dict().values())
+        is_whole = all(c.is_Integer for c in _coefficients(expr))
         if not quotients or not is_whole or not all(symbol.is_integer for symbol in expr.free_symbols):
             return False
         low = expr
         for atom in quotients:
+            dividend: Expr
+            divisor: Expr
             dividend, divisor = atom.args
             slope = low.coeff(atom, 1)
             rest = sympy.expand(low - slope * atom)
@@ -91,7 +98,7 @@ class Indices:
                 return False
             bound = (dividend - divisor + 1 if is_least_below else dividend) / divisor
             low = sympy.expand(rest + slope * bound)
-        parts = sympy.ilcm(1, *(c.q for c in low.as_coefficients_dict().values()))
+        parts = sympy.ilcm(1, *(c.q for c in _coefficients(low)))
         return self.is_nonnegative(parts * low + parts - 1)
 
     def _without_largest(self, expr: Expr) -> Expr:
@@ -163,7 +170,7 @@ class Indices:
             quotient, rest = sympy.expand(whole / by), sympy.expand(expr - whole)
         else:
             (quotient,), rest = sympy.reduced(expr, [by])
-            if not all(c.is_Integer for c in sympy.expand(quotient).as_coefficients_dict().values()):
+            if not all(c.is_Integer for c in _coefficients(quotient)):
                 return idiv(expr, by), imod(expr, by)
         if self.is_nonnegative(rest) and self.is_below(rest, by):
             return quotient, rest
