@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
+from sympy.printing.str import StrPrinter
 from torch import fx
 from torch.fx.node import map_arg
 
@@ -65,26 +66,46 @@ class Case:
         before, after: the graphs; their placeholders are the same.
         symbols: of the sizes and numbers, with what was asked of them.
         shown: the inputs with their dtypes and sizes (a letter is any size of 2 or more), and other arguments.
-        conditions: what was asked of sizes and numbers, and does not follow from sizes being 2 or more.
         is_general: whether no size is a number above 1, and no product of sizes is a number.
+        literals: arguments of calls that are no symbols, by capture: what was not looked at for other values.
     """
 
     before: fx.GraphModule
     after: fx.GraphModule
     symbols: Symbols
     shown: str
-    conditions: tuple[str, ...]
     is_general: bool
+    literals: Mapping[str, Any]
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """The fake tensors that both graphs are given."""
+        return [node.meta["val"] for node in self.before.graph.find_nodes(op="placeholder")]
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """What has been asked of sizes and numbers so far, and does not follow from sizes being 2 or more."""
+        return _conditions(self.symbols)
+
+    @property
+    def empty(self) -> set[str]:
+        """Names of the inputs without entries."""
+        nodes = self.before.graph.find_nodes(op="placeholder")
+        return {str(node.target) for node in nodes if any(type(n) is int and n == 0 for n in node.meta["val"].shape)}
 
     @property
     def is_open(self) -> bool:
         """Whether every size of every input is a symbol, or the input is empty."""
         sizes = [size for sizes in self._sizes() for size in sizes]
-        return self.is_general and bool(sizes) and all(size.free_symbols or size == 0 for size in sizes)
+        return (
+            self.is_general
+            and not _has_numbers(self.symbols)
+            and bool(sizes)
+            and all(size.free_symbols or size == 0 for size in sizes)
+        )
 
     def _sizes(self) -> list[list[Expr]]:
-        inputs = self.before.graph.find_nodes(op="placeholder")
-        return [[self.symbols.simplified(size_expression(size)) for size in n.meta["val"].shape] for n in inputs]
+        return [[self.symbols.simplified(size_expression(size)) for size in fake.shape] for fake in self.inputs]
 
 
 def readings(pattern: Pattern, most: int) -> list[Reading]:
@@ -238,9 +259,7 @@ def _case(
     if not rewrite(after):
         return None
     shown, is_general = _shown(before, symbols, literals)
-    conditions = _conditions(symbols)
-    is_general &= not any(isinstance(known, sympy.Eq) and _is_a_number(known) for known in symbols.known())
-    return Case(before, after, symbols, shown, conditions, is_general)
+    return Case(before, after, symbols, shown, is_general and not _has_numbers(symbols), literals.fixed())
 
 
 class _Literals:
@@ -258,6 +277,10 @@ class _Literals:
         self._made: dict[str, Any] = {}
         self._bound = {n: v for n, v in bindings.items() if not isinstance(v, (InputSpec, str)) and not _has_specs(v)}
         self.shown = {name.rpartition(".")[2]: value for name, value in self._bound.items() if value is not ...}
+
+    def fixed(self) -> dict[str, Any]:
+        """What is shown, without symbols and lists that have one."""
+        return {name: value for name, value in self.shown.items() if not any(map(_is_symbol, _items(value)))}
 
     def generalize(self, node: fx.Node, first: torch.Tensor | None) -> None:
         """Replaces literals among the arguments of a call on a tensor."""
@@ -302,6 +325,14 @@ class _Literals:
         return value
 
 
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_symbol(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat))
+
+
 def _has_specs(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(item, InputSpec) for item in value)
 
@@ -310,7 +341,25 @@ def _conditions(symbols: Symbols) -> tuple[str, ...]:
     indices = Indices()
     names = {symbol: sympy.Symbol(name) for symbol, name in symbols.names.items()}
     open_ones = (known for known in symbols.known() if known != sympy.true and not indices.follows(known))
-    return tuple(dict.fromkeys(str(known.xreplace(names)) for known in open_ones))
+    return tuple(dict.fromkeys(_Text().doprint(known.xreplace(names)) for known in open_ones))
+
+
+class _Text(StrPrinter):
+    """Writes conditions as Python does."""
+
+    def _print_Relational(self, expr: Any) -> str:  # noqa: N802  # sympy's name
+        return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
+
+    def _print_idiv(self, expr: Any) -> str:
+        return f"({self._print(expr.args[0])} // {self._print(expr.args[1])})"
+
+    def _print_imod(self, expr: Any) -> str:
+        return f"({self._print(expr.args[0])} % {self._print(expr.args[1])})"
+
+
+def _has_numbers(symbols: Symbols) -> bool:
+    """Whether it was asked that sizes, or a product of sizes, are a number."""
+    return any(isinstance(known, sympy.Eq) and _is_a_number(known) for known in symbols.known())
 
 
 def _is_a_number(condition: Expr) -> bool:
@@ -343,7 +392,7 @@ def _shown(gm: fx.GraphModule, symbols: Symbols, literals: _Literals) -> tuple[s
         is_general &= all(size.free_symbols or size <= 1 for size in sizes)
         parts.append(f"{node.target} {str(fake.dtype).removeprefix('torch.')}[{', '.join(map(text, fake.shape))}]")
     for name, value in literals.shown.items():
-        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        if _is_symbol(value):
             parts.append(f"{name}={text(value)}")
         elif isinstance(value, list):
             parts.append(f"{name}=[{', '.join(text(v) if isinstance(v, torch.SymInt) else str(v) for v in value)}]")

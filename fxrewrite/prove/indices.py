@@ -31,6 +31,11 @@ def is_same(a: Expr, b: Expr) -> bool:
     return a == b or sympy.expand(a - b) == 0
 
 
+def _coefficients(expr: Expr) -> list[Expr]:
+    """The numbers before the products that an expression is a sum of."""
+    return list(sympy.expand(expr).as_coefficients_dict().values())
+
+
 class Indices:
     """Indices with their sizes, and what follows from these."""
 
@@ -49,6 +54,9 @@ class Indices:
         expr = sympy.expand(expr)
         if expr.is_Integer:
             return bool(expr >= 0)
+        return self._is_nonnegative(expr) or self._is_nonnegative_by_quotients(expr)
+
+    def _is_nonnegative(self, expr: Expr) -> bool:
         opaque = {atom: self._stand_in(atom) for atom in expr.atoms(Function) if isinstance(atom, Function)}
         if any(stand_in is None for stand_in in opaque.values()):
             return False
@@ -69,6 +77,37 @@ class Indices:
         if expr.free_symbols & self.sizes.keys():
             return False if expr.free_symbols & opaque.keys() else self.is_nonnegative(expr)
         return self._has_no_negative_term(expr)
+
+    def _is_nonnegative_by_quotients(self, expr: Expr) -> bool:
+        """Whether an integer is 0 or more once each quotient by a number is at a bound: more than -1 is enough."""
+        quotients = [atom for atom in expr.atoms(Function) if isinstance(atom, Function) and atom.func == idiv]
+        is_whole = all(c.is_Integer for c in _coefficients(expr))
+        if not quotients or not is_whole or not all(symbol.is_integer for symbol in expr.free_symbols):
+            return False
+        low = expr
+        for atom in quotients:
+            dividend: Expr
+            divisor: Expr
+            dividend, divisor = atom.args
+            slope = low.coeff(atom, 1)
+            rest = sympy.expand(low - slope * atom)
+            if rest.has(atom) or not divisor.is_Integer or divisor < 1:
+                return False
+            is_least_below = self.is_nonnegative(slope)
+            if not is_least_below and not self.is_nonnegative(-slope):
+                return False
+            bound = (dividend - divisor + 1 if is_least_below else dividend) / divisor
+            low = sympy.expand(rest + slope * bound)
+        parts = sympy.ilcm(1, *(c.q for c in _coefficients(low)))
+        return self.is_nonnegative(parts * low + parts - 1)
+
+    def _without_largest(self, expr: Expr) -> Expr:
+        """The expression with the largest operand in place of a maximum, where the bounds say which one it is."""
+        for atom in expr.atoms(sympy.Function):
+            if str(atom.func) == "Max":
+                largest = (a for a in atom.args if all(self.is_nonnegative(a - other) for other in atom.args))
+                expr = expr.xreplace({atom: next(largest, atom)})
+        return expr
 
     def _stand_in(self, atom: Expr) -> Expr | None:
         """An index or a size with the bounds of a quotient or a remainder; None if nothing is known of it."""
@@ -108,7 +147,7 @@ class Indices:
         if not isinstance(condition, Relational):
             return False
         relation: Any = condition
-        left, right = relation.args
+        left, right = map(self._without_largest, relation.args)
         if isinstance(condition, sympy.Eq):
             return is_same(left, right)
         if isinstance(condition, sympy.Ne):
@@ -131,7 +170,7 @@ class Indices:
             quotient, rest = sympy.expand(whole / by), sympy.expand(expr - whole)
         else:
             (quotient,), rest = sympy.reduced(expr, [by])
-            if not all(c.is_Integer for c in sympy.Poly(quotient, *(quotient.free_symbols or {by})).coeffs()):
+            if not all(c.is_Integer for c in _coefficients(quotient)):
                 return idiv(expr, by), imod(expr, by)
         if self.is_nonnegative(rest) and self.is_below(rest, by):
             return quotient, rest

@@ -12,6 +12,7 @@ on the same entries, and the same operators on operands that are the same value.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -30,6 +31,8 @@ from fxrewrite.prove.symbolic import decomposed, size_expression
 __all__ = ["Meaning", "UnknownError", "Value"]
 
 At: TypeAlias = Callable[[Sequence[Expr]], Expr]
+_ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
+"""An entry at any index: what holds of it is said of the whole input, whatever its rank."""
 _ROOTS = {float(sympy.sqrt(q).evalf(30)): sympy.sqrt(q) for q in map(sympy.Rational, (2, 3, "1/2", "1/3"))}
 _ROOTS_OF_PI = {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
 
@@ -172,7 +175,9 @@ class Meaning:
             return
         bound = sorted(expr.free_symbols & self.indices.sizes.keys(), key=lambda s: int(s.name[1:]))
         renamed = expr.xreplace({s: Symbol(f"j{n}", integer=True, nonnegative=True) for n, s in enumerate(bound)})
-        self.needs[f"{expanded(renamed)} {kind}"] = None
+        text = str(expanded(renamed))
+        entry = _ENTRY.fullmatch(text)
+        self.needs[f"{entry[1] if entry else text} {kind}"] = None
 
     def power(self, base: Expr, exponent: Expr) -> Expr:
         """Returns base ** exponent over the reals, with what that needs."""
@@ -282,7 +287,8 @@ class _Call:
 
     def _by_trait(self) -> Callable[[], Any] | None:
         if ops.has_trait(self.key, "reshape", "squeeze"):
-            return self._reshaped
+            is_of_bits = self.result.dtype != self._self().dtype  # view(dtype) reads the same bits as other numbers
+            return self.opaque if is_of_bits else self._reshaped
         if self.name in ("alias", "clone", "contiguous"):
             return lambda: self._same(self._self())
         return None
@@ -608,7 +614,7 @@ class _Call:
         if self.of.real:
             name = f"{self.key}({', '.join(f'{n}={self._shown(v)}' for n, v in self.args.items())})"
             closed = [self._closed(x) for x in tensors]
-            numbers = [self.of.number(v) for v in self.args.values() if _is_number(v)]
+            numbers = self._numbers(self.args)
         else:
             name, closed, numbers = self.text(), [], []
 
@@ -635,6 +641,10 @@ class _Call:
             return f"[{', '.join(map(self._shown, value))}]"
         return "#" if _is_number(value) else self._text(value)
 
+    def _numbers(self, args: Mapping[str, Any]) -> list[Expr]:
+        """All numbers among the arguments, those in lists too: what `_shown` leaves out."""
+        return [self.of.number(v) for argument in args.values() for v in _flat(argument) if _is_number(v)]
+
     def _closed(self, x: Value) -> Expr:
         """A whole operand: its shape, and its entry at any index."""
         index = [self.of.indices.fresh(size) for size in x.shape]
@@ -648,7 +658,7 @@ class _Call:
         one = _Call(self.of, self.key, {**self.args, "reduction": 0}, torch.empty(()), self.node)
         name = f"{one.key}({', '.join(f'{n}={one._shown(v)}' for n, v in one.args.items())})"
         closed = [self._closed(x) for x in self.operands()]
-        numbers = [self.of.number(v) for v in one.args.values() if _is_number(v)]
+        numbers = one._numbers(one.args)
         dtype = _dtype_name(self.result.dtype)
         over = [self.of.indices.fresh(size) for size in shape]
         entry = _function(f"{name}:{dtype}", sympy.Tuple(*over), *closed, *numbers)

@@ -11,6 +11,7 @@ TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor program
 
 from __future__ import annotations
 
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -63,6 +64,9 @@ class Proof:
         why_not: where the two sides differ, or what is not known of an operator; empty if the rule is proved.
         readings: how many readings the pattern has.
         dtypes: those of inputs in the cases; others were not looked at.
+        ranks: those of inputs in the cases; others were not looked at.
+        literals: values of arguments that the pattern captures or ignores, as `name=value or value`, and inputs that
+            are empty in all cases; others were not looked at.
     """
 
     rule: str
@@ -73,6 +77,8 @@ class Proof:
     why_not: str = ""
     readings: int = 0
     dtypes: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    literals: tuple[str, ...] = ()
 
     @property
     def is_proved(self) -> bool:
@@ -86,7 +92,9 @@ class Proof:
             return f"not proved: {self.why_not}"
         where = f", where {'; '.join(self.conditions)}" if self.conditions else ""
         assumed = f", assuming {'; '.join(self.assumptions)}" if self.assumptions else ""
-        return f"proved for every shape, {self.strength}, for {', '.join(self.dtypes)}{where}{assumed}"
+        looked_at = f"for {_either(self.dtypes)} of rank {_either(self.ranks)}"
+        literals = f", with {', '.join(self.literals)}" if self.literals else ""
+        return f"proved for sizes of 2 or more, {self.strength}, {looked_at}{literals}{where}{assumed}"
 
     def __str__(self) -> str:
         lines = [f"{self.rule}: {self.summary}"]
@@ -130,14 +138,13 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
     shown: dict[str, None] = {}
     conditions: dict[str, None] = {}
     assumptions: dict[str, None] = {}
-    dtypes: set[str] = set()
+    proved: list[Case] = []
     is_bitwise = is_general = True
     for number, reading in enumerate(found):
         try:
             made = cases(rule_id, pattern, rewrite, sampler, reading, number, max(1, _CASES // len(found)))
         except NoCaseError as error:
             return Proof(rule_id, why_not=f"no graph to prove it on: {error}")
-        is_general &= any(case.is_open for case in made)
         for case in made:
             outcome = _bitwise(case)
             if outcome:
@@ -147,15 +154,55 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
             if outcome:
                 return Proof(rule_id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
             shown[case.shown] = None
-            inputs = case.before.graph.find_nodes(op="placeholder")
-            dtypes |= {str(node.meta["val"].dtype).removeprefix("torch.") for node in inputs}
+            proved.append(case)
             conditions |= dict.fromkeys(case.conditions)
+        is_general &= any(case.is_open for case in made)  # now, since decompositions ask for more
     if not is_general:
         return Proof(rule_id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
-    strength: Strength = "bitwise" if is_bitwise else "over the reals"
+    equal = _equal_literals(proved)
+    if equal:
+        return Proof(rule_id, why_not=f"{equal} are equal in every case: {'; '.join(shown)}", readings=len(found))
     return Proof(
-        rule_id, strength, tuple(shown), tuple(conditions), tuple(assumptions), "", len(found), tuple(sorted(dtypes))
+        rule_id,
+        strength="bitwise" if is_bitwise else "over the reals",
+        cases=tuple(shown),
+        conditions=tuple(conditions),
+        assumptions=tuple(assumptions),
+        readings=len(found),
+        dtypes=tuple(sorted({str(fake.dtype).removeprefix("torch.") for case in proved for fake in case.inputs})),
+        ranks=tuple(sorted({fake.ndim for case in proved for fake in case.inputs})),
+        literals=(
+            *(f"{n}={_either(v)}" for n, v in _literals(proved).items()),
+            *(f"{n} empty" for n in sorted(set.intersection(*(case.empty for case in proved)))),
+        ),
     )
+
+
+def _literals(proved: Sequence[Case]) -> dict[str, list[str]]:
+    """The values of each literal that is not a symbol."""
+    values: dict[str, dict[str, None]] = {}
+    for case in proved:
+        for name, value in case.literals.items():
+            values.setdefault(name, {})[str(value)] = None
+    return {name: list(found) for name, found in values.items()}
+
+
+def _equal_literals(proved: Sequence[Case]) -> str:
+    """Two integers that the pattern captures, and that no case tells apart; empty if there are none.
+
+    A replacement that takes one for the other would be proved.
+    """
+    numbers = [{n: v for n, v in case.literals.items() if type(v) is int} for case in proved]
+    for one, other in itertools.combinations(sorted({name for found in numbers for name in found}), 2):
+        both = [found[one] == found[other] for found in numbers if one in found and other in found]
+        if both and all(both):
+            return f"{one} and {other}"
+    return ""
+
+
+def _either(values: Sequence[Any]) -> str:
+    *most, last = map(str, values)
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _bitwise(case: Case) -> str:
@@ -169,6 +216,8 @@ def _over_reals(case: Case) -> tuple[str, list[str]]:
     if outcome or before is None or after is None:
         return outcome, []
     assumed = [need for need in {**before.needs, **after.needs} if (need in before.needs) != (need in after.needs)]
+    stronger = {need.removesuffix("> 0") for need in assumed if need.endswith("> 0")}
+    assumed = [need for need in assumed if not (need.endswith("!= 0") and need.removesuffix("!= 0") in stronger)]
     return "", [*assumed, *before.roots, *(root for root in after.roots if root not in before.roots)]
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
 from fxrewrite import Literal, Rule
 from fxrewrite.pattern import trace
 from fxrewrite.prove import Proof, prove
+from fxrewrite.prove.indices import Indices, idiv
 
 aten = torch.ops.aten
 
@@ -19,6 +21,14 @@ aten = torch.ops.aten
 def proof_of(pattern: Callable[..., Any], replacement: Callable[..., Any], *where: str) -> Proof:
     """The proof of a rule, or that there is none."""
     return prove(Rule("a.rule", trace(pattern, where), replacement, numerics="reassociates"))
+
+
+def _narrow(x: Any, start: Literal, length: Literal) -> Any:
+    return x.narrow(0, start, length)
+
+
+def _summed(x: Any, dim: Literal) -> Any:
+    return x.sum(dim)
 
 
 BITWISE: dict[str, tuple[Any, ...]] = {
@@ -129,6 +139,31 @@ FALSE: dict[str, tuple[Any, ...]] = {
         "rank(x) == 2",
         "dtype(x) == float32",
     ),
+    "numbers in a list, of an operator that is not known": (
+        lambda x: x.amin([0]),
+        lambda x: x.amin([1]),
+        "rank(x) == 2",
+        "size(x, 0) == size(x, 1)",
+        "dtype(x) == float32",
+    ),
+    "the sides of a padding": (
+        lambda x: F.pad(x, (1, 0), mode="replicate"),
+        lambda x: F.pad(x, (0, 1), mode="replicate"),
+        "rank(x) == 2",
+        "dtype(x) == float32",
+    ),
+    "the same bits read as another dtype": (
+        lambda x: torch.neg(x.view(torch.bfloat16)),
+        lambda x: torch.neg(x).view(torch.bfloat16),
+        "rank(x) == 1",
+        "dtype(x) == float16",
+    ),
+    "integers that no sample tells apart": (
+        _narrow,
+        lambda x, start, length: x.narrow(0, length, start),
+        "rank(x) == 1",
+        "dtype(x) == float32",
+    ),
     "no gradient": (lambda x: torch.relu(x), lambda x: torch.relu(x.detach())),
     "other random numbers": (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5)),
 }
@@ -142,7 +177,7 @@ def _is_text(value: Any) -> bool:
 def test_the_same_operations_are_equal_in_bits(name: str) -> None:
     proof = proof_of(*BITWISE[name])
     assert proof.strength == "bitwise", str(proof)
-    assert "proved for every shape, bitwise" in str(proof)
+    assert "proved for sizes of 2 or more, bitwise, for " in str(proof)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -171,7 +206,26 @@ def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
     )
     assert "assuming y" in divided.summary, str(divided)
     assert "!= 0" in divided.summary, str(divided)
+    assert "x(j0" not in divided.summary, str(divided)
+    root = proof_of(lambda x: torch.rsqrt(x) * torch.rsqrt(x), lambda x: 1 / x, "dtype(x) == float32", "rank(x) <= 2")
+    looked_at = "proved for sizes of 2 or more, over the reals, for float32 of rank "
+    assert root.summary.startswith(looked_at), str(root)
+    assert root.summary.endswith(", assuming x > 0"), str(root)
+    summed = prove(Rule("a.rule", trace(_summed, ["rank(x) == 2"]), lambda x, dim: x.sum(dim), numerics="exact"))
+    assert "of rank 2, with dim=" in summed.summary, str(summed)
     short = proof_of(
         lambda x: torch.relu(x), lambda x: torch.relu(x) if x.shape[0] < 100 else torch.neg(x), "rank(x) == 1"
     )
     assert not short.is_proved or "size(x, 0) < 100" in short.summary, str(short)
+
+
+def test_conditions_that_always_hold_are_not_shown_and_others_are() -> None:
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    half, most = idiv(a, 2), sympy.Function("Max")(1, a - idiv(a, 2))
+    always = [half <= a, half >= 1, a >= 2 * half, 2 * half + 1 >= a, b * (a - half) >= 2, sympy.Ne(a, most)]
+    assert [c for c in always if not Indices().follows(c)] == []
+    at_times = [half >= 2, a <= 2 * half, sympy.Ne(a - half, 1), idiv(a, 3) >= 1, 2 * half > a, sympy.Ne(a, 2 * most)]
+    assert [c for c in at_times if Indices().follows(c)] == []
+    indices = Indices()  # a quotient that holds a quotient, which was an error of sympy
+    column = indices.fresh(b)
+    assert indices.divided(half * b + column, b) == (half, column)
