@@ -11,7 +11,7 @@ TRAINERS := .venv-trainers/bin
 
 GPU_PYTHON ?= python3
 # What `make gpu` needs beside torch; none of it asks for a torch.
-GPU_NEEDS := hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
+GPU_NEEDS := editables hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
 
 .PHONY: help env demo test quick trainers check compat gpu wheels bench zoo zoo-mesh cells proofs mutate third-party clean
 

@@ -32,9 +32,8 @@ def _check_exact(name: str, kind: str, dropout: float, inner: str, device: str, 
     with one_rank_group(group):
         step = torch.compile(model, backend=one_rank_backend(config, reports), fullgraph=True)
         found = differences(step, model, inputs)
-    assert reports[0].collectives
-    assert found["loss"] <= 1e-6, "these models cast their logits to float32"
-    assert found["gradient"] <= 1e-9
+    assert bool(reports[0].collectives) == (dropout == 0)
+    assert max(found.values()) <= 1e-6, "these models cast their logits to float32"
 
 
 @pytest.mark.parametrize(("device", "group"), DEVICES)

@@ -37,8 +37,8 @@ CASES: dict[str, tuple[str, str, float]] = {
 }
 """A model of `tests.autosp.models`, its batch, and the probability of its dropouts."""
 INNERS = ("eager", "aot_eager", "inductor")
-_LOSS, _GRADIENT = 1e-6, 1e-9
-"""Bounds in float64; these models cast their logits to float32 for the loss."""
+_BOUND = 1e-6
+"""Of relative differences in float64: these models cast their logits to float32 for the loss."""
 
 
 def figures(setting: Setting) -> Figures:
@@ -82,11 +82,14 @@ def _one_rank(case: str, inner: str, setting: Setting) -> dict[str, Any]:
         step = torch.compile(model, backend=one_rank_backend(config, reports), fullgraph=True)
         found: dict[str, Any] = dict(differences(step, model, inputs))
     found |= {"backend": setting.backend, "collectives": len(reports[0].collectives)}
-    return found | {"holds": bool(reports[0].collectives) and _is_equal(found)}
+    has_collectives = bool(reports[0].collectives) or bool(
+        CASES[case][2]
+    )  # dropout in the scores takes none on one rank
+    return found | {"holds": has_collectives and _is_equal(found)}
 
 
 def _is_equal(found: dict[str, Any]) -> bool:
-    return found["loss"] <= _LOSS and found["gradient"] <= _GRADIENT
+    return max(found["loss"], found["gradient"]) <= _BOUND
 
 
 def _simulated(case: str, attention: Any, setting: Setting) -> dict[str, Any]:
