@@ -9,7 +9,11 @@ INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
 TRAINERS := .venv-trainers/bin
 
-.PHONY: help env demo test quick trainers check compat bench zoo zoo-mesh cells proofs mutate third-party clean
+GPU_PYTHON ?= python3
+# What `make gpu` needs beside torch; none of it asks for a torch.
+GPU_NEEDS := editables hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
+
+.PHONY: help env demo test quick trainers check compat gpu wheels bench zoo zoo-mesh cells proofs mutate third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -38,6 +42,13 @@ check: .venv/dev.stamp  ## lint, types, then all tests
 
 compat: .venv-$(TORCH)/test.stamp  ## all tests on another torch, from PyPI, in .venv-TORCH: make compat TORCH=2.15.0
 	.venv-$(TORCH)/bin/python -m pytest -n 2 --dist loadgroup
+
+gpu: .venv-gpu/stamp  ## what one CUDA card does, ten minutes: gpu.json and a table; GPU_PYTHON is the Python that has torch
+	.venv-gpu/bin/python -m tests.gpu
+
+wheels:  ## the folder wheels/, from which `make gpu` installs without an index; FOR: pip's options for another machine
+	grep -v -e '^torch==' constraints.txt > .constraints-without-torch
+	$(PYTHON) -m pip download --dest wheels --only-binary=:all: --constraint .constraints-without-torch $(FOR) $(GPU_NEEDS)
 
 bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hour on a quiet machine
 	$(BIN)/python tests/bench/engines.py
@@ -69,7 +80,7 @@ third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of 
 	.venv-third-party/bin/python -m pytest tests/backends/test_third_party.py
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .venv-* dist zoo.jsonl zoo-mesh.jsonl cells.jsonl proofs.jsonl mutants.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist wheels gpu.json .constraints-without-torch zoo.jsonl zoo-mesh.jsonl cells.jsonl proofs.jsonl mutants.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -98,6 +109,18 @@ clean:  ## remove the environment and every cache
 		--no-build-isolation deepspeed
 	$(TRAINERS)/python -m pip install --constraint constraints.txt --constraint constraints-trainers.txt \
 		--editable '.[test,trainers]'
+	@touch $@
+
+# The machine's torch is used as it is. If GPU_PYTHON is of an environment itself, its packages are found by the .pth file.
+.venv-gpu/stamp: pyproject.toml constraints.txt Makefile
+	$(GPU_PYTHON) -c 'import torch' || (echo 'GPU_PYTHON=$(GPU_PYTHON) has no torch: name a Python that has one for CUDA' && exit 1)
+	$(GPU_PYTHON) -m venv --system-site-packages .venv-gpu
+	$(GPU_PYTHON) -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' \
+		> "$$(.venv-gpu/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/machine.pth"
+	grep -v -e '^torch==' -e '^setuptools==' constraints.txt > .venv-gpu/constraints.txt
+	if test -d wheels; then .venv-gpu/bin/python -m pip install --no-index --find-links wheels $(GPU_NEEDS); \
+		else .venv-gpu/bin/python -m pip install --constraint .venv-gpu/constraints.txt $(GPU_NEEDS); fi
+	.venv-gpu/bin/python -m pip install --no-index --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # Not torch's pin, nor that of setuptools, of which each torch wants its own.

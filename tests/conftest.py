@@ -31,5 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gloo" in item.keywords:
             item.add_marker(pytest.mark.xdist_group("gloo"))  # one test with real processes at a time
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.filterwarnings("default"), append=False)  # inductor warns about cards' settings
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -17,14 +17,20 @@ __all__ = ["fake_mesh"]
 
 
 @contextmanager
-def fake_mesh(shape: Sequence[int], names: Sequence[str], *, rank: int = 0) -> Generator[DeviceMesh]:
-    """The mesh as `rank` sees it; its collectives return wrong numbers of the right shape. Destroyed on leaving."""
+def fake_mesh(
+    shape: Sequence[int], names: Sequence[str], *, rank: int = 0, device: str = "cpu"
+) -> Generator[DeviceMesh]:
+    """The mesh of devices of this type as `rank` sees it, destroyed on leaving.
+
+    Its collectives return wrong numbers of the right shape. `device` matters where tensors become DTensors; "cuda"
+    needs a card.
+    """
     if dist.is_initialized():
         raise ValueError("fake_mesh: a process group is already initialized; destroy it or use its mesh")
     if min(shape, default=1) < 1 or len(shape) != len(names):
         raise ValueError(f"fake_mesh: {tuple(shape)} over {tuple(names)}: each axis has a name and one rank or more")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
     try:
-        yield init_device_mesh("cpu", tuple(shape), mesh_dim_names=tuple(names))
+        yield init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     finally:
         dist.destroy_process_group()

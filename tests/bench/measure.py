@@ -1,4 +1,4 @@
-"""What the tables of training steps are made of: bytes of one step, read from torch's profiler, and rows."""
+"""What the tables of training steps are made of: bytes and kernels of a step, read from torch's profiler, and rows."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 __all__ = ["Profiled", "profiled", "row", "with_quartiles"]
@@ -30,33 +31,55 @@ class Profiled:
         saved: what is left behind the forward.
         sent: where all ranks form a ring.
         collectives: how many ran.
+        largest: the most that was allocated at once.
+        kernels: microseconds on the device by name of kernel, the longest first; empty on a CPU.
+        graph_launches: how many CUDA graphs were launched.
     """
 
     peak: int
     saved: int
     sent: int
     collectives: int
+    largest: int
+    kernels: dict[str, float]
+    graph_launches: int
 
 
-def profiled(forward: Callable[[], T], backward: Callable[[T], Any]) -> Profiled:
-    """What one step costs on this rank."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+def profiled(forward: Callable[[], T], backward: Callable[[T], Any], device: str = "cpu") -> Profiled:
+    """What one step costs on this rank, whose tensors are on `device`: "cpu" or "cuda"."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
         found = forward()
         with record_function(_FORWARD_ENDS):
             pass
         backward(found)
+        if device == "cuda":
+            torch.cuda.synchronize()
     with TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")
         events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
     forward_ends = next(event["ts"] for event in events if event.get("name") == _FORWARD_ENDS)
-    allocated = sorted((event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]")
+    of_device = (DeviceType.CUDA if device == "cuda" else DeviceType.CPU).value
+    changes = [event for event in events if event.get("name") == "[memory]"]
+    changes = [event for event in changes if event["args"]["Device Type"] == of_device]
+    allocated = sorted((event["ts"], event["args"]["Bytes"]) for event in changes)
     held = peak = saved = 0
     for at, size in allocated:
         held += size
         peak = max(peak, held)
         saved = held if at <= forward_ends else saved
     collectives = [event for event in events if str(event.get("name")).startswith("gloo:")]
-    return Profiled(peak, saved, sum(map(_sent, collectives)), len(collectives))
+    largest = max((size for _, size in allocated), default=0)
+    launches = sum(event.get("name") == "cudaGraphLaunch" for event in events)
+    return Profiled(peak, saved, sum(map(_sent, collectives)), len(collectives), largest, _kernels(events), launches)
+
+
+def _kernels(events: Sequence[dict[str, Any]]) -> dict[str, float]:
+    microseconds: dict[str, float] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            microseconds[event["name"]] = microseconds.get(event["name"], 0.0) + event["dur"]
+    return dict(sorted(microseconds.items(), key=lambda item: -item[1]))
 
 
 def _sent(event: dict[str, Any]) -> int:

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosp_rules import autosp
 
-__all__ = ["WAYS", "Step", "is_installed", "llama"]
+__all__ = ["WAYS", "Step", "is_installed", "llama", "ours"]
 
 _TILES = 8  # of the tuned way
 _TILE_BYTES = 2**22
@@ -92,7 +92,9 @@ def _one_device(config: transformers.LlamaConfig) -> Step:
     return Step(run)
 
 
-def _ours(**options: Any) -> Callable[[transformers.LlamaConfig], Step]:
+def ours(**options: Any) -> Callable[[transformers.LlamaConfig], Step]:
+    """AutoSP with these settings; models are made in the dtype of their configuration, on torch's default device."""
+
     def prepare(config: transformers.LlamaConfig) -> Step:
         backend = autosp(**options)
         compiled = torch.compile(_model(config), backend=backend)
@@ -127,7 +129,7 @@ def _shards(ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torc
     """This rank's ids, shifted labels and positions, and the number of labels on all ranks."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
-    positions = torch.arange(ids.shape[1]).unsqueeze(0)
+    positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
     chunks = [x.chunk(num_ranks, 1)[rank].clone() for x in (ids, shifted, positions)]
     return chunks[0], chunks[1], chunks[2], (shifted != -100).sum()
 
@@ -213,13 +215,13 @@ WAYS: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "Ulysses by hand": _ulysses,
     "Ulysses by hand, tuned": _ulysses_tuned,
     "DeepSpeed AutoSP": _deepspeed,
-    "autosp": _ours(),
-    "autosp, ranks not compared": _ours(compare_ranks=False),
-    "autosp, logits dropped": _ours(checkpoint="none", logits="drop"),
-    "autosp, layers checkpointed": _ours(**_CHECKPOINTED),
-    "autosp, overlapped": _ours(**_CHECKPOINTED, overlap=True),
-    "autosp, MLPs tiled too": _ours(**_CHECKPOINTED, mlp_tile=_TILE_BYTES),
-    "autosp, all checkpointed": _ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
-    "autosp, all, MLPs tiled": _ours(**{**_CHECKPOINTED, "checkpoint": "full"}, mlp_tile=_TILE_BYTES),
-    "autosp, ring": _ours(attention="ring"),
+    "autosp": ours(),
+    "autosp, ranks not compared": ours(compare_ranks=False),
+    "autosp, logits dropped": ours(checkpoint="none", logits="drop"),
+    "autosp, layers checkpointed": ours(**_CHECKPOINTED),
+    "autosp, overlapped": ours(**_CHECKPOINTED, overlap=True),
+    "autosp, MLPs tiled too": ours(**_CHECKPOINTED, mlp_tile=_TILE_BYTES),
+    "autosp, all checkpointed": ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
+    "autosp, all, MLPs tiled": ours(**{**_CHECKPOINTED, "checkpoint": "full"}, mlp_tile=_TILE_BYTES),
+    "autosp, ring": ours(attention="ring"),
 }

@@ -1,0 +1,1 @@
+"""A package, so that no `tests` that another project installs is found first."""

@@ -1,0 +1,68 @@
+"""A rank's program over a process group of one rank: all collectives run, and the result is one device's.
+
+AutoSP itself leaves a model alone where its axis has one rank. Here it is rewritten, so one card runs what P cards do:
+real collectives, and whatever a compiler makes of the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from autosp_rules import AutoSPConfig, AutoSPReport
+from autosp_rules.transform import transform
+from fxrewrite.backends import inner_compiler
+from fxrewrite.spmd import axis_of, fix_rank
+
+__all__ = ["differences", "one_rank_backend", "one_rank_group"]
+
+
+@contextmanager
+def one_rank_group(backend: str) -> Generator[None]:
+    """A process group of this process alone: "nccl" for the current card, or "gloo"."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def one_rank_backend(
+    config: AutoSPConfig, reports: list[AutoSPReport], **options: Any
+) -> Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
+    """Compiles what rank 0 of 1 runs by the config's inner backend; `options` are those of `torch.compile`."""
+
+    def compiled(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        program, report = transform(gm, config, axis_of(None, config.axis))
+        reports.append(report)
+        fix_rank(program)
+        return inner_compiler(config.inner, **options)(program, example_inputs)
+
+    return compiled
+
+
+def differences(
+    step: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], like: nn.Module | None = None
+) -> dict[str, float]:
+    """How far `step`, made of the model, is from `like` (or the model itself): of the loss, and of the worst gradient.
+
+    Both start from one state of torch's random number generators. Differences are relative to the largest entry of all
+    gradients, and to the loss.
+    """
+    like = like or model
+    torch.manual_seed(0)
+    expected_loss = like(**inputs).loss
+    expected = torch.autograd.grad(expected_loss, list(like.parameters()))
+    torch.manual_seed(0)
+    output = step(**inputs)
+    found_loss = output.loss if hasattr(output, "loss") else output[0]
+    found = torch.autograd.grad(found_loss, list(model.parameters()))
+    largest = max(grad.abs().max().item() for grad in expected)
+    worst = max((a.double() - b.double()).abs().max().item() for a, b in zip(found, expected, strict=True)) / largest
+    loss = expected_loss.item()
+    return {"loss": abs(found_loss.item() - loss) / abs(loss), "gradient": worst}

@@ -1,0 +1,112 @@
+"""`python -m tests.gpu`: what this project does on one CUDA card, as one JSON file and a table, failures first.
+
+    python -m tests.gpu                                  all sections, within ten minutes
+    python -m tests.gpu --only training --layers 0 --budget 3600
+    python -m tests.gpu --device cpu --tiny              that the sections run, on any machine
+
+Each section runs in a process of its own (`processes.py`), so what crashes, hangs or has not enough memory is one
+figure with an error. The file is written again whenever a figure was added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.gpu.processes import Section, run_section
+from tests.gpu.table import choose_mask_kernel, status_of, table
+
+SECTIONS = {"card": 15, "suite": 110, "exactness": 80, "attention": 150, "training": 190, "compilers": 70}
+"""The modules of this folder that have figures, in order, each with its share of the time. What a section leaves is
+for those after it."""
+_LONGEST_SHARE = 0.6
+"""The most of a section's time that one figure may take."""
+
+
+def main() -> int:
+    """1 where a figure failed, or found that something is not so."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="these sections alone")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="file for the figures [%(default)s]")
+    parser.add_argument("--budget", type=float, default=600, help="seconds for all sections [%(default)s]")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[%(default)s]")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, which measure nothing")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the models that train; 0: all [%(default)s]")
+    parser.add_argument("--child", nargs=3, metavar=("SECTION", "LINES", "LEAVE_OUT"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        _measure(*options.child, options)
+        return 0
+    return _measure_all(options)
+
+
+def _measure(section: str, lines: str, leave_out: str, options: argparse.Namespace) -> None:
+    """One section, in this process."""
+    import torch
+
+    from tests.gpu.figures import Setting, write_figures
+
+    setting = Setting(options.device, options.tiny, options.layers)
+    if setting.is_cuda:
+        if not torch.cuda.is_available():
+            raise SystemExit(f"torch {torch.__version__} finds no CUDA card; --device cpu --tiny runs without one")
+        torch.cuda.set_device(0)
+    else:
+        torch.set_num_threads(1)
+    figures = importlib.import_module(f"tests.gpu.{section}").figures(setting)
+    write_figures(figures, Path(lines), json.loads(leave_out))
+
+
+def _measure_all(options: argparse.Namespace) -> int:
+    found: dict[str, Any] = {
+        "command": sys.argv[1:],
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "device": options.device,
+        "tiny": options.tiny,
+        "sections": {},
+        "sections_left_out": list(options.only),
+    }
+    names = [name for name in SECTIONS if name in options.only]
+    ends = time.monotonic() + options.budget
+
+    def write(name: str, section: Section) -> None:
+        found["sections"][name] = section
+        if name == "attention" and options.device == "cuda" and not options.tiny:
+            found["default"] = choose_mask_kernel(section["figures"])
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+    with TemporaryDirectory() as cache:  # every run compiles anew
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        for name in names:
+            share = SECTIONS[name] / sum(SECTIONS[later] for later in names[names.index(name) :])
+            seconds = share * (ends - time.monotonic())
+            print(f"{name}: at most {seconds:.0f} s", flush=True)
+            command = [sys.executable, "-m", "tests.gpu", "--device", options.device, "--layers", str(options.layers)]
+            command += [*(["--tiny"] if options.tiny else []), "--child", name]
+            section = run_section(
+                command, seconds, a_figure=_LONGEST_SHARE * seconds, on_change=lambda new, name=name: write(name, new)
+            )
+            found["sections_left_out"].remove(name)
+            write(name, section)
+    print("\n".join(table(found)))
+    print(f"\nwritten to {options.out}")
+    return int(any(status_of(figure) in ("failed", "not so") for figure in _all_figures(found)))
+
+
+def _all_figures(found: dict[str, Any]) -> list[dict[str, Any]]:
+    sections = found["sections"].values()
+    broken = [section for section in sections if "error" in section]
+    return [*broken, *(figure for section in sections for figure in section["figures"].values())]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

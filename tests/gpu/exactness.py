@@ -1,0 +1,158 @@
+"""AutoSP on the card against one device, in float64 and bfloat16, whole models forward and backward.
+
+    simulated     4 ranks in one process, whose collectives exchange data; run as it is, without a compiler
+    one rank      a program with all its collectives over a real process group of one rank: NCCL on a card
+    two ranks     two processes that share the card, over gloo
+
+In bfloat16 both are compared with the model in float64: AutoSP may be at most twice as far from it as one device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autosp_rules import AutoSPConfig, AutoSPReport, autosp
+from autosp_rules.demo.launch import launch
+from autosp_rules.transform import transform
+from fxrewrite.spmd import axis_of
+from fxrewrite.testing import fake_mesh, run_on_ranks
+from tests.autosp.models import batch, build, with_dropout
+from tests.autosp.one_device import captured
+from tests.autosp.one_rank import differences, one_rank_backend, one_rank_group
+from tests.gpu.figures import Figures, Setting
+
+__all__ = ["figures"]
+
+CASES: dict[str, tuple[str, str, float]] = {
+    "Llama": ("llama_gqa", "plain", 0.0),
+    "GPT-2, dropout": ("gpt2", "plain", 0.1),
+    "Llama, padding": ("llama_gqa", "right_padding", 0.0),
+}
+"""A model of `tests.autosp.models`, its batch, and the probability of its dropouts."""
+INNERS = ("eager", "aot_eager", "inductor")
+_BOUND = 1e-6
+"""Of relative differences in float64: these models cast their logits to float32 for the loss."""
+
+
+def figures(setting: Setting) -> Figures:
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    for case in CASES:
+        for inner in INNERS:
+            found[f"one rank, {case}, {inner}"] = partial(_one_rank, case, inner, setting)
+    for case in CASES:
+        for attention in ("ulysses", "gather_kv", "ring"):
+            if not (attention == "ring" and CASES[case][2]):  # a ring has no dropout in the scores
+                found[f"simulated, {case}, {attention}"] = partial(_simulated, case, attention, setting)
+    found["simulated, Llama, bfloat16"] = partial(_in_bfloat16, setting)
+    found["two ranks, Llama, inductor"] = partial(_two_ranks, setting)
+    if setting.tiny:
+        kept = ("one rank, Llama, aot_eager", "simulated, Llama, ulysses", "simulated, Llama, bfloat16")
+        return {name: found[name] for name in (*kept, "two ranks, Llama, inductor")}
+    return found
+
+
+def _made(case: str, setting: Setting) -> tuple[nn.Module, dict[str, Any]]:
+    name, kind, dropout = CASES[case]
+    model = build(name, layers=1 if setting.tiny else 2)
+    if dropout:
+        with_dropout(model, dropout)
+    return model.to(setting.device), _on(setting.device, batch(name, kind))
+
+
+def _on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def _config(case: str, **how: Any) -> AutoSPConfig:
+    return AutoSPConfig(rng="global" if CASES[case][2] else "local", outputs="gather", **how)
+
+
+def _one_rank(case: str, inner: str, setting: Setting) -> dict[str, Any]:
+    model, inputs = _made(case, setting)
+    reports: list[AutoSPReport] = []
+    config = _config(case, inner=inner, attention="ulysses")
+    with one_rank_group(setting.backend):
+        step = torch.compile(model, backend=one_rank_backend(config, reports), fullgraph=True)
+        found: dict[str, Any] = dict(differences(step, model, inputs))
+    found |= {"backend": setting.backend, "collectives": len(reports[0].collectives)}
+    has_collectives = bool(reports[0].collectives) or bool(
+        CASES[case][2]
+    )  # dropout in the scores takes none on one rank
+    return found | {"holds": has_collectives and _is_equal(found)}
+
+
+def _is_equal(found: dict[str, Any]) -> bool:
+    return max(found["loss"], found["gradient"]) <= _BOUND
+
+
+def _simulated(case: str, attention: Any, setting: Setting) -> dict[str, Any]:
+    model, inputs = _made(case, setting)
+    loss, gradients = _of_one_device(model, inputs)
+    found = _distance(_of_ranks(model, inputs, _config(case, attention=attention)), (loss, gradients))
+    return found | {"ranks": 4, "holds": _is_equal(found)}
+
+
+Found = tuple[torch.Tensor, list[torch.Tensor]]
+"""A loss, and a gradient for each parameter."""
+
+
+def _of_one_device(model: nn.Module, inputs: dict[str, Any]) -> Found:
+    torch.manual_seed(0)
+    loss = model(**inputs).loss
+    return loss.detach(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _of_ranks(model: nn.Module, inputs: dict[str, Any], config: AutoSPConfig) -> Found:
+    gm, examples = captured(model, inputs)
+    with fake_mesh((4,), ("sp",)) as mesh:
+        program, _ = transform(gm, config, axis_of(mesh, "sp"))
+        torch.manual_seed(0)
+        run = run_on_ranks(program, examples, 4, backward=0)
+    by_input = {id(value): grad for value, grad in zip(examples, run.gradients(), strict=True)}
+    gradients = [by_input[id(parameter)] for parameter in model.parameters()]
+    assert all(gradient is not None for gradient in gradients), "a parameter has no gradient"
+    return run.outputs[0][0].detach(), [gradient for gradient in gradients if gradient is not None]
+
+
+def _distance(found: Found, expected: Found) -> dict[str, Any]:
+    largest = max(gradient.abs().max().item() for gradient in expected[1])
+    pairs = zip(found[1], expected[1], strict=True)
+    worst = max((a.double() - b.double()).abs().max().item() for a, b in pairs)
+    loss = (found[0].double() - expected[0].double()).abs() / expected[0].double().abs()
+    return {"loss": loss.item(), "gradient": worst / largest}
+
+
+def _in_bfloat16(setting: Setting) -> dict[str, Any]:
+    wide, inputs = _made("Llama", setting)
+    narrow = copy.deepcopy(wide).to(torch.bfloat16)
+    wide.load_state_dict(narrow.state_dict())  # the same weights
+    exact = _of_one_device(wide, inputs)
+    one_device = _distance(_of_one_device(narrow, inputs), exact)
+    ours = _distance(_of_ranks(narrow, inputs, _config("Llama", attention="ulysses")), exact)
+    holds = all(ours[what] <= 2 * one_device[what] + 1e-3 for what in ours)
+    return {**ours, "one_device": one_device, "holds": holds}
+
+
+def _two_ranks(setting: Setting) -> dict[str, Any]:
+    found = launch(_on_a_rank, setting.device, ranks=2)
+    return found | {"holds": found["sharded"] and _is_equal(found)}
+
+
+def _on_a_rank(device: str) -> dict[str, Any]:
+    """Of a process: gradients averaged over both, against its own."""
+    model, inputs = build("llama_gqa", layers=1).to(device), _on(device, batch("llama_gqa", "right_padding"))
+    backend = autosp(inner="inductor", strict=True)
+    loss = torch.compile(model, backend=backend, fullgraph=True)(**inputs).loss
+    gradients = list(torch.autograd.grad(loss, list(model.parameters())))
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    averaged = [gradient / dist.get_world_size() for gradient in gradients]
+    found = _distance((loss.detach(), averaged), _of_one_device(model, inputs))
+    return found | {"ranks": dist.get_world_size(), "sharded": bool(backend.reports[0].tokens_per_rank)}

@@ -1,0 +1,137 @@
+"""Figures measured in a process of their own, which may crash or hang: each is kept as soon as it is there.
+
+The child writes lines of JSON: the names of all figures, then for each that it begins, and what it found. When it dies,
+it is started again without the figures that it has begun; one that takes too long is stopped in the same way.
+This file imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+__all__ = ["Section", "run_section"]
+
+Section: TypeAlias = dict[str, Any]
+"""`figures` by name, each a dict or {"error": text}; `left_out`, the names of those that did not fit into the time;
+`seconds`; `error` if the process failed before its first figure."""
+
+_POLL = 0.2
+"""Seconds between two looks at what the child has written."""
+_TAIL = 2000
+"""Characters of the child's output that an error keeps, from its end."""
+
+
+def run_section(
+    command: Sequence[str], seconds: float, *, a_figure: float, on_change: Callable[[Section], None]
+) -> Section:
+    """What `command`, followed by the file for its lines and a JSON list of figures to leave out, has measured.
+
+    Args:
+        command: how the child is started.
+        seconds: limit of the section.
+        a_figure: limit of each figure, in seconds.
+        on_change: is called with the section whenever a figure was added.
+    """
+    started = time.monotonic()
+    section: Section = {"figures": {}, "left_out": [], "seconds": 0.0}
+    begun: list[str] = []
+    names: list[str] = []
+    while (left := seconds - (time.monotonic() - started)) > 0:
+        with TemporaryDirectory() as folder:
+            lines, output = Path(folder, "lines"), Path(folder, "output")
+            lines.touch()
+            with output.open("wb") as file:
+                child = subprocess.Popen(
+                    [*command, str(lines), json.dumps(begun)],
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            try:
+                why = _watch(child, lines, left, a_figure, partial(_read, lines, section, begun, names, on_change))
+            finally:
+                _stop(child)
+            _read(lines, section, begun, names, on_change)
+            said = output.read_text(errors="replace")[-_TAIL:]
+        open_figures = [name for name in begun if name not in section["figures"]]
+        for name in open_figures:
+            section["figures"][name] = {"error": f"{why}\n{said}"}
+        if not why:
+            break
+        if not names:
+            section["error"] = f"{why}\n{said}"
+            break
+        if not open_figures and len(begun) == len(names):
+            break
+    if not names and "error" not in section:
+        section["error"] = "no time was left for it"
+    section["seconds"] = round(time.monotonic() - started, 1)
+    section["left_out"] = [name for name in names if name not in begun]
+    on_change(section)
+    return section
+
+
+def _watch(
+    child: subprocess.Popen[bytes], lines: Path, seconds: float, a_figure: float, read: Callable[[], bool]
+) -> str:
+    """Waits for the child; says why it ended, or '' if it is done."""
+    started = changed = time.monotonic()
+    while True:
+        ended = child.poll()
+        if read():
+            changed = time.monotonic()
+        if ended is not None:
+            return "" if ended == 0 else _how_it_ended(ended)
+        now = time.monotonic()
+        if now - started > seconds:
+            return f"stopped: the section's time was over, {now - changed:.0f} s after this began"
+        if now - changed > a_figure:
+            return f"stopped after {now - changed:.0f} s, the most that a figure may take"
+        time.sleep(_POLL)
+
+
+def _how_it_ended(status: int) -> str:
+    if status >= 0:
+        return f"the process exited with status {status}"
+    name = signal.Signals(-status).name
+    return f"the process was ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """Ends the child with all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _read(
+    lines: Path, section: Section, begun: list[str], names: list[str], on_change: Callable[[Section], None]
+) -> bool:
+    """Takes over what the child has written; True if there is something new."""
+    before = len(begun), len(section["figures"]), len(names)
+    for line in lines.read_text().splitlines():
+        try:
+            said = json.loads(line)
+        except ValueError:
+            break  # the child is writing it
+        if "names" in said:
+            names[:] = said["names"]
+        elif "begins" in said:
+            if said["begins"] not in begun:
+                begun.append(said["begins"])
+        else:
+            section["figures"].setdefault(said["figure"], said["found"])
+    has_changed = before != (len(begun), len(section["figures"]), len(names))
+    if len(section["figures"]) > before[1]:
+        on_change(section)
+    return has_changed

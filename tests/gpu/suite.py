@@ -1,0 +1,44 @@
+"""The tests that are marked `gpu`, a file at a time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from tests.gpu.figures import Figures, Setting
+
+__all__ = ["figures"]
+
+_ROOT = Path(__file__).parents[2]
+
+
+def figures(setting: Setting) -> Figures:
+    files = sorted(path for path in (_ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    return {str(path.relative_to(_ROOT)): lambda path=path: _run(path) for path in files}
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """How many tests passed, failed and were skipped, and what those that failed say."""
+    with TemporaryDirectory() as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(min(8, os.cpu_count() or 1))}
+        done = subprocess.run(
+            [*command, str(path)], check=False, cwd=_ROOT, env=environment, capture_output=True, text=True
+        )
+        if not report.exists():
+            raise RuntimeError(f"pytest exited with status {done.returncode}\n{(done.stdout + done.stderr)[-1000:]}")
+        cases = list(ET.parse(report).iter("testcase"))
+    bad = {case.get("name"): part for case in cases for part in case if part.tag in ("failure", "error")}
+    skipped = sum(part.tag == "skipped" for case in cases for part in case)
+    return {
+        "passed": len(cases) - len(bad) - skipped,
+        "skipped": skipped,
+        "failed": {name: (part.text or "")[-1500:] for name, part in bad.items()},
+        "holds": bool(cases) and not bad,
+    }

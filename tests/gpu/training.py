@@ -1,0 +1,182 @@
+"""Rank 0 of 8 of models of Llama's shapes in bfloat16, alone over torch's fake process group: steps, bytes, MFU.
+
+Collectives return at once, so times are those of what a rank computes; it is random weights that train. Each way starts
+at the shortest sequence and doubles it until the card's memory, or the figure's time, is over.
+
+    seconds, peak, saved, largest    of one step, forward and backward, without an optimizer (`card.measured`)
+    mfu                              operations of the rank's share over those that the card could do in that time
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+
+from autosp_rules.parallelism import AUTOSP
+from fxrewrite.spmd import shard_parameters, spmd
+from fxrewrite.testing import fake_mesh
+from rules.parallel import ZERO3
+from tests.bench.ways import WAYS, Step, ours
+from tests.gpu.card import measured, peak_flops
+from tests.gpu.figures import Figures, Setting
+
+__all__ = ["figures"]
+
+RANKS = 8
+_WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+SHAPES: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": {**dict(zip(_WIDTHS, (2048, 8192, 16, 32, 64), strict=True)), "tie_word_embeddings": True},
+    "Llama-3.2-3B": {**dict(zip(_WIDTHS, (3072, 8192, 28, 24, 128), strict=True)), "tie_word_embeddings": True},
+    "Llama-3.1-8B": {**dict(zip(_WIDTHS, (4096, 14336, 32, 32, 128), strict=True)), "tie_word_embeddings": False},
+}
+"""Each has 8 KV heads and a vocabulary of 128,256. Source: the models' configurations on Hugging Face."""
+SHORTEST = 8192
+_SECONDS = 25.0
+"""Of one way of one model: no longer sequence is begun after them, compiling not counted."""
+_CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop"}
+_FIRST: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
+    "autosp, layers checkpointed": ours(**_CHECKPOINTED),
+    "Ulysses by hand": WAYS["Ulysses by hand"],
+    "Ulysses by hand, tuned": WAYS["Ulysses by hand, tuned"],
+    "autosp, logits dropped": ours(checkpoint="none", logits="drop"),
+}
+_MORE: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
+    "autosp, offloaded": ours(**_CHECKPOINTED, offload=True),
+    "autosp, overlapped": ours(**_CHECKPOINTED, overlap=True),
+    "autosp, all checkpointed": ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
+    "autosp, ring": ours(**_CHECKPOINTED, attention="ring"),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A configuration with as many layers as are trained, and those that the model has."""
+
+    config: transformers.LlamaConfig
+    layers_of_model: int
+
+    @classmethod
+    def of(cls, name: str, setting: Setting) -> Model:
+        shape = {**SHAPES[name], "num_key_value_heads": 8, "vocab_size": 128256}
+        layers = shape["num_hidden_layers"]
+        shape["num_hidden_layers"] = setting.layers or layers
+        if setting.tiny:
+            shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 8}
+            shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128}
+        dtype = "bfloat16" if setting.is_cuda else "float32"
+        config = transformers.LlamaConfig(
+            **shape, max_position_embeddings=1 << 22, use_cache=False, attention_dropout=0.0, dtype=dtype
+        )
+        return cls(config, layers)
+
+    def num_multiplied(self) -> int:
+        """Parameters that each token is multiplied by: all but the embedding, which is looked up, and norms."""
+        c = self.config
+        heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+        layer = c.hidden_size * (heads + 3 * c.intermediate_size)
+        return c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
+
+    def operations(self, length: int) -> float:
+        """Of a rank's step, forward and backward: 6 for each parameter and token, and causal attention's."""
+        c = self.config
+        # forward 2 products of 2 operations, of half of all scores; the backward pass is two forwards
+        attention = 3 * 4 * length**2 / 2 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
+        return (6 * self.num_multiplied() * length + attention) / RANKS
+
+
+def figures(setting: Setting) -> Figures:
+    found: dict[str, Callable[[], dict[str, Any]]] = {}
+    models = list(SHAPES)
+    for model in (models[0], models[2], models[1]):
+        for way, prepare in _FIRST.items():
+            found[f"{model}, {way}"] = partial(_alone, model, prepare, setting)
+        if model == models[0]:
+            for way, prepare in _MORE.items():
+                found[f"{model}, {way}"] = partial(_alone, model, prepare, setting)
+            found[f"{model}, ZeRO-3 over 8 and autosp over 8"] = partial(_alone_in_shards, model, setting)
+    return dict(list(found.items())[: 2 + len(_FIRST) + len(_MORE)]) if setting.tiny else found
+
+
+def _alone(name: str, prepare: Callable[[transformers.LlamaConfig], Step], setting: Setting) -> dict[str, Any]:
+    model = Model.of(name, setting)
+    with fake_mesh((RANKS,), ("sp",)):
+        with torch.device(setting.device):
+            step = prepare(model.config)
+        return _by_length(model, setting, step.run)
+
+
+def _alone_in_shards(name: str, setting: Setting) -> dict[str, Any]:
+    """Parameters in shards over 8 replicas, too: rank 0 of 64."""
+    model, plan = Model.of(name, setting), ZERO3 | AUTOSP
+    with fake_mesh((RANKS, RANKS), ("dp", "sp"), device=setting.device) as mesh:
+        with torch.device(setting.device):
+            whole = transformers.LlamaForCausalLM._from_config(model.config).train()
+        held = shard_parameters(whole, plan, mesh)
+        compiled = torch.compile(held, backend=spmd(plan, mesh=mesh))
+
+        def run(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.mark_dynamic(ids, 1)
+            torch._dynamo.mark_dynamic(labels, 1)
+            return compiled(input_ids=ids, labels=labels).loss
+
+        return _by_length(model, setting, run)
+
+
+def _by_length(
+    model: Model, setting: Setting, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """The figures of a step at each length; `compile` is the first step, in seconds, `longest` the last that fits."""
+    peak = peak_flops(torch.cuda.get_device_name(0)) if setting.is_cuda else None
+    steps: dict[int, dict[str, Any]] = {}
+    found: dict[str, Any] = {"layers": model.config.num_hidden_layers, "layers_of_model": model.layers_of_model}
+    found |= {"ranks": RANKS, "steps": steps, "ended_by": "the last length that is measured", "longest": None}
+    length = 64 if setting.tiny else SHORTEST
+    lengths = [length * 2**i for i in range(2 if setting.tiny else 12)]
+    _warm_up(run, model, lengths[0], setting, found)
+    ends = time.monotonic() + _SECONDS
+    for length in lengths:
+        ids = _ids(length, model, setting)
+        try:
+            began = time.monotonic()
+            step = measured(lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, warm_up=1)
+        except torch.OutOfMemoryError:
+            if not steps:
+                raise
+            found["ended_by"] = f"{length:,} tokens do not fit into the card's memory"
+            break
+        operations = model.operations(length)
+        step |= {"operations": operations, "mfu": None if peak is None else operations / step["seconds"] / peak}
+        steps[length] = step
+        found["longest"] = length
+        if time.monotonic() + 4 * (time.monotonic() - began) > ends and length != lengths[-1]:
+            found["ended_by"] = "the figure's time"
+            break
+    last = steps[found["longest"]]
+    return {**found, **{name: last[name] for name in ("seconds", "peak", "saved", "mfu")}}
+
+
+def _ids(length: int, model: Model, setting: Setting) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(model.config.vocab_size, (1, length), generator=generator).to(setting.device)
+
+
+def _warm_up(
+    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    model: Model,
+    length: int,
+    setting: Setting,
+    found: dict[str, Any],
+) -> None:
+    """The first step, which compiles, and leaves gradients that later steps add to."""
+    ids = _ids(length, model, setting)
+    started = time.perf_counter()
+    loss = run(ids, ids.clone())
+    loss.backward()
+    found["loss_is_finite"] = bool(loss.isfinite().item())  # of shards that were not exchanged, so no more than that
+    found["compile"] = time.perf_counter() - started
