@@ -218,12 +218,14 @@ def _fresh_dynamo() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", ON_CHUNKS)
+@pytest.mark.slow
 def test_runs_on_chunks(name: str, num_ranks: int) -> None:
     assert check(ON_CHUNKS[name], num_ranks=num_ranks) == []
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.slow
 def test_is_gathered_and_says_why(name: str, num_ranks: int) -> None:
     body, why = GATHERED[name]
     (line,) = gathers(check(body, num_ranks=num_ranks))

@@ -194,6 +194,7 @@ def test_uneven_shards() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.slow
 def test_lengths(mesh: DeviceMesh, dynamic: bool) -> None:
     """Batches of other sizes run, in one program where they are dynamic."""
     step = compiled(ZERO3 | TENSOR, mesh, dynamic=dynamic)
@@ -268,6 +269,7 @@ CHUNKS, BLOCKS = ({inputs("{x,y}"): placement} for placement in (Shard(0), Zigza
 
 
 @pytest.mark.parametrize("place", [CHUNKS, BLOCKS, {inputs("x"): Zigzag(0), inputs("y"): Shard(0)}])
+@pytest.mark.slow
 def test_inputs_in_chunks(place: Any) -> None:
     """The program is that of the whole input; what ranks compile reads chunks of any length."""
     plan = Parallelism("chunks", axis="tp", place=place)
@@ -378,6 +380,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
         (ZERO3 | TENSOR, {"dp": 2, "tp": 1}, {"dp": {"all_gather": 2}, "tp": {}}),
     ],
 )
+@pytest.mark.slow
 def test_simulated_ranks_equal_one_device(plan: Any, sizes: dict[str, int], sent: Any) -> None:
     """Also where each rank has rows of its own, where replicas are the innermost axis, and in uneven shards."""
     found = simulate(Model().double(), {"x": torch.arange(96.0).double().sin().reshape(16, 6)}, plan, sizes)
@@ -414,6 +417,7 @@ class Taught(Model):
 
 
 @pytest.mark.parametrize("plan", [ZERO3, ZERO3 | TENSOR])
+@pytest.mark.slow
 def test_parameters_that_are_read_without_gradients(plan: Any) -> None:
     sizes = {member.axis: 2 for member in plan.members}
     found = simulate(Positions().double(), {"x": ROWS}, plan, sizes)

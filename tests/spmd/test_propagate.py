@@ -89,6 +89,7 @@ GATHERED: dict[str, Any] = {
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.slow
 def test_stays_sharded(name: str, num_ranks: int) -> None:
     if name == "attention" and num_ranks == 4:
         pytest.skip("two heads")
