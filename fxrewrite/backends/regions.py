@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
 from fxrewrite.graph.repeats import Part, cut_repeats
-from fxrewrite.ops import is_inexact, key, mutates, tensors_of, value, without_gradients
+from fxrewrite.ops import held, is_inexact, key, mutates, tensors_of, value, without_gradients
 
 __all__ = ["Regions", "compile_regions", "regional"]
 
@@ -100,12 +100,12 @@ def compile_regions(
     inputs = [_faked(found, mode) for found in example_inputs]
     given: dict[fx.Node, Any] = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in (*given, *gm.graph.find_nodes(op="get_attr")):
-        held = None if node in given else _held(gm, node)
-        if not isinstance(held, fx.GraphModule):
+        attribute = None if node in given else held(gm, node)
+        if not isinstance(attribute, fx.GraphModule):
             at[node] = program.node_copy(node)
-        if isinstance(held, torch.Tensor):
-            _hold(root, str(node.target), held)
-            given[node] = _faked(held, mode)
+        if isinstance(attribute, torch.Tensor):
+            _hold(root, str(node.target), attribute)
+            given[node] = _faked(attribute, mode)
     regions: dict[Hashable, _Region] = {}
     for part in cut.parts:
         examples = [
@@ -116,11 +116,10 @@ def compile_regions(
         if look not in regions:
             with tracing(TracingContext(mode)):  # AOTAutograd writes what it learns of a graph into this context
                 run = compile_inner(_module_of(gm, part), examples)
-            regions[look] = _Region(run, part)
-            root.add_module(f"region_{len(regions) - 1}", regions[look])
+            regions[look] = _Region(f"region_{len(regions)}", run, part)
+            root.add_module(regions[look].name, regions[look])
         regions[look].num_calls += 1
-        name = f"region_{list(regions).index(look)}"
-        call = program.call_module(name, tuple(at[node] for node in part.reads))
+        call = program.call_module(regions[look].name, tuple(at[node] for node in part.reads))
         at.update((node, program.call_function(operator.getitem, (call, i))) for i, node in enumerate(part.gives))
     program.node_copy(gm.graph.output_node(), at.__getitem__)
     report = Regions(
@@ -135,9 +134,9 @@ def compile_regions(
 class _Region(nn.Module):
     """A compiled part of a graph."""
 
-    def __init__(self, run: Callable[..., Any], part: Part) -> None:
+    def __init__(self, name: str, run: Callable[..., Any], part: Part) -> None:
         super().__init__()
-        self.part, self.num_calls, self._run = part, 0, run
+        self.name, self.part, self.num_calls, self._run = name, part, 0, run
 
     def forward(self, *values: Any) -> Any:
         return self._run(*values)
@@ -148,8 +147,8 @@ def _differentiated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[fx
     found, inputs, off = set[fx.Node](), iter(example_inputs), without_gradients(list(gm.graph.nodes))
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            held = next(inputs) if node.op == "placeholder" else _held(gm, node)
-            requires = isinstance(held, torch.Tensor) and held.requires_grad
+            given = next(inputs) if node.op == "placeholder" else held(gm, node)
+            requires = isinstance(given, torch.Tensor) and given.requires_grad
         else:
             is_stopped = node in off or not torch.is_grad_enabled() or key(node) in _STOPS
             requires = not is_stopped and not found.isdisjoint(node.all_input_nodes)
@@ -172,18 +171,12 @@ def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:
         for operand in node.all_input_nodes:
             if operand not in at:  # the subgraph of a higher-order operator: other values are read
                 at[operand] = graph.node_copy(operand)
-                _hold(root, str(operand.target), _held(gm, operand))
+                _hold(root, str(operand.target), held(gm, operand))
         if node.op == "call_module":
             _hold(root, str(node.target), gm.get_submodule(str(node.target)))
         at[node] = graph.node_copy(node, at.__getitem__)
     graph.output(tuple(at[node] for node in part.gives))
     return fx.GraphModule(root, graph)
-
-
-def _held(gm: nn.Module, node: fx.Node) -> Any:
-    """The attribute that a node reads."""
-    parent, _, name = str(node.target).rpartition(".")
-    return getattr(gm.get_submodule(parent), name)
 
 
 def _hold(root: nn.Module, path: str, held: Any) -> None:

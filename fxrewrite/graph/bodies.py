@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from fxrewrite.ops import held
+
 __all__ = ["bodies", "nodes_of"]
 
 
@@ -15,8 +17,7 @@ def bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
         return
     seen: set[fx.GraphModule] = set()
     for node in gm.graph.find_nodes(op="get_attr"):
-        parent, _, name = str(node.target).rpartition(".")
-        found = getattr(gm.get_submodule(parent), name)
+        found = held(gm, node)
         if isinstance(found, fx.GraphModule) and found not in seen:
             seen.add(found)
             yield str(node.target), found

@@ -28,7 +28,17 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.bodies import bodies
 from fxrewrite.graph.sizes import size_hint
-from fxrewrite.ops import is_maybe_view, is_view, key, memory_origins, mutated, tensors_of, value, without_gradients
+from fxrewrite.ops import (
+    held,
+    is_maybe_view,
+    is_view,
+    key,
+    memory_origins,
+    mutated,
+    tensors_of,
+    value,
+    without_gradients,
+)
 
 __all__ = ["Part", "Parts", "cut_repeats"]
 
@@ -422,8 +432,7 @@ def _literal(gm: fx.GraphModule, argument: Any) -> Hashable:
     """An argument as a key; nodes are holes, except subgraphs."""
     if isinstance(argument, fx.Node):
         if argument.op == "get_attr":
-            parent, _, name = str(argument.target).rpartition(".")
-            body = getattr(gm.get_submodule(parent), name, None)
+            body = held(gm, argument)
             return _body_key(body) if isinstance(body, fx.GraphModule) else "%"
         return "%"
     if isinstance(argument, (tuple, list)):
@@ -451,15 +460,14 @@ def _body_key(body: fx.GraphModule) -> Hashable:
     found: list[Hashable] = []
     for i, node in enumerate(body.graph.nodes):
         at[node] = i
-        held = None
+        attribute = None
         if node.op == "get_attr":
-            parent, _, name = str(node.target).rpartition(".")
-            held = getattr(body.get_submodule(parent), name)
-            held = _body_key(held) if isinstance(held, fx.GraphModule) else id(held)
+            found_there = held(body, node)
+            attribute = _body_key(found_there) if isinstance(found_there, fx.GraphModule) else id(found_there)
         target = node.target if node.op in ("call_function", "call_method") else None
         wires = tuple(at[operand] for operand in _operands(node))
         literals = _literal(body, (node.args, node.kwargs))
-        found.append((node.op, target, literals, wires, held, _look(value(node))))
+        found.append((node.op, target, literals, wires, attribute, _look(value(node))))
     return tuple(found)
 
 

@@ -61,6 +61,7 @@ from fxrewrite.ops.traits import (
 from fxrewrite.ops.value import (
     MISSING as MISSING,
     fake_value as fake_value,
+    held as held,
     is_inexact as is_inexact,
     is_parameter as is_parameter,
     is_scalar as is_scalar,

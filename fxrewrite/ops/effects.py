@@ -19,6 +19,7 @@ from fxrewrite.ops.binding import BindingError, Signature, bind, signature_of
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.ops.traits import operators
+from fxrewrite.ops.value import held
 
 __all__ = [
     "called_overload",
@@ -319,8 +320,7 @@ def _bodies(node: fx.Node) -> list[fx.GraphModule] | None:
     if owner is None:
         return None if attributes else found
     for attribute in attributes:
-        parent, _, name = str(attribute.target).rpartition(".")
-        body = getattr(owner.get_submodule(parent), name)
+        body = held(owner, attribute)
         if isinstance(body, fx.GraphModule):
             found.append(body)
     return found

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxrewrite.errors import refuse
 
 __all__ = [
     "MISSING",
     "fake_value",
+    "held",
     "is_inexact",
     "is_parameter",
     "is_scalar",
@@ -55,6 +56,12 @@ def fake_value(node: fx.Node) -> Any:
             node=node,
         )
     return found
+
+
+def held(owner: nn.Module, node: fx.Node) -> Any:
+    """Returns the attribute of the graph's module that a `get_attr` node reads: a tensor, or a subgraph."""
+    parent, _, name = str(node.target).rpartition(".")
+    return getattr(owner.get_submodule(parent), name)
 
 
 def is_tensor(node: fx.Node) -> bool:

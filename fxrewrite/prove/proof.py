@@ -12,10 +12,7 @@ TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor program
 from __future__ import annotations
 
 import itertools
-import logging
-import warnings
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +29,7 @@ from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.meaning import Meaning, UnknownError, Value
 from fxrewrite.prove.reals import branches, difference, expanded
 from fxrewrite.verify.draw import Sampler
+from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS
 
 if TYPE_CHECKING:
@@ -126,7 +124,7 @@ def prove_rewrite(
     virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and ops.is_virtual(t.key)]
     if virtual:
         return Proof(rule_id, why_not=f"on one device {virtual[0].rpartition('.')[2]} is only a placeholder")
-    with _quiet():
+    with quiet():
         return _proof(rule_id, pattern, rewrite, sampler)
 
 
@@ -278,16 +276,3 @@ def _difference(old: Any, new: Any, indices: Indices, *, is_real: bool) -> str:
 def _short(expr: Any) -> str:
     text = str(expr)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Silences torch, which logs what it cannot run on fake tensors."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was, log.disabled = log.disabled, True
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.disabled = was
