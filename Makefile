@@ -13,7 +13,7 @@ GPU_PYTHON ?= python3
 # What `make gpu` needs beside torch; none of it asks for a torch.
 GPU_NEEDS := editables hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
 
-.PHONY: help env demo test quick trainers check compat gpu wheels bench zoo zoo-mesh cells proofs mutate third-party clean
+.PHONY: help env demo test further quick trainers check compat gpu wheels bench zoo zoo-mesh cells proofs mutate third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -23,24 +23,27 @@ env: .venv/test.stamp  ## the environment in .venv, pinned by constraints.txt
 demo: env  ## train a Llama on one device and across NPROC=2 ranks, compare
 	$(BIN)/autosp demo --ranks $(NPROC)
 
-test: env  ## all tests
-	$(PYTEST)
+test: env  ## every test, with some of its cases where it has many that take long
+	$(PYTEST) --cases=some
+
+further: env  ## the other cases, and four processes: with `make test` all there is
+	$(PYTEST) --cases=further
 
 quick: env  ## the engine and the core of AutoSP, without processes: for every edit
-	$(PYTEST) -m 'not gloo and not slow' tests/flow tests/graph tests/match tests/ops tests/pattern tests/spmd \
+	$(PYTEST) --cases=some -m 'not gloo and not slow' tests/flow tests/graph tests/match tests/ops tests/pattern tests/spmd \
 		tests/autosp/test_config.py tests/autosp/test_gradients.py tests/autosp/test_refusals.py \
 		tests/test_architecture.py tests/test_plan.py tests/test_rule.py tests/test_report.py
 
 trainers: .venv-trainers/test.stamp  ## the scripts of docs/trainers.md under their trainers, in .venv-trainers
 	$(TRAINERS)/python -m pytest -n 2 --dist worksteal tests/trainers
 
-check: .venv/dev.stamp  ## lint, types, then all tests
+check: .venv/dev.stamp  ## lint, types, then all tests and cases
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(PYTEST)
 
-compat: .venv-$(TORCH)/test.stamp  ## all tests on another torch, from PyPI, in .venv-TORCH: make compat TORCH=2.15.0
+compat: .venv-$(TORCH)/test.stamp  ## all tests and cases on another torch, from PyPI, in .venv-TORCH: make compat TORCH=2.15.0
 	.venv-$(TORCH)/bin/python -m pytest -n 2 --dist loadgroup
 
 gpu: .venv-gpu/stamp  ## what one CUDA card does, ten minutes: gpu.json and a table; GPU_PYTHON is the Python that has torch

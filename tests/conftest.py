@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: tests are small and run side by side
@@ -26,8 +27,23 @@ def fresh_state() -> Iterator[None]:
         pytest.fail("the test left a process group behind")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        choices=("all", "some", "further"),
+        default="all",
+        help="of tests that are marked `some(n)`, run every case, n of them, or the others (and these tests alone)",
+    )
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    which = config.getoption("--cases")
+    if which != "all":
+        some, further = _divided(items)
+        kept, left = (some, further) if which == "some" else (further, some)
+        items[:] = kept
+        config.hook.pytest_deselected(items=left)
     for item in items:
         if "gloo" in item.keywords:
             item.add_marker(pytest.mark.xdist_group("gloo"))  # one test with real processes at a time
@@ -35,3 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)  # inductor warns about cards' settings
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _divided(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Items that every run has, and further cases of tests marked `some(n)`; the n are spread evenly."""
+    cases = defaultdict[str, list[pytest.Item]](list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    some, further = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        same, mark = cases[item.nodeid.partition("[")[0]], item.get_closest_marker("some")
+        chosen = same if mark is None else [same[i * len(same) // mark.args[0]] for i in range(mark.args[0])]
+        (some if item in chosen else further).append(item)
+    return some, further

@@ -13,6 +13,7 @@ from tests.autosp.models import batch, build
 
 
 @pytest.mark.parametrize(("attention", "rank"), [("ulysses", 0), ("gather_kv", 3), ("ring", 1)])
+@pytest.mark.some(1)
 def test_a_rank_of_four_trains_without_the_others(attention: Any, rank: int) -> None:
     torch._dynamo.reset()
     model = build("llama_gqa", layers=1)

@@ -106,6 +106,7 @@ GATHERED = {"einsum", "batch and heads in one", "latent", "blocks"}
 
 
 @pytest.mark.parametrize("name", EAGER)
+@pytest.mark.some(3)
 def test_written_out(name: str) -> None:
     """Of 6 heads: a region moves to them on 3 ranks, and gathers keys and values on 4."""
     reports = check(Layer(EAGER[name]), strict=False, ranks=(3, 4))

@@ -47,6 +47,7 @@ HEADS = {"mha": (6, 6), "gqa": (6, 2), "gqa of four": (4, 2), "mqa": (6, 1)}
 
 
 @pytest.mark.parametrize(("mask", "heads"), [(m, h) for i, m in enumerate(MASKS) for h in [*HEADS][i % 2 :: 2]])
+@pytest.mark.some(3)
 def test_any_heads_and_mask(mask: str, heads: str) -> None:
     count, kv_count = HEADS[heads]
     options = {} if count == kv_count else {"enable_gqa": True}
@@ -102,6 +103,7 @@ BIASES: dict[str, Attend] = {
 
 
 @pytest.mark.parametrize("name", BIASES)
+@pytest.mark.some(2)
 def test_any_bias(name: str) -> None:
     check(Layer(BIASES[name]))
 

@@ -43,6 +43,7 @@ def _transformed(
     ("attention", "kind", "num_ranks"),
     [("ulysses", "plain", 2), ("gather_kv", "right_padding", 2), ("ring", "plain", 4)],
 )
+@pytest.mark.some(1)
 def test_one_is_left_and_the_program_runs(attention: AttentionOption, kind: str, num_ranks: int) -> None:
     with _transformed(num_ranks, kind, attention=attention, skip_all_but_last_attention=True) as (
         program,
@@ -60,6 +61,7 @@ def test_one_is_left_and_the_program_runs(attention: AttentionOption, kind: str,
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "attention", "full"])
+@pytest.mark.some(1)
 def test_it_keeps_what_the_model_keeps(checkpoint: Any) -> None:
     kept, sent = [], []
     for skip in (False, True):

@@ -92,6 +92,7 @@ def test_a_symbolic_length_over_a_ring(length: int) -> None:
         ("ring_ulysses", "six", "causal", 4, 9, "2 groups of 2 ranks"),
     ],
 )
+@pytest.mark.some(2)
 def test_lengths_that_the_ranks_do_not_divide_over_a_ring(
     strategy: AttentionOption, heads: str, mask: str, num_ranks: int, length: int, why: str
 ) -> None:

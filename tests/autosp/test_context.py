@@ -37,6 +37,7 @@ def gpt2() -> Any:
         ("Llama", {}, ZERO3 | CONTEXT_ZIGZAG, {"dp": 2, "sp": 2}, {"position_ids": POSITIONS}),
     ],
 )
+@pytest.mark.some(2)
 def test_dense_models(
     family: str,
     options: dict[str, Any],

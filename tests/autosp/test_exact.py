@@ -41,6 +41,7 @@ def _cells() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "kind", "dynamic", "checkpointing", "num_ranks", "layers"), list(_cells()))
+@pytest.mark.some(6)
 def test_loss_and_gradients_equal_one_device(
     name: str, kind: str, dynamic: bool, checkpointing: bool, num_ranks: int, layers: int
 ) -> None:

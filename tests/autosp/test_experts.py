@@ -121,6 +121,7 @@ def operators(program: Any, name: str) -> list[torch.fx.Node]:
         (biases_and_interleaved_gates, "batched_mm", True),
     ],
 )
+@pytest.mark.some(2)
 def test_experts_and_load_balancing_losses_equal_one_device(make: Any, implementation: str, masked: bool) -> None:
     inputs = batch(masked=masked)
     options = {"experts_implementation": "eager", "output_router_logits": True}

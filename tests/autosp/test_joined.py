@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] =
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some(3)
 def test_layers_after_joined_tokens_are_sharded(case: str, num_ranks: int) -> None:
     if case == "llava" and TORCH < (2, 13):
         pytest.skip("Dynamo of torch 2.11 and 2.12 fails to trace it, whatever the backend")

@@ -50,6 +50,7 @@ def _parameters(model: nn.Module) -> tuple[list[tuple[Any, Any]], list[tuple[Any
         ("llama_mha", "plain", 18, 6, False, False),
     ],
 )
+@pytest.mark.some(2)
 def test_models(name: str, kind: str, length: int, num_ranks: int, dynamic: bool, checkpointing: bool) -> None:
     model = build(name, checkpointing=checkpointing, layers=1)
     found = compare(_one_device(model, batch(name, kind, length=length), dynamic=dynamic), num_ranks)
@@ -168,6 +169,7 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize("rows", [True, False])
 @pytest.mark.parametrize(("num_rows", "num_ranks"), [(1, 3), (2, 2), (3, 3)])
+@pytest.mark.some(2)
 def test_a_shifted_loss_in_one_program_for_many_lengths(rows: bool, num_rows: int, num_ranks: int) -> None:
     """Nothing in a program may be of the length that it was traced with."""
     model, compiled = Shifted(rows=rows).double(), list[fx.GraphModule]()

@@ -51,6 +51,7 @@ def config(mask_kernel: MaskKernel = "flex", inner: str = "eager", **how: object
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.some(2)
 def test_exact(name: str) -> None:
     num_ranks, attention, kv_heads, dynamic = RUNS[name]
     mask, kind = MASKS_OF[name]

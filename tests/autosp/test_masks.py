@@ -46,6 +46,7 @@ def kinds(report: AutoSPReport) -> list[str]:
 
 
 @pytest.mark.parametrize("name", MASKS_OF)
+@pytest.mark.some(3)
 def test_exact(name: str) -> None:
     """By all-to-all on two ranks, with k and v gathered on three."""
     mask, kind = MASKS_OF[name]
@@ -74,6 +75,7 @@ def with_sinks(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kv_heads", [12, 2])
 @pytest.mark.parametrize("attention", ["ulysses", "gather_kv", "ring", "ring_ulysses"])
+@pytest.mark.some(3)
 def test_sinks_are_exact(attention: AttentionOption, kv_heads: int) -> None:
     """Of 12 heads a rank has its own, and the first rows keep no key; two heads of keys divide over no ranks here."""
     ranks = {"ring": (3,), "ring_ulysses": (4,)}.get(attention, (3, 4))

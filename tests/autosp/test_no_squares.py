@@ -50,6 +50,7 @@ def _squares(gm: fx.GraphModule) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.some(2)
 def test_no_value_has_rows_and_columns(name: str) -> None:
     model_name, given, kinds = CASES[name]
     torch.manual_seed(0)

@@ -54,6 +54,7 @@ def on_ranks(body: Callable[[Tensor], Any], num_ranks: int, config: AutoSPConfig
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=("keep", "checkpoint"))
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
+@pytest.mark.some(2)
 def test_training_with_dropout_equals_one_device(name: str, checkpointing: bool) -> None:
     model = with_dropout(build(name, checkpointing=checkpointing), 0.3)
     inputs = batch(name, "uneven_labels")

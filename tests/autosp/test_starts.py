@@ -82,6 +82,7 @@ def test_hidden_states_start_sharded(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in others() if name.startswith(("torch.nn", "nanoGPT"))])
+@pytest.mark.some(2)
 def test_models_from_outside_transformers(name: str) -> None:
     model = others()[name]
     report = assert_equal_to_one_device(
@@ -110,6 +111,7 @@ def test_another_dimension_is_the_sequence_where_that_is_said() -> None:
 
 
 @pytest.mark.parametrize(("marked", "length"), [((0,), 15), ((1,), 16), ((0, 1), 15)])
+@pytest.mark.some(1)
 def test_a_symbolic_batch_is_not_the_sequence(marked: tuple[int, ...], length: int) -> None:
     """Nor is anything else changed by which dimensions are symbolic: a batch of 4 on 4 ranks would be divided, too."""
     ids: Any = torch.randint(0, VOCAB, (4, length), generator=torch.Generator().manual_seed(0))

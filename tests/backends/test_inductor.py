@@ -182,6 +182,7 @@ BEHIND: dict[str, tuple[Any, Any, list[tuple[int, ...]]]] = {
 
 
 @pytest.mark.parametrize("name", BEHIND)
+@pytest.mark.some(2)
 def test_a_rule_holds_behind_decompositions(name: str) -> None:
     """vllm 27072 and register_replacement: a pattern of what inductor decomposes is what inductor makes of it."""
     pattern, replacement, shapes = BEHIND[name]

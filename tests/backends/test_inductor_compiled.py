@@ -53,6 +53,7 @@ def _caches_of_this_test() -> None:
 
 
 @pytest.mark.parametrize("how", ["pre_grad", "joint", "post_grad_pre", "torch"])  # "aten": in the test after the next
+@pytest.mark.some(2)
 def test_equal_plans_share_what_was_compiled_and_others_never_do(how: str) -> None:
     """Two plans that differ in nothing but a closure's value: torch's own keys, and our uuid, tell them apart."""
     assert cached(how, 2.0) == {"result": 3.0, **MISS}
@@ -150,6 +151,7 @@ def branches(x: torch.Tensor) -> torch.Tensor:
     ("model", "dynamic", "slot"),
     [*((gated, True, slot) for slot in SLOTS), (branches, False, "pre_grad"), (branches, False, "post_grad_post")],
 )
+@pytest.mark.some(2)
 def test_results_and_gradients_are_those_of_the_model(slot: Any, model: Any, dynamic: bool) -> None:
     """The pass gets forward, backward and bodies of branches, one of which would return its input without `+ 0`."""
     rules = plan()

@@ -112,6 +112,7 @@ def assert_equal_to_eager(
 
 
 @pytest.mark.parametrize("name", STACKS)
+@pytest.mark.some(2)
 def test_a_stack_equals_eager_and_compiles_a_layer_once(name: str) -> None:
     torch.manual_seed(0)
     steps = [{"x": torch.randn(length, 8, dtype=torch.float64)} for length in (6, 9)]

@@ -66,6 +66,7 @@ STACKS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STACKS)
+@pytest.mark.some(2)
 def test_parts_are_the_graph_in_order_and_each_kind_of_layer_counts_once(name: str) -> None:
     make, kinds, most = STACKS[name]
     model: Any = make()

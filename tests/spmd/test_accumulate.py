@@ -98,6 +98,7 @@ def llama() -> nn.Module:
         (ZERO3 | autosp_parallelism(AutoSPConfig(axis="tp")), llama),
     ],
 )
+@pytest.mark.some(2)
 def test_gradients_are_sent_with_the_last_micro_batch(
     mesh: DeviceMesh, plan: Any, model: Callable[[], nn.Module]
 ) -> None:

@@ -147,6 +147,7 @@ def collectives(name: str, axes: tuple[str, ...]) -> Counter[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("name", "axes"), [(name, axes) for name in MODELS for axes in (MESHES if name == "llama" else MESHES[-1:])]
 )
+@pytest.mark.some(3)
 def test_on_a_mesh(name: str, axes: tuple[str, ...]) -> None:
     """Composed with others, an axis sends what it sends alone."""
     sent = collectives(name, axes)

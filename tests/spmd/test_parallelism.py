@@ -338,6 +338,7 @@ def test_a_page_shows_the_method() -> None:
     assert "param('*'): S(0), gathered before use (whole where it does not fit)" in page
 
 
+@pytest.mark.some(0)
 @pytest.mark.gloo
 def test_on_real_processes(tmp_path: Path) -> None:
     """Steps of training equal those of one device; so do evaluation, and a checkpoint resumed on another mesh."""

@@ -28,6 +28,7 @@ MODELS = {
 
 @pytest.mark.filterwarnings("ignore")  # models warn of what they like
 @pytest.mark.parametrize(("name", "attention"), MODELS.items())
+@pytest.mark.some(2)
 def test_a_model_equals_one_device(name: str, attention: str) -> None:
     (cell,) = measure(name, attention, ranks=(2,))
     assert cell.status == "exact", str(cell)

@@ -45,6 +45,7 @@ def partition_of(name: str, option: Any, *, dynamic: bool = False, **how: bool) 
         ("llama_gqa", "full", False, 1, 2),
     ],
 )
+@pytest.mark.some(1)
 def test_layers_keep_few_hidden_sizes(name: str, option: Any, dynamic: bool, least: float, most: float) -> None:
     partition, report = partition_of(name, option, dynamic=dynamic)
     assert least <= partition.kept(r"\.(layers|h)\.0\b") / HIDDEN_BYTES <= most
@@ -165,6 +166,7 @@ class _Mlp(nn.Module):
 
 
 @pytest.mark.parametrize(("how", "num_own", "num_again"), [("none", 0, 4), ("tower", 2, 4), ("part", 1, 5)])
+@pytest.mark.some(1)
 def test_layers_that_checkpoint_by_themselves_keep_their_choice_and_all_others_are_tagged(
     how: str, num_own: int, num_again: int
 ) -> None:

@@ -40,6 +40,7 @@ def wide(name: str, *, layers: int = 1, **how: Any) -> nn.Module:
     ("name", "kind", "checkpoint"),
     [("llama_gqa", "right_padding", "none"), ("llama_gqa", "plain", "attention"), ("gpt2", "uneven_labels", "full")],
 )
+@pytest.mark.some(1)
 def test_loss_and_gradients_are_those_of_one_device(name: str, kind: str, checkpoint: CheckpointOption) -> None:
     config = AutoSPConfig(mlp_tile=TILE, checkpoint=checkpoint)
     report = assert_equal_to_one_device(wide(name), batch(name, kind), ranks=(2,), config=config, loss_tolerance=1e-6)

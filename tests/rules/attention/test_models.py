@@ -163,6 +163,7 @@ def check(gm: fx.GraphModule, inputs: list[Any], layers: int, tolerance: float) 
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.some(3)
 def test_every_layer_becomes_the_operator(name: str) -> None:
     layers, make = MODELS[name]
     gm, inputs = captured(make, torch.float32)
@@ -184,6 +185,7 @@ def test_in_the_graph_that_dynamo_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT)
+@pytest.mark.some(1)
 def test_stays_as_it_is(name: str) -> None:
     make, dtype, rule, reason = LEFT[name]
     gm = normalize(captured(make, dtype)[0])

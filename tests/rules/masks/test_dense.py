@@ -234,6 +234,7 @@ def test_rows_and_columns_that_differ_stay() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=("static", "dynamic"))
 @pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
+@pytest.mark.some(2)
 def test_a_decoder_holds_no_value_with_two_sequence_dimensions(name: str, dynamic: bool) -> None:
     inputs: dict[str, Any] = batch(name, "plain", length=24)
     if dynamic:

@@ -58,6 +58,7 @@ def exact(model: Any, plan: Parallelism | Parallelisms, mesh: dict[str, int], to
 
 
 @pytest.mark.parametrize(("family", "ranks"), [("Mixtral", 4), ("Qwen3Moe", 2), ("DeepseekV3", 4), ("GptOss", 2)])
+@pytest.mark.some(2)
 def test_mixtures(family: str, ranks: int) -> None:
     """Load-balancing losses are of all tokens; an expert without tokens, and a rank without pairs, are as any other."""
     model = mixture(family)
@@ -75,6 +76,7 @@ def test_mixtures(family: str, ranks: int) -> None:
     ("axes", "sent"),
     [(("dp", "ep"), {"all_reduce": LAYERS}), (("sp", "ep"), {"all_reduce": LAYERS}), (("tp", "ep"), None)],
 )
+@pytest.mark.some(1)
 def test_composed(axes: tuple[str, str], sent: Any) -> None:
     """With parameters in shards, with chunks of the sequence, with whatever tensor parallelism cuts of an expert."""
     # A loss that balances the load of each replica's tokens is not that of all tokens, under any data parallelism.
@@ -114,6 +116,7 @@ def test_tokens_in_chunks_over_the_axis_of_experts(
         ("GptOss", EXPERT_ZERO3 | CONTEXT, 2, {"all_to_all": 3, "all_gather": 3}),
     ],
 )
+@pytest.mark.some(2)
 def test_experts_over_the_axis_of_the_batch(family: str, plan: Any, ranks: int, sent: dict[str, int]) -> None:
     """Each rank has its own part of the batch; the objective is the mean of their losses."""
     model = mixture(family, num_hidden_layers=1, output_router_logits=False)
@@ -168,6 +171,7 @@ class Mixture(nn.Module):
         (4, 2, "all_to_all", "all_to_all", False),
     ],
 )
+@pytest.mark.some(2)
 def test_how_tokens_come_to_experts(per_token: int, ranks: int, by: Any, runs: str | None, is_skewed: bool) -> None:
     """Whatever the router says, as when one expert gets all tokens and other ranks none: by counts and bytes."""
     torch.manual_seed(0)

@@ -50,6 +50,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize(("plan", "alone"), PLANS.values(), ids=PLANS)
+@pytest.mark.some(1)
 def test_over_another_axis(plan: Parallelisms, alone: dict[tuple[str, str], int]) -> None:
     """Over tp a plan sends what it sends alone; ranks of the data axis have a batch each, here equal ones."""
     model = build("Llama", num_key_value_heads=4)

@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.some(3)
 def test_the_plan_of_a_family(family: str) -> None:
     options, forward, backward = FAMILIES[family]
     model = build(family, **options)

@@ -70,6 +70,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.some(2)
 def test_settings_of_the_loss(case: str) -> None:
     ignored = CASES[case].get("ignore_index", -100)
     found = check(Ends(**CASES[case]), torch.where(TARGET == -100, ignored, TARGET))

@@ -212,6 +212,7 @@ def padded(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tens
     ("loss", "dynamic"),
     [(spelled, False), (spelled, True), (sliced, False), (sliced, True), (padded, False)],  # a cut of s classes is none
 )
+@pytest.mark.some(2)
 def test_no_value_of_rows_by_classes_is_left(loss: Callable[..., torch.Tensor], dynamic: bool) -> None:
     x, w = torch.randn(2, 19, DEPTH).requires_grad_(), torch.randn(CLASSES, DEPTH).requires_grad_()
     labels = torch.randint(CLASSES, (2, 19))

@@ -85,6 +85,7 @@ def grads(of: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, .
 
 
 @pytest.mark.parametrize("name", MLPS)
+@pytest.mark.some(3)
 def test_no_value_of_rows_by_inner_width_is_left(name: str) -> None:
     torch.manual_seed(0)
     mlp, x = MLPS[name]().double(), torch.randn(BATCH, LENGTH, DEPTH, dtype=torch.float64, requires_grad=True)

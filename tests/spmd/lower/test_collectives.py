@@ -159,6 +159,7 @@ def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Placement, dst:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.some(1)
 def test_the_mean_gradient_is_that_of_the_whole(num_ranks: int) -> None:
     """Whole inputs, a cut, a move, and the global loss on every rank: what data parallelism averages is right."""
     shape = (2 * num_ranks, 4 * num_ranks)
