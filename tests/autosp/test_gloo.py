@@ -164,6 +164,7 @@ def test_four_ranks(four_ranks: list[Any]) -> None:
     check(FOUR_RANKS, four_ranks)
 
 
+@pytest.mark.some(0)
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_two_ranks_inductor(inductor: list[Any]) -> None:
@@ -329,6 +330,7 @@ OF_TORCH_2_12 = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 does not 
 
 
 @OF_TORCH_2_12
+@pytest.mark.some(0)
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_hidden_states_stay_in_chunks_between_blocks(borders_of_two: list[dict[str, Any]]) -> None:
@@ -361,6 +363,7 @@ def _check_borders(ranks: list[dict[str, Any]]) -> None:
 
 
 @OF_TORCH_2_12
+@pytest.mark.some(0)
 @pytest.mark.gloo
 @pytest.mark.slow
 def test_dtensors_of_ones_own_enter_blocks_as_they_are_placed_or_are_gathered(

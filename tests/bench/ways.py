@@ -223,5 +223,6 @@ WAYS: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "autosp, MLPs tiled too": ours(**_CHECKPOINTED, mlp_tile=_TILE_BYTES),
     "autosp, all checkpointed": ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
     "autosp, all, MLPs tiled": ours(**{**_CHECKPOINTED, "checkpoint": "full"}, mlp_tile=_TILE_BYTES),
+    "autosp, equal layers once": ours(checkpoint="none", logits="drop", regions="once"),
     "autosp, ring": ours(attention="ring"),
 }
