@@ -5,10 +5,13 @@
     softmax(where(kept, q @ k^T * c + bias, fill)) @ v
                  ->  sdpa(q, k, v, where(kept, bias, fill), scale=c), or the mean of v in rows that keep no key
 
-Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or none; masked_fill for `where`; a softmax in
-q's dtype or a wider one, cast back or not; a dropout that does not draw. `q @ k^T` is any matrix product: the
-replacement transposes the second operand, and rules/attention/spellings.py merges that with the model's own transpose
-and turns einsum into such products. Products by bmm and baddbmm are matched in rules/attention/heads.py.
+    softmax(where(kept, q @ k^T, fill) * c + mask) @ v   likewise, with the fill scaled, or with a mask added to it
+
+Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or none; masked_fill for `where`; scores in q's
+dtype or a wider one, cast before the scale or the softmax; a cast before or after a dropout; `_safe_softmax`, and
+nan_to_num after a softmax. `q @ k^T` is any matrix product: the replacement transposes the second operand, and
+rules/attention/spellings.py merges that with the model's own transpose and turns einsum into such products.
+rules/attention/heads.py does the same for bmm and baddbmm, and rules/canonical/operands.py for numbers in tensors.
 Leaves alone: weights that have other users, a softcap, a softmax over another
 dimension, scores scaled by a tensor, and, in these words:
     "q has dtype int64"; "dtypes are float32, float32, float64"; "the ranks are 4, 4, 3"
@@ -19,10 +22,12 @@ dimension, scores scaled by a tensor, and, in these words:
     "a score may be as low as -100.0": a fill must be -65504 or less, or it does not hide
 ATTENTION_UNBIASED matches the same without an added mask or bias; the note on such rows below says why that is a set of
 its own. It includes rules/attention/sinks.py, which does the same with sinks.
+    "the mask is in torch.float64, the operands in torch.float32": on a CPU a float32 mask is taken as it is.
 Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be others, of the same distribution
 (fused kernels draw in their own order).
 Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite fill the original
-attends to all keys equally, without a gradient to q and k; so does the replacement, at the cost of a mean. Where the
+attends to all keys equally, without a gradient to q and k; so does the replacement, at the cost of a mean (or,
+with a dropout or an added mask, of zeros in q). Where the
 bias hides all kept keys of a row, values are equal, but gradients of q and k are not. An added mask is passed on
 unchanged: where a whole row is -inf, the original is NaN and the operator 0; where a whole row is the lowest number of
 the dtype, values are equal, but torch 2.13's CPU kernel gives such a row different gradients if a gradient reaches it
@@ -48,57 +53,72 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Match, Rule, RuleSet, either, maybe, refuse
+from fxrewrite import Constraint, Literal, Match, Rule, RuleSet, cap, either, maybe, op
 from rules.attention.heads import HEADS
 from rules.attention.parts import (
     BIAS,
     DIVISOR,
     KT,
     MASK,
+    SAFE_SOFTMAX,
     SCALE,
     Q,
     V,
     add,
     attend,
+    attend_to_kept,
+    cast_and_dropout,
     filled,
     fused,
     fusion,
     hides,
+    hides_by_divisor,
+    hides_times_scale,
+    is_added,
     is_mask,
     keys,
     scaled,
+    scaled_fill,
     weights,
 )
-from rules.attention.sinks import ATTENTION_SINKS
-from rules.attention.spellings import CLEANUP, EINSUM, KEYS
+from rules.attention.sinks import ATTENTION_SINKS, UNSHIFT
+from rules.attention.spellings import CLEANUP, EINSUM, KEYS, SOFTMAX
+from rules.canonical.normal_forms import drop_to, type_as_to_to
+from rules.canonical.operands import OPERANDS
 
 __all__ = ["ATTENTION", "ATTENTION_DROPOUT", "ATTENTION_UNBIASED"]
 
 _product: Any = torch.matmul(Q, KT)
 _scores: Any = scaled(_product)
-_scaled_bias: Any = either((_product + BIAS) * SCALE, (_product + BIAS) / DIVISOR)
 _biased: Any = maybe(_scores + BIAS)
+_scaled_bias: Any = either((_product + BIAS) * SCALE, (_product + BIAS) / DIVISOR)
+_fill_first: Any = filled(maybe(_product + BIAS), is_first=False)
+_wide: Any = op("to", _product, cap("cast", Literal))
+_KEPT = (*is_mask("kept", torch.bool), *is_mask("hidden", torch.bool), hides)
 
-fuse = fusion(
-    "fuse",
-    torch.matmul(weights(maybe(maybe(_scores + BIAS) + MASK)), V),
-    *is_mask("bias"),
-    *is_mask("mask"),
+
+def _read(weighted: Any, name: str, *conditions: Constraint) -> Rule:
+    return fusion(name, torch.matmul(weighted, V), *conditions)
+
+
+def _hidden_or_masked(scores: Any) -> Any:
+    return either(filled(scores, is_first=False), scores + MASK, scores)
+
+
+fuse = _read(weights(maybe(_biased + MASK)), "fuse", *is_added("bias"), *is_added("mask"))
+fuse_scaled_bias = _read(weights(maybe(_scaled_bias + MASK)), "fuse_scaled_bias", *is_added("bias"), *is_added("mask"))
+fuse_filled = _read(weights(filled(_biased, is_first=False)), "fuse_filled", *is_added("bias"), *_KEPT)
+fuse_filled_mask = _read(weights(filled(_scores, is_first=False) + MASK), "fuse_filled_mask", *is_added("mask"), *_KEPT)
+fuse_scaled_fill = _read(
+    weights(either(_fill_first * SCALE, _fill_first / DIVISOR)),
+    "fuse_scaled_fill",
+    *is_added("bias"),
+    *_KEPT,
+    hides_times_scale,
+    hides_by_divisor,
 )
-fuse_scaled_bias = fusion(
-    "fuse_scaled_bias",
-    torch.matmul(weights(maybe(_scaled_bias + MASK)), V),
-    *is_mask("bias"),
-    *is_mask("mask"),
-)
-fuse_filled = fusion(
-    "fuse_filled",
-    torch.matmul(weights(filled(_biased)), V),
-    *is_mask("bias"),
-    *is_mask("kept", torch.bool),
-    *is_mask("hidden", torch.bool),
-    hides,
-)
+fuse_wide = _read(weights(_hidden_or_masked(scaled(_wide))), "fuse_wide", *is_added("mask"), *_KEPT)
+fuse_safe = _read(weights(_hidden_or_masked(_scores), by=SAFE_SOFTMAX), "fuse_safe", *is_added("mask"), *_KEPT)
 
 
 @fuse.replacement
@@ -110,34 +130,53 @@ def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, bias: Any, mask: Any
 @fuse_scaled_bias.replacement
 def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, bias: fx.Proxy, mask: Any) -> Any:
     """sdpa(q, k, v, bias * scale + mask, scale)"""
-    bias = bias * match["scale"] if match["divisor"] is None else bias / match["divisor"]
-    return attend(match, q, keys(kt), v, add(bias, mask))
+    return attend(match, q, keys(kt), v, add(_scaled(match, bias), mask))
 
 
 @fuse_filled.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, kept: Any, hidden: Any, fill: float) -> Any:
-    """sdpa(q, k, v, where(kept, bias, fill), scale), or the mean of v in rows that keep no key"""
-    return _attend_to_kept(match, q, kt, v, kept, hidden, bias, fill)
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, fill: float) -> Any:
+    """sdpa(q, k, v, where(kept, bias, fill), scale), or what reads all values in rows that keep no key"""
+    return attend_to_kept(match, q, keys(kt), v, bias, None, fill)
 
 
-def _attend_to_kept(match: Match, q: Any, kt: Any, v: Any, kept: Any, hidden: Any, bias: Any, fill: float) -> Any:
-    kept = torch.logical_not(hidden) if kept is None else kept
-    mask = kept if bias is None else torch.ops.aten.where.ScalarOther(kept, bias, fill)
-    attended = attend(match, q, keys(kt), v, mask)
-    if fill == -torch.inf:
-        return attended
-    if match["p"] and match["train"]:
-        refuse("a dropout draws in rows that may keep no key", hint="fill with -inf")
-    return torch.where(torch.any(kept, -1, True), attended, torch.mean(v, -2, True))
+@fuse_filled_mask.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, mask: fx.Proxy, fill: float) -> Any:
+    """sdpa(q, k, v, where(kept, 0, fill) + mask, scale), or softmax(fill + mask) in rows that keep no key"""
+    return attend_to_kept(match, q, keys(kt), v, None, mask, fill)
 
 
-fuse_unbiased = fusion("fuse_unbiased", torch.matmul(weights(_scores), V))
+@fuse_wide.replacement
+@fuse_safe.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, mask: Any, fill: float | None) -> Any:
+    """sdpa(q, k, v, mask, scale), or as fuse_filled does it"""
+    if fill is None:
+        return attend(match, q, keys(kt), v, mask)
+    return attend_to_kept(match, q, keys(kt), v, None, None, fill)
+
+
+@fuse_scaled_fill.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, bias: Any, fill: float) -> Any:
+    """sdpa(q, k, v, where(kept, bias, fill) * scale, scale), or what reads all values in rows that keep no key"""
+    return attend_to_kept(
+        match, q, keys(kt), v, None if bias is None else _scaled(match, bias), None, scaled_fill(match, fill)
+    )
+
+
+def _scaled(match: Match, bias: Any) -> Any:
+    return bias * match["scale"] if match["divisor"] is None else bias / match["divisor"]
+
+
+def _unbiased(scores: Any) -> Any:
+    """`weights` with all casts that ATTENTION has respelled before."""
+    given = (maybe(op("to", scores, cap("wide", Literal))), -1, cap("dtype", Literal))
+    return cast_and_dropout(op("softmax", *given), "type_as")
+
+
+fuse_unbiased = fusion("fuse_unbiased", torch.matmul(_unbiased(_scores), V))
 fuse_unbiased_filled = fusion(
     "fuse_unbiased_filled",
-    torch.matmul(weights(filled(_scores)), V),
-    *is_mask("kept", torch.bool),
-    *is_mask("hidden", torch.bool),
-    hides,
+    torch.matmul(_unbiased(filled(_scores)), V),
+    *_KEPT,
 )
 
 
@@ -148,9 +187,9 @@ def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy) -> Any:
 
 
 @fuse_unbiased_filled.replacement
-def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, kept: Any, hidden: Any, fill: float) -> Any:
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: Any, fill: float) -> Any:
     """sdpa(q, k, v, kept, scale), or the mean of v in rows that keep no key"""
-    return _attend_to_kept(match, q, kt, v, kept, hidden, None, fill)
+    return attend_to_kept(match, q, keys(kt), v, None, None, fill)
 
 
 def _drawing(rule: Rule) -> Rule:
@@ -160,14 +199,17 @@ def _drawing(rule: Rule) -> Rule:
     return fused(Rule(name, rule.pattern, rule.body, optional=True, **promises))
 
 
-_FUSIONS = (fuse, fuse_scaled_bias, fuse_filled, *HEADS)
+_FUSIONS = (fuse, fuse_scaled_bias, fuse_filled, fuse_filled_mask, fuse_scaled_fill, fuse_wide, fuse_safe)
+_CASTS = RuleSet("attention.casts", RuleSet("attention.type_as", type_as_to_to), drop_to)
+_STEPS = (OPERANDS, _CASTS, EINSUM, UNSHIFT, SOFTMAX, HEADS)
 
-ATTENTION = RuleSet("attention", EINSUM, RuleSet("attention.fusions", *_FUSIONS), CLEANUP)
+ATTENTION = RuleSet("attention", *_STEPS, RuleSet("attention.fusions", *_FUSIONS), CLEANUP)
 ATTENTION_DROPOUT = RuleSet(
-    "attention_dropout", EINSUM, RuleSet("attention_dropout.fusions", *map(_drawing, _FUSIONS)), CLEANUP
+    "attention_dropout", *_STEPS, RuleSet("attention_dropout.fusions", *map(_drawing, _FUSIONS)), CLEANUP
 )
 ATTENTION_UNBIASED = RuleSet(
     "attention_unbiased",
+    OPERANDS,
     EINSUM,
     RuleSet("attention_unbiased.fusions", fuse_unbiased, fuse_unbiased_filled),
     ATTENTION_SINKS,

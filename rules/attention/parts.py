@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, where
-from fxrewrite.ops import value
+from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, op, where
+from fxrewrite.ops import named_operator, value
 from fxrewrite.spmd import is_same_size
 
 if TYPE_CHECKING:
@@ -25,23 +25,33 @@ __all__ = [
     "DIVISOR",
     "KT",
     "MASK",
+    "SAFE_SOFTMAX",
     "SCALE",
     "Q",
     "V",
     "add",
     "attend",
+    "attend_to_kept",
+    "cast_and_dropout",
     "divides",
+    "draws",
     "expanded",
     "filled",
     "fused",
     "fusion",
     "hides",
+    "hides_by_divisor",
+    "hides_times_scale",
+    "is_added",
     "is_mask",
     "is_number",
+    "is_taken",
     "keys",
     "no_narrower",
     "scale_of",
     "scaled",
+    "scaled_fill",
+    "softmax",
     "weights",
 ]
 
@@ -53,6 +63,10 @@ BIAS: Any = cap("bias")
 MASK: Any = cap("mask")
 SCALE: Any = cap("scale", Literal)
 DIVISOR: Any = cap("divisor", Literal)
+SAFE_SOFTMAX = "aten::_safe_softmax"
+"""The softmax of torch's own attention: rows of -inf are zeros."""
+_CAST_DTYPES = ("cast", "wide", "dtype")
+"""Captures of the dtypes that scores are cast to before the softmax, or by it."""
 _kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
 
 
@@ -61,20 +75,33 @@ def scaled(scores: Any) -> Any:
     return either(scores * SCALE, scores / DIVISOR, scores)
 
 
-def filled(scores: Any) -> Any:
-    """Scores, some of which are replaced by a number that hides them."""
-    return either(
-        op("masked_fill", scores, _hidden, _fill),
-        op("where", _kept, scores, _fill),
-        op("where", _hidden, _fill, scores),
-    )
+def filled(scores: Any, *, is_first: bool = True) -> Any:
+    """Scores, some of which are replaced by a number that hides them; `is_first` allows that it is named before them.
+
+    `rules/canonical/operands.py` turns `where(hidden, fill, scores)` into a masked_fill.
+    """
+    first = [op("where", _hidden, _fill, scores)] if is_first else []
+    return either(op("masked_fill", scores, _hidden, _fill), op("where", _kept, scores, _fill), *first)
 
 
-def weights(scores: Any) -> Any:
-    """A softmax over the keys, in any precision, with an optional dropout."""
-    softmax = op("softmax", maybe(op("to", scores, cap("wide", Literal))), -1, cap("dtype", Literal))
-    cast_back = chain(softmax, "to", "type_as", "torch.Tensor.type", most=1)  # to v's dtype, or the product would fail
-    return maybe(op("dropout", cast_back, cap("p", Literal), cap("train", Literal)))
+def weights(scores: Any, *, by: str = "softmax") -> Any:
+    """A softmax over the keys, in any precision, with an optional dropout, and one cast before or after that."""
+    return cast_and_dropout(op(by, scores, -1, cap("dtype", Literal)))
+
+
+def cast_and_dropout(weighted: Any, *casts: str) -> Any:
+    """A softmax with an optional dropout, and one cast before or after that, by `to` or one of these operators."""
+    p, train = cap("p", Literal), cap("train", Literal)
+    cast_back = chain(weighted, "to", *casts, most=1)  # to v's dtype, or the product would fail
+    cast_last = chain(op("dropout", weighted, p, train), "to", *casts, least=1, most=1)
+    return either(op("dropout", cast_back, p, train), cast_last, cast_back)
+
+
+def softmax(match: Match, x: Any, dtype: torch.dtype | None, *, is_safe: bool) -> Any:
+    """Calls the softmax over the last dimension; with `is_safe`, the one whose rows of -inf are zeros."""
+    if not is_safe:
+        return torch.softmax(x, -1, dtype=dtype)
+    return match.call(getattr(named_operator(SAFE_SOFTMAX), "default"), x, -1, dtype)  # noqa: B009  # an overload
 
 
 def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
@@ -82,7 +109,9 @@ def fusion(name: str, weighted: Any, *conditions: Constraint) -> Rule:
 
     A fill only hides scores that are far above it, so rules with `filled` scores hold for scores of moderate size.
     """
-    pattern = Pattern((weighted,), (*_OPERANDS, *_SCALES, *_SOFTMAX, *conditions))
+    captured = {capture.name for capture in Pattern((weighted,)).captures}
+    casts = no_narrower("q", *(name for name in _CAST_DTYPES if name in captured))
+    pattern = Pattern((weighted,), (*_OPERANDS, *_SCALES, *casts, *conditions))
     domain = "moderate" if hides in conditions else "finite"
     return fused(Rule(f"attention.{name}", pattern, numerics="reassociates", domain=domain, optional=True))
 
@@ -93,8 +122,7 @@ def fused(rule: Rule) -> Rule:
 
     @rule.sampler
     def _(draw: Draw) -> dict[str, Any]:
-        is_flat = "beta" in captured or draw.flag()  # rules with baddbmm have batch and heads in one dimension
-        return {name: value for name, value in _sample(draw, is_flat).items() if name in captured}
+        return {name: value for name, value in _sample(draw, draw.flag()).items() if name in captured}
 
     return rule
 
@@ -113,6 +141,7 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
     def like_scores(batch: tuple[int, ...] = batch) -> list[int]:
         return [draw.choice(size, size, 1) for size in (*batch, length, num_keys)[draw.integer(0, len(batch)) :]]
 
+    added = draw.choice(draw.dtype, draw.dtype, draw.dtype, torch.float32)
     fill = draw.choice(-math.inf, -65504.0)  # a lower fill would dominate the scale of errors
     kept, hidden = draw.mask(*like_scores()), draw.mask(*like_scores())
     if fill == -math.inf:
@@ -121,18 +150,15 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
         "q": draw.tensor(*batch, length, depth),
         "kt": draw.tensor(*k_batch, depth, num_keys),
         "v": draw.tensor(*v_batch, num_keys, width),
-        "bias": draw.tensor(*like_scores()),
-        "mask": draw.tensor(*like_scores(draw.choice(batch, heads))),
+        "bias": draw.tensor(*like_scores(), dtype=added),
+        "mask": draw.tensor(*like_scores(draw.choice(batch, heads)), dtype=added),
         "kept": kept,
         "hidden": hidden,
         "fill": fill,
         "scale": draw.choice(0.125, -0.5, 1, 2),
         "divisor": draw.choice(8.0, -2.0, 1, 3),
         "sinks": draw.tensor(*batch, length, 1),
-        "beta": draw.choice(1, 0.5, 0),
-        "alpha": draw.choice(1, 0.125, -2),
-        "split": [*heads, length, num_keys],
-        "merged": [*batch, length, num_keys],
+        "cast": draw.choice(draw.dtype, torch.float32),
         "wide": draw.choice(draw.dtype, torch.float32, torch.float64),
         "dtype": draw.choice(None, draw.dtype, torch.float32, torch.float64),
         "end": draw.choice(-1, num_keys, num_keys + 1),
@@ -148,7 +174,9 @@ def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | No
     Operands of three dimensions get a batch of size 1, because no fused kernel takes three dimensions.
     """
     k, v = expanded(k, q), expanded(v, q)
-    dropout_p = float(match["p"]) if match["p"] and match["train"] else 0.0
+    if mask is not None and mask.dtype != q.dtype and torch.promote_types(mask.dtype, q.dtype) == q.dtype:
+        mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    dropout_p = float(match["p"]) if draws(match) else 0.0
     scale = scale_of(match) if scale is None else scale
     if q.ndim == 4:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
@@ -156,6 +184,45 @@ def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | No
     if mask is not None and mask.ndim == 3:
         mask = torch.unsqueeze(mask, 0)
     return torch.select(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale), 0, 0)
+
+
+def attend_to_kept(
+    match: Match, q: Any, k: Any, v: Any, bias: Any, mask: Any, fill: float, *, scale: float | None = None
+) -> Any:
+    """Calls scaled_dot_product_attention where scores that are not kept are filled, and `mask` is added to all.
+
+    A row that keeps no key reads all values, by softmax(fill + mask), and gives q and k no gradient. That is their mean
+    if there is no mask. With a mask, or a dropout, which draws for each of these values, q is 0 in such rows, and so
+    are their scores; the fill is subtracted again, since exp(fill - logsumexp) has no digits left for so large a fill.
+    """
+    kept, hidden = match["kept"], match["hidden"]
+    kept = torch.logical_not(match.proxy(hidden)) if kept is None else match.proxy(kept)
+    given = add(bias, mask)
+    if fill == -math.inf or (mask is None and not draws(match)):
+        added = kept if given is None else _filled(kept, given, fill)
+        attended = attend(match, q, k, v, added, scale=scale)
+        if fill == -math.inf:
+            return attended
+        return torch.where(torch.any(kept, -1, True), attended, torch.mean(v, -2, True))
+    keeps_any = torch.any(kept, -1, True)
+    q = _filled(keeps_any, q, 0.0)
+    if given is None:
+        return attend(match, q, k, v, torch.logical_or(kept, torch.logical_not(keeps_any)), scale=scale)
+    if mask is None:
+        nothing = torch.zeros_like(given)
+        return attend(match, q, k, v, torch.where(keeps_any, _filled(kept, given, fill), nothing), scale=scale)
+    low = mask + fill
+    added = torch.where(kept, given, torch.where(keeps_any, low, low - fill))
+    return attend(match, q, k, v, added, scale=scale)
+
+
+def draws(match: Match) -> bool:
+    """Whether the match has a dropout that draws."""
+    return bool(match["p"] and match["train"])
+
+
+def _filled(kept: Any, x: Any, fill: float) -> Any:
+    return torch.ops.aten.where.ScalarOther(kept, x, fill)
 
 
 def keys(kt: Any) -> Any:
@@ -188,6 +255,24 @@ def is_mask(name: str, *dtypes: torch.dtype) -> tuple[Constraint, ...]:
     return is_dtype, where.predicate(name, "q", "kt", text="broadcasts_to_scores")(_broadcasts_to_scores)
 
 
+def is_added(name: str) -> tuple[Constraint, ...]:
+    """The capture broadcasts to the scores, and is added to them without being rounded: see `attend`."""
+    return (
+        where.predicate(name, "q", text="is_taken")(is_taken),
+        where.predicate(name, "q", "kt", text="broadcasts_to_scores")(_broadcasts_to_scores),
+    )
+
+
+def is_taken(mask: fx.Node, q: fx.Node) -> bool | str:
+    """q's dtype has every number of the mask's, or the kernels take a float32 mask beside narrower operands."""
+    of_mask, of_q = value(mask), value(q)
+    if of_mask.dtype == of_q.dtype:
+        return True
+    is_real = of_mask.dtype.is_floating_point and torch.promote_types(of_mask.dtype, of_q.dtype) == of_q.dtype
+    is_wide = of_mask.dtype == torch.float32 and of_q.device.type == "cpu"  # elsewhere kernels refuse it
+    return is_real or is_wide or f"the mask is in {of_mask.dtype}, the operands in {of_q.dtype}"
+
+
 def _broadcasts_to_scores(mask: fx.Node, q: fx.Node, kt: fx.Node) -> bool | str:
     found = tuple(value(mask).shape)
     scores = (*value(q).shape[:-1], value(kt).shape[-1])
@@ -203,6 +288,24 @@ def hides(fill: Any) -> bool | str:
     """exp(fill - score) is 0 in every dtype for any realistic score; -65504 is the lowest float16."""
     is_real = isinstance(fill, (int, float)) and not isinstance(fill, bool)
     return (is_real and fill <= -65504.0) or f"a score may be as low as {fill!r}"
+
+
+def scaled_fill(match: Match, fill: float) -> float:
+    """Returns the fill times the scale of the match; -inf if the scores have no number as low as that."""
+    low = fill * scale_of(match)
+    return low if low >= torch.finfo(value(match["q"]).dtype).min else -math.inf
+
+
+@where.predicate("fill", "scale", text="hides_times_scale")
+def hides_times_scale(fill: Any, scale: Any) -> bool | str:
+    """What `hides` says, of a fill that is multiplied with the scores."""
+    return fill * scale <= -65504.0 or f"a score may be as low as {fill * scale!r}"
+
+
+@where.predicate("fill", "divisor", text="hides_by_divisor")
+def hides_by_divisor(fill: Any, divisor: Any) -> bool | str:
+    """What `hides` says, of a fill that is divided with the scores."""
+    return fill / divisor <= -65504.0 or f"a score may be as low as {fill / divisor!r}"
 
 
 @where.predicate("q", "kt", "v", text="fit")
@@ -255,9 +358,6 @@ _OPERANDS = (
 _SCALES = (is_number("scale"), divides("divisor"))
 
 
-def no_narrower(x: str) -> tuple[Constraint, ...]:
-    """The softmax is in the dtype of the captured value or a wider one."""
-    return tuple(where.predicate(x, name, text="is_no_narrower")(_is_no_narrower) for name in ("wide", "dtype"))
-
-
-_SOFTMAX = no_narrower("q")
+def no_narrower(x: str, *names: str) -> tuple[Constraint, ...]:
+    """The softmax is in the dtype of the captured value or a wider one, by each of these captures of a dtype."""
+    return tuple(where.predicate(x, name, text="is_no_narrower")(_is_no_narrower) for name in names)

@@ -55,7 +55,7 @@ from rules.attention.parts import (
     scaled,
 )
 
-__all__ = ["ATTENTION_SINKS"]
+__all__ = ["ATTENTION_SINKS", "UNSHIFT"]
 
 _x, _sinks, _others = cap("x"), cap("sinks"), cap("others")
 _CASTS = ("to", "type_as")
@@ -82,7 +82,7 @@ unshift_softmax = Rule(
                 )
             ),
         ),
-        no_narrower("x"),
+        no_narrower("x", "wide", "dtype"),
     ),
     numerics="reassociates",
     domain="finite",
@@ -190,8 +190,10 @@ def _attend(match: Match, q: Any, kt: Any, v: Any, mask: Any, sinks: Any) -> Any
     return match.call(ATTEND, q, k, v, mask, sinks, scale=scale_of(match))
 
 
+UNSHIFT = RuleSet("attention.unshift", unshift_softmax)
 ATTENTION_SINKS = RuleSet(
     "attention_sinks",
-    RuleSet("attention_sinks.spellings", unshift_softmax, sinks_behind_keys),
+    UNSHIFT,
+    RuleSet("attention_sinks.spellings", sinks_behind_keys),
     RuleSet("attention_sinks.fusions", fuse_sinks, fuse_filled_sinks),
 )

@@ -22,15 +22,43 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, either, op, refuse, shared, where
-from fxrewrite.ops import key, value
+from fxrewrite import (
+    Literal,
+    Match,
+    Maybe,
+    Pattern,
+    Rule,
+    RuleSet,
+    cap,
+    chain,
+    either,
+    maybe,
+    op,
+    refuse,
+    shared,
+    where,
+)
+from fxrewrite.ops import bind, key, value
 from rules.attention.operator import ATTEND
-from rules.attention.parts import DIVISOR, SCALE, divides, is_number
+from rules.attention.parts import (
+    DIVISOR,
+    KT,
+    MASK,
+    SAFE_SOFTMAX,
+    SCALE,
+    Q,
+    divides,
+    fused,
+    is_number,
+    no_narrower,
+    scaled,
+    softmax,
+)
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["CLEANUP", "EINSUM", "KEYS"]
+__all__ = ["CLEANUP", "EINSUM", "KEYS", "SOFTMAX"]
 
 
 def _indices(equation: str) -> tuple[str, str, str]:
@@ -87,6 +115,87 @@ def _permuted(x: Any, have: str, want: str) -> Any:
 
 
 _x = cap("x")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_CASTS: Any = chain(_x, "to", least=1, most=3)
+_DTYPE: Any = cap("dtype", Literal)
+
+
+def _casts(softmax: fx.Node) -> list[fx.Node]:
+    """Returns the casts of what the softmax reads, the last one first."""
+    found, node = list[fx.Node](), bind(softmax)["self"]
+    while key(node) == "aten::to":
+        found.append(node)
+        node = node.all_input_nodes[0]
+    return found
+
+
+@where.predicate("root", text="keeps_all_numbers")
+def _keeps_all_numbers(root: fx.Node) -> bool | str:
+    """Only the last cast, be it the softmax's own, may round."""
+    casts = _casts(root)
+    before = value(casts[-1].all_input_nodes[0]).dtype
+    for node in casts if bind(root)["dtype"] is not None else casts[1:]:
+        if torch.promote_types(before, dtype := value(node).dtype) != dtype:
+            return f"the cast to {dtype} rounds {before}"
+    return True
+
+
+softmax_casts = Rule(
+    "attention.softmax_casts",
+    Pattern(
+        (either(op("softmax", _CASTS, -1, _DTYPE), op(SAFE_SOFTMAX, _CASTS, -1, _DTYPE)),),
+        (where.dtype("x", *_FLOATS), _keeps_all_numbers),
+    ),
+    optional=True,
+)
+
+
+@softmax_casts.replacement
+def _(match: Match, x: Any, dtype: torch.dtype | None) -> Any:
+    """softmax(x, -1, dtype of the last cast)"""
+    dtype = dtype or value(_casts(match.root)[0]).dtype
+    return softmax(match, x, dtype, is_safe=key(match.root) == SAFE_SOFTMAX)
+
+
+_scores: Any = maybe(scaled(torch.matmul(Q, KT)) + MASK)
+round_scores_once = Rule(
+    "attention.round_scores_once",
+    Pattern(
+        (op("softmax", op("to", _scores, cap("wide", Literal)), -1, _DTYPE),),
+        (
+            where.dtype("q", torch.float16, torch.bfloat16, torch.float32, torch.float64),
+            *no_narrower("q", "wide", "dtype"),
+        ),
+    ),
+    numerics="reassociates",
+    optional=True,
+)
+
+
+fused(round_scores_once)
+
+
+@round_scores_once.replacement
+def _(match: Match, wide: torch.dtype, dtype: torch.dtype | None) -> Any:
+    """softmax(scores, -1, dtype), without a cast to the dtype that the mask made wider"""
+    scores = bind(bind(match.root)["self"])["self"]
+    return torch.softmax(match.proxy(scores), -1, wide if dtype is None else dtype)
+
+
+zeros_of_empty_rows = Rule(
+    "attention.zeros_of_empty_rows",
+    Pattern((either(*(op("nan_to_num", op("softmax", _x, -1, cap("dtype", Literal)), *nan) for nan in ((), (0.0,)))),)),
+    domain="finite",
+    optional=True,
+)
+
+
+@zeros_of_empty_rows.replacement
+def _(match: Match, x: Any, dtype: torch.dtype | None) -> Any:
+    """_safe_softmax(x, -1, dtype), whose rows of -inf are zeros"""
+    return softmax(match, x, dtype, is_safe=True)
+
+
 _transposed: Any = either(
     op("transpose", _x, cap("dim0", Literal), cap("dim1", Literal)),
     op("permute", _x, cap("dims", Literal)),
@@ -101,9 +210,9 @@ def _is_key(root: fx.Node) -> bool | str:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yields the users of the node, looking through what a fusion puts between a key and the operator."""
+    """Yields the users of the node, looking through what is between a key and the operator."""
     for user in node.users:
-        if key(user) in ("aten::expand", "aten::unsqueeze", "aten::reshape"):
+        if key(user) in ("aten::expand", "aten::unsqueeze", "aten::reshape", "aten::mul", "aten::div"):
             yield from _readers(user)
         else:
             yield user
@@ -168,8 +277,28 @@ def _fold(name: str, q: Any, k: Any, *, after: tuple[str, ...] = ()) -> Rule:
 
 fold_query_scale = _fold("fold_query_scale", _factor, cap("other"))
 fold_key_scale = _fold("fold_key_scale", cap("other"), _factor, after=("attention.fold_query_scale",))
+scale_before_transpose = Rule(
+    "attention.scale_before_transpose",
+    Pattern((either(*(op("transpose", scaled, -2, -1) for scaled in _factor.options)),), (_is_key,)),
+    optional=True,
+)
+
+
+@scale_before_transpose.replacement
+def _(match: Match, x: Any) -> Any:
+    """transpose(x) * scale, which the operator takes over"""
+    x = torch.transpose(x, -2, -1)
+    return x * match["scale"] if match["divisor"] is None else x / match["divisor"]
+
 
 EINSUM = RuleSet("attention.einsum", einsum_to_matmul)
+SOFTMAX = RuleSet(
+    "attention.softmax",
+    RuleSet("attention.casts_of_softmax", softmax_casts, zeros_of_empty_rows),
+    round_scores_once,
+)
+"""Casts of scores become the softmax's own."""
 KEYS = RuleSet("attention.keys", untranspose_key)
-CLEANUP = RuleSet("attention.cleanup", KEYS, fold_query_scale, fold_key_scale)
+_KEY_SCALES = RuleSet("attention.key_scales", scale_before_transpose)
+CLEANUP = RuleSet("attention.cleanup", _KEY_SCALES, KEYS, fold_query_scale, fold_key_scale)
 """Runs after the fusions."""

@@ -27,7 +27,7 @@ from fxrewrite.spmd import is_same_size
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
 
-__all__ = ["NORMAL_FORMS"]
+__all__ = ["NORMAL_FORMS", "drop_to", "type_as_to_to"]
 
 
 @where.predicate("x", "root", text="changes_nothing")
@@ -196,11 +196,12 @@ def _new_to(name: str, *values: str) -> Rule:
     return made
 
 
+drop_to = _drop("to")
 NORMAL_FORMS = RuleSet(
     "normal_forms",
     _drop("slice"),
     _drop("expand", ...),
-    _drop("to"),
+    drop_to,
     _drop("alias"),
     _drop("narrow", ..., ..., ...),
     drop_empty_cat,

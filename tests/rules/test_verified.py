@@ -29,6 +29,7 @@ WHERE_CHOSEN = "it reads which strategy was chosen for an attention"
 OF_A_BODY = "what it writes out is no literal that could be guessed"
 IN_A_GRAPH = "it reads who uses the result, which its own pattern does not hold"
 HERE = Path(__file__).name
+BESIDE = ("it reads what is beside its pattern: whether that is attention", HERE)
 ELSEWHERE: dict[str, tuple[str, str]] = {
     "collectives.stays": (ON_RANKS, "../verify/test_ranks.py"),
     "collectives.slice": (ON_RANKS, "../spmd/lower/test_collectives.py"),
@@ -56,7 +57,12 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "autosp.ring_of_ranks": (WHERE_CHOSEN, HERE),
     "autosp.ring_in_groups": (WHERE_CHOSEN, "../autosp/test_attention_strategies.py"),
     "slots.write_out": (OF_A_BODY, "experts/test_fuse.py"),
-    "attention.untranspose_key": (IN_A_GRAPH, HERE),
+    "attention.untranspose_key": BESIDE,
+    "attention.scale_before_transpose": BESIDE,
+    "attention.split_scores": BESIDE,
+    "attention.merge_result": BESIDE,
+    "attention.bmm_to_matmul": BESIDE,
+    "attention.write_out_baddbmm": BESIDE,
     "masks.causal": (IN_A_GRAPH, "masks/test_dense.py"),
     "masks.nothing_hidden": (IN_A_GRAPH, "masks/test_dense.py"),
     "shifted_losses.pad_labels_of_cross_entropy_loss": (IN_A_GRAPH, "canonical/test_shifted_losses.py"),
@@ -126,14 +132,27 @@ class _ChooseEverywhere:
         return f"every attention by {self._rule_id}"
 
 
+BESIDE_ATTENTION = {"is_key", "is_beside_softmax", "is_a_softmax"}
+"""Conditions that attention is near: they say where a rule pays, not where it is true."""
+
+
 @pytest.mark.filterwarnings("ignore:Tensor.mT is deprecated on 0-D tensors:UserWarning")  # drawn, and then given up
-def test_keys_are_untransposed_wherever_they_are_used() -> None:
-    """Without the condition that attention reads the result: it says where the rule pays, not where it is true."""
-    (rule,) = (r for r in registered()["attention"].rules() if r.id == "attention.untranspose_key")
-    (is_key,) = rule.pattern.where
-    assert is_key.names == ("root",)
-    anywhere = Rule(rule.id, Pattern(rule.pattern.outputs), rule.body, numerics=rule.numerics)
-    anywhere.verify(samples=SAMPLES, seed=SEED).raise_if_false()
+@pytest.mark.parametrize(
+    "name",
+    ["untranspose_key", "scale_before_transpose", "split_scores", "merge_result", "bmm_to_matmul", "write_out_baddbmm"],
+)
+def test_a_step_of_attention_is_true_anywhere(name: str) -> None:
+    (rule,) = (r for r in registered()["attention"].rules() if r.id == f"attention.{name}")
+    where = tuple(
+        condition for condition in rule.pattern.where if str(condition).partition("(")[0] not in BESIDE_ATTENTION
+    )
+    assert len(where) == len(rule.pattern.where) - 1
+    anywhere = Rule(rule.id, Pattern(rule.pattern.outputs, where), rule.body, numerics=rule.numerics)
+    if rule._sampler is not None:  # pyright: ignore[reportPrivateUsage]
+        anywhere.sampler(rule._sampler)  # pyright: ignore[reportPrivateUsage]
+    verdict = anywhere.verify(samples=SAMPLES, seed=SEED)
+    verdict.raise_if_false()
+    assert not verdict.uncovered, str(verdict)
 
 
 def test_heads_are_repeated_on_any_device() -> None:

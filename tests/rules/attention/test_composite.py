@@ -118,13 +118,13 @@ MATMUL: dict[str, tuple[str, Function]] = {
 # 3 dimensions: batch times heads in front
 BMM: dict[str, tuple[str, Function]] = {
     "matmul": ("fuse", lambda q, k, v, m, h: torch.softmax(q @ k.mT * SCALE + m[0], -1) @ v),
-    "bmm": ("fuse_bmm", lambda q, k, v, m, h: torch.bmm(torch.softmax(torch.bmm(q, k.mT) / 3.0 + m[0], -1), v)),
+    "bmm": ("fuse", lambda q, k, v, m, h: torch.bmm(torch.softmax(torch.bmm(q, k.mT) / 3.0 + m[0], -1), v)),
     "baddbmm": (
-        "fuse_bmm",
+        "fuse",
         lambda q, k, v, m, h: torch.bmm(torch.softmax(torch.baddbmm(m[0], q, k.mT, beta=0.5, alpha=SCALE), -1), v),
     ),
     "bloom": (
-        "fuse_split_heads",
+        "fuse",
         lambda q, k, v, m, h: torch.bmm(
             F.softmax(
                 torch.baddbmm(m[0].expand(B * H, L, L), q, k.mT, alpha=SCALE).view(B, H, L, -1) + m,
@@ -137,7 +137,7 @@ BMM: dict[str, tuple[str, Function]] = {
         ),
     ),
     "split heads": (
-        "fuse_split_heads",
+        "fuse",
         lambda q, k, v, m, h: torch.bmm(
             torch.softmax(torch.bmm(q * SCALE, k.mT).reshape(-1, H, L, L), -1).reshape(B * H, L, L), v
         ),
@@ -224,20 +224,13 @@ KEPT: dict[str, tuple[Function, str, str]] = {
     ),
     "bmm with a mask of one dimension": (
         lambda q, k, v, m, h: torch.bmm((torch.bmm(q[0], k[0].mT) + m[0, 0, 0]).softmax(-1), v[0]),
-        "fuse_bmm",
+        "fuse",
         "the mask has rank 1, the scores have 3",
     ),
     "baddbmm times infinity": (
         lambda q, k, v, m, h: torch.bmm(torch.baddbmm(m[0], q[0], k[0].mT, alpha=math.inf).softmax(-1), v[0]),
-        "fuse_bmm",
+        "write_out_baddbmm",
         "inf is not a finite number",
-    ),
-    "mask of another dtype behind a view": (
-        lambda q, k, v, m, h: torch.bmm(
-            F.softmax(torch.bmm(q[0], k[0].mT).view(B, 2, L, L) + m.float(), -1).view(H, L, L), v[0]
-        ),
-        "fuse_split_heads",
-        "dtypes are float64, float32",
     ),
     "query by zero": (
         lambda q, k, v, m, h: F.scaled_dot_product_attention(q / 0.0, k, v),
@@ -254,10 +247,10 @@ KEPT: dict[str, tuple[Function, str, str]] = {
         "fuse",
         "the mask has shape (2, 1, 6, 6), the scores have (1, 4, 6, 6)",
     ),
-    "mask of another dtype": (
-        lambda q, k, v, m, h: torch.softmax(q @ k.mT + m.float(), -1) @ v,
+    "mask of a wider dtype": (
+        lambda q, k, v, m, h: torch.softmax(q.float() @ k.float().mT + m, -1).float() @ v.float(),
         "fuse",
-        "dtypes are float64, float32",
+        "the mask is in torch.float64, the operands in torch.float32",
     ),
     "kept keys of one dimension": (
         lambda q, k, v, m, h: torch.where(h[0, 0, 0], q @ k.mT, -torch.inf).softmax(-1) @ v,
@@ -333,8 +326,9 @@ def test_leaves_alone(case: str) -> None:
     function, rule, reason = KEPT[case]
     gm, _ = traced(function, tensors(B, H, L, E))
     code = gm.code
-    assert ATTENTION.apply(gm).rewrites == 0
-    assert gm.code == code
+    respelled = fired(ATTENTION.apply(gm))
+    assert respelled <= {"softmax_casts", "bmm_to_matmul"}
+    assert respelled or gm.code == code
     assert reason in str(ATTENTION.once().explain(gm, f"attention.{rule}"))
 
 
@@ -354,45 +348,42 @@ def test_a_graph_without_values_says_so() -> None:
     assert "%q has no value in its metadata" in str(ATTENTION.once().explain(gm, "attention.fuse"))
 
 
-SPLITS: dict[str, tuple[Function, str]] = {
+SPLITS: dict[str, tuple[Function, str, str]] = {
     "view that splits something else": (
-        lambda q, k, v: torch.bmm(torch.softmax(torch.bmm(q, k.mT).view(4, 2, 12, 3), -1).view(8, 6, 6), v),
-        "the softmax is over [4, 2, 12, 3], the scores are [8, 6, 6]",
+        lambda q, k, v, m: torch.bmm(torch.softmax(torch.bmm(q, k.mT).view(4, 2, 12, 3), -1).view(8, 6, 6), v),
+        "split_scores",
+        "the view makes [4, 2, 12, 3] of [8, 6, 6]",
     ),
     "bias that is broadcast": (
-        lambda q, k, v: torch.bmm(
+        lambda q, k, v, m: torch.bmm(
             torch.softmax(torch.baddbmm(q[:1, :, :6], q, k.mT).view(2, 4, 6, 6), -1).view(8, 6, 6), v
         ),
-        "the bias has 1 entries in the first dimension, q has 8",
+        "split_scores",
+        "the bias has 1 entries in the first dimension, the scores have 8",
     ),
     "mask of one dimension": (
-        lambda q, k, v: torch.bmm(
+        lambda q, k, v, m: torch.bmm(
             torch.softmax(torch.bmm(q, k.mT).view(2, 4, 6, 6) + q[0, 0, :6], -1).view(8, 6, 6), v
         ),
+        "fuse",
         "the mask has rank 1, the scores have 4",
+    ),
+    "mask that is larger than the scores": (
+        lambda q, k, v, m: torch.bmm(torch.softmax((torch.bmm(q, k.mT).view(1, 8, L, L) + m).view(8, 2 * L, L), -1), v),
+        "softmax_before_merge",
+        "the view makes [8, 12, 6] of [2, 8, 6, 6]",
     ),
 }
 
 
 @pytest.mark.parametrize("case", SPLITS)
 def test_refuses_a_view(case: str) -> None:
-    function, reason = SPLITS[case]
-    gm, _ = traced(function, tensors(B * H, L, E)[:3])
-    report = ATTENTION.apply(gm)
-    assert report.rewrites == 0
-    assert [refusal.reason for refusal in report["attention.fuse_split_heads"].refusals] == [reason]
-
-
-def test_a_mask_larger_than_the_scores_behind_a_view_is_refused() -> None:
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-        return torch.bmm(torch.softmax(torch.bmm(q, k.mT).view(1, 8, L, L) + m, -1).view(8, 2 * L, L), v)
-
-    q, k, v, m, _ = tensors(B * H, L, E)
-    gm, _ = traced(attention, [q, k, v, m])
-    report = ATTENTION.apply(gm)
-    assert report.rewrites == 0
-    (refusal,) = report["attention.fuse_split_heads"].refusals
-    assert refusal.reason == "the softmax is over [2, 8, 6, 6], the scores are [8, 6, 6]"
+    function, rule, reason = SPLITS[case]
+    gm, _ = traced(function, tensors(B * H, L, E)[:4])
+    rewritten, _ = ATTENTION.once().applied(gm)
+    assert count(rewritten, "scaled_dot_product_attention") == 0
+    explained = rewritten if rule == "fuse" else gm
+    assert reason in str(ATTENTION.once().explain(explained, f"attention.{rule}"))
 
 
 def no_keys(args: list[torch.Tensor]) -> torch.Tensor:
@@ -503,17 +494,6 @@ def test_a_dropout_that_draws_is_refused_unless_asked_for(rule: str) -> None:
     assert 0.15 < (share == 0).double().mean() < 0.35
 
 
-def test_a_dropout_over_rows_that_may_keep_no_key_is_refused() -> None:
-    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, m: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        return F.dropout(torch.where(h, q @ k.mT, -1e9).softmax(-1), 0.25) @ v
-
-    gm, _ = traced(attention, tensors(B, H, L, E))
-    report = ATTENTION_DROPOUT.apply(gm)
-    assert report.rewrites == 0
-    (refusal,) = report["attention_dropout.fuse_filled"].refusals
-    assert refusal.reason == "a dropout draws in rows that may keep no key"
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "function",
@@ -588,7 +568,7 @@ def test_keys_that_are_transposed_for_others_too() -> None:
 def test_transposes_elsewhere_stay() -> None:
     gm, _ = traced(lambda q, k, v: k.transpose(1, 2).transpose(2, 3) * 2, tensors(B, H, L, E)[:3])
     assert ATTENTION.apply(gm).rewrites == 0
-    assert "aten::mul uses it" in str(ATTENTION.once().explain(gm, "attention.untranspose_key"))
+    assert "output uses it" in str(ATTENTION.once().explain(gm, "attention.untranspose_key"))
 
 
 @pytest.mark.parametrize("rules", [ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED], ids=lambda rules: rules.name)
