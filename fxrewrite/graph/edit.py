@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -289,6 +289,42 @@ class Edit:
         node._update_args_kwargs((), {})
         self.erased.add(node)
 
+    @contextlib.contextmanager
+    def raw(self) -> Generator[None]:
+        """What the block does to the graph without this transaction is part of it: new nodes, arguments and metadata.
+
+        It reads all nodes before and after, so it is for code that knows no transactions. New nodes without a value get
+        the value that they compute.
+
+        Raises:
+            InvariantError: the block erased a node, which no transaction can undo.
+        """
+        before = {node: (node.args, node.kwargs, dict(node.meta)) for node in self.graph.nodes}
+        mark = len(self._journal)
+        try:
+            yield
+        finally:
+            known = {record[1] for record in self._journal[mark:] if record[0] in ("create", "attach")}
+            for node in self.graph.nodes:
+                if node not in before:
+                    if node not in known:
+                        self._journal.append(("create", node))
+                    continue
+                args, kwargs, meta = before.pop(node)
+                if node not in self.erased and (node.args is not args or node.kwargs is not kwargs):
+                    self._journal.append(("args", node, args, kwargs))
+                for key in meta.keys() | node.meta.keys():
+                    if node.meta.get(key, _ABSENT) is not meta.get(key, _ABSENT):
+                        self._journal.append(("meta", node, key, meta.get(key, _ABSENT)))
+        if before:
+            raise InvariantError(
+                f"%{next(iter(before)).name} was erased behind the transaction, which cannot undo that; "
+                "let it be erased by edit.erase"
+            )
+        for _, node, *_ in [record for record in self._journal[mark:] if record[0] == "create"]:
+            if self.fake_mode is not None and node.op.startswith("call_") and ops.value(node) is ops.MISSING:
+                node.meta[self._value_key] = self._run(node)
+
     def _run(self, node: fx.Node) -> Any:
         """Computes the node's value by running its operator on fake values; equal calls are run once."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore[reportArgumentType]
@@ -393,7 +429,7 @@ class Edit:
             elif kind == "meta":
                 key, value = before
                 if value is _ABSENT:
-                    del node.meta[key]
+                    node.meta.pop(key, None)
                 else:
                     node.meta[key] = value
             elif kind == "fact":
