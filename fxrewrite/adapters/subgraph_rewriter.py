@@ -82,7 +82,7 @@ def replace_pattern_with_filters(
     )
     report = RuleSet("subgraph_rewriter", rule).once(order="bottom_up").apply(gm)
     for refusal in report.refusals:
-        if refusal.kind is not Reason.CONSTRAINT:
+        if refusal.kind not in (Reason.CONSTRAINT, Reason.OVERLAP):
             _log.warning("%s", refusal)
     left = set(gm.graph.nodes)
     return [one for one in done if one.anchor not in left]  # a check may refuse what a replacement made
@@ -130,7 +130,13 @@ def pattern_rule(
             f"the pattern does not use its parameters {', '.join(unused)}; leave them out of both"
         )
 
+    made_here: set[fx.Node] = set()
+
     def body(match: Found) -> Any:
+        if not made_here.isdisjoint(match.nodes):
+            refuse(
+                "it holds what a match was replaced by; matches are those of the graph as it was", kind=Reason.OVERLAP
+            )
         given = {node: match[node.name] for node in inputs}
         nodes = correspondence(wanted, given, match, values=False)
         at = InternalMatch(anchors=[match.outputs[0]])
@@ -149,6 +155,7 @@ def pattern_rule(
         before = set(graph.nodes)
         results = insert(source, dict(zip(placeholders(source), given.values(), strict=True)), match)
         new = [node for node in graph.nodes if node not in before]
+        made_here.update(new)
         if done is not None:
             done.append(ReplacedPatterns(match.outputs[0], at.nodes_map, new))
         return tuple(results) if len(results) > 1 else results[0]

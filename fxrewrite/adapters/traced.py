@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ def terms(graph: fx.Graph, inputs: Mapping[fx.Node, Term], literal: Callable[[fx
             )
         elif node.op in ("call_function", "call_method"):
             args, kwargs = _terms((node.args, dict(node.kwargs)), node, known, literal)
-            known[node] = call(node.target, args, kwargs)
+            made = call(node.target, args, kwargs)
+            known[node] = made if node.all_input_nodes else replace(made, loose=True)  # layout=strided is no layout
     return tuple(known[node] for node in outputs_of(graph))
 
 
@@ -148,12 +150,17 @@ def _place(wanted: Any, found: Any, known: dict[fx.Node, Any], inside: set[fx.No
 
 def _arguments(wanted: fx.Node, found: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
     """The arguments by name, in both; of a commutative operator also with the operands exchanged."""
-    one, other = ops.bind(wanted), ops.bind(found)
+    one, other = (_without_defaults(ops.bind(node)) for node in (wanted, found))
     pairs = [(name, one.get(name), other.get(name)) for name in {**one, **other}]
     yield pairs
     if ops.is_commutative(ops.key(wanted)) and len(pairs) > 1:
         (a, x, p), (b, y, q), *rest = pairs
         yield [(a, x, q), (b, y, p), *rest]
+
+
+def _without_defaults(bound: dict[str, Any]) -> dict[str, Any]:
+    """The arguments without those of factories that say what is so anyway."""
+    return {name: v for name, v in bound.items() if (name, v) not in (("layout", torch.strided), ("pin_memory", False))}
 
 
 def _compare(wanted: Any, found: Any, known: dict[fx.Node, Any], inside: set[fx.Node], values: bool) -> Placed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fxrewrite.torch_versions import symbolic_kernels
 
 __all__ = ["fwd_only", "joint_fwd_bwd", "of_shape", "on_fake_values"]
 
@@ -75,7 +78,9 @@ def joint_fwd_bwd(
 
 
 def _clean(gm: fx.GraphModule) -> None:
-    from torch._inductor.fx_passes.post_grad import remove_noop_ops  # lazy: loads all of inductor
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what inductor imports
+        from torch._inductor.fx_passes.post_grad import remove_noop_ops  # lazy: loads all of inductor
 
     remove_noop_ops(gm.graph)
     gm.graph.eliminate_dead_code()
@@ -111,5 +116,5 @@ def on_fake_values(
 def _quiet(mode: FakeTensorMode) -> Iterator[None]:
     """Tracing inside of a compilation adds no guard, and does not touch the compilation's own context."""
     guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-    with guards, torch._guards.tracing(None):
+    with guards, torch._guards.tracing(None), symbolic_kernels():
         yield

@@ -46,6 +46,7 @@ class Edit:
     Attributes:
         path: where the module is in the module that the transaction began with; empty for that one.
         graph: the graph under edit.
+        body: the first node that is not an input; new nodes that read nothing may be placed before it.
         erased: nodes that will be erased at commit; they no longer have arguments or users.
         fake_mode: the graph's own fake tensor mode; None if its nodes have no fake values.
     """
@@ -64,7 +65,7 @@ class Edit:
         body = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         if body is None:
             raise InvariantError("the graph has no output node; only complete graphs can be edited")
-        self._body: fx.Node = body
+        self.body: fx.Node = body
         self._attributes: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._runs: dict[Any, tuple[Any, Any, Any]] = {}
@@ -177,7 +178,7 @@ class Edit:
             raise InvariantError(f"new node {ops.key(target)}: give exactly one of before= and after=")
         if before is None:
             assert after is not None
-            before = self._body if after.op == "placeholder" else after.next
+            before = self.body if after.op == "placeholder" else after.next
         graph = self.graph
         op = "call_method" if isinstance(target, str) else "call_function"
         name = self._names.get(target)
@@ -214,7 +215,7 @@ class Edit:
         """
         path = next(path for path in (f"{name}_{i}" for i in itertools.count()) if not hasattr(self.gm, path))
         self.gm.add_module(path, module)
-        with self.graph.inserting_before(self._body):
+        with self.graph.inserting_before(self.body):
             node = self.graph.get_attr(path)
         self._journal.append(("attach", node))
         return node
