@@ -306,13 +306,10 @@ def register_replacement(
         args = [kwargs[name] for name in (*search.names, *search.tangents) if name in kwargs]
         return _inserted(gm.graph, args, match)
 
+    said: dict[str, Any] = {"numerics": "approximate", **promises}
     for one in passes:
         named = one._id(pattern_name or search.name)  # pyright: ignore[reportPrivateUsage]
-        one.add(
-            Rule(
-                named, pattern, body, doc=getattr(replace_fn, "__name__", ""), **{"numerics": "approximate", **promises}
-            )
-        )
+        one.add(Rule(named, pattern, body, doc=getattr(replace_fn, "__name__", ""), **said))
     return True
 
 
@@ -529,7 +526,8 @@ class _Handled(Rule):
                 return body(match)
 
             before = set(edit.graph.nodes)
-            Rule(self.id, self.pattern, replacement, rng=self.rng, shapes=self.shapes)._rewrite(edit, match, effects)
+            said: dict[str, Any] = {"rng": self.rng, "shapes": self.shapes}
+            Rule(self.id, self.pattern, replacement, **said)._rewrite(edit, match, effects)
             return [node for node in edit.graph.nodes if node not in before]
 
         view.graph.replace = replace

@@ -160,7 +160,8 @@ def pattern_rule(
             done.append(ReplacedPatterns(match.outputs[0], at.nodes_map, new))
         return tuple(results) if len(results) > 1 else results[0]
 
-    return Rule(id, Pattern(found), body, **{"numerics": "approximate", "shapes": "changes", **promises})
+    said: dict[str, Any] = {"numerics": "approximate", "shapes": "changes", **promises}
+    return Rule(id, Pattern(found), body, **said)
 
 
 def _ignored(*_: Any) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import tracing
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -62,10 +63,13 @@ def joint_fwd_bwd(
         found.append(fx.GraphModule(joint, graph))
         return default_partition(joint, inputs, **options)
 
+    def boxed(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return make_boxed_func(gm)
+
     with torch.enable_grad():
         aot_function(
             fn,
-            lambda gm, _: make_boxed_func(gm),
+            boxed,
             partition_fn=partition,
             decompositions=dict(get_decomp_fn()),
             keep_inference_input_mutations=True,
@@ -113,8 +117,8 @@ def on_fake_values(
 
 
 @contextlib.contextmanager
-def _quiet(mode: FakeTensorMode) -> Iterator[None]:
+def _quiet(mode: FakeTensorMode) -> Generator[None]:
     """Tracing inside of a compilation adds no guard, and does not touch the compilation's own context."""
     guards = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-    with guards, torch._guards.tracing(None), symbolic_kernels():
+    with guards, tracing(None), symbolic_kernels():
         yield

@@ -81,7 +81,7 @@ def table(cases: Iterable[Case]) -> str:
     rows = [f"{len(cases)} cases: {_sum(cases)}.", ""]
     for suite, url in SUITES.items():
         own = [case for case in cases if case.suite == suite]
-        rows += [f"## {suite}", "", f"[{url.partition('/blob/main/')[2]}]({url}): {_sum(own)}.", ""]
+        rows += [f"## {suite}", "", f"[{url.rpartition('/')[2]}]({url}): {_sum(own)}.", ""]
         rows += ["| case | verdict | |", "|---|---|---|"]
         rows += [f"| {_named(case)} | {case.verdict} | {case.why} |" for case in own]
         rows.append("")
