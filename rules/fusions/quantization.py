@@ -73,7 +73,7 @@ def quantized(produce: str, quantize: str, fused: str) -> RuleSet:
         def replacement(match: Match) -> Any:
             arguments = {name: _proxied(match, name) for name in _names(target)}
             made = match.call(torch.ops.higher_order.auto_functionalized, target, **arguments)
-            values = tuple(made[1 + writes.index(name)] for name in results)
+            values = [made[1 + writes.index(name)] for name in results]
             return values if len(values) > 1 else values[0]
 
         return Rule(
