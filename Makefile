@@ -13,7 +13,7 @@ GPU_PYTHON ?= python3
 # What `make gpu` needs beside torch; none of it asks for a torch.
 GPU_NEEDS := editables hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
 
-.PHONY: help env demo test further quick trainers check compat gpu wheels bench zoo zoo-mesh cells proofs mutate third-party clean
+.PHONY: help env demo test further quick trainers check compat gpu wheels bench zoo zoo-mesh cells proofs peers mutate third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -75,6 +75,9 @@ cells: env  ## the table of docs/attention-cells.md: every strategy of attention
 
 proofs: env  ## the table of docs/proofs.md: which shipped rules are proved, resumed where it was stopped (proofs.jsonl)
 	$(BIN)/python -m tests.bench.proofs --table docs/proofs.md
+
+peers: env  ## the table of docs/peers.md: the test suites of other rewriters
+	$(BIN)/python -m tests.peers.suites
 
 mutate: env  ## the mutants of docs/proofs.md: shipped rules with one thing changed, resumed where it was stopped (mutants.jsonl)
 	nice $(BIN)/python -m tests.bench.mutants --table docs/proofs.md

@@ -562,6 +562,18 @@ class Plan:
         After what is installed there already. Inductor's caches tell plans apart by `digest`; a plan that has none is
         never cached. See `fxrewrite.backends.installed`.
         """
+        return backends.installed(slot, self._in_slot(slot), self.digest(), context=context)
+
+    def graph_pass(self, slot: backends.Slot, *, context: Any = None) -> backends.GraphPass[Report]:
+        """The plan as inductor's pass for one slot, for whoever installs it by another way than `in_inductor`.
+
+        Called with a graph it rewrites the module of the graph; `uuid()` is its key in caches, `reports` has one report
+        for each graph.
+        """
+        return backends.GraphPass(slot, self._in_slot(slot), self.digest(), context)
+
+    def _in_slot(self, slot: backends.Slot) -> Callable[[fx.GraphModule, Any], Report]:
+        """What rewrites a graph in one slot: behind autograd, by what its decompositions make of the patterns."""
         self._require_whole()
         known: dict[Any, Plan] = {}
 
@@ -576,7 +588,7 @@ class Plan:
                 plan = known[dtypes, ranks]
             return plan.apply(gm, context, bodies=False)  # inductor passes the bodies itself
 
-        return backends.installed(slot, apply, self.digest(), context=context)
+        return apply
 
     def decomposed(
         self,

@@ -27,6 +27,7 @@ from fxrewrite.match.safety import (
     Effects,
     check_aliases,
     check_draws,
+    check_order,
     check_region,
     check_writes,
     insertion_point,
@@ -283,7 +284,8 @@ class Rule:
             _check_gradients(match)
         if effects.writers:
             check_region(match, effects)
-        replacer = Replacer(edit, insertion_point(match), match.root, self.id)
+        place = insertion_point(match)
+        replacer = Replacer(edit, place, match.root, self.id)
         match.edit, match.proxy = edit, replacer.proxy
         match.call = lambda target, *args, **kwargs: replacer.call(target, args, kwargs)
         given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
@@ -303,6 +305,8 @@ class Rule:
         check_aliases(match, results, created, effects)
         draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
         check_draws(match, draws, self.rng, effects)
+        if place is None:
+            check_order(match, results, draws)
         made = set(created)
         for old, new in zip(match.outputs, results, strict=True):
             users = [user for user in old.users if user not in made] if made & old.users.keys() else None

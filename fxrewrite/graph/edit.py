@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -46,6 +46,7 @@ class Edit:
     Attributes:
         path: where the module is in the module that the transaction began with; empty for that one.
         graph: the graph under edit.
+        body: the first node that is not an input; new nodes that read nothing may be placed before it.
         erased: nodes that will be erased at commit; they no longer have arguments or users.
         fake_mode: the graph's own fake tensor mode; None if its nodes have no fake values.
     """
@@ -64,7 +65,7 @@ class Edit:
         body = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         if body is None:
             raise InvariantError("the graph has no output node; only complete graphs can be edited")
-        self._body: fx.Node = body
+        self.body: fx.Node = body
         self._attributes: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self._runs: dict[Any, tuple[Any, Any, Any]] = {}
@@ -177,7 +178,7 @@ class Edit:
             raise InvariantError(f"new node {ops.key(target)}: give exactly one of before= and after=")
         if before is None:
             assert after is not None
-            before = self._body if after.op == "placeholder" else after.next
+            before = self.body if after.op == "placeholder" else after.next
         graph = self.graph
         op = "call_method" if isinstance(target, str) else "call_function"
         name = self._names.get(target)
@@ -214,7 +215,7 @@ class Edit:
         """
         path = next(path for path in (f"{name}_{i}" for i in itertools.count()) if not hasattr(self.gm, path))
         self.gm.add_module(path, module)
-        with self.graph.inserting_before(self._body):
+        with self.graph.inserting_before(self.body):
             node = self.graph.get_attr(path)
         self._journal.append(("attach", node))
         return node
@@ -288,6 +289,42 @@ class Edit:
         self._journal.append(("erase", node, node.args, node.kwargs))
         node._update_args_kwargs((), {})
         self.erased.add(node)
+
+    @contextlib.contextmanager
+    def raw(self) -> Generator[None]:
+        """What the block does to the graph without this transaction is part of it: new nodes, arguments and metadata.
+
+        It reads all nodes before and after, so it is for code that knows no transactions. New nodes without a value get
+        the value that they compute.
+
+        Raises:
+            InvariantError: the block erased a node, which no transaction can undo.
+        """
+        before = {node: (node.args, node.kwargs, dict(node.meta)) for node in self.graph.nodes}
+        mark = len(self._journal)
+        try:
+            yield
+        finally:
+            known = {record[1] for record in self._journal[mark:] if record[0] in ("create", "attach")}
+            for node in self.graph.nodes:
+                if node not in before:
+                    if node not in known:
+                        self._journal.append(("create", node))
+                    continue
+                args, kwargs, meta = before.pop(node)
+                if node not in self.erased and (node.args is not args or node.kwargs is not kwargs):
+                    self._journal.append(("args", node, args, kwargs))
+                for key in meta.keys() | node.meta.keys():
+                    if node.meta.get(key, _ABSENT) is not meta.get(key, _ABSENT):
+                        self._journal.append(("meta", node, key, meta.get(key, _ABSENT)))
+        if before:
+            raise InvariantError(
+                f"%{next(iter(before)).name} was erased behind the transaction, which cannot undo that; "
+                "let it be erased by edit.erase"
+            )
+        for _, node, *_ in [record for record in self._journal[mark:] if record[0] == "create"]:
+            if self.fake_mode is not None and node.op.startswith("call_") and ops.value(node) is ops.MISSING:
+                node.meta[self._value_key] = self._run(node)
 
     def _run(self, node: fx.Node) -> Any:
         """Computes the node's value by running its operator on fake values; equal calls are run once."""
@@ -393,7 +430,7 @@ class Edit:
             elif kind == "meta":
                 key, value = before
                 if value is _ABSENT:
-                    del node.meta[key]
+                    node.meta.pop(key, None)
                 else:
                     node.meta[key] = value
             elif kind == "fact":

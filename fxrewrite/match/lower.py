@@ -284,7 +284,7 @@ def _link(
     kinds = {capture.name: capture.kind for capture in named_captures}
     choices: list[tuple[Path, tuple[frozenset[str], ...]]] = []
     for name, path in part.captures:
-        if name in captures and kinds[name] in ("node", "optional", "param"):
+        if name in captures and kinds[name] != "literal":
             choices.append((captures[name], _climb_keys(path, part)))
     if not choices:
         raise RuleDefinitionError(

@@ -132,7 +132,7 @@ class Replacer(TracerBase):
 
     Args:
         edit: the transaction.
-        before: the node before which new nodes are inserted.
+        before: the node before which new nodes are inserted; None inserts each behind the last node that it reads.
         like: the replaced node, whose metadata new nodes inherit.
         rule: id of the rule.
 
@@ -140,7 +140,7 @@ class Replacer(TracerBase):
         created: the new nodes, in order.
     """
 
-    def __init__(self, edit: Edit, before: fx.Node, like: fx.Node, rule: str) -> None:
+    def __init__(self, edit: Edit, before: fx.Node | None, like: fx.Node, rule: str) -> None:
         super().__init__()
         self.graph = edit.graph
         self.created: list[fx.Node] = []
@@ -226,6 +226,12 @@ class Replacer(TracerBase):
         return called
 
     def _create(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        node = self._edit.call(target, args, kwargs, before=self._before, like=self._like, rule=self._rule)
+        before, after = self._before, None
+        if before is None:
+            read: list[fx.Node] = []
+            map_arg((args, dict(kwargs)), read.append)  # pyright: ignore[reportArgumentType]
+            after = max(read, default=None)
+            before = None if after is not None else self._edit.body
+        node = self._edit.call(target, args, kwargs, before=before, after=after, like=self._like, rule=self._rule)
         self.created.append(node)
         return node

@@ -15,12 +15,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fxrewrite import ops
 from fxrewrite.errors import Reason, refuse
 from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.walk import reached
 from fxrewrite.match.match import Match
+from fxrewrite.pattern.pattern import ROOT
 
 __all__ = [
     "Effects",
     "check_aliases",
     "check_draws",
+    "check_order",
     "check_region",
     "check_writes",
     "insertion_point",
@@ -189,32 +192,53 @@ def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) 
     refuse(what, hint=hint, node=match.root, kind=Reason.DRAW, before=was, after=is_now)
 
 
-def insertion_point(match: Match) -> fx.Node:
+def insertion_point(match: Match) -> fx.Node | None:
     """Returns the node before which new nodes are inserted: after all captures, before all users of the outputs.
 
     With one output, that is right after it. With several outputs, it is the first output, or right after the last
-    capture if that is later.
+    capture if that is later. None if there is no such place, as where one output is read before a capture of another is
+    computed: then each new node goes behind what it reads.
 
     Raises:
-        RefusedError: an output is used before the last capture is computed: the match is not convex.
+        RefusedError: a capture is computed from an output that it would have to be before.
     """
     if len(match.outputs) == 1:
         return match.root.next
     point = min(match.outputs)
-    inputs = _nodes(match.captures.values())
+    inputs = _nodes(value for name, value in match.captures.items() if name != ROOT)
     last = max(inputs) if inputs else point
     if not point < last:
         return point
-    for output in match.outputs:
+    early = [(output, u) for output in match.outputs for u in output.users if u not in match.nodes and not last < u]
+    if early and not set(match.outputs).isdisjoint(reached(inputs)):
+        output, user = early[0]
+        refuse(
+            f"%{user.name} uses the output %{output.name} before the capture %{last.name} is computed",
+            hint="the outputs cannot be computed at one place; match them with separate rules",
+            node=match.root,
+            kind=Reason.CONVEXITY,
+        )
+    return None if early else last.next
+
+
+def check_order(match: Match, results: list[fx.Node], draws: Sequence[fx.Node]) -> None:
+    """Refuses results that are computed after they are read, and draws, whose order would change.
+
+    Raises:
+        RefusedError: a user of an output is before the new value, or the replacement draws random numbers.
+    """
+    if draws:
+        hint = "the outputs cannot be computed at one place; match them with separate rules"
+        refuse("it would draw random numbers at another place", hint=hint, node=match.root, kind=Reason.DRAW)
+    for output, result in zip(match.outputs, results, strict=True):
         for user in output.users:
-            if user not in match.nodes and not last < user:
+            if user not in match.nodes and not result < user:
                 refuse(
-                    f"%{user.name} uses the output %{output.name} before the capture %{last.name} is computed",
-                    hint="the outputs cannot be computed at one place; match them with separate rules",
+                    f"%{user.name} uses the output %{output.name} before its new value is computed, %{result.name}",
+                    hint="match the outputs with separate rules",
                     node=match.root,
                     kind=Reason.CONVEXITY,
                 )
-    return last.next
 
 
 def _nodes(values: Iterable[Any]) -> list[fx.Node]:

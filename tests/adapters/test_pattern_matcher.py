@@ -1,0 +1,103 @@
+"""Handlers that change the graph themselves are part of the transaction; what is wrong is said at registration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxrewrite.adapters.pattern_matcher import (
+    Arg,
+    CallFunction,
+    PatternMatcherPass,
+    fwd_only,
+    register_graph_pattern,
+    register_replacement,
+)
+from fxrewrite.errors import InvariantError, Reason, RuleDefinitionError
+from tests.rewriting import state, targets, traced
+
+aten = torch.ops.aten
+X = torch.rand(2, 3)
+
+
+def model(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x.sin()) + torch.relu(x.cos())
+
+
+def to_clamp(match: Any, x: fx.Node) -> None:
+    old = match.output_node()
+    with match.graph.inserting_before(old):
+        new = match.graph.call_function(aten.clamp.default, (x, 0))
+    old.replace_all_uses_with(new)
+    match.erase_nodes()
+
+
+def test_a_handler_that_edits_nodes() -> None:
+    one = PatternMatcherPass("raw")
+    register_graph_pattern(CallFunction(aten.relu.default, Arg()), pass_dict=one)(to_clamp)
+    gm = traced(model, X)
+    assert one.apply(gm.graph) == 2
+    gm.graph.lint()
+    assert targets(gm).count("aten.clamp.default") == 2
+    assert all(isinstance(node.meta["val"], torch.Tensor) for node in gm.graph.nodes if node.op == "call_function")
+    assert torch.equal(gm(X), model(X))
+
+
+def test_a_handler_that_raises_at_its_second_match_leaves_it_as_it_was() -> None:
+    one, called = PatternMatcherPass("raw"), []
+
+    @register_graph_pattern(CallFunction(aten.relu.default, Arg()), pass_dict=one)
+    def handler(match: Any, x: fx.Node) -> None:
+        called.append(x)
+        to_clamp(match, x)
+        if len(called) == 2:
+            raise KeyError("second")
+
+    gm = traced(model, X)
+    assert one.apply(gm) == 1
+    gm.graph.lint()
+    assert one.report is not None
+    assert [refusal.kind for refusal in one.report.refusals] == [Reason.RAISED]
+    assert (targets(gm).count("aten.clamp.default"), targets(gm).count("aten.relu.default")) == (1, 1)
+    assert torch.equal(gm(X), model(X))
+
+
+def test_a_match_that_a_check_refuses_changes_nothing() -> None:
+    one = PatternMatcherPass("none")
+    register_graph_pattern(CallFunction(aten.relu.default, Arg()), lambda match: False, pass_dict=one)(to_clamp)
+    gm = traced(model, X)
+    before = state(gm)
+    assert one.apply(gm) == 0
+    assert state(gm) == before
+
+
+def test_a_node_that_is_erased_behind_the_transaction_is_an_error() -> None:
+    one = PatternMatcherPass("raw")
+
+    @register_graph_pattern(CallFunction(aten.relu.default, Arg()), pass_dict=one)
+    def handler(match: Any, x: fx.Node) -> None:
+        match.output_node().replace_all_uses_with(x)
+        x.graph.erase_node(match.output_node())
+
+    with pytest.raises(InvariantError, match="was erased behind the transaction"):
+        one.apply(traced(model, X))
+
+
+@pytest.mark.parametrize(
+    ("search", "examples", "said"),
+    [
+        (lambda x, y: x + 1, [X, X], "y are not in its graph"),
+        (lambda x, y: x + y, [X], "has the parameters x, y; example_inputs has 1 values"),
+        (lambda x: x, [X], "must be an operator"),
+    ],
+)
+def test_what_cannot_be_registered(search: Any, examples: Any, said: str) -> None:
+    with pytest.raises(RuleDefinitionError, match=said):
+        register_replacement(search, search, examples, fwd_only, PatternMatcherPass())
+    one = PatternMatcherPass()
+    register_replacement(lambda x: x + 1, lambda x: x - 1, [X], fwd_only, one)
+    with pytest.raises(RuleDefinitionError, match="skip_duplicates=True"):
+        register_replacement(lambda x: x + 1, lambda x: x - 2, [X], fwd_only, one)

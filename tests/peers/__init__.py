@@ -1,0 +1,1 @@
+"""The test suites of other rewriters, case by case: what each asserts, asserted of this one."""
