@@ -26,6 +26,7 @@ __all__ = [
     "Arguments",
     "Condition",
     "Expressible",
+    "HasItems",
     "IsList",
     "IsLiteral",
     "IsNode",
@@ -236,6 +237,14 @@ class IsList(_WithOperand):
     reason = Reason.LITERAL
     expression = "isinstance({v}, (list, tuple)) and len({v}) == {x}"
     words = "a list of {x} at {path}"
+
+
+class HasItems(_WithOperand):
+    """A list or tuple of length `operand` or more."""
+
+    reason = Reason.LITERAL
+    expression = "isinstance({v}, (list, tuple)) and len({v}) >= {x}"
+    words = "a list of {x} or more at {path}"
 
 
 class IsSame(_WithOperand):

@@ -15,6 +15,7 @@ from fxrewrite.match.conditions import (
     Another,
     Arguments,
     Condition,
+    HasItems,
     IsList,
     IsLiteral,
     IsNode,
@@ -25,11 +26,13 @@ from fxrewrite.match.conditions import (
     IsPlain,
     IsSame,
 )
+from fxrewrite.match.lists import ITEM, Item, Run, VariadicList
 from fxrewrite.match.values import FIRST, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import (
     Capture,
     Chain,
+    Each,
     Either,
     Ignore,
     ListOf,
@@ -40,6 +43,7 @@ from fxrewrite.pattern.terms import (
     Term,
     freeze,
     in_steps,
+    subterms,
 )
 
 __all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
@@ -72,6 +76,8 @@ class Variant:
         shared: those of `inner` that may have users outside the match.
         literals: captures for which None is an ordinary value.
         siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
+        lists: per output, its lists of any length.
+        listed: captures that are lists, with an entry for each item.
         outputs: paths of the outputs.
         paths: all paths whose values belong to the match.
     """
@@ -83,6 +89,8 @@ class Variant:
     shared: frozenset[Path]
     literals: frozenset[str] = frozenset()
     siblings: Link | None = None
+    lists: tuple[tuple[VariadicList, ...], ...] = ()
+    listed: frozenset[str] = frozenset()
     outputs: tuple[Path, ...] = field(init=False)
     paths: frozenset[Path] = field(init=False)
 
@@ -111,10 +119,14 @@ class _Part:
     conditions: tuple[Condition, ...] = ()
     captures: tuple[tuple[str, Path], ...] = ()
     operators: tuple[tuple[Path, Op | Chain], ...] = ()
+    lists: tuple[tuple[Path, ListOf], ...] = ()
 
     def __add__(self, other: _Part) -> _Part:
         return _Part(
-            self.conditions + other.conditions, self.captures + other.captures, self.operators + other.operators
+            self.conditions + other.conditions,
+            self.captures + other.captures,
+            self.operators + other.operators,
+            self.lists + other.lists,
         )
 
 
@@ -149,9 +161,11 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     elif isinstance(term, LiteralValue):
         yield _Part((IsLiteral(path, freeze(term.value)),))
     elif isinstance(term, ListOf):
-        head = _Part((IsList(path, len(term.items)),))
-        items = [list(_read(item, path / index)) for index, item in enumerate(term.items)]
-        for parts in _product(items):
+        front, middle, back = _ends(term.items)
+        fixed = sum(not isinstance(item, Each) for item in term.items)
+        head = _Part((HasItems(path, fixed),), lists=((path, term),)) if middle else _Part((IsList(path, fixed),))
+        ends = [*enumerate(front), *((index - len(back), item) for index, item in enumerate(back))]
+        for parts in _product([list(_read(item, path / index)) for index, item in ends]):
             yield sum(parts, head)
     elif isinstance(term, Maybe):
         yield from _read(term.step, path)
@@ -166,6 +180,41 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     else:
         assert isinstance(term, Ignore)
         yield _Part()
+
+
+def _ends(items: tuple[Term, ...]) -> tuple[tuple[Term, ...], tuple[Term, ...], tuple[Term, ...]]:
+    """Returns the items before the first part of any length, those up to the last such part, and those after it."""
+    places = [index for index, item in enumerate(items) if isinstance(item, Each)]
+    first, last = (places[0], places[-1] + 1) if places else (len(items), len(items))
+    return items[:first], items[first:last], items[last:]
+
+
+def _variadic(path: Path, term: ListOf, captures: dict[str, Path]) -> VariadicList:
+    """Returns how the list at the path is matched; afterwards `captures` has the names in it."""
+    front, middle, back = _ends(term.items)
+    runs: list[Run] = []
+    names: dict[str, None] = {}
+    for part in middle:
+        inner = part.term if isinstance(part, Each) else part
+        readings = tuple(map(_item, _read(inner, ITEM)))
+        runs.append(Run(readings, isinstance(part, Each), frozenset(part.names if isinstance(part, Each) else ())))
+        names.update((found.name, None) for found in subterms(inner) if isinstance(found, Capture))
+    known = frozenset(names.keys() & captures.keys())
+    captures.update((name, path / f"*{name}") for name in names if name not in known)
+    return VariadicList(path, len(front), len(back), tuple(runs), {name: captures[name] for name in names}, known)
+
+
+def _item(part: _Part) -> Item:
+    captures: dict[str, Path] = {}
+    conditions = list(part.conditions)
+    for name, path in part.captures:
+        if captures.setdefault(name, path) is not path:
+            conditions.append(IsSame(path, captures[name]))
+    operators = tuple(
+        (path, isinstance(term, Op) and term.shared, isinstance(term, Op) and term.may_draw)
+        for path, term in part.operators
+    )
+    return Item(tuple(conditions), tuple(captures.items()), operators)
 
 
 def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
@@ -225,6 +274,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
     drawn: dict[Op, Path] = {}
     stages: list[tuple[Condition, ...]] = []
     links: list[Link] = []
+    lists: list[tuple[VariadicList, ...]] = []
     for index, part in enumerate(parts):
         # Any further output is found by climbing from a value that an earlier output captured.
         if index:
@@ -247,6 +297,7 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
             conditions += [Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
             drawn[term] = path
         stages.append(tuple(conditions))
+        lists.append(tuple(_variadic(path, term, captures) for path, term in part.lists))
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
@@ -256,7 +307,8 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
     literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)
     first = pattern.outputs[0]
     if not isinstance(first, Siblings):
-        return Variant(tuple(stages), tuple(links), named, inner, shared, literals)
+        found = tuple(lists) if any(lists) else ()
+        return Variant(tuple(stages), tuple(links), named, inner, shared, literals, lists=found, listed=pattern.lists)
     on = captures.get(first.on)
     if on is None:
         raise RuleDefinitionError(
@@ -286,6 +338,10 @@ def _link(
     for name, path in part.captures:
         if name in captures and kinds[name] in ("node", "optional", "param"):
             choices.append((captures[name], _climb_keys(path, part)))
+    for path, term in part.lists:
+        items = (item.term for item in term.items if isinstance(item, Each))
+        bare = (item.name for item in items if isinstance(item, Capture) and item.kind in ("node", "param"))
+        choices += [(captures[name], _climb_keys(path / "*", part)) for name in bare if name in captures]
     if not choices:
         raise RuleDefinitionError(
             f"pattern {pattern}: output {index} captures no value of the graph that an earlier output captures, so it "

@@ -21,6 +21,7 @@ __all__ = [
     "Capture",
     "CaptureKind",
     "Chain",
+    "Each",
     "Either",
     "Ignore",
     "ListOf",
@@ -34,6 +35,7 @@ __all__ = [
     "freeze",
     "holds_term",
     "in_steps",
+    "parts_of",
     "subterms",
 ]
 
@@ -117,6 +119,10 @@ class Capture(Term):
     name: str
     kind: CaptureKind = "node"
 
+    def __iter__(self) -> Iterator[Term]:
+        """Makes `*x` in a list any number of items."""
+        yield Each(self)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiteralValue(Term):
@@ -141,6 +147,29 @@ class ListOf(Term):
     """A list or tuple of exactly these items, at least one of which is not a plain literal."""
 
     items: tuple[Term, ...]
+
+    def __iter__(self) -> Iterator[Term]:
+        """Makes `*each(...)` in a list its items."""
+        return iter(self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Each(Term):
+    """Among the items of a list, any number of neighbors that match `term`; its captures are lists, an entry for each.
+
+    Attributes:
+        term: what every item is.
+        on: captures of the term that are no lists: all items have the same value there.
+    """
+
+    term: Term
+    on: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The captures that are lists."""
+        found = (part.name for part in subterms(self.term) if isinstance(part, Capture))
+        return tuple(dict.fromkeys(name for name in found if name not in self.on))
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,22 +334,25 @@ def holds_term(value: Any) -> bool:
     return isinstance(value, Term)
 
 
+def parts_of(term: Term) -> tuple[Term, ...]:
+    """Returns the terms that a term is made of."""
+    if isinstance(term, Op):
+        return tuple(part for _, part in term.args)
+    if isinstance(term, ListOf):
+        return term.items
+    if isinstance(term, Maybe):
+        return term.step, term.base
+    if isinstance(term, Either):
+        return term.options
+    if isinstance(term, Chain):
+        return (term.base,)
+    if isinstance(term, Siblings):
+        return (term.each,)
+    return (term.term,) if isinstance(term, Each) else ()
+
+
 def subterms(term: Term) -> Iterator[Term]:
     """Yields the term and all its subterms, outermost first."""
     yield term
-    if isinstance(term, Op):
-        parts: tuple[Term, ...] = tuple(part for _, part in term.args)
-    elif isinstance(term, ListOf):
-        parts = term.items
-    elif isinstance(term, Maybe):
-        parts = (term.step, term.base)
-    elif isinstance(term, Either):
-        parts = term.options
-    elif isinstance(term, Chain):
-        parts = (term.base,)
-    elif isinstance(term, Siblings):
-        parts = (term.each,)
-    else:
-        parts = ()
-    for part in parts:
+    for part in parts_of(term):
         yield from subterms(part)

@@ -2,7 +2,7 @@
 
 ATen operators are written by name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node; `lit(name)`,
 `opt(name)`, `param(name)` and `any(name)` are the other kinds of captures; `...` matches anything; `maybe`, `either`,
-`shared`, `loose`, `chain` and `siblings` are the combinators.
+`shared`, `loose`, `chain`, `each` and `siblings` are the combinators; `[x, *rest]` is a list of any length.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.ops.schemas import schemas_of
-from fxrewrite.pattern.combinators import chain, either, first_operand, loose, maybe, op, shared, siblings
+from fxrewrite.pattern.combinators import chain, each, either, first_operand, loose, maybe, op, shared, siblings
 from fxrewrite.pattern.terms import (
     Capture,
     Chain,
+    Each,
     Either,
     Ignore,
     ListOf,
@@ -45,6 +46,7 @@ _COMBINATORS: dict[str, Callable[..., Term]] = {
     "shared": shared,
     "loose": loose,
     "chain": chain,
+    "each": each,
     "siblings": siblings,
 }
 _WORDS = frozenset({*_PREFIXES, *_COMBINATORS, "op", "float"})
@@ -62,6 +64,9 @@ def term_text(term: Term) -> str:
         return _literal_text(term.value)
     if isinstance(term, ListOf):
         return f"[{', '.join(map(term_text, term.items))}]"
+    if isinstance(term, Each):
+        on = repr(term.on[0] if len(term.on) == 1 else term.on).replace("'", '"')
+        return f"*each({term_text(term.term)}, on={on})" if term.on else f"*{term_text(term.term)}"
     if isinstance(term, Maybe):
         base = "" if first_operand(term.step) == term.base else f", {term_text(term.base)}"
         return f"maybe({term_text(term.step)}{base})"
@@ -162,7 +167,7 @@ class _Parser:
         if isinstance(node, ast.Name):
             return Capture(node.id)
         if isinstance(node, ast.List):
-            return [self.read(item) for item in node.elts]
+            return [part for item in node.elts for part in self.items(item)]
         if isinstance(node, ast.Tuple):
             return tuple(self.read(item) for item in node.elts)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -186,6 +191,13 @@ class _Parser:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return self.call(node, node.func.id)
         raise self.error(node, f"{ast.unparse(node)} is not part of the pattern language")
+
+    def items(self, node: ast.expr) -> list[Any]:
+        """Reads an item of a list; `*rest` is any number of them."""
+        if not isinstance(node, ast.Starred):
+            return [self.read(node)]
+        value = self.read(node.value)
+        return list(value.items) if isinstance(value, ListOf) else [Each(as_term(value))]
 
     def overload(self, node: ast.Attribute) -> torch._ops.OpOverload:
         """Reads `torch.ops.vllm.rms_norm.default`, the operator that a higher-order one is given."""

@@ -19,6 +19,7 @@ from fxrewrite import ops
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
 from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term, subterms
 from fxrewrite.pattern.text import term_text
+from fxrewrite.pattern.where.base import why_not_each
 from fxrewrite.pattern.where.facts import Is
 from fxrewrite.verify.calls import NoCallError, emit, signatures
 from fxrewrite.verify.guess import Guesses
@@ -221,16 +222,22 @@ class Builder:
         for constraint in self._guesses.pattern.where:
             if isinstance(constraint, Is) and constraint.asked == "no_other_users":
                 continue  # its users do not exist yet
+            lists = self.sample.reading.lists.keys() & set(constraint.names)
             suffixes = {name.partition("@")[2] for name in names if name.partition("@")[0] in constraint.names}
-            for suffix in suffixes:
+            for suffix in {""} if lists and suffixes else suffixes:
                 found = {name: self._captured(name, suffix) for name in constraint.names}
                 if any(value is _ABSENT or value is None for value in found.values()):
                     continue
-                why_not = constraint.why_not(found)
+                if any(item is _ABSENT for name in lists for item in found[name]):
+                    continue
+                why_not = why_not_each(constraint, found, lists)
                 if why_not:
                     raise NoSampleError(f"{constraint} does not hold: {why_not}")
 
     def _captured(self, name: str, suffix: str) -> Any:
+        if name in self.sample.reading.lists:
+            count = self.sample.reading.lists[name]
+            return [self._nodes.get(f"{name}@{index}", _ABSENT) for index in range(count)]
         with_suffix = f"{name}@{suffix}" if suffix else name
         return self._nodes.get(with_suffix, self._nodes.get(name, _ABSENT))
 

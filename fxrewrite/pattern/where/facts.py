@@ -170,6 +170,11 @@ class Predicate(BaseConstraint):
     names: tuple[str, ...]
     text: str
 
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The captures that it reads as lists, where they are lists."""
+        return self.names
+
     def _why_not(self, captures: Mapping[str, Any]) -> str:
         holds = self.function(*(captures[name] for name in self.names))
         if isinstance(holds, str):
