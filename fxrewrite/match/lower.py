@@ -6,7 +6,7 @@ Variants share their beginnings, and the decision program that merges them (prog
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fxrewrite import ops
@@ -43,10 +43,12 @@ from fxrewrite.pattern.terms import (
     Term,
     freeze,
     in_steps,
+    part_of,
     subterms,
+    with_sizes,
 )
 
-__all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
+__all__ = ["MAX_VARIANTS", "Link", "Result", "Variant", "lower"]
 
 MAX_VARIANTS = 512
 """Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
@@ -65,6 +67,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """One of several results of an operator, by number, and the path of that operator in another output."""
+
+    operator: Path
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One reading of a pattern.
 
@@ -78,6 +88,9 @@ class Variant:
         siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
         lists: per output, its lists of any length.
         listed: captures that are lists, with an entry for each item.
+        first: the place in the pattern of output 0; the graph reads none of those before it, which are `unread`.
+        may_miss: per output, what result it is if the graph need not read it; empty if the graph must read all.
+        is_plain: whether the conditions of output 0 are all that there is before captures are known.
         outputs: paths of the outputs.
         paths: all paths whose values belong to the match.
     """
@@ -91,6 +104,10 @@ class Variant:
     siblings: Link | None = None
     lists: tuple[tuple[VariadicList, ...], ...] = ()
     listed: frozenset[str] = frozenset()
+    first: int = 0
+    unread: tuple[Result, ...] = ()
+    may_miss: tuple[Result | None, ...] = ()
+    is_plain: bool = field(init=False)
     outputs: tuple[Path, ...] = field(init=False)
     paths: frozenset[Path] = field(init=False)
 
@@ -98,6 +115,7 @@ class Variant:
         outputs = tuple(Path.root(index) for index in range(len(self.stages)))
         captured = [path for path in self.captures.values() if path is not None]
         object.__setattr__(self, "outputs", outputs)
+        object.__setattr__(self, "is_plain", len(outputs) == 1 and not self.lists and not self.unread)
         object.__setattr__(self, "paths", frozenset([*outputs, *self.inner, *captured]))
 
     @property
@@ -137,24 +155,53 @@ def lower(pattern: Pattern) -> tuple[Variant, ...]:
         RuleDefinitionError: there are more than MAX_VARIANTS, or an output shares no captured value with the others.
     """
     captures = pattern.captures
-    per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs)]
     variants: dict[tuple[object, ...], Variant] = {}
-    # Every combination of the outputs' readings is a variant; equal ones are merged.
-    for parts in itertools.product(*per_output):
-        variant = _variant(parts, pattern, captures)
-        variants.setdefault((variant.stages, tuple(variant.captures.items())), variant)
-        if len(variants) > MAX_VARIANTS:
-            raise RuleDefinitionError(f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules")
+    for first in range(len(pattern.outputs)):
+        per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs[first:])]
+        # Every combination of the outputs' readings is a variant; equal ones are merged.
+        for parts in itertools.product(*per_output):
+            unread = _unread(pattern.outputs[:first], parts)
+            if unread is None:
+                continue
+            variant = _variant(parts, pattern, captures, first, unread)
+            variants.setdefault((variant.stages, tuple(variant.captures.items()), unread), variant)
+            if len(variants) > MAX_VARIANTS:
+                raise RuleDefinitionError(
+                    f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules"
+                )
     return tuple(variants.values())
+
+
+def _unread(before: tuple[Term, ...], parts: tuple[_Part, ...]) -> tuple[Result, ...] | None:
+    """Returns which results the outputs `before` are, that the graph does not read; None if one is no such result."""
+    found: list[Result] = []
+    for output in before:
+        options = output.options if isinstance(output, Either) else (output,)
+        results = (_result(part_of(option), parts) for option in options)
+        result = next((result for result in results if result is not None), None)
+        if result is None:
+            return None
+        found.append(result)
+    return tuple(found)
+
+
+def _result(part: tuple[Op, int] | None, parts: Iterable[_Part]) -> Result | None:
+    """Returns where another output has the operator of which the part is one result; None if none has it."""
+    for other in parts if part is not None else ():
+        path, term = other.operators[0] if other.operators else (None, None)
+        of = part_of(term) if isinstance(term, Op) else None
+        if part is not None and of is not None and of[0] == part[0] and path is not None and isinstance(term, Op):
+            return Result(path / term.args[0][0], part[1])
+    return None
 
 
 def _read(term: Term, path: Path) -> Iterator[_Part]:
     """Yields the readings of a term at a path."""
     if isinstance(term, Op):
         yield from _read_operator(term, path)
-        steps = in_steps(term)
-        if steps is not None:
-            yield from _read_operator(steps, path)
+        for other in (in_steps(term), with_sizes(term)):
+            if other is not None:
+                yield from _read_operator(other, path)
     elif isinstance(term, Capture):
         kind = _CAPTURED[term.kind]
         yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
@@ -269,13 +316,24 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
 
 
 # Combines one reading per output: equal names must be equal values, equal draws different nodes.
-def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[Capture, ...]) -> Variant:
+def _variant(
+    parts: tuple[_Part, ...],
+    pattern: Pattern,
+    named_captures: tuple[Capture, ...],
+    first_output: int,
+    unread: tuple[Result, ...],
+) -> Variant:
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
     stages: list[tuple[Condition, ...]] = []
     links: list[Link] = []
     lists: list[tuple[VariadicList, ...]] = []
+    may_miss: list[Result | None] = []
     for index, part in enumerate(parts):
+        path, top = part.operators[0]
+        result = _result(part_of(top), parts[:index]) if isinstance(top, Op) and path is Path.root(index) else None
+        is_known = not part.lists and all(name in captures for name, _ in part.captures)
+        may_miss.append(result if is_known else None)
         # Any further output is found by climbing from a value that an earlier output captured.
         if index:
             links.append(_link(index, part, captures, pattern, named_captures))
@@ -307,8 +365,19 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
     literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)
     first = pattern.outputs[0]
     if not isinstance(first, Siblings):
-        found = tuple(lists) if any(lists) else ()
-        return Variant(tuple(stages), tuple(links), named, inner, shared, literals, lists=found, listed=pattern.lists)
+        return Variant(
+            tuple(stages),
+            tuple(links),
+            named,
+            inner,
+            shared,
+            literals,
+            lists=tuple(lists) if any(lists) else (),
+            listed=pattern.lists,
+            first=first_output,
+            unread=unread,
+            may_miss=tuple(may_miss) if any(may_miss) else (),
+        )
     on = captures.get(first.on)
     if on is None:
         raise RuleDefinitionError(

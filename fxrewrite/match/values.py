@@ -80,8 +80,8 @@ class Candidate:
     def __init__(self, values: dict[Path, Any]) -> None:
         self.values = values
 
-    def choose(self, output: int, node: fx.Node) -> Candidate:
-        """Returns a candidate in which a further output of the pattern is this node."""
+    def choose(self, output: int, node: Any) -> Candidate:
+        """Returns a candidate in which a further output of the pattern is this node, or ABSENT."""
         return Candidate({**self.values, Path.root(output): node})
 
     def known(self, paths: AbstractSet[Path]) -> dict[Path, Any]:

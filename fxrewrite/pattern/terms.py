@@ -33,10 +33,13 @@ __all__ = [
     "as_term",
     "call",
     "freeze",
+    "has_parts",
     "holds_term",
     "in_steps",
+    "part_of",
     "parts_of",
     "subterms",
+    "with_sizes",
 ]
 
 CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
@@ -296,7 +299,7 @@ def in_steps(term: Op) -> Op | None:
     if term.key != "operator.getitem" or len(term.args) != 2:
         return None
     (_, base), (_, index) = term.args
-    if not isinstance(index, LiteralValue) or (isinstance(index.value, int) and _has_parts(base)):
+    if not isinstance(index, LiteralValue) or (isinstance(index.value, int) and has_parts(base)):
         return None
     items = index.value if isinstance(index.value, tuple) else (index.value,)
     if not all(item is None or item is ... or type(item) in (int, slice) for item in items):
@@ -307,7 +310,30 @@ def in_steps(term: Op) -> Op | None:
     return replace(found, shared=term.shared) if isinstance(found, Op) and found is not base else None
 
 
-def _has_parts(term: Term) -> bool:
+def with_sizes(term: Op) -> Op | None:
+    """Returns what a split by a captured value is where that is a list of sizes; None if the term is no such split."""
+    names = [name for name, _ in term.args]
+    if term.key != "aten::split" or "split_size" not in names:
+        return None
+    at = names.index("split_size")
+    sizes = term.args[at][1]
+    if not isinstance(sizes, Capture) or sizes.kind not in ("literal", "any"):
+        return None
+    return replace(
+        term, key="aten::split_with_sizes", args=(*term.args[:at], ("split_sizes", sizes), *term.args[at + 1 :])
+    )
+
+
+def part_of(term: Term) -> tuple[Op, int] | None:
+    """Returns the operator with several results of which the term is one, by number; None if it is no such part."""
+    if not isinstance(term, Op) or term.key != "operator.getitem" or len(term.args) != 2:
+        return None
+    (_, base), (_, index) = term.args
+    is_number = isinstance(index, LiteralValue) and type(index.value) is int
+    return (base, index.value) if is_number and isinstance(base, Op) and has_parts(base) else None
+
+
+def has_parts(term: Term) -> bool:
     """Whether the value is known to be a tuple or a list, and no tensor."""
     if not isinstance(term, Op):
         return False

@@ -129,9 +129,12 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
                 f"pattern {text!r}: `{term_text(found)}` has an entry for each item of a captured list, and captures "
                 f"that are lists are {', '.join(sorted(pattern.lists)) or 'none'}"
             )
-    outputs = term.items if isinstance(term, ListOf) else (term,)
+    is_list = len(pattern.outputs) == 1 and isinstance(ast.parse(text.strip(), mode="eval").body, ast.List)
+    outputs = term.items if isinstance(term, ListOf) and not is_list else (term,)
     for output in outputs:
-        is_value = isinstance(output, Op) or (isinstance(output, Capture) and captures[output.name] != "literal")
+        is_value = isinstance(output, (Op, ListOf)) or (
+            isinstance(output, Capture) and captures[output.name] != "literal"
+        )
         if not is_value:
             raise RuleDefinitionError(f"pattern {text!r}: {term_text(output)} is a Python value, not one of the graph")
     if len(outputs) != len(pattern.outputs):

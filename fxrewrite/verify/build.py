@@ -6,6 +6,7 @@ costs one operator and not a graph. Fake values, which are private to torch, are
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -263,8 +264,19 @@ class Builder:
                     fake = _callable(node.target)(*args, **kwargs)
                 new[node] = graph.node_copy(node, new.__getitem__)
             new[node].meta["val"] = fake
-        graph.output(tuple(new[node] for node in outputs))
+        graph.output(tuple(part for node in outputs for part in _parts(graph, new[node])))
         return graph
+
+
+def _parts(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """Returns the node, or if it is a list, its items, as a graph's outputs are tensors."""
+    values = node.meta["val"]
+    if not isinstance(values, (list, tuple)):
+        return [node]
+    parts = [graph.call_function(operator.getitem, (node, index)) for index in range(len(values))]
+    for part, value in zip(parts, values, strict=True):
+        part.meta["val"] = value
+    return parts
 
 
 def _callable(target: Any) -> Callable[..., Any]:

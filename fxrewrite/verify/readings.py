@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from fxrewrite import ops
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import Capture, Chain, Each, Either, ListOf, Maybe, Op, Siblings, Term, subterms
+from fxrewrite.pattern.terms import Capture, Chain, Each, Either, ListOf, Maybe, Op, Siblings, Term, part_of, subterms
 from fxrewrite.pattern.text import term_text
 from fxrewrite.verify.calls import first_name
 
@@ -25,8 +25,8 @@ class ChoiceSite:
 
     text: str
     options: tuple[str, ...]
-    rare: int | None = None
-    """An option that need not occur, since few operators take it."""
+    rare: tuple[int, ...] = ()
+    """Options that need not occur, since few operators take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,24 @@ def by_item(reading: Reading, given: Mapping[str, Any]) -> dict[str, Any] | None
 def sites(pattern: Pattern) -> tuple[ChoiceSite, ...]:
     """Returns all sites of the pattern."""
     found = (site for output in pattern.outputs for term in subterms(output) for site in _sites_at(term))
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*found, *_read_results(pattern)]))
+
+
+def _read_results(pattern: Pattern) -> Iterator[ChoiceSite]:
+    """Yields the choice of a result that nothing reads, if some outputs are results of one operator."""
+    of = [_operators(output) for output in pattern.outputs]
+    texts = [
+        f"all but {term_text(output)}"
+        for place, output in enumerate(pattern.outputs)
+        if any(of[place] & others for other, others in enumerate(of) if other != place)
+    ]
+    if texts:
+        yield ChoiceSite("results that are read", ("all", *texts), rare=tuple(range(1, len(texts) + 1)))
+
+
+def _operators(output: Term) -> set[Term]:
+    parts = map(part_of, output.options if isinstance(output, Either) else (output,))
+    return {part[0] for part in parts if part is not None}
 
 
 def _sites_at(term: Term) -> Iterator[ChoiceSite]:
@@ -87,7 +104,7 @@ def _sites_at(term: Term) -> Iterator[ChoiceSite]:
         yield ChoiceSite(text, tuple(f"{count} operators" for count in range(term.least, term.most + 1)))
         yield ChoiceSite(f"operator of {text}", term.keys)
     elif isinstance(term, Each):
-        yield ChoiceSite(text, tuple(_LENGTHS), rare=_NONE)
+        yield ChoiceSite(text, tuple(_LENGTHS), rare=(_NONE,))
     elif isinstance(term, Siblings):
         yield ChoiceSite(text, (f"{term.least} siblings", f"{term.least + 1} siblings"))
     elif isinstance(term, Op) and _commutes(term):
@@ -121,6 +138,10 @@ def read(pattern: Pattern, choose: Choose, given: Mapping[str, Any] | None = Non
         return Reading(tuple(each), tuple(chosen), first.on)
     lists = {name: len(given[name]) for name in pattern.lists if name in given} if given else dict[str, int]()
     outputs = tuple(_resolve(output, decide, lists) for output in pattern.outputs)
+    for site in _read_results(pattern):
+        left_out = site.options[decide(site)]
+        terms = zip(outputs, pattern.outputs, strict=True)
+        outputs = tuple(output for output, term in terms if left_out != f"all but {term_text(term)}")
     return Reading(outputs, tuple(chosen), lists=lists)
 
 

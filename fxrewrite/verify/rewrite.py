@@ -186,7 +186,7 @@ class _Search:
             Alternative(site, i)
             for site in sites(self.trials.pattern)
             for i in range(len(site.options))
-            if i != site.rare
+            if i not in site.rare
         }
         limit, index, is_extended = _PROPOSALS * samples, 0, False
         while index < limit and (self.counts["compared"] < samples or wanted - self.met.keys()):
@@ -221,8 +221,8 @@ class _Search:
         def choose(site: ChoiceSite) -> int:
             options = [Alternative(site, option) for option in range(len(site.options))]
             weights = [self.met[option] + self.proposed[option] / _PROPOSALS + draw.rng.random() for option in options]
-            if site.rare is not None and self._is_impossible(options[site.rare]):
-                weights[site.rare] = math.inf
+            for rare in site.rare:
+                weights[rare] = math.inf if self._is_impossible(options[rare]) else weights[rare]
             return weights.index(min(weights))
 
         given = self._given(draw) if self.trials.pattern.lists else None  # a sampler decides how long lists are
@@ -327,7 +327,7 @@ class _Search:
     def _verdict(self, samples: int, counterexample: Counterexample | None) -> Verdict:
         order = [Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))]
         stopped = counterexample is not None
-        uncovered = () if stopped else tuple(str(o) for o in order if o not in self.met and o.option != o.site.rare)
+        uncovered = () if stopped else tuple(str(o) for o in order if o not in self.met and o.option not in o.site.rare)
         counts = self.counts
         remarks = [f"allowed, on {number} samples: {example}" for number, example in self.allowed.values()]
         if not stopped and counts["compared"] < samples:
