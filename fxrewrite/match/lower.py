@@ -6,7 +6,7 @@ Variants share their beginnings, and the decision program that merges them (prog
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fxrewrite import ops
@@ -25,6 +25,8 @@ from fxrewrite.match.conditions import (
     IsParameter,
     IsPlain,
     IsSame,
+    IsSize,
+    IsSizeCall,
 )
 from fxrewrite.match.lists import ITEM, Item, Run, VariadicList
 from fxrewrite.match.values import FIRST, Path
@@ -43,10 +45,12 @@ from fxrewrite.pattern.terms import (
     Term,
     freeze,
     in_steps,
+    is_size,
     part_of,
     subterms,
     with_sizes,
 )
+from fxrewrite.pattern.text import term_text
 
 __all__ = ["MAX_VARIANTS", "Link", "Result", "Variant", "lower"]
 
@@ -138,6 +142,7 @@ class _Part:
     captures: tuple[tuple[str, Path], ...] = ()
     operators: tuple[tuple[Path, Op | Chain], ...] = ()
     lists: tuple[tuple[Path, ListOf], ...] = ()
+    sizes: tuple[tuple[Path, Op], ...] = ()
 
     def __add__(self, other: _Part) -> _Part:
         return _Part(
@@ -145,6 +150,7 @@ class _Part:
             self.captures + other.captures,
             self.operators + other.operators,
             self.lists + other.lists,
+            self.sizes + other.sizes,
         )
 
 
@@ -197,7 +203,9 @@ def _result(part: tuple[Op, int] | None, parts: Iterable[_Part]) -> Result | Non
 
 def _read(term: Term, path: Path) -> Iterator[_Part]:
     """Yields the readings of a term at a path."""
-    if isinstance(term, Op):
+    if isinstance(term, Op) and is_size(term) and path.parent is not None:
+        yield _Part(sizes=((path, term),))
+    elif isinstance(term, Op):
         yield from _read_operator(term, path)
         for other in (in_steps(term), with_sizes(term)):
             if other is not None:
@@ -251,7 +259,57 @@ def _variadic(path: Path, term: ListOf, captures: dict[str, Path]) -> VariadicLi
     return VariadicList(path, len(front), len(back), tuple(runs), {name: captures[name] for name in names}, known)
 
 
+def _is_size(
+    path: Path, term: Op, captures: dict[str, Path], computed: Mapping[Term, Path], pattern: Pattern
+) -> list[Condition]:
+    """Returns the conditions on a size; what the pattern captures nowhere else is what the size is read of."""
+    conditions: list[Condition] = []
+    bases: list[Path] = []
+
+    def base(of: Term) -> str:
+        found = captures.get(of.name) if isinstance(of, Capture) else computed.get(of)
+        if found is None and isinstance(of, Capture) and term.key == "aten::size":
+            whole = len(term.args) == 1
+            call = path / 0 if whole else path
+            found = captures[of.name] = call / FIRST
+            dim = 0 if whole else term.args[1][1].value if isinstance(term.args[1][1], LiteralValue) else None
+            conditions.extend([HasItems(path, 1)] if whole else [])
+            conditions.extend([IsSizeCall(call, dim), IsNode(found)])
+        if found is None:
+            raise RuleDefinitionError(
+                f"pattern {pattern}: {term_text(term)} is of {term_text(of)}, which the pattern has nowhere else; "
+                "capture it, or the number"
+            )
+        bases.append(found)
+        return f"{{{len(bases) - 1}}}"
+
+    def number(of: Term) -> str:
+        if isinstance(of, LiteralValue):
+            return repr(of.value)
+        assert isinstance(of, Op)
+        if of.key == "aten::size":
+            dim = of.args[1][1] if len(of.args) == 2 else None
+            if not isinstance(dim, LiteralValue) or type(dim.value) is not int:
+                raise RuleDefinitionError(f"pattern {pattern}: {term_text(of)} needs a dimension that is a number")
+            return f"size_of({base(of.args[0][1])}, {dim.value})"
+        if of.key == "aten::numel":
+            return f"numel_of({base(of.args[0][1])})"
+        return f"computed({of.key!r}, {', '.join(number(part) for _, part in of.args)})"
+
+    if term.key.startswith("prim::"):
+        test = f"is_attribute({{v}}, {base(term.args[0][1])}, {term.key.removeprefix('prim::')!r})"
+    elif term.key == "aten::size" and len(term.args) == 1:
+        test = f"is_shape({{v}}, {base(term.args[0][1])})"
+    else:
+        test = f"is_number({{v}}, {number(term)})"
+    return [*conditions, IsSize(path, term_text(term), test, tuple(bases))]
+
+
 def _item(part: _Part) -> Item:
+    if part.sizes:
+        raise RuleDefinitionError(
+            f"`{term_text(part.sizes[0][1])}` inside of each() is not supported; compare the sizes by a predicate"
+        )
     captures: dict[str, Path] = {}
     conditions = list(part.conditions)
     for name, path in part.captures:
@@ -329,6 +387,7 @@ def _variant(
     links: list[Link] = []
     lists: list[tuple[VariadicList, ...]] = []
     may_miss: list[Result | None] = []
+    computed: dict[Term, Path] = {}
     for index, part in enumerate(parts):
         path, top = part.operators[0]
         result = _result(part_of(top), parts[:index]) if isinstance(top, Op) and path is Path.root(index) else None
@@ -354,6 +413,9 @@ def _variant(
                 )
             conditions += [Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
             drawn[term] = path
+        computed |= {term: path for path, term in reversed(part.operators)}
+        for path, term in part.sizes:
+            conditions += _is_size(path, term, captures, computed, pattern)
         stages.append(tuple(conditions))
         lists.append(tuple(_variadic(path, term, captures) for path, term in part.lists))
     # Operators below the outputs are inner nodes; the match checks their users.

@@ -18,6 +18,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 
 __all__ = [
+    "ARITHMETIC_ON_SIZES",
     "Capture",
     "CaptureKind",
     "Chain",
@@ -36,6 +37,7 @@ __all__ = [
     "has_parts",
     "holds_term",
     "in_steps",
+    "is_size",
     "part_of",
     "parts_of",
     "subterms",
@@ -57,11 +59,13 @@ class Term:
         del types
         return call(func, args, kwargs or {})
 
-    def __getattr__(self, name: str) -> Callable[..., Term]:
+    def __getattr__(self, name: str) -> Any:
+        if name in _READ:
+            return call(_READ[name], (self,), {})
         if not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
             return lambda *args, **kwargs: call(name, (self, *args), kwargs)
         raise AttributeError(
-            f"a pattern has no attribute {name!r}: shapes and dtypes of values are constraints, see fxrewrite.where"
+            f"a pattern has no attribute {name!r}; it has shape, dtype and device, else see fxrewrite.where"
         )
 
     def __bool__(self) -> bool:
@@ -71,7 +75,29 @@ class Term:
         raise RuleDefinitionError("a pattern cannot unpack a value of unknown length; take its parts as value[0] ...")
 
     def __getitem__(self, index: Any) -> Term:
+        if isinstance(self, Op) and self.key == "aten::size" and len(self.args) == 1:
+            if type(index) is not int:
+                raise RuleDefinitionError(f"a pattern takes sizes one by one, x.shape[0], and not [{index}] of a shape")
+            return call(_READ["shape"], (self.args[0][1], index), {})
         return call(operator.getitem, (self, index), {})
+
+
+_READ: Mapping[str, Any] = {
+    "shape": torch.ops.aten.size,
+    "dtype": torch.ops.prim.dtype,
+    "device": torch.ops.prim.device,
+}
+"""What is read of a value as an attribute."""
+_NUMBERS_OF = ("aten::size", "aten::numel")
+_ATTRIBUTES_OF = ("prim::dtype", "prim::device")
+ARITHMETIC_ON_SIZES: Mapping[str, Callable[..., Any]] = {
+    "aten::add": operator.add,
+    "aten::sub": operator.sub,
+    "aten::mul": operator.mul,
+    "aten::floor_divide": operator.floordiv,
+    "aten::neg": operator.neg,
+}
+"""What may be computed of sizes in a pattern."""
 
 
 def _arithmetic(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Term]:
@@ -287,7 +313,7 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
         if not isinstance(value, Term) and name in signature.defaults and _is_default(value, signature.defaults[name]):
             continue
         literal_index = is_index and name == signature.names[1] and not holds_term(value)  # here `...` means itself
-        terms.append((name, LiteralValue(value) if literal_index else as_term(value)))
+        terms.append((name, LiteralValue(value) if literal_index else as_term(_sizes(name, value))))
     return Op(key, tuple(terms), shared)
 
 
@@ -308,6 +334,29 @@ def in_steps(term: Op) -> Op | None:
     for overload, args in ops.index_steps(index.value):
         found = call(overload, (found, *args), {})
     return replace(found, shared=term.shared) if isinstance(found, Op) and found is not base else None
+
+
+_SHAPES = ("size", "shape")
+
+
+def is_size(term: Any) -> bool:
+    """Whether the term is a size of another value, a number computed of sizes, or a dtype or device."""
+    if not isinstance(term, Op):
+        return False
+    if term.key in _NUMBERS_OF or term.key in _ATTRIBUTES_OF:
+        return True
+    parts = [part for _, part in term.args]
+    if term.key not in ARITHMETIC_ON_SIZES or not any(map(is_size, parts)):
+        return False
+    return all(is_size(part) or (isinstance(part, LiteralValue) and type(part.value) is int) for part in parts)
+
+
+def _sizes(name: str, value: Any) -> Any:
+    """Returns the sizes that `x.view(y.numel())` and `torch.zeros(x.shape)` mean, which also take `*size`."""
+    one = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    if name not in _SHAPES or not is_size(one):
+        return value
+    return one if one.key == "aten::size" and len(one.args) == 1 else [one]
 
 
 def with_sizes(term: Op) -> Op | None:

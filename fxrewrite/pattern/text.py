@@ -49,7 +49,8 @@ _COMBINATORS: dict[str, Callable[..., Term]] = {
     "each": each,
     "siblings": siblings,
 }
-_WORDS = frozenset({*_PREFIXES, *_COMBINATORS, "op", "float"})
+_ATTRIBUTES = {"dtype": "prim::dtype", "device": "prim::device"}
+_WORDS = frozenset({*_PREFIXES, *_COMBINATORS, *_ATTRIBUTES, "op", "float"})
 """Reserved words; an operator with such a name is written `op("aten::any", ...)`."""
 _TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
@@ -86,6 +87,8 @@ def _op_text(term: Op) -> str:
     if term.key == "operator.getitem" and len(term.args) == 2:
         (_, value), (_, index) = term.args
         return f"{term_text(value)}[{_index_text(index)}]"
+    if term.key in _ATTRIBUTES.values():
+        return f"{term.key.removeprefix('prim::')}({term_text(term.args[0][1])})"
     namespace, _, name = term.key.rpartition("::")
     positional = _positional(term.key, tuple(name for name, _ in term.args))
     by_name = namespace == "aten" and name not in _WORDS
@@ -224,7 +227,7 @@ class _Parser:
                 return _named_op(*args, **kwargs)
             if name in _COMBINATORS:
                 return _COMBINATORS[name](*args, **kwargs)
-            return op(name, *args, **kwargs)
+            return op(_ATTRIBUTES.get(name, name), *args, **kwargs)
         except (RuleDefinitionError, TypeError) as error:
             raise self.error(node, str(error)) from error
 

@@ -169,7 +169,8 @@ def cases(
             if given is None:
                 problem = "the sampler gives lists of other lengths"
                 continue
-            sample = Sample(reading, "aten", False, False, {name: _spec(value) for name, value in given.items()})
+            bindings = {name: _spec(value) for name, value in given.items()}
+            sample = Sample(reading, "aten", False, False, bindings, size_calls=True)
             builder = Builder(sample, mode, Guesses(pattern, facts, draw))
             concrete = builder.module()
         except (NoSampleError, NoCallError) as error:

@@ -91,6 +91,9 @@ def _call(key: str, arguments: Mapping[str, Any], match: Match) -> Any:
         return match.call(on_numbers, *given) if any(map(_is_value, given)) else on_numbers(*given)
     if (key, tuple(arguments)) == ("aten::size", ("self", "dim")):
         return match.call(torch.ops.aten.sym_size.int, *given)  # as tracing has it
+    if key in ("prim::dtype", "prim::device"):
+        (node,) = given
+        return getattr(match.proxy(node) if isinstance(node, fx.Node) else node, key.removeprefix("prim::"))
     namespace, _, name = key.partition("::")
     return match.call(getattr(getattr(torch.ops, namespace), name), **arguments)
 

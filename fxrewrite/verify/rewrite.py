@@ -19,7 +19,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
 from fxrewrite.ops import is_virtual, tested_by
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import Op, subterms
+from fxrewrite.pattern.terms import Op, is_size, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
 from fxrewrite.verify.compare import RulePromise
@@ -237,7 +237,9 @@ class _Search:
         given = by_item(reading, self._given(draw) if given is None else given)
         if given is None:
             return Trial("impossible", f"{self.rule_id}: the sampler gives lists of different lengths under one name")
-        sample = Sample(reading, form, draw.flag(0.25), exposed, given)
+        twice = draw.flag(0.25)
+        size_calls = any(map(is_size, terms)) and draw.flag()
+        sample = Sample(reading, form, twice, exposed, given, size_calls)
         trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
         self._count(trial, reading.chosen)
         return trial
