@@ -184,6 +184,44 @@ replace = "cat([*a, x, *relu(b)])"
         parse_rules('[[rule]]\nid = "a.b"\npattern = "relu(x)"\nreplace = "cat([*x])"\n', "lists.toml")
 
 
+def cut_again(dim: int, sizes: list[int]) -> Any:
+    return lambda a, b: torch.split(cat([a, b], dim), sizes, dim)[1] + 1
+
+
+def permuted_twice(first: list[int], second: list[int]) -> Any:
+    return lambda x: x.permute(first).permute(second)
+
+
+def test_relations_of_lists() -> None:
+    rules = parse_rules(
+        """
+[[rule]]
+id = "lists.undo_cat"
+pattern = "op('split_with_sizes', cat([*xs], lit(dim)), lit(sizes), lit(dim))"
+replace = "[*xs]"
+where = ["are_sizes(sizes, xs, dim)", "len(xs) > 1", "sum(sizes) == sum(size(xs, 1))"]
+[[rule]]
+id = "lists.undo_permute"
+pattern = "permute(permute(x, lit(p)), lit(q))"
+replace = "x"
+where = ["is_inverse(p, q)"]
+""",
+        "lists.toml",
+    )
+    assert parse_rules(dump_rules(rules), "lists.toml").once().digest() == rules.once().digest()
+    cut, permuted = rules.rules()
+    for dim, sizes, count in ((1, [3, 3], 1), (1, [4, 2], 0), (0, [2, 2], 0)):
+        gm = traced(cut_again(dim, sizes), X, X + 1)
+        assert apply(gm, cut).rewrites == count
+        assert torch.equal(gm(X, X + 1), torch.split(cat([X, X + 1], dim), sizes, dim)[1] + 1)
+    for first, second, count in (([1, 2, 0], [2, 0, 1], 1), ([1, 2, 0], [-1, 0, -2], 1), ([1, 2, 0], [1, 2, 0], 0)):
+        gm = traced(permuted_twice(first, second), torch.rand(2, 3, 4))
+        assert apply(gm, permuted).rewrites == count
+    for wrong in ("len(size(x, 0)) == 1", "sum(x, y) == 1", "is_inverse(p)", "are_sizes(a, b)", "are_sizes(a, b, 1.0)"):
+        with pytest.raises(RuleDefinitionError, match="constraint"):
+            where.parse(wrong)
+
+
 def test_a_sampler_decides_how_long_lists_are() -> None:
     it = made(lambda first, rest: cat([first, *rest]), lambda first, rest: cat([first, *rest[:4], *rest[:3:-1]]))
 
