@@ -450,7 +450,8 @@ def _with_parts(match: Match, results: Sequence[Any]) -> tuple[Match, list[fx.No
             if user.target is operator.getitem:
                 outputs.append(user)
                 nodes[user] = None
-                found.append(new[user.args[1]])
+                index: Any = user.args[1]
+                found.append(new[index])
     return replace(match, outputs=tuple(outputs), nodes=tuple(nodes)), found
 
 

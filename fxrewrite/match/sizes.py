@@ -99,14 +99,15 @@ def is_size_call(value: Any, dim: int) -> bool:
 def _call_of(value: Any) -> _Call | None:
     if not isinstance(value, fx.Node):
         return None
+    args: list[Any] = list(value.args)
     if ops.key(value) in _SIZE:
-        dim = value.args[1] if len(value.args) > 1 else value.kwargs.get("dim")
-        return _Call(value.args[0], dim) if dim is None or type(dim) is int else None
-    if value.target is getattr and value.args[1] == "shape":
-        return _Call(value.args[0], None)
-    if value.target is operator.getitem and type(value.args[1]) is int:
-        whole = _call_of(value.args[0])
-        return _Call(whole.node, value.args[1]) if whole is not None and whole.dim is None else None
+        dim = args[1] if len(args) > 1 else value.kwargs.get("dim")
+        return _Call(args[0], dim) if dim is None or type(dim) is int else None
+    if value.target is getattr and args[1] == "shape":
+        return _Call(args[0], None)
+    if value.target is operator.getitem and type(args[1]) is int:
+        whole = _call_of(args[0])
+        return _Call(whole.node, args[1]) if whole is not None and whole.dim is None else None
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 
@@ -339,7 +339,7 @@ def in_steps(term: Op) -> Op | None:
 _SHAPES = ("size", "shape")
 
 
-def is_size(term: Any) -> bool:
+def is_size(term: Any) -> TypeGuard[Op]:
     """Whether the term is a size of another value, a number computed of sizes, or a dtype or device."""
     if not isinstance(term, Op):
         return False
