@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         any_ as any_,
         cap as cap,
         chain as chain,
+        each as each,
         either as either,
         functional as functional,
         loose as loose,

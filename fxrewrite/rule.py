@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -16,7 +17,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, refuse
 from fxrewrite.graph.bodies import nodes_of
-from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.edit import Edit, not_by_number
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
@@ -34,6 +35,7 @@ from fxrewrite.match.safety import (
 )
 from fxrewrite.match.strides import is_laid_out_alike, stride_reader
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
+from fxrewrite.pattern.terms import Term, has_parts
 from fxrewrite.pattern.where import Constraint
 
 if TYPE_CHECKING:
@@ -294,6 +296,9 @@ class Rule:
         body = ops.with_globals(self.body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
         results = self._results(body(**given), match, replacer)
         created = replacer.created
+        spread = [(old, new) for old, new in zip(match.outputs, results, strict=True) if isinstance(new, list)]
+        if spread:
+            match, results = _with_parts(match, results)
         if self.shapes == "preserves":
             for old, new in zip(match.outputs, results, strict=True):
                 was, is_now = ops.value(old), ops.value(new)
@@ -308,6 +313,8 @@ class Rule:
         if place is None:
             check_order(match, results, draws)
         made = set(created)
+        for old, items in spread:
+            edit.spread(old, items)
         for old, new in zip(match.outputs, results, strict=True):
             users = [user for user in old.users if user not in made] if made & old.users.keys() else None
             edit.replace_uses(old, new, users)
@@ -321,17 +328,27 @@ class Rule:
         effects.add(created, draws)
         replacer.close()
 
-    def _results(self, returned: Any, match: Match, replacer: Replacer) -> list[fx.Node]:
-        """The nodes that a replacement returned, one for each output."""
+    def _results(self, returned: Any, match: Match, replacer: Replacer) -> list[Any]:
+        """The nodes that a replacement returned, one for each output; for a list that it gives, a list of nodes."""
         found = replacer.unwrap(returned)
-        several = len(match.outputs) > 1
+        number = len(match.outputs) + len(match.missing)
+        several = number > 1
         results = list(found) if several and isinstance(found, (list, tuple)) else [found]
-        if len(results) != len(match.outputs) or not all(isinstance(result, fx.Node) for result in results):
+        if len(results) == number:
+            results = [result for place, result in enumerate(results) if place not in match.missing]
+            kept = [output for place, output in enumerate(self.pattern.outputs) if place not in match.missing]
+            # siblings are as many outputs as the graph has
+            terms = kept if len(kept) == len(results) else [None] * len(results)
+            for place, (old, term) in enumerate(zip(match.outputs, terms, strict=True)):
+                items = results[place]
+                if isinstance(items, (list, tuple)) and _is_list(old, term):
+                    results[place] = list(items)
+        if len(results) != len(match.outputs) or not all(map(_is_result, results)):
             several_in_one = isinstance(found, fx.Node) and isinstance(ops.value(found), (list, tuple))
             hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""
             raise RuleDefinitionError(
                 f"the replacement returned {found!r}; expected "
-                + (f"a tuple of {len(match.outputs)} values of the graph" if several else "one value of the graph")
+                + (f"a tuple of {number} values of the graph" if several else "one value of the graph")
                 + hint
             )
         return results
@@ -401,6 +418,45 @@ def rule(
         )
 
     return wrap
+
+
+def _is_result(found: Any) -> bool:
+    return isinstance(found, fx.Node) or (isinstance(found, list) and all(isinstance(item, fx.Node) for item in found))
+
+
+def _is_list(old: fx.Node, term: Term | None) -> bool:
+    """Whether the value that is replaced is a list or a tuple."""
+    value = ops.value(old)
+    return isinstance(value, (list, tuple)) if value is not ops.MISSING else term is not None and has_parts(term)
+
+
+def _with_parts(match: Match, results: Sequence[Any]) -> tuple[Match, list[fx.Node]]:
+    """The match whose outputs are the parts of lists that the graph takes, in place of the lists, and what they become.
+
+    Raises:
+        RefusedError: the lists have other lengths, or a reader does not say by a number which part it takes.
+    """
+    outputs: list[fx.Node] = []
+    nodes = dict.fromkeys(match.nodes)
+    found: list[fx.Node] = []
+    for old, new in zip(match.outputs, results, strict=True):
+        if not isinstance(new, list):
+            outputs.append(old)
+            found.append(new)
+            continue
+        value = ops.value(old)
+        if value is not ops.MISSING:
+            _check_value(old, value, [ops.value(item) for item in new])
+        for user in old.users:
+            why = not_by_number(user, old, len(new))
+            if why:
+                refuse(why, hint="the replacement gives a list", node=user, kind=Reason.VALUE)
+            if user.target is operator.getitem:
+                outputs.append(user)
+                nodes[user] = None
+                index: Any = user.args[1]
+                found.append(new[index])
+    return replace(match, outputs=tuple(outputs), nodes=tuple(nodes)), found
 
 
 def _check_gradients(match: Match) -> None:

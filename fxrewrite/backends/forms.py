@@ -66,12 +66,12 @@ def forms(
     """Returns what the pattern is behind a table of decompositions, for inputs of these floating-point dtypes.
 
     Args:
-        pattern: without `siblings`, of which no form is found.
+        pattern: without `siblings` and lists of any length, of which no form is found.
         table: decompositions by overload, as torch's `select_decomp_table()` and `default_decompositions()` give them.
         dtypes: of floating-point inputs.
         ranks: of inputs.
     """
-    if any(isinstance(output, Siblings) for output in pattern.outputs):
+    if pattern.lists or any(isinstance(output, Siblings) for output in pattern.outputs):
         return ()
     groups: dict[Any, list[_Form]] = {}
     more = 1 + len(sites(pattern)) + sum(capture.kind in ("literal", "any") for capture in pattern.captures)

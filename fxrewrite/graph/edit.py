@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -234,6 +235,19 @@ class Edit:
                 self._journal.append(("args", user, user.args, user.kwargs))
                 user.replace_input_with(old, new)
 
+    def spread(self, old: fx.Node, items: Sequence[fx.Node]) -> None:
+        """Makes all that reads the list `old` as a whole read a list of these nodes; who takes a part of it, stays."""
+        for user in list(old.users):
+            if user.target is operator.getitem:
+                continue
+            is_list = isinstance(ops.value(old), list) or isinstance(user.target, torch._ops.OpOverload)
+            whole = list(items) if is_list else tuple(items)
+
+            def read(node: fx.Node, whole: Any = whole) -> Any:
+                return whole if node is old else node
+
+            self.set_args(user, map_arg(user.args, read), map_arg(user.kwargs, read))  # pyright: ignore[reportArgumentType]
+
     def move(self, node: fx.Node, before: fx.Node) -> None:
         """Moves the node in front of another one; what it reads must be earlier, and what reads it later, at commit."""
         self._journal.append(("move", node, node.next))
@@ -452,6 +466,20 @@ class Edit:
                 if kind == "attach":
                     self._attributes.pop(node.target, None)
                     delattr(self.gm, node.target)
+
+
+def not_by_number(user: fx.Node, old: fx.Node, count: int) -> str:
+    """Returns why a reader of the list `old` cannot read `count` nodes in its place; empty if it can."""
+    if user.op == "output":
+        return f"the graph returns the list %{old.name} as one value"
+    if user.op == "call_method" and user.args[0] is old:
+        return f"%{user.name} calls the method {user.target} of the list %{old.name}"
+    if user.target is not operator.getitem:
+        return ""
+    index = user.args[1]
+    if type(index) is not int:
+        return f"%{user.name} takes {index!r} of the list %{old.name}, which is not a number"
+    return "" if -count <= index < count else f"%{user.name} takes number {index} of {count} values"
 
 
 class Savepoint:

@@ -18,6 +18,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import Reason
 from fxrewrite.match.arguments import ArgumentReader
+from fxrewrite.match.sizes import NAMES_OF_SIZES
 from fxrewrite.match.values import ABSENT, Candidate, Path, call_signature, has_node, is_same, literal_outcomes
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Arguments",
     "Condition",
     "Expressible",
+    "HasItems",
     "IsList",
     "IsLiteral",
     "IsNode",
@@ -35,6 +37,8 @@ __all__ = [
     "IsParameter",
     "IsPlain",
     "IsSame",
+    "IsSize",
+    "IsSizeCall",
 ]
 
 NAMES: Mapping[str, Any] = MappingProxyType(
@@ -46,6 +50,7 @@ NAMES: Mapping[str, Any] = MappingProxyType(
         "is_same": is_same,
         "is_scalar": ops.is_scalar,
         "key": ops.key,
+        **NAMES_OF_SIZES,
     }
 )
 """What the expressions of conditions may name."""
@@ -238,12 +243,63 @@ class IsList(_WithOperand):
     words = "a list of {x} at {path}"
 
 
+class HasItems(_WithOperand):
+    """A list or tuple of length `operand` or more."""
+
+    reason = Reason.LITERAL
+    expression = "isinstance({v}, (list, tuple)) and len({v}) >= {x}"
+    words = "a list of {x} or more at {path}"
+
+
 class IsSame(_WithOperand):
     """The same node as at the path `operand`, or an equal Python value."""
 
     reason = Reason.SAME
     expression = "is_same({v}, {x})"
     words = "the same value at {path} as at {x}"
+
+
+class IsSizeCall(_WithOperand):
+    """A node that reads the size of the dimension `operand` of its first operand."""
+
+    reason = Reason.LITERAL
+    expression = "is_size_call({v}, {x})"
+    words = "a call that reads size {x} of a value at {path}"
+
+
+@dataclass(frozen=True)
+class IsSize(Expressible):
+    """A size, dtype or device of the values at the paths `bases`, or a number computed of sizes.
+
+    Attributes:
+        text: what it is, for readers.
+        test: the expression, with {v} for the value and {0}, {1} ... for the bases.
+    """
+
+    reason = Reason.LITERAL
+    text: str
+    test: str
+    bases: tuple[Path, ...]
+
+    @property
+    def value(self) -> Any:
+        return self.test, self.bases
+
+    def holds(self, candidate: Candidate) -> bool:
+        names = [f"b{index}" for index in range(len(self.bases))]
+        test = _test(self.test.format(*names, v="v"), tuple(names))
+        return test(candidate.value(self.path), *map(candidate.value, self.bases))
+
+    def code(self, value: str, at: Callable[[Path], str]) -> str:
+        return self.test.format(*map(at, self.bases), v=value)
+
+    def expected(self) -> str:
+        return f"{self.text} at {self.path}"
+
+
+@cache
+def _test(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
+    return eval(f"lambda {', '.join(('v', *names))}: {expression}", dict(NAMES))
 
 
 class Another(_WithOperand):

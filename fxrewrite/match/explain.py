@@ -116,7 +116,7 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
 
 
 def _readings(pattern: Pattern, variant: Variant, node: fx.Node) -> Iterator[tuple[Match | Failure, int]]:
-    total = sum(map(len, variant.stages)) + 1 + len(pattern.where)
+    total = sum(map(len, variant.stages)) + sum(map(len, variant.lists)) + 1 + len(pattern.where)
     candidate = Candidate({Path.root(0): node})
     for count, condition in enumerate(variant.stages[0]):
         if not condition.holds(candidate):

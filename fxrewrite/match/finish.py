@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
@@ -13,11 +14,13 @@ from fxrewrite.errors import FxRewriteError, Reason, RefusedError
 from fxrewrite.graph.source import source_line
 from fxrewrite.graph.walk import reached
 from fxrewrite.match.conditions import Condition
-from fxrewrite.match.lower import Link, Variant
+from fxrewrite.match.lists import Failed, VariadicList, solutions
+from fxrewrite.match.lower import Link, Result, Variant
 from fxrewrite.match.match import Match
-from fxrewrite.match.values import Candidate, Path
+from fxrewrite.match.values import ABSENT, Candidate, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import Siblings
+from fxrewrite.pattern.where.base import why_not_each
 
 __all__ = ["Failure", "complete", "failed"]
 
@@ -58,17 +61,66 @@ def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: i
     """Returns the matches of one variant for a candidate that meets those of output 0, and the failures met."""
     if variant.siblings is not None:
         return (_family(pattern, variant, variant.siblings, candidate, passed),)
-    if len(variant.stages) == 1:
+    if variant.is_plain:
         return (_match(pattern, variant, candidate, passed),)
     return _with_outputs(pattern, variant, candidate, passed)
 
 
 def _with_outputs(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int) -> Iterator[Match | Failure]:
-    for chosen in _choose_outputs(variant, candidate, 1, passed):
+    further = sum(map(len, variant.stages[1:])) + sum(map(len, variant.lists))
+    for chosen in _with_lists(variant, candidate, 1, passed):
+        read = next((result for result in variant.unread if _is_read(chosen, result)), None)
         if isinstance(chosen, Failure):
             yield chosen
+        elif read is not None:
+            root = chosen.value(Path.root(0))
+            expected = f"a match at the first result that the graph reads, number {read.number}"
+            yield Failure(passed + further, Reason.OUTPUT, expected, f"%{root.name}", root)
         else:
-            yield _match(pattern, variant, chosen, passed + sum(map(len, variant.stages[1:])))
+            yield _match(pattern, variant, chosen, passed + further)
+
+
+def _is_read(candidate: Candidate | Failure, result: Result) -> bool:
+    """Whether the graph takes this result of an operator, or may take it, since the operator is not known."""
+    node = candidate.value(result.operator) if isinstance(candidate, Candidate) else None
+    if not isinstance(node, fx.Node):
+        return isinstance(candidate, Candidate)
+    values = ops.value(node)
+    count = len(values) if isinstance(values, (list, tuple)) else 0
+    same = {result.number, result.number - count, result.number + count}
+    return any(user.target is operator.getitem and user.args[1] in same for user in node.users)
+
+
+def _with_lists(variant: Variant, candidate: Candidate, index: int, passed: int) -> Iterator[Candidate | Failure]:
+    """Matches the lists of any length of the output before `index`, then the outputs from `index` on."""
+    found = _solved(variant.lists[index - 1], candidate, passed) if variant.lists else (candidate,)
+    for solved in found:
+        if isinstance(solved, Failure):
+            yield solved
+        else:
+            further = len(variant.lists[index - 1]) if variant.lists else 0
+            yield from _choose_outputs(variant, solved, index, passed + further)
+
+
+def _solved(lists: tuple[VariadicList, ...], candidate: Candidate, passed: int) -> Iterator[Candidate | Failure]:
+    if not lists:
+        yield candidate
+        return
+    for solved in solutions(lists[0], candidate):
+        if isinstance(solved, Failed):
+            yield _not_in_list(lists[0], solved, candidate, passed)
+        else:
+            yield from _solved(lists[1:], solved, passed + 1)
+
+
+def _not_in_list(listed: VariadicList, found: Failed, candidate: Candidate, passed: int) -> Failure:
+    owner = candidate.value(Path.root(0)) if listed.path.parent is None else candidate.value(listed.path.parent)
+    node = owner if isinstance(owner, fx.Node) else candidate.value(Path.root(0))
+    place = f"item {found.item} of {listed.path}"
+    if found.condition is None:
+        return Failure(passed, Reason.SAME, f"items of {listed.path} that fit together", f"others up to {place}", node)
+    failure = failed(found.condition, found.candidate, passed, node)
+    return replace(failure, expected=f"{failure.expected} ({place})")
 
 
 def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: int) -> Iterator[Candidate | Failure]:
@@ -87,7 +139,11 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
                 yield failed(condition, chosen, passed + count, node)
                 break
         else:
-            yield from _choose_outputs(variant, chosen, index + 1, passed + len(variant.stages[index]))
+            yield from _with_lists(variant, chosen, index + 1, passed + len(variant.stages[index]))
+    result = variant.may_miss[index] if variant.may_miss else None
+    if result is not None and not _is_read(candidate, result):
+        tried = True
+        yield from _with_lists(variant, candidate.choose(index, ABSENT), index + 1, passed)
     if not tried:
         wanted = variant.stages[index][0].value
         root = candidate.value(Path.root(0))
@@ -97,6 +153,7 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
 def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
     """Returns the nodes that may be the output: repeated users of a known value, by the operators of the pattern."""
     known = [(candidate.value(path), keys) for path, keys in link.choices]
+    known += [(value[0], keys) for value, keys in known if isinstance(value, list) and value]
     starts = [(value, keys) for value, keys in known if isinstance(value, fx.Node)]
     if not starts:
         return []
@@ -112,10 +169,19 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     values = candidate.known(variant.paths)
     outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
     inner: list[fx.Node] = [values[path] for path in variant.inner]
+    missing: tuple[int, ...] = tuple(range(variant.first))
+    inner_paths = variant.inner
+    if variant.may_miss:
+        missing += tuple(variant.first + place for place, node in enumerate(outputs) if node is ABSENT)
+        outputs = tuple(node for node in outputs if node is not ABSENT)
+        inner_paths = tuple(path for path, node in zip(variant.inner, inner, strict=True) if node is not ABSENT)
+        inner = [node for node in inner if node is not ABSENT]
     nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *inner))
+    of_items: list[tuple[fx.Node, bool]] = [p for of in variant.lists for one in of for p in values[one.nodes]]
+    nodes.update((node, None) for node, _ in of_items)
     # An inner node with users outside the match must stay in the graph: only a pattern that says shared() allows it.
     kept: set[fx.Node] = set()
-    for path, node in zip(variant.inner, inner, strict=True):
+    for path, node in zip(inner_paths, inner, strict=True):
         if node.users.keys() <= nodes.keys() or node in outputs:
             continue
         for user in node.users:
@@ -125,13 +191,20 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
                     found = f"%{user.name} uses %{node.name}"
                     return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
                 kept.add(node)
+    for node, is_shared in of_items:
+        outside = next((user for user in node.users if user not in nodes), None)
+        if outside is not None and not is_shared:
+            found = f"%{outside.name} uses %{node.name}"
+            return Failure(passed, Reason.OUTSIDE_USER, "no user of an item outside the match", found, node, outside)
+        if outside is not None:
+            kept.add(node)
     captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
         if any(captures[name] is None and name not in variant.literals for name in constraint.names):
             continue  # a constraint on an absent optional capture holds
         try:
-            why_not = constraint.why_not(captures)
+            why_not = why_not_each(constraint, captures, variant.listed)
         except RefusedError as refusal:
             refused = refused or refusal
             continue
@@ -142,7 +215,7 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
             ) from error
         if why_not:
             return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, outputs[0])
-    return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused)
+    return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)
 
 
 def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, passed: int) -> Match | Failure:

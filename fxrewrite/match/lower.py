@@ -6,7 +6,7 @@ Variants share their beginnings, and the decision program that merges them (prog
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fxrewrite import ops
@@ -15,6 +15,7 @@ from fxrewrite.match.conditions import (
     Another,
     Arguments,
     Condition,
+    HasItems,
     IsList,
     IsLiteral,
     IsNode,
@@ -24,12 +25,16 @@ from fxrewrite.match.conditions import (
     IsParameter,
     IsPlain,
     IsSame,
+    IsSize,
+    IsSizeCall,
 )
+from fxrewrite.match.lists import ITEM, Item, Run, VariadicList
 from fxrewrite.match.values import FIRST, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import (
     Capture,
     Chain,
+    Each,
     Either,
     Ignore,
     ListOf,
@@ -40,9 +45,14 @@ from fxrewrite.pattern.terms import (
     Term,
     freeze,
     in_steps,
+    is_size,
+    part_of,
+    subterms,
+    with_sizes,
 )
+from fxrewrite.pattern.text import term_text
 
-__all__ = ["MAX_VARIANTS", "Link", "Variant", "lower"]
+__all__ = ["MAX_VARIANTS", "Link", "Result", "Variant", "lower"]
 
 MAX_VARIANTS = 512
 """Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
@@ -61,6 +71,14 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Result:
+    """One of several results of an operator, by number, and the path of that operator in another output."""
+
+    operator: Path
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class Variant:
     """One reading of a pattern.
 
@@ -72,6 +90,11 @@ class Variant:
         shared: those of `inner` that may have users outside the match.
         literals: captures for which None is an ordinary value.
         siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
+        lists: per output, its lists of any length.
+        listed: captures that are lists, with an entry for each item.
+        first: the place in the pattern of output 0; the graph reads none of those before it, which are `unread`.
+        may_miss: per output, what result it is if the graph need not read it; empty if the graph must read all.
+        is_plain: whether the conditions of output 0 are all that there is before captures are known.
         outputs: paths of the outputs.
         paths: all paths whose values belong to the match.
     """
@@ -83,6 +106,12 @@ class Variant:
     shared: frozenset[Path]
     literals: frozenset[str] = frozenset()
     siblings: Link | None = None
+    lists: tuple[tuple[VariadicList, ...], ...] = ()
+    listed: frozenset[str] = frozenset()
+    first: int = 0
+    unread: tuple[Result, ...] = ()
+    may_miss: tuple[Result | None, ...] = ()
+    is_plain: bool = field(init=False)
     outputs: tuple[Path, ...] = field(init=False)
     paths: frozenset[Path] = field(init=False)
 
@@ -90,6 +119,7 @@ class Variant:
         outputs = tuple(Path.root(index) for index in range(len(self.stages)))
         captured = [path for path in self.captures.values() if path is not None]
         object.__setattr__(self, "outputs", outputs)
+        object.__setattr__(self, "is_plain", len(outputs) == 1 and not self.lists and not self.unread)
         object.__setattr__(self, "paths", frozenset([*outputs, *self.inner, *captured]))
 
     @property
@@ -111,10 +141,16 @@ class _Part:
     conditions: tuple[Condition, ...] = ()
     captures: tuple[tuple[str, Path], ...] = ()
     operators: tuple[tuple[Path, Op | Chain], ...] = ()
+    lists: tuple[tuple[Path, ListOf], ...] = ()
+    sizes: tuple[tuple[Path, Op], ...] = ()
 
     def __add__(self, other: _Part) -> _Part:
         return _Part(
-            self.conditions + other.conditions, self.captures + other.captures, self.operators + other.operators
+            self.conditions + other.conditions,
+            self.captures + other.captures,
+            self.operators + other.operators,
+            self.lists + other.lists,
+            self.sizes + other.sizes,
         )
 
 
@@ -125,33 +161,66 @@ def lower(pattern: Pattern) -> tuple[Variant, ...]:
         RuleDefinitionError: there are more than MAX_VARIANTS, or an output shares no captured value with the others.
     """
     captures = pattern.captures
-    per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs)]
     variants: dict[tuple[object, ...], Variant] = {}
-    # Every combination of the outputs' readings is a variant; equal ones are merged.
-    for parts in itertools.product(*per_output):
-        variant = _variant(parts, pattern, captures)
-        variants.setdefault((variant.stages, tuple(variant.captures.items())), variant)
-        if len(variants) > MAX_VARIANTS:
-            raise RuleDefinitionError(f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules")
+    for first in range(len(pattern.outputs)):
+        per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs[first:])]
+        # Every combination of the outputs' readings is a variant; equal ones are merged.
+        for parts in itertools.product(*per_output):
+            unread = _unread(pattern.outputs[:first], parts)
+            if unread is None:
+                continue
+            variant = _variant(parts, pattern, captures, first, unread)
+            variants.setdefault((variant.stages, tuple(variant.captures.items()), unread), variant)
+            if len(variants) > MAX_VARIANTS:
+                raise RuleDefinitionError(
+                    f"pattern {pattern} has more than {MAX_VARIANTS} readings; write several rules"
+                )
     return tuple(variants.values())
+
+
+def _unread(before: tuple[Term, ...], parts: tuple[_Part, ...]) -> tuple[Result, ...] | None:
+    """Returns which results the outputs `before` are, that the graph does not read; None if one is no such result."""
+    found: list[Result] = []
+    for output in before:
+        options = output.options if isinstance(output, Either) else (output,)
+        results = (_result(part_of(option), parts) for option in options)
+        result = next((result for result in results if result is not None), None)
+        if result is None:
+            return None
+        found.append(result)
+    return tuple(found)
+
+
+def _result(part: tuple[Op, int] | None, parts: Iterable[_Part]) -> Result | None:
+    """Returns where another output has the operator of which the part is one result; None if none has it."""
+    for other in parts if part is not None else ():
+        path, term = other.operators[0] if other.operators else (None, None)
+        of = part_of(term) if isinstance(term, Op) else None
+        if part is not None and of is not None and of[0] == part[0] and path is not None and isinstance(term, Op):
+            return Result(path / term.args[0][0], part[1])
+    return None
 
 
 def _read(term: Term, path: Path) -> Iterator[_Part]:
     """Yields the readings of a term at a path."""
-    if isinstance(term, Op):
+    if isinstance(term, Op) and is_size(term) and path.parent is not None:
+        yield _Part(sizes=((path, term),))
+    elif isinstance(term, Op):
         yield from _read_operator(term, path)
-        steps = in_steps(term)
-        if steps is not None:
-            yield from _read_operator(steps, path)
+        for other in (in_steps(term), with_sizes(term)):
+            if other is not None:
+                yield from _read_operator(other, path)
     elif isinstance(term, Capture):
         kind = _CAPTURED[term.kind]
         yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
     elif isinstance(term, LiteralValue):
         yield _Part((IsLiteral(path, freeze(term.value)),))
     elif isinstance(term, ListOf):
-        head = _Part((IsList(path, len(term.items)),))
-        items = [list(_read(item, path / index)) for index, item in enumerate(term.items)]
-        for parts in _product(items):
+        front, middle, back = _ends(term.items)
+        fixed = sum(not isinstance(item, Each) for item in term.items)
+        head = _Part((HasItems(path, fixed),), lists=((path, term),)) if middle else _Part((IsList(path, fixed),))
+        ends = [*enumerate(front), *((index - len(back), item) for index, item in enumerate(back))]
+        for parts in _product([list(_read(item, path / index)) for index, item in ends]):
             yield sum(parts, head)
     elif isinstance(term, Maybe):
         yield from _read(term.step, path)
@@ -166,6 +235,91 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
     else:
         assert isinstance(term, Ignore)
         yield _Part()
+
+
+def _ends(items: tuple[Term, ...]) -> tuple[tuple[Term, ...], tuple[Term, ...], tuple[Term, ...]]:
+    """Returns the items before the first part of any length, those up to the last such part, and those after it."""
+    places = [index for index, item in enumerate(items) if isinstance(item, Each)]
+    first, last = (places[0], places[-1] + 1) if places else (len(items), len(items))
+    return items[:first], items[first:last], items[last:]
+
+
+def _variadic(path: Path, term: ListOf, captures: dict[str, Path]) -> VariadicList:
+    """Returns how the list at the path is matched; afterwards `captures` has the names in it."""
+    front, middle, back = _ends(term.items)
+    runs: list[Run] = []
+    names: dict[str, None] = {}
+    for part in middle:
+        inner = part.term if isinstance(part, Each) else part
+        readings = tuple(map(_item, _read(inner, ITEM)))
+        runs.append(Run(readings, isinstance(part, Each), frozenset(part.names if isinstance(part, Each) else ())))
+        names.update((found.name, None) for found in subterms(inner) if isinstance(found, Capture))
+    known = frozenset(names.keys() & captures.keys())
+    captures.update((name, path / f"*{name}") for name in names if name not in known)
+    return VariadicList(path, len(front), len(back), tuple(runs), {name: captures[name] for name in names}, known)
+
+
+def _is_size(
+    path: Path, term: Op, captures: dict[str, Path], computed: Mapping[Term, Path], pattern: Pattern
+) -> list[Condition]:
+    """Returns the conditions on a size; what the pattern captures nowhere else is what the size is read of."""
+    conditions: list[Condition] = []
+    bases: list[Path] = []
+
+    def base(of: Term) -> str:
+        found = captures.get(of.name) if isinstance(of, Capture) else computed.get(of)
+        if found is None and isinstance(of, Capture) and term.key == "aten::size":
+            whole = len(term.args) == 1
+            call = path / 0 if whole else path
+            found = captures[of.name] = call / FIRST
+            dim = 0 if whole else term.args[1][1].value if isinstance(term.args[1][1], LiteralValue) else None
+            conditions.extend([HasItems(path, 1)] if whole else [])
+            conditions.extend([IsSizeCall(call, dim), IsNode(found)])
+        if found is None:
+            raise RuleDefinitionError(
+                f"pattern {pattern}: {term_text(term)} is of {term_text(of)}, which the pattern has nowhere else; "
+                "capture it, or the number"
+            )
+        bases.append(found)
+        return f"{{{len(bases) - 1}}}"
+
+    def number(of: Term) -> str:
+        if isinstance(of, LiteralValue):
+            return repr(of.value)
+        assert isinstance(of, Op)
+        if of.key == "aten::size":
+            dim = of.args[1][1] if len(of.args) == 2 else None
+            if not isinstance(dim, LiteralValue) or type(dim.value) is not int:
+                raise RuleDefinitionError(f"pattern {pattern}: {term_text(of)} needs a dimension that is a number")
+            return f"size_of({base(of.args[0][1])}, {dim.value})"
+        if of.key == "aten::numel":
+            return f"numel_of({base(of.args[0][1])})"
+        return f"computed({of.key!r}, {', '.join(number(part) for _, part in of.args)})"
+
+    if term.key.startswith("prim::"):
+        test = f"is_attribute({{v}}, {base(term.args[0][1])}, {term.key.removeprefix('prim::')!r})"
+    elif term.key == "aten::size" and len(term.args) == 1:
+        test = f"is_shape({{v}}, {base(term.args[0][1])})"
+    else:
+        test = f"is_number({{v}}, {number(term)})"
+    return [*conditions, IsSize(path, term_text(term), test, tuple(bases))]
+
+
+def _item(part: _Part) -> Item:
+    if part.sizes:
+        raise RuleDefinitionError(
+            f"`{term_text(part.sizes[0][1])}` inside of each() is not supported; compare the sizes by a predicate"
+        )
+    captures: dict[str, Path] = {}
+    conditions = list(part.conditions)
+    for name, path in part.captures:
+        if captures.setdefault(name, path) is not path:
+            conditions.append(IsSame(path, captures[name]))
+    operators = tuple(
+        (path, isinstance(term, Op) and term.shared, isinstance(term, Op) and term.may_draw)
+        for path, term in part.operators
+    )
+    return Item(tuple(conditions), tuple(captures.items()), operators)
 
 
 def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
@@ -220,12 +374,25 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
 
 
 # Combines one reading per output: equal names must be equal values, equal draws different nodes.
-def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[Capture, ...]) -> Variant:
+def _variant(
+    parts: tuple[_Part, ...],
+    pattern: Pattern,
+    named_captures: tuple[Capture, ...],
+    first_output: int,
+    unread: tuple[Result, ...],
+) -> Variant:
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
     stages: list[tuple[Condition, ...]] = []
     links: list[Link] = []
+    lists: list[tuple[VariadicList, ...]] = []
+    may_miss: list[Result | None] = []
+    computed: dict[Term, Path] = {}
     for index, part in enumerate(parts):
+        path, top = part.operators[0]
+        result = _result(part_of(top), parts[:index]) if isinstance(top, Op) and path is Path.root(index) else None
+        is_known = not part.lists and all(name in captures for name, _ in part.captures)
+        may_miss.append(result if is_known else None)
         # Any further output is found by climbing from a value that an earlier output captured.
         if index:
             links.append(_link(index, part, captures, pattern, named_captures))
@@ -246,7 +413,11 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
                 )
             conditions += [Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
             drawn[term] = path
+        computed |= {term: path for path, term in reversed(part.operators)}
+        for path, term in part.sizes:
+            conditions += _is_size(path, term, captures, computed, pattern)
         stages.append(tuple(conditions))
+        lists.append(tuple(_variadic(path, term, captures) for path, term in part.lists))
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
@@ -256,7 +427,19 @@ def _variant(parts: tuple[_Part, ...], pattern: Pattern, named_captures: tuple[C
     literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)
     first = pattern.outputs[0]
     if not isinstance(first, Siblings):
-        return Variant(tuple(stages), tuple(links), named, inner, shared, literals)
+        return Variant(
+            tuple(stages),
+            tuple(links),
+            named,
+            inner,
+            shared,
+            literals,
+            lists=tuple(lists) if any(lists) else (),
+            listed=pattern.lists,
+            first=first_output,
+            unread=unread,
+            may_miss=tuple(may_miss) if any(may_miss) else (),
+        )
     on = captures.get(first.on)
     if on is None:
         raise RuleDefinitionError(
@@ -286,6 +469,10 @@ def _link(
     for name, path in part.captures:
         if name in captures and kinds[name] != "literal":
             choices.append((captures[name], _climb_keys(path, part)))
+    for path, term in part.lists:
+        items = (item.term for item in term.items if isinstance(item, Each))
+        bare = (item.name for item in items if isinstance(item, Capture) and item.kind in ("node", "param"))
+        choices += [(captures[name], _climb_keys(path / "*", part)) for name in bare if name in captures]
     if not choices:
         raise RuleDefinitionError(
             f"pattern {pattern}: output {index} captures no value of the graph that an earlier output captures, so it "

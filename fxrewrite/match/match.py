@@ -24,6 +24,7 @@ class Match:
     Attributes:
         outputs: the nodes that the replacement replaces, in the order of the pattern's outputs.
         nodes: all matched nodes: the outputs, then inner nodes, users before what they use.
+        missing: places of the pattern's outputs that nothing in the graph reads, so that they have no node.
         kept: inner nodes that stay because they have users outside the match.
         captures: name -> node or Python value; None for a name of an alternative that was not taken.
         refused: the refusal that a constraint raised; such a match is counted, and not rewritten.
@@ -39,6 +40,7 @@ class Match:
     kept: frozenset[fx.Node]
     captures: Mapping[str, Any]
     refused: RefusedError | None = None
+    missing: tuple[int, ...] = ()
     context: Any = None
     call: Callable[..., Any] = field(default=_not_replacing, repr=False)
     proxy: Callable[[fx.Node], Any] = field(default=_not_replacing, repr=False)

@@ -166,6 +166,8 @@ class Replacer(TracerBase):
         """Converts a captured value to what the replacement receives: nodes become proxies, also inside lists."""
         if isinstance(value, fx.Node):
             return self.proxy(value)
+        if type(value) is list:
+            return [self.wrap(item) for item in value]
         return map_arg(value, self.proxy)  # pyright: ignore[reportArgumentType]
 
     def unwrap(self, value: Any) -> Any:

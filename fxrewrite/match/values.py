@@ -65,7 +65,7 @@ class Path:
 
     def __str__(self) -> str:
         if self.parent is None:
-            return "root" if self.step == 0 else f"output{self.step}"
+            return "root" if self.step == 0 else "item" if self.step == -1 else f"output{self.step}"
         return f"{self.parent}[{self.step}]" if isinstance(self.step, int) else f"{self.parent}.{self.step}"
 
     def __repr__(self) -> str:
@@ -80,8 +80,8 @@ class Candidate:
     def __init__(self, values: dict[Path, Any]) -> None:
         self.values = values
 
-    def choose(self, output: int, node: fx.Node) -> Candidate:
-        """Returns a candidate in which a further output of the pattern is this node."""
+    def choose(self, output: int, node: Any) -> Candidate:
+        """Returns a candidate in which a further output of the pattern is this node, or ABSENT."""
         return Candidate({**self.values, Path.root(output): node})
 
     def known(self, paths: AbstractSet[Path]) -> dict[Path, Any]:
@@ -105,7 +105,7 @@ class Candidate:
 def part(value: Any, step: str | int) -> Any:
     """Returns an argument of a node, or an item of a list; ABSENT if it does not exist."""
     if not isinstance(value, fx.Node):
-        is_item = isinstance(value, (list, tuple)) and isinstance(step, int) and step < len(value)
+        is_item = isinstance(value, (list, tuple)) and isinstance(step, int) and -len(value) <= step < len(value)
         return value[step] if is_item else ABSENT  # pyright: ignore[reportCallIssue, reportArgumentType]
     signature = call_signature(value) if value.op in ("call_function", "call_method") else None
     if signature is None:

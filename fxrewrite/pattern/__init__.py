@@ -7,6 +7,7 @@ from fxrewrite.pattern.combinators import (
     any_ as any_,
     cap as cap,
     chain as chain,
+    each as each,
     either as either,
     functional as functional,
     loose as loose,
@@ -19,6 +20,7 @@ from fxrewrite.pattern.pattern import Pattern as Pattern, parse as parse, trace 
 from fxrewrite.pattern.terms import (
     Capture as Capture,
     Chain as Chain,
+    Each as Each,
     Either as Either,
     Ignore as Ignore,
     ListOf as ListOf,

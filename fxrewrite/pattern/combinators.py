@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +15,7 @@ from fxrewrite.pattern.terms import (
     Capture,
     CaptureKind,
     Chain,
+    Each,
     Either,
     Ignore,
     ListOf,
@@ -23,6 +26,7 @@ from fxrewrite.pattern.terms import (
     Term,
     as_term,
     call,
+    subterms,
 )
 
 __all__ = [
@@ -30,7 +34,9 @@ __all__ = [
     "Param",
     "any_",
     "cap",
+    "captures_of",
     "chain",
+    "each",
     "either",
     "functional",
     "loose",
@@ -53,7 +59,41 @@ any_ = Ignore()
 """Matches anything without capturing it; the same as `...`."""
 
 
-_KINDS: dict[type, CaptureKind] = {Literal: "literal", Maybe: "optional", Param: "param"}
+_KINDS: Mapping[Any, CaptureKind] = {
+    inspect.Parameter.empty: "node",
+    Literal: "literal",
+    Maybe: "optional",
+    Param: "param",
+    Any: "any",
+}
+
+
+def captures_of(function: Callable[..., Any]) -> tuple[Capture, ...]:
+    """Returns the captures that the parameters of a pattern function are.
+
+    Raises:
+        RuleDefinitionError: an annotation is not supported, or the function has no signature.
+    """
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        parameters = inspect.signature(function, eval_str=True).parameters
+    except NameError as error:
+        raise RuleDefinitionError(f"pattern {name}: {error}; annotations are read when the rule is defined") from error
+    except ValueError as error:
+        raise RuleDefinitionError(f"pattern {name}: {error}; write a Python function that calls it") from error
+    captures: list[Capture] = []
+    for parameter in parameters.values():
+        kind = "node" if _is_tensor(parameter.annotation) else _KINDS.get(parameter.annotation)
+        if kind is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise RuleDefinitionError(
+                f"pattern {name}: parameter {parameter} must be plain, or annotated Literal, Maybe, Param or Any"
+            )
+        captures.append(Capture(parameter.name, kind))
+    return tuple(captures)
+
+
+def _is_tensor(annotation: Any) -> bool:
+    return getattr(annotation, "__module__", "").startswith("torch") and getattr(annotation, "__name__", "") == "Tensor"
 
 
 def cap(name: str, kind: type[Literal | Maybe | Param] | CaptureKind = "node") -> Capture:
@@ -111,6 +151,24 @@ def either(*options: Any) -> Either:
     if len(options) < 2:
         raise RuleDefinitionError("either() takes two options or more")
     return Either(tuple(as_term(option) for option in options))
+
+
+def each(term: Any, *, on: str | tuple[str, ...] = ()) -> ListOf:
+    """Returns a list, all of whose items match: `torch.cat(each(lambda t: torch.relu(t)))`.
+
+    As a part of a longer list it is `[first, *each(...)]`. In the match its captures are lists, in the order of items.
+
+    Args:
+        term: what each item is: a term, or a function whose parameters are the captures that become lists; other
+            captures that it reads are one value, which all items share.
+        on: of a term, the captures that all items share.
+    """
+    if callable(term):
+        inner = captures_of(term)
+        made = as_term(term(*inner))
+        others = (part.name for part in subterms(made) if isinstance(part, Capture) and part not in inner)
+        return ListOf((Each(made, tuple(dict.fromkeys(others))),))
+    return ListOf((Each(as_term(term), (on,) if isinstance(on, str) else tuple(on)),))
 
 
 def shared(term: Term) -> Op:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.pattern.combinators import Literal, Param
+from fxrewrite.pattern.combinators import captures_of
 from fxrewrite.pattern.terms import (
     Capture,
     CaptureKind,
+    Each,
     Either,
+    ListOf,
     Maybe,
     Op,
     Siblings,
@@ -21,6 +22,7 @@ from fxrewrite.pattern.terms import (
     as_term,
     call,
     holds_term,
+    parts_of,
     subterms,
 )
 from fxrewrite.pattern.text import parse_term, term_text
@@ -30,14 +32,6 @@ __all__ = ["ROOT", "Pattern", "parse", "trace"]
 
 ROOT = "root"
 """Name of the first output in constraints and replacements."""
-
-_KINDS: Mapping[Any, CaptureKind] = {
-    inspect.Parameter.empty: "node",
-    Literal: "literal",
-    Maybe: "optional",
-    Param: "param",
-    Any: "any",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +63,7 @@ class Pattern:
                     f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
                 )
         self._check_siblings()
+        self._check_lists()
         kinds: dict[str, CaptureKind] = {}
         if any(capture.name == ROOT for capture in self.captures):
             raise RuleDefinitionError(f"{ROOT} is the name of the first output; call the capture something else")
@@ -91,6 +86,35 @@ class Pattern:
         if Capture(found[0].on) not in self.captures:
             raise RuleDefinitionError(f"siblings(on={found[0].on!r}): the pattern captures no node of that name")
 
+    def _check_lists(self) -> None:
+        for output in self.outputs:
+            for term in subterms(output):
+                for part in parts_of(term):
+                    if isinstance(part, Each) and not isinstance(term, ListOf):
+                        raise RuleDefinitionError(
+                            f"`{term_text(part)}` is any number of items of a list; write it in one, as in [x, *rest]"
+                        )
+                if isinstance(term, Each) and any(isinstance(part, Each) for part in subterms(term.term)):
+                    raise RuleDefinitionError(
+                        f"`{term_text(term)}` has a list of any length in each item; capture the items, and match "
+                        "their lists by another rule"
+                    )
+                if isinstance(term, Siblings) and self.lists:
+                    raise RuleDefinitionError("siblings() cannot have lists of any length in them; capture the list")
+        single = {part.name for output in self.outputs for part in _outside_of_lists(output)}
+        for name in self.lists:
+            if name in single:
+                raise RuleDefinitionError(
+                    f"{name} is a list, an entry for each item, and also one value; name it in each(..., on={name!r}) "
+                    "if all items share it, or call one of the two something else"
+                )
+
+    @property
+    def lists(self) -> frozenset[str]:
+        """The captures that are lists, with an entry for each item that `*x` or `each` matched."""
+        terms = (term for output in self.outputs for term in subterms(output) if isinstance(term, Each))
+        return frozenset(name for term in terms for name in term.names)
+
     @property
     def captures(self) -> tuple[Capture, ...]:
         """All captures, in the order of the text form."""
@@ -103,6 +127,17 @@ class Pattern:
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _outside_of_lists(term: Term) -> Iterator[Capture]:
+    """Yields the captures that are one value, also those that all items of a list share."""
+    if isinstance(term, Capture):
+        yield term
+    elif isinstance(term, Each):
+        yield from (part for part in subterms(term.term) if isinstance(part, Capture) and part.name in term.on)
+    else:
+        for part in parts_of(term):
+            yield from _outside_of_lists(part)
 
 
 def _listed(where: Iterable[Any]) -> tuple[Any, ...]:
@@ -134,24 +169,11 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
         RuleDefinitionError: an annotation is not supported, a parameter is unused, or the function cannot be traced.
     """
     name = getattr(function, "__qualname__", repr(function))
-    try:
-        parameters = inspect.signature(function, eval_str=True).parameters
-    except NameError as error:
-        raise RuleDefinitionError(f"pattern {name}: {error}; annotations are read when the rule is defined") from error
-    except ValueError as error:
-        raise RuleDefinitionError(f"pattern {name}: {error}; write a Python function that calls it") from error
-    captures: list[Capture] = []
-    for parameter in parameters.values():
-        kind = "node" if _is_tensor(parameter.annotation) else _KINDS.get(parameter.annotation)
-        if kind is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise RuleDefinitionError(
-                f"pattern {name}: parameter {parameter} must be plain, or annotated Literal, Maybe, Param or Any"
-            )
-        captures.append(Capture(parameter.name, kind))
+    captures = captures_of(function)
     try:
         calls = {name: _as_call(wrapped) for name, wrapped in ops.wrapped_in(function).items()}
         result = ops.with_globals(function, calls)(**{capture.name: capture for capture in captures})
-    except (TypeError, AttributeError, RuleDefinitionError) as error:  # torch or a term rejected the call
+    except (TypeError, ValueError, AttributeError) as error:  # torch or a term rejected the call
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
     pattern = Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there
@@ -168,10 +190,6 @@ def _as_call(wrapped: Callable[..., Any]) -> Callable[..., Any]:
         return call(wrapped, args, kwargs) if holds_term((*args, *kwargs.values())) else wrapped(*args, **kwargs)
 
     return called
-
-
-def _is_tensor(annotation: Any) -> bool:
-    return getattr(annotation, "__module__", "").startswith("torch") and getattr(annotation, "__name__", "") == "Tensor"
 
 
 def parse(text: str, where: Iterable[Constraint | str] = ()) -> Pattern:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
 
@@ -18,9 +18,11 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 
 __all__ = [
+    "ARITHMETIC_ON_SIZES",
     "Capture",
     "CaptureKind",
     "Chain",
+    "Each",
     "Either",
     "Ignore",
     "ListOf",
@@ -32,9 +34,14 @@ __all__ = [
     "as_term",
     "call",
     "freeze",
+    "has_parts",
     "holds_term",
     "in_steps",
+    "is_size",
+    "part_of",
+    "parts_of",
     "subterms",
+    "with_sizes",
 ]
 
 CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
@@ -52,11 +59,13 @@ class Term:
         del types
         return call(func, args, kwargs or {})
 
-    def __getattr__(self, name: str) -> Callable[..., Term]:
+    def __getattr__(self, name: str) -> Any:
+        if name in _READ:
+            return call(_READ[name], (self,), {})
         if not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
             return lambda *args, **kwargs: call(name, (self, *args), kwargs)
         raise AttributeError(
-            f"a pattern has no attribute {name!r}: shapes and dtypes of values are constraints, see fxrewrite.where"
+            f"a pattern has no attribute {name!r}; it has shape, dtype and device, else see fxrewrite.where"
         )
 
     def __bool__(self) -> bool:
@@ -66,7 +75,29 @@ class Term:
         raise RuleDefinitionError("a pattern cannot unpack a value of unknown length; take its parts as value[0] ...")
 
     def __getitem__(self, index: Any) -> Term:
+        if isinstance(self, Op) and self.key == "aten::size" and len(self.args) == 1:
+            if type(index) is not int:
+                raise RuleDefinitionError(f"a pattern takes sizes one by one, x.shape[0], and not [{index}] of a shape")
+            return call(_READ["shape"], (self.args[0][1], index), {})
         return call(operator.getitem, (self, index), {})
+
+
+_READ: Mapping[str, Any] = {
+    "shape": torch.ops.aten.size,
+    "dtype": torch.ops.prim.dtype,
+    "device": torch.ops.prim.device,
+}
+"""What is read of a value as an attribute."""
+_NUMBERS_OF = ("aten::size", "aten::numel")
+_ATTRIBUTES_OF = ("prim::dtype", "prim::device")
+ARITHMETIC_ON_SIZES: Mapping[str, Callable[..., Any]] = {
+    "aten::add": operator.add,
+    "aten::sub": operator.sub,
+    "aten::mul": operator.mul,
+    "aten::floor_divide": operator.floordiv,
+    "aten::neg": operator.neg,
+}
+"""What may be computed of sizes in a pattern."""
 
 
 def _arithmetic(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Term]:
@@ -117,6 +148,10 @@ class Capture(Term):
     name: str
     kind: CaptureKind = "node"
 
+    def __iter__(self) -> Iterator[Term]:
+        """Makes `*x` in a list any number of items."""
+        yield Each(self)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiteralValue(Term):
@@ -141,6 +176,29 @@ class ListOf(Term):
     """A list or tuple of exactly these items, at least one of which is not a plain literal."""
 
     items: tuple[Term, ...]
+
+    def __iter__(self) -> Iterator[Term]:
+        """Makes `*each(...)` in a list its items."""
+        return iter(self.items)
+
+
+@dataclass(frozen=True, slots=True)
+class Each(Term):
+    """Among the items of a list, any number of neighbors that match `term`; its captures are lists, an entry for each.
+
+    Attributes:
+        term: what every item is.
+        on: captures of the term that are no lists: all items have the same value there.
+    """
+
+    term: Term
+    on: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The captures that are lists."""
+        found = (part.name for part in subterms(self.term) if isinstance(part, Capture))
+        return tuple(dict.fromkeys(name for name in found if name not in self.on))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +313,7 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
         if not isinstance(value, Term) and name in signature.defaults and _is_default(value, signature.defaults[name]):
             continue
         literal_index = is_index and name == signature.names[1] and not holds_term(value)  # here `...` means itself
-        terms.append((name, LiteralValue(value) if literal_index else as_term(value)))
+        terms.append((name, LiteralValue(value) if literal_index else as_term(_sizes(name, value))))
     return Op(key, tuple(terms), shared)
 
 
@@ -267,7 +325,7 @@ def in_steps(term: Op) -> Op | None:
     if term.key != "operator.getitem" or len(term.args) != 2:
         return None
     (_, base), (_, index) = term.args
-    if not isinstance(index, LiteralValue) or (isinstance(index.value, int) and _has_parts(base)):
+    if not isinstance(index, LiteralValue) or (isinstance(index.value, int) and has_parts(base)):
         return None
     items = index.value if isinstance(index.value, tuple) else (index.value,)
     if not all(item is None or item is ... or type(item) in (int, slice) for item in items):
@@ -278,7 +336,53 @@ def in_steps(term: Op) -> Op | None:
     return replace(found, shared=term.shared) if isinstance(found, Op) and found is not base else None
 
 
-def _has_parts(term: Term) -> bool:
+_SHAPES = ("size", "shape")
+
+
+def is_size(term: Any) -> TypeGuard[Op]:
+    """Whether the term is a size of another value, a number computed of sizes, or a dtype or device."""
+    if not isinstance(term, Op):
+        return False
+    if term.key in _NUMBERS_OF or term.key in _ATTRIBUTES_OF:
+        return True
+    parts = [part for _, part in term.args]
+    if term.key not in ARITHMETIC_ON_SIZES or not any(map(is_size, parts)):
+        return False
+    return all(is_size(part) or (isinstance(part, LiteralValue) and type(part.value) is int) for part in parts)
+
+
+def _sizes(name: str, value: Any) -> Any:
+    """Returns the sizes that `x.view(y.numel())` and `torch.zeros(x.shape)` mean, which also take `*size`."""
+    one = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    if name not in _SHAPES or not is_size(one):
+        return value
+    return one if one.key == "aten::size" and len(one.args) == 1 else [one]
+
+
+def with_sizes(term: Op) -> Op | None:
+    """Returns what a split by a captured value is where that is a list of sizes; None if the term is no such split."""
+    names = [name for name, _ in term.args]
+    if term.key != "aten::split" or "split_size" not in names:
+        return None
+    at = names.index("split_size")
+    sizes = term.args[at][1]
+    if not isinstance(sizes, Capture) or sizes.kind not in ("literal", "any"):
+        return None
+    return replace(
+        term, key="aten::split_with_sizes", args=(*term.args[:at], ("split_sizes", sizes), *term.args[at + 1 :])
+    )
+
+
+def part_of(term: Term) -> tuple[Op, int] | None:
+    """Returns the operator with several results of which the term is one, by number; None if it is no such part."""
+    if not isinstance(term, Op) or term.key != "operator.getitem" or len(term.args) != 2:
+        return None
+    (_, base), (_, index) = term.args
+    is_number = isinstance(index, LiteralValue) and type(index.value) is int
+    return (base, index.value) if is_number and isinstance(base, Op) and has_parts(base) else None
+
+
+def has_parts(term: Term) -> bool:
     """Whether the value is known to be a tuple or a list, and no tensor."""
     if not isinstance(term, Op):
         return False
@@ -305,22 +409,25 @@ def holds_term(value: Any) -> bool:
     return isinstance(value, Term)
 
 
+def parts_of(term: Term) -> tuple[Term, ...]:
+    """Returns the terms that a term is made of."""
+    if isinstance(term, Op):
+        return tuple(part for _, part in term.args)
+    if isinstance(term, ListOf):
+        return term.items
+    if isinstance(term, Maybe):
+        return term.step, term.base
+    if isinstance(term, Either):
+        return term.options
+    if isinstance(term, Chain):
+        return (term.base,)
+    if isinstance(term, Siblings):
+        return (term.each,)
+    return (term.term,) if isinstance(term, Each) else ()
+
+
 def subterms(term: Term) -> Iterator[Term]:
     """Yields the term and all its subterms, outermost first."""
     yield term
-    if isinstance(term, Op):
-        parts: tuple[Term, ...] = tuple(part for _, part in term.args)
-    elif isinstance(term, ListOf):
-        parts = term.items
-    elif isinstance(term, Maybe):
-        parts = (term.step, term.base)
-    elif isinstance(term, Either):
-        parts = term.options
-    elif isinstance(term, Chain):
-        parts = (term.base,)
-    elif isinstance(term, Siblings):
-        parts = (term.each,)
-    else:
-        parts = ()
-    for part in parts:
+    for part in parts_of(term):
         yield from subterms(part)

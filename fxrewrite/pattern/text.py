@@ -2,7 +2,7 @@
 
 ATen operators are written by name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node; `lit(name)`,
 `opt(name)`, `param(name)` and `any(name)` are the other kinds of captures; `...` matches anything; `maybe`, `either`,
-`shared`, `loose`, `chain` and `siblings` are the combinators.
+`shared`, `loose`, `chain`, `each` and `siblings` are the combinators; `[x, *rest]` is a list of any length.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.ops.schemas import schemas_of
-from fxrewrite.pattern.combinators import chain, either, first_operand, loose, maybe, op, shared, siblings
+from fxrewrite.pattern.combinators import chain, each, either, first_operand, loose, maybe, op, shared, siblings
 from fxrewrite.pattern.terms import (
     Capture,
     Chain,
+    Each,
     Either,
     Ignore,
     ListOf,
@@ -45,9 +46,11 @@ _COMBINATORS: dict[str, Callable[..., Term]] = {
     "shared": shared,
     "loose": loose,
     "chain": chain,
+    "each": each,
     "siblings": siblings,
 }
-_WORDS = frozenset({*_PREFIXES, *_COMBINATORS, "op", "float"})
+_ATTRIBUTES = {"dtype": "prim::dtype", "device": "prim::device"}
+_WORDS = frozenset({*_PREFIXES, *_COMBINATORS, *_ATTRIBUTES, "op", "float"})
 """Reserved words; an operator with such a name is written `op("aten::any", ...)`."""
 _TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
 
@@ -62,6 +65,9 @@ def term_text(term: Term) -> str:
         return _literal_text(term.value)
     if isinstance(term, ListOf):
         return f"[{', '.join(map(term_text, term.items))}]"
+    if isinstance(term, Each):
+        on = repr(term.on[0] if len(term.on) == 1 else term.on).replace("'", '"')
+        return f"*each({term_text(term.term)}, on={on})" if term.on else f"*{term_text(term.term)}"
     if isinstance(term, Maybe):
         base = "" if first_operand(term.step) == term.base else f", {term_text(term.base)}"
         return f"maybe({term_text(term.step)}{base})"
@@ -81,6 +87,8 @@ def _op_text(term: Op) -> str:
     if term.key == "operator.getitem" and len(term.args) == 2:
         (_, value), (_, index) = term.args
         return f"{term_text(value)}[{_index_text(index)}]"
+    if term.key in _ATTRIBUTES.values():
+        return f"{term.key.removeprefix('prim::')}({term_text(term.args[0][1])})"
     namespace, _, name = term.key.rpartition("::")
     positional = _positional(term.key, tuple(name for name, _ in term.args))
     by_name = namespace == "aten" and name not in _WORDS
@@ -162,7 +170,7 @@ class _Parser:
         if isinstance(node, ast.Name):
             return Capture(node.id)
         if isinstance(node, ast.List):
-            return [self.read(item) for item in node.elts]
+            return [part for item in node.elts for part in self.items(item)]
         if isinstance(node, ast.Tuple):
             return tuple(self.read(item) for item in node.elts)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -186,6 +194,13 @@ class _Parser:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             return self.call(node, node.func.id)
         raise self.error(node, f"{ast.unparse(node)} is not part of the pattern language")
+
+    def items(self, node: ast.expr) -> list[Any]:
+        """Reads an item of a list; `*rest` is any number of them."""
+        if not isinstance(node, ast.Starred):
+            return [self.read(node)]
+        value = self.read(node.value)
+        return list(value.items) if isinstance(value, ListOf) else [Each(as_term(value))]
 
     def overload(self, node: ast.Attribute) -> torch._ops.OpOverload:
         """Reads `torch.ops.vllm.rms_norm.default`, the operator that a higher-order one is given."""
@@ -212,7 +227,7 @@ class _Parser:
                 return _named_op(*args, **kwargs)
             if name in _COMBINATORS:
                 return _COMBINATORS[name](*args, **kwargs)
-            return op(name, *args, **kwargs)
+            return op(_ATTRIBUTES.get(name, name), *args, **kwargs)
         except (RuleDefinitionError, TypeError) as error:
             raise self.error(node, str(error)) from error
 

@@ -27,7 +27,7 @@ from fxrewrite.verify.calls import NoCallError
 from fxrewrite.verify.draw import Draw, Sampler
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
-from fxrewrite.verify.readings import ChoiceSite, Reading, read
+from fxrewrite.verify.readings import ChoiceSite, Reading, by_item, read
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
 from fxrewrite.verify.tensors import InputSpec
 
@@ -165,8 +165,12 @@ def cases(
             f"{number}/{attempt}", floats[attempt % 3], floats, index=0, sizes=facts.sizes
         )
         try:
-            given = dict(sampler(draw)) if sampler is not None else {}
-            sample = Sample(reading, "aten", False, False, {name: _spec(value) for name, value in given.items()})
+            given = by_item(reading, sampler(draw)) if sampler is not None else {}
+            if given is None:
+                problem = "the sampler gives lists of other lengths"
+                continue
+            bindings = {name: _spec(value) for name, value in given.items()}
+            sample = Sample(reading, "aten", False, False, bindings, size_calls=True)
             builder = Builder(sample, mode, Guesses(pattern, facts, draw))
             concrete = builder.module()
         except (NoSampleError, NoCallError) as error:

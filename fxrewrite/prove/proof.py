@@ -12,7 +12,7 @@ TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor program
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -137,12 +137,17 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
     conditions: dict[str, None] = {}
     assumptions: dict[str, None] = {}
     proved: list[Case] = []
+    lengths: dict[str, set[int]] = {}
     is_bitwise = is_general = True
     for number, reading in enumerate(found):
         try:
             made = cases(rule_id, pattern, rewrite, sampler, reading, number, max(1, _CASES // len(found)))
         except NoCaseError as error:
+            if 0 in reading.lists.values() and len(found) > 1:
+                continue  # few operators take an empty list, and the proof says for how many items it holds
             return Proof(rule_id, why_not=f"no graph to prove it on: {error}")
+        for name, length in reading.lists.items():
+            lengths.setdefault(name, set()).add(length)
         for case in made:
             outcome = _bitwise(case)
             if outcome:
@@ -171,6 +176,7 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
         ranks=tuple(sorted({fake.ndim for case in proved for fake in case.inputs})),
         literals=(
             *(f"{n}={_either(v)}" for n, v in _literals(proved).items()),
+            *(f"{length} items of {name}" for name, length in _counted(lengths)),
             *(f"{n} empty" for n in sorted(set.intersection(*(case.empty for case in proved)))),
         ),
     )
@@ -183,6 +189,10 @@ def _literals(proved: Sequence[Case]) -> dict[str, list[str]]:
         for name, value in case.literals.items():
             values.setdefault(name, {})[str(value)] = None
     return {name: list(found) for name, found in values.items()}
+
+
+def _counted(lengths: Mapping[str, set[int]]) -> list[tuple[str, str]]:
+    return [(name, _either(sorted(found))) for name, found in sorted(lengths.items())]
 
 
 def _equal_literals(proved: Sequence[Case]) -> str:

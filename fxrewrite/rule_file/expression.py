@@ -12,9 +12,10 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.match import Match
-from fxrewrite.pattern import Capture, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
+from fxrewrite.pattern import Capture, Each, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
+from fxrewrite.pattern.terms import subterms
 from fxrewrite.pattern.text import column_of
 
 __all__ = ["Expression", "parse_expression"]
@@ -44,7 +45,7 @@ class Expression:
 
     def __call__(self, match: Match) -> Any:
         done: dict[Term, Any] = {}
-        results = [_compute(term, match, done) for term in self.outputs]
+        results = [_compute(term, match.captures, match, done) for term in self.outputs]
         return tuple(results) if len(results) > 1 else results[0]
 
     def __str__(self) -> str:
@@ -52,19 +53,33 @@ class Expression:
         return f"({text})" if len(self.outputs) > 1 else text
 
 
-def _compute(term: Term, match: Match, done: dict[Term, Any]) -> Any:
+def _compute(term: Term, captures: Mapping[str, Any], match: Match, done: dict[Term, Any]) -> Any:
     if isinstance(term, Capture):
-        return match[term.name]
+        return captures[term.name]
     if isinstance(term, LiteralValue):
         return term.value
     if term in done:
         return done[term]
     if isinstance(term, ListOf):
-        return [_compute(item, match, done) for item in term.items]
+        return [value for item in term.items for value in _items(item, captures, match, done)]
     assert isinstance(term, Op), f"parse_expression let {term!r} through"
-    arguments = {name: _compute(value, match, done) for name, value in term.args}
+    arguments = {name: _compute(value, captures, match, done) for name, value in term.args}
     done[term] = result = _call(term.key, arguments, match)
     return result
+
+
+def _items(term: Term, captures: Mapping[str, Any], match: Match, done: dict[Term, Any]) -> list[Any]:
+    """Returns one item of a list, or what `*term` is for the items of the captured lists in it."""
+    if not isinstance(term, Each):
+        return [_compute(term, captures, match, done)]
+    lists = {name: captures[name] for name in term.names if isinstance(captures[name], (list, tuple))}
+    lengths = {len(items) for items in lists.values()}
+    if len(lengths) != 1:
+        refuse(f"*{term_text(term.term)}: the lists {', '.join(lists)} have {sorted(lengths)} items", kind=Reason.VALUE)
+    return [
+        _compute(term.term, {**captures, **{name: items[index] for name, items in lists.items()}}, match, {})
+        for index in range(lengths.pop())
+    ]
 
 
 def _call(key: str, arguments: Mapping[str, Any], match: Match) -> Any:
@@ -76,6 +91,9 @@ def _call(key: str, arguments: Mapping[str, Any], match: Match) -> Any:
         return match.call(on_numbers, *given) if any(map(_is_value, given)) else on_numbers(*given)
     if (key, tuple(arguments)) == ("aten::size", ("self", "dim")):
         return match.call(torch.ops.aten.sym_size.int, *given)  # as tracing has it
+    if key in ("prim::dtype", "prim::device"):
+        (node,) = given
+        return getattr(match.proxy(node) if isinstance(node, fx.Node) else node, key.removeprefix("prim::"))
     namespace, _, name = key.partition("::")
     return match.call(getattr(getattr(torch.ops, namespace), name), **arguments)
 
@@ -108,9 +126,18 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
     captures = {capture.name: capture.kind for capture in pattern.captures}
     for node, what in _misplaced(ast.parse(text, mode="eval").body, tuple(captures)):
         raise RuleDefinitionError(f"pattern {text!r}, column {column_of(text, node)}: {what}")
-    outputs = term.items if isinstance(term, ListOf) else (term,)
+    for found in subterms(term):
+        if isinstance(found, Each) and not any(name in pattern.lists for name in found.names):
+            raise RuleDefinitionError(
+                f"pattern {text!r}: `{term_text(found)}` has an entry for each item of a captured list, and captures "
+                f"that are lists are {', '.join(sorted(pattern.lists)) or 'none'}"
+            )
+    is_list = len(pattern.outputs) == 1 and isinstance(ast.parse(text.strip(), mode="eval").body, ast.List)
+    outputs = term.items if isinstance(term, ListOf) and not is_list else (term,)
     for output in outputs:
-        is_value = isinstance(output, Op) or (isinstance(output, Capture) and captures[output.name] != "literal")
+        is_value = isinstance(output, (Op, ListOf)) or (
+            isinstance(output, Capture) and captures[output.name] != "literal"
+        )
         if not is_value:
             raise RuleDefinitionError(f"pattern {text!r}: {term_text(output)} is a Python value, not one of the graph")
     if len(outputs) != len(pattern.outputs):

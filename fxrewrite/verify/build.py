@@ -6,6 +6,7 @@ costs one operator and not a graph. Fake values, which are private to torch, are
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -17,8 +18,20 @@ from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
-from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term, subterms
+from fxrewrite.pattern.terms import (
+    ARITHMETIC_ON_SIZES,
+    Capture,
+    Ignore,
+    ListOf,
+    LiteralValue,
+    Op,
+    Term,
+    is_size,
+    parts_of,
+    subterms,
+)
 from fxrewrite.pattern.text import term_text
+from fxrewrite.pattern.where.base import why_not_each
 from fxrewrite.pattern.where.facts import Is
 from fxrewrite.verify.calls import NoCallError, emit, signatures
 from fxrewrite.verify.guess import Guesses
@@ -33,6 +46,7 @@ FakeMode: TypeAlias = FakeTensorMode
 _GUESSES = 24
 """Number of guesses per call before the sample is given up."""
 _ABSENT: Any = object()
+_TENSOR = Parameter("self", "Tensor", False, False, NO_DEFAULT)
 
 
 class NoSampleError(ValueError):
@@ -91,7 +105,7 @@ class Builder:
             return self._terms[term]
         ready: dict[str, Any] = {}
         for name, part in term.args:
-            if any(isinstance(below, Op) for below in subterms(part)):
+            if any(isinstance(below, Op) for below in subterms(part)) and not is_size(part) and _has_calls(part):
                 ready[name] = self._below(part, f"{path}.{name}")
         mark = (set(self.bindings), set(self._graph.nodes))
         problem = ""
@@ -113,7 +127,7 @@ class Builder:
             return self._call(part, path)
         assert isinstance(part, ListOf)
         return [
-            self._call(item, f"{path}.{index}") if isinstance(item, Op) else item
+            self._call(item, f"{path}.{index}") if isinstance(item, Op) and not is_size(item) else item
             for index, item in enumerate(part.items)
         ]
 
@@ -161,6 +175,8 @@ class Builder:
     ) -> Any:
         if isinstance(part, LiteralValue):
             return part.value
+        if isinstance(part, Op):
+            return self._size(part, lambda base: self._argument(base, place, term, _TENSOR, context, attempt))
         if isinstance(part, (list, ListOf)):
             items = part if isinstance(part, list) else part.items
             element = replace(parameter, kind=parameter.kind.removeprefix("List[").removesuffix("]"))
@@ -184,6 +200,32 @@ class Builder:
             self.bindings[name] = binding
             self._nodes[name] = self._realized(name, binding)
         return self._nodes[name]
+
+    def _size(self, term: Op, base_of: Callable[[Term], Any]) -> Any:
+        """Returns a size of a value, a number computed of sizes, or a dtype or device, as the sample spells it."""
+        if term.key in ARITHMETIC_ON_SIZES:
+            values = [
+                part.value if isinstance(part, LiteralValue) else self._size(part, base_of) for part in _ops(term)
+            ]
+            function = ARITHMETIC_ON_SIZES[term.key]
+            has_node = any(isinstance(value, fx.Node) for value in values)
+            return self._make(function, tuple(values), {}) if has_node else function(*values)
+        first = term.args[0][1]
+        node = self._terms[first] if isinstance(first, Op) else base_of(first)
+        value = _tensor(node)
+        if term.key.startswith("prim::"):
+            return getattr(value, term.key.removeprefix("prim::"))
+        is_aten = self.sample.form == "aten"
+        if term.key == "aten::numel":
+            call = torch.ops.aten.sym_numel.default if is_aten else "numel"
+            return self._make(call, (node,), {}) if self.sample.size_calls else value.numel()
+        call = torch.ops.aten.sym_size.int if is_aten else "size"
+        dims = [part.value for _, part in term.args[1:] if isinstance(part, LiteralValue)]
+        sizes = [
+            self._make(call, (node, dim), {}) if self.sample.size_calls else value.shape[dim]
+            for dim in dims or range(value.ndim)
+        ]
+        return sizes[0] if dims else sizes
 
     def _realized(self, name: str, binding: Binding) -> Any:
         if binding is ...:
@@ -221,16 +263,22 @@ class Builder:
         for constraint in self._guesses.pattern.where:
             if isinstance(constraint, Is) and constraint.asked == "no_other_users":
                 continue  # its users do not exist yet
+            lists = self.sample.reading.lists.keys() & set(constraint.names)
             suffixes = {name.partition("@")[2] for name in names if name.partition("@")[0] in constraint.names}
-            for suffix in suffixes:
+            for suffix in {""} if lists and suffixes else suffixes:
                 found = {name: self._captured(name, suffix) for name in constraint.names}
                 if any(value is _ABSENT or value is None for value in found.values()):
                     continue
-                why_not = constraint.why_not(found)
+                if any(item is _ABSENT for name in lists for item in found[name]):
+                    continue
+                why_not = why_not_each(constraint, found, lists)
                 if why_not:
                     raise NoSampleError(f"{constraint} does not hold: {why_not}")
 
     def _captured(self, name: str, suffix: str) -> Any:
+        if name in self.sample.reading.lists:
+            count = self.sample.reading.lists[name]
+            return [self._nodes.get(f"{name}@{index}", _ABSENT) for index in range(count)]
         with_suffix = f"{name}@{suffix}" if suffix else name
         return self._nodes.get(with_suffix, self._nodes.get(name, _ABSENT))
 
@@ -256,8 +304,28 @@ class Builder:
                     fake = _callable(node.target)(*args, **kwargs)
                 new[node] = graph.node_copy(node, new.__getitem__)
             new[node].meta["val"] = fake
-        graph.output(tuple(new[node] for node in outputs))
+        graph.output(tuple(part for node in outputs for part in _parts(graph, new[node])))
         return graph
+
+
+def _parts(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
+    """Returns the node, or if it is a list, its items, as a graph's outputs are tensors."""
+    values = node.meta["val"]
+    if not isinstance(values, (list, tuple)):
+        return [node]
+    parts = [graph.call_function(operator.getitem, (node, index)) for index in range(len(values))]
+    for part, value in zip(parts, values, strict=True):
+        part.meta["val"] = value
+    return parts
+
+
+def _ops(term: Op) -> list[Any]:
+    return [part for _, part in term.args]
+
+
+def _has_calls(part: Term) -> bool:
+    """Whether a call that is no size is in an argument."""
+    return any(isinstance(item, Op) and not is_size(item) for item in (part, *parts_of(part)))
 
 
 def _callable(target: Any) -> Callable[..., Any]:

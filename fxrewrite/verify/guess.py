@@ -15,6 +15,7 @@ from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.literals import legal_value
 from fxrewrite.verify.sample import Binding
+from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["Guesses"]
 
@@ -64,6 +65,9 @@ class Guesses:
             if kind == "any" and parameter.optional and draw.flag():
                 return None
             spec = self.facts.tensor(name, context, bindings, draw, attempt)
+            before = self._before(part, bindings)
+            if before is not None and draw.flag(0.6):
+                spec = replace(spec, shape=before.shape, dtype=before.dtype)
             return replace(spec, is_param=spec.is_param or kind == "param")
         if kind == "any" and parameter.kind == "List[Tensor]":
             first = self.facts.tensor(name, context, bindings, draw, attempt)
@@ -73,3 +77,11 @@ class Guesses:
         if constants and draw.flag(0.7):
             return draw.choice(*constants)
         return legal_value(parameter, term.key, context, draw)
+
+    def _before(self, part: Capture | Ignore, bindings: Mapping[str, Any]) -> InputSpec | None:
+        """Returns the tensor that the item before in a list of any length is; most operators take tensors alike."""
+        name, _, number = part.name.partition("@") if isinstance(part, Capture) else ("", "", "")
+        if not number.isdigit() or name not in self.pattern.lists:
+            return None
+        before = bindings.get(f"{name}@{int(number) - 1}")
+        return before if isinstance(before, InputSpec) else None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from fxrewrite import ops
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import Capture, Chain, Either, ListOf, Maybe, Op, Siblings, Term, subterms
+from fxrewrite.pattern.terms import Capture, Chain, Each, Either, ListOf, Maybe, Op, Siblings, Term, part_of, subterms
 from fxrewrite.pattern.text import term_text
 from fxrewrite.verify.calls import first_name
 
-__all__ = ["Alternative", "ChoiceSite", "Choose", "Reading", "read", "sites"]
+__all__ = ["Alternative", "ChoiceSite", "Choose", "Reading", "by_item", "read", "sites"]
+
+_LENGTHS = {"one item": 1, "several items": 3, "no items": 0}
+"""Items of a list of any length that samples have."""
+_ONE, _SEVERAL, _NONE = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,8 @@ class ChoiceSite:
 
     text: str
     options: tuple[str, ...]
+    rare: tuple[int, ...] = ()
+    """Options that need not occur, since few operators take them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +51,47 @@ class Reading:
         outputs: terms that consist of operators, captures, lists, literals and `...` only.
         chosen: the alternatives that were taken.
         siblings: the capture that siblings share; the other captures of each sibling are named `name@1` ...
+        lists: how many items there are, by captures that are lists; the items are named `name@0`, `name@1` ...
     """
 
     outputs: tuple[Term, ...]
     chosen: tuple[Alternative, ...]
     siblings: str = ""
+    lists: Mapping[str, int] = field(default_factory=dict[str, int], compare=False)
+
+
+def by_item(reading: Reading, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what a sampler gave with names for the items of lists; None if a list has another number of items."""
+    found = dict(given)
+    for name in reading.lists.keys() & found.keys():
+        items = found.pop(name)
+        if not isinstance(items, (list, tuple)) or len(items) != reading.lists[name]:
+            return None
+        found.update((f"{name}@{index}", item) for index, item in enumerate(items))
+    return found
 
 
 def sites(pattern: Pattern) -> tuple[ChoiceSite, ...]:
     """Returns all sites of the pattern."""
     found = (site for output in pattern.outputs for term in subterms(output) for site in _sites_at(term))
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys([*found, *_read_results(pattern)]))
+
+
+def _read_results(pattern: Pattern) -> Iterator[ChoiceSite]:
+    """Yields the choice of a result that nothing reads, if some outputs are results of one operator."""
+    of = [_operators(output) for output in pattern.outputs]
+    texts = [
+        f"all but {term_text(output)}"
+        for place, output in enumerate(pattern.outputs)
+        if any(of[place] & others for other, others in enumerate(of) if other != place)
+    ]
+    if texts:
+        yield ChoiceSite("results that are read", ("all", *texts), rare=tuple(range(1, len(texts) + 1)))
+
+
+def _operators(output: Term) -> set[Term]:
+    parts = map(part_of, output.options if isinstance(output, Either) else (output,))
+    return {part[0] for part in parts if part is not None}
 
 
 def _sites_at(term: Term) -> Iterator[ChoiceSite]:
@@ -67,6 +103,8 @@ def _sites_at(term: Term) -> Iterator[ChoiceSite]:
     elif isinstance(term, Chain):
         yield ChoiceSite(text, tuple(f"{count} operators" for count in range(term.least, term.most + 1)))
         yield ChoiceSite(f"operator of {text}", term.keys)
+    elif isinstance(term, Each):
+        yield ChoiceSite(text, tuple(_LENGTHS), rare=(_NONE,))
     elif isinstance(term, Siblings):
         yield ChoiceSite(text, (f"{term.least} siblings", f"{term.least + 1} siblings"))
     elif isinstance(term, Op) and _commutes(term):
@@ -80,12 +118,15 @@ def _commutes(term: Op) -> bool:
     return term.args[0][1] != term.args[1][1]
 
 
-def read(pattern: Pattern, choose: Choose) -> Reading:
-    """Returns the reading in which `choose` decides every site that it reaches."""
+def read(pattern: Pattern, choose: Choose, given: Mapping[str, Any] | None = None) -> Reading:
+    """Returns the reading in which `choose` decides every site that it reaches.
+
+    Lists that are `given` by name have as many items as these.
+    """
     chosen: dict[Alternative, None] = {}
 
-    def decide(site: ChoiceSite) -> int:
-        option = choose(site)
+    def decide(site: ChoiceSite, decided: int | None = None) -> int:
+        option = choose(site) if decided is None else decided
         chosen[Alternative(site, option)] = None
         return option
 
@@ -93,38 +134,66 @@ def read(pattern: Pattern, choose: Choose) -> Reading:
     if isinstance(first, Siblings):
         (site,) = _sites_at(first)
         count = first.least + decide(site)
-        each = [_renamed(_resolve(first.each, decide), first.on, f"@{index}") for index in range(count)]
+        each = [_renamed(_resolve(first.each, decide, {}), (first.on,), f"@{index}") for index in range(count)]
         return Reading(tuple(each), tuple(chosen), first.on)
-    outputs = tuple(_resolve(output, decide) for output in pattern.outputs)
-    return Reading(outputs, tuple(chosen))
+    lists = {name: len(given[name]) for name in pattern.lists if name in given} if given else dict[str, int]()
+    outputs = tuple(_resolve(output, decide, lists) for output in pattern.outputs)
+    for site in _read_results(pattern):
+        left_out = site.options[decide(site)]
+        terms = zip(outputs, pattern.outputs, strict=True)
+        outputs = tuple(output for output, term in terms if left_out != f"all but {term_text(term)}")
+    return Reading(outputs, tuple(chosen), lists=lists)
 
 
-def _resolve(term: Term, decide: Choose) -> Term:
+def _resolve(term: Term, decide: Callable[..., int], lists: dict[str, int]) -> Term:
     if isinstance(term, Maybe):
         (site,) = _sites_at(term)
-        return _resolve((term.step, term.base)[decide(site)], decide)
+        return _resolve((term.step, term.base)[decide(site)], decide, lists)
     if isinstance(term, Either):
         (site,) = _sites_at(term)
-        return _resolve(term.options[decide(site)], decide)
+        return _resolve(term.options[decide(site)], decide, lists)
     if isinstance(term, Chain):
         length, operator = _sites_at(term)
-        below = _resolve(term.base, decide)
+        below = _resolve(term.base, decide, lists)
         for _ in range(term.least + decide(length)):
             key = term.keys[decide(operator)]
             below = Op(key, ((first_name(key), below),), loose=True)
         return below
     if isinstance(term, ListOf):
-        return ListOf(tuple(_resolve(item, decide) for item in term.items))
+        items: list[Term] = []
+        for item in term.items:
+            if not isinstance(item, Each):
+                items.append(_resolve(item, decide, lists))
+                continue
+            items += [
+                _renamed(_resolve(item.term, decide, lists), item.on, f"@{index}")
+                for index in range(_length(item, decide, lists))
+            ]
+        return ListOf(tuple(items))
     if not isinstance(term, Op):
         return term
     names, parts = [name for name, _ in term.args], [part for _, part in term.args]
     for site in _sites_at(term):
         names = names[::-1] if decide(site) else names
-    return replace(term, args=tuple((name, _resolve(part, decide)) for name, part in zip(names, parts, strict=True)))
+    return replace(
+        term, args=tuple((name, _resolve(part, decide, lists)) for name, part in zip(names, parts, strict=True))
+    )
 
 
-def _renamed(term: Term, on: str, suffix: str) -> Term:
-    if isinstance(term, Capture) and term.name != on:
+def _length(term: Each, decide: Callable[..., int], lists: dict[str, int]) -> int:
+    """Returns how many items there are; lists of one name have as many wherever they occur."""
+    decided = next((lists[name] for name in term.names if name in lists), None)
+    (site,) = _sites_at(term)
+    if decided is None:
+        decided = list(_LENGTHS.values())[decide(site)]
+    else:
+        decide(site, _SEVERAL if decided > 1 else _ONE if decided else _NONE)
+    lists.update(dict.fromkeys(term.names, decided))
+    return decided
+
+
+def _renamed(term: Term, on: tuple[str, ...], suffix: str) -> Term:
+    if isinstance(term, Capture) and term.name not in on:
         return Capture(term.name + suffix, term.kind)
     if isinstance(term, ListOf):
         return ListOf(tuple(_renamed(item, on, suffix) for item in term.items))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
 from fxrewrite.ops import is_virtual, tested_by
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import Op, subterms
+from fxrewrite.pattern.terms import Op, is_size, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
 from fxrewrite.verify.compare import RulePromise
@@ -26,7 +27,7 @@ from fxrewrite.verify.draw import Domain, Draw, Sampler
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
-from fxrewrite.verify.readings import Alternative, ChoiceSite, read, sites
+from fxrewrite.verify.readings import Alternative, ChoiceSite, by_item, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
@@ -40,6 +41,8 @@ _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
 _MOST, _LARGEST = 8, 1100
 """Upper limit of most sizes; of those that a rule's code names."""
+_RARE = 6
+"""Graphs proposed with an option that need not occur; if none of them runs, it is given up."""
 _POINTS = 32
 """Most numbers of a rule's code and graphs next to which entries are drawn."""
 _LARGEST_POINT = 1e30
@@ -179,7 +182,12 @@ class _Search:
 
     def verdict(self, samples: int) -> Verdict:
         """Returns the verdict after `samples` comparisons, or at the first difference."""
-        wanted = {Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))}
+        wanted = {
+            Alternative(site, i)
+            for site in sites(self.trials.pattern)
+            for i in range(len(site.options))
+            if i not in site.rare
+        }
         limit, index, is_extended = _PROPOSALS * samples, 0, False
         while index < limit and (self.counts["compared"] < samples or wanted - self.met.keys()):
             # Enough samples, but some alternatives did not occur yet: extend the search once, in proportion to these.
@@ -191,6 +199,9 @@ class _Search:
             if trial.differences:
                 return self._verdict(samples, self._counterexample(index - 1, trial))
         return self._verdict(samples, None)
+
+    def _is_impossible(self, rare: Alternative) -> bool:
+        return self.proposed[rare] >= _RARE and not self.met[rare]
 
     def propose(self, index: int, *, most: int) -> Trial:
         """Makes and tests the sample with this number."""
@@ -210,17 +221,25 @@ class _Search:
         def choose(site: ChoiceSite) -> int:
             options = [Alternative(site, option) for option in range(len(site.options))]
             weights = [self.met[option] + self.proposed[option] / _PROPOSALS + draw.rng.random() for option in options]
+            for rare in site.rare:
+                weights[rare] = math.inf if self._is_impossible(options[rare]) else weights[rare]
             return weights.index(min(weights))
 
+        given = self._given(draw) if self.trials.pattern.lists else None  # a sampler decides how long lists are
         try:
-            reading = read(self.trials.pattern, choose)
+            reading = read(self.trials.pattern, choose, given)
         except NoCallError as error:
             self.problems[str(error)] += 1
             return Trial("impossible", str(error))
         form: Form = "aten" if draw.flag() or self.trials.bed is not None else "torch"
         terms = [term for output in reading.outputs for term in subterms(output) if isinstance(term, Op)]
         exposed = any(term.shared for term in terms) and draw.flag()
-        sample = Sample(reading, form, draw.flag(0.25), exposed, self._given(draw))
+        given = by_item(reading, self._given(draw) if given is None else given)
+        if given is None:
+            return Trial("impossible", f"{self.rule_id}: the sampler gives lists of different lengths under one name")
+        twice = draw.flag(0.25)
+        size_calls = any(map(is_size, terms)) and draw.flag()
+        sample = Sample(reading, form, twice, exposed, given, size_calls)
         trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
         self._count(trial, reading.chosen)
         return trial
@@ -310,7 +329,7 @@ class _Search:
     def _verdict(self, samples: int, counterexample: Counterexample | None) -> Verdict:
         order = [Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))]
         stopped = counterexample is not None
-        uncovered = () if stopped else tuple(str(option) for option in order if option not in self.met)
+        uncovered = () if stopped else tuple(str(o) for o in order if o not in self.met and o.option not in o.site.rare)
         counts = self.counts
         remarks = [f"allowed, on {number} samples: {example}" for number, example in self.allowed.values()]
         if not stopped and counts["compared"] < samples:

@@ -39,6 +39,7 @@ class Sample:
         twice: whether equal pure terms are computed twice.
         exposed: whether values that may have other users are outputs too.
         bindings: values by capture; for what the pattern ignores, by place.
+        size_calls: whether sizes of values are calls that read them; else numbers.
     """
 
     reading: Reading
@@ -46,6 +47,7 @@ class Sample:
     twice: bool
     exposed: bool
     bindings: Mapping[str, Binding]
+    size_calls: bool = False
 
     def with_binding(self, name: str, value: Binding) -> Sample:
         """Returns the sample with one value replaced; `...` means the operator's default."""

@@ -20,6 +20,7 @@ from fxrewrite.pattern import (
     any_,
     cap,
     chain,
+    each,
     either,
     loose,
     maybe,
@@ -101,6 +102,13 @@ def test_terms(term: Term) -> None:
     assert parse_term(term_text(term)) == term
     assert term_text(parse_term(term_text(term))) == term_text(term)
     assert hash(parse_term(term_text(term))) == hash(term)
+
+
+@given(terms, st.lists(terms, max_size=2), st.sampled_from(["n_a", ("n_a", "n_b"), ()]))
+@settings(budget, max_examples=100)
+def test_lists_of_any_length(item: Term, others: list[Term], on: Any) -> None:
+    term = op("cat", [*others, *each(item, on=on), *others])
+    assert parse_term(term_text(term)) == term
 
 
 @given(literals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set as AbstractSet
 from typing import Any, Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import fx
 
 from fxrewrite import ops
 
-__all__ = ["BaseConstraint", "Constraint", "NoAnswerError", "OneName", "node_of", "tensor_of"]
+__all__ = ["BaseConstraint", "Constraint", "NoAnswerError", "OneName", "node_of", "tensor_of", "why_not_each"]
 
 
 class Constraint(Protocol):
@@ -22,6 +22,25 @@ class Constraint(Protocol):
     def why_not(self, captures: Mapping[str, Any]) -> str:
         """Returns an empty string if the condition holds, else a clause that says what was found."""
         ...
+
+
+def why_not_each(constraint: Constraint, captures: Mapping[str, Any], lists: AbstractSet[str]) -> str:
+    """Returns why the condition does not hold; of captures that are lists, it must hold for the items at every place.
+
+    A condition with an attribute `whole` reads these of its captures as lists.
+    """
+    names = [name for name in constraint.names if name in lists] if lists else ()
+    names = [name for name in names if name not in getattr(constraint, "whole", ())]
+    if not names:
+        return constraint.why_not(captures)
+    if len({len(captures[name]) for name in names}) > 1:
+        return f"the lists {', '.join(names)} have {', '.join(str(len(captures[name])) for name in names)} items"
+    for index in range(len(captures[names[0]])):
+        item = {**captures, **{name: captures[name][index] for name in names}}
+        why_not = "" if any(item[name] is None for name in names) else constraint.why_not(item)
+        if why_not:
+            return f"of item {index}: {why_not}"
+    return ""
 
 
 class BaseConstraint:

@@ -13,7 +13,7 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.sizes import is_always, is_same_size
 from fxrewrite.pattern.where.base import BaseConstraint, OneName, node_of, tensor_of
 
-__all__ = ["ASKED", "Device", "Dtype", "Is", "Predicate", "Same", "ShapeEq"]
+__all__ = ["ASKED", "Device", "Dtype", "Is", "ListRelation", "Predicate", "Same", "ShapeEq"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,53 @@ class ShapeEq(BaseConstraint):
 
 
 @dataclass(frozen=True, slots=True)
+class ListRelation(BaseConstraint):
+    """Two captured lists are related in a way of `ON_LISTS`; `dim` is a dimension, or the capture that is one."""
+
+    asked: str
+    names: tuple[str, ...]
+    dim: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.names) != (2 if self.dim is None or isinstance(self.dim, int) else 3):
+            raise RuleDefinitionError(f"{self} relates two captured lists")
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The captures that are read as lists."""
+        return self.names
+
+    def _why_not(self, captures: Mapping[str, Any]) -> str:
+        one, other = (captures[name] for name in self.names[:2])
+        for name in self.names[:2]:
+            if not isinstance(captures[name], (list, tuple)):
+                return f"{name} is {captures[name]!r}, not a list"
+        dim = captures[self.dim] if isinstance(self.dim, str) else self.dim
+        if dim is None:
+            return "" if _is_inverse(one, other) else f"{self.names[0]} is {one}, {self.names[1]} is {other}"
+        if len(one) != len(other):
+            return f"{self.names[0]} has {len(one)} items, {self.names[1]} has {len(other)}"
+        tensors = [tensor_of({self.names[1]: item}, self.names[1]) for item in other]
+        if not all(type(dim) is int and -tensor.ndim <= dim < tensor.ndim for tensor in tensors):
+            return f"the items of {self.names[1]} have no dimension {dim}"
+        found = [tensor.shape[dim] for tensor in tensors]
+        same = all(isinstance(n, (int, torch.SymInt)) and is_same_size(n, m) for n, m in zip(one, found, strict=True))
+        return "" if same else f"{self.names[0]} is {list(one)}, the sizes are {found}"
+
+    def __str__(self) -> str:
+        arguments = [*self.names, str(self.dim)] if isinstance(self.dim, int) else self.names
+        return f"{self.asked}({', '.join(arguments)})"
+
+
+def _is_inverse(one: Any, other: Any) -> bool:
+    """Whether two lists of dimensions, counted from either end, are permutations of which one undoes the other."""
+    rank = len(one)
+    if rank != len(other) or not all(type(dim) is int and -rank <= dim < rank for dim in (*one, *other)):
+        return False
+    return all(one[dim] % rank == place for place, dim in enumerate(other))
+
+
+@dataclass(frozen=True, slots=True)
 class Is(OneName):
     """The captured value is what `asked` says, a name in `ASKED`."""
 
@@ -169,6 +216,11 @@ class Predicate(BaseConstraint):
     function: Callable[..., bool | str]
     names: tuple[str, ...]
     text: str
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The captures that it reads as lists, where they are lists."""
+        return self.names
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
         holds = self.function(*(captures[name] for name in self.names))

@@ -20,7 +20,18 @@ from fxrewrite.graph.sizes import is_always, is_read_from_data
 from fxrewrite.pattern.terms import LiteralValue, freeze
 from fxrewrite.pattern.where.base import BaseConstraint, NoAnswerError, tensor_of
 
-__all__ = ["CONSTANTS", "RELATIONS", "Arithmetic", "Number", "OneOf", "RankOf", "Relation", "SizeOf", "ValueOf"]
+__all__ = [
+    "CONSTANTS",
+    "RELATIONS",
+    "Arithmetic",
+    "Number",
+    "OneOf",
+    "RankOf",
+    "Relation",
+    "SizeOf",
+    "TotalOf",
+    "ValueOf",
+]
 
 RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -109,6 +120,38 @@ class ValueOf:
 
 
 @dataclass(frozen=True, slots=True)
+class TotalOf:
+    """The number of items of a captured list, `len`, or their sum; `of` is the list, or a size of each item."""
+
+    function: str
+    of: ValueOf | SizeOf
+
+    @property
+    def name(self) -> str:
+        """The captured list."""
+        return self.of.name
+
+    def read(self, captures: Mapping[str, Any]) -> Any:
+        """Returns the number. Raises NoAnswerError if the capture is no list, or has items that are no numbers."""
+        items = captures[self.name]
+        if not isinstance(items, (list, tuple)):
+            raise NoAnswerError(f"{self.name} is not a list")
+        if self.function == "len":
+            return len(items)
+        numbers = [self.of.read({self.name: item}) for item in items]
+        if not all(map(_is_number, numbers)):
+            raise NoAnswerError(f"{self.name} is {items!r}, which has items that are no numbers")
+        return sum(numbers)
+
+    def said(self, found: Any) -> str:
+        """Returns a clause that says what was found."""
+        return f"{self} is {found}"
+
+    def __str__(self) -> str:
+        return f"{self.function}({self.of})"
+
+
+@dataclass(frozen=True, slots=True)
 class Arithmetic:
     """A sum, difference or product of numbers, or the quotient or remainder of division by a positive constant."""
 
@@ -144,7 +187,7 @@ class Arithmetic:
         return f"{left} {self.operator} {right}"
 
 
-Number: TypeAlias = SizeOf | RankOf | ValueOf | Arithmetic | LiteralValue
+Number: TypeAlias = SizeOf | RankOf | ValueOf | TotalOf | Arithmetic | LiteralValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +211,11 @@ class Relation(BaseConstraint):
     @property
     def names(self) -> tuple[str, ...]:
         return _names(self.left, self.right)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The captures that are read as lists."""
+        return _whole(self.left, self.right)
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
         left, right = _read(self.left, captures), _read(self.right, captures)
@@ -198,6 +246,11 @@ class OneOf(BaseConstraint):
     @property
     def names(self) -> tuple[str, ...]:
         return _names(self.value)
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The captures that are read as lists."""
+        return _whole(self.value)
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
         found = _read(self.value, captures)
@@ -263,7 +316,7 @@ def _unknown(*found: Any) -> str:
     return ": not known for every length that the graph admits"
 
 
-def _atoms(number: Number) -> Iterator[SizeOf | RankOf | ValueOf]:
+def _atoms(number: Number) -> Iterator[SizeOf | RankOf | ValueOf | TotalOf]:
     if isinstance(number, Arithmetic):
         yield from _atoms(number.left)
         yield from _atoms(number.right)
@@ -273,6 +326,10 @@ def _atoms(number: Number) -> Iterator[SizeOf | RankOf | ValueOf]:
 
 def _names(*numbers: Number) -> tuple[str, ...]:
     return tuple(dict.fromkeys(atom.name for number in numbers for atom in _atoms(number)))
+
+
+def _whole(*numbers: Number) -> tuple[str, ...]:
+    return tuple(atom.name for number in numbers for atom in _atoms(number) if isinstance(atom, TotalOf))
 
 
 def _text(number: Number) -> str:

@@ -15,15 +15,26 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import LiteralValue
 from fxrewrite.pattern.text import column_of
 from fxrewrite.pattern.where.base import Constraint
-from fxrewrite.pattern.where.facts import ASKED, Device, Dtype, Is, Same, ShapeEq
-from fxrewrite.pattern.where.numbers import CONSTANTS, Arithmetic, Number, OneOf, RankOf, Relation, SizeOf, ValueOf
+from fxrewrite.pattern.where.facts import ASKED, Device, Dtype, Is, ListRelation, Same, ShapeEq
+from fxrewrite.pattern.where.numbers import (
+    CONSTANTS,
+    Arithmetic,
+    Number,
+    OneOf,
+    RankOf,
+    Relation,
+    SizeOf,
+    TotalOf,
+    ValueOf,
+)
 
 __all__ = ["parse", "parse_number"]
 
 _ALLOWED = (
     "rank(x) == 4, size(x, 1) % 8 == 0, size(q, 1) == size(k, 1) * 4, eps > 0, mode in {'none', 'tanh'}, "
     "dtype(x) in {float32, bfloat16}, device(x) == cpu, shape(q) == shape(k), same_dtype(q, k), same_device(q, k), "
-    "contiguous(x), is_param(w), no_other_users(x)"
+    "contiguous(x), is_param(w), no_other_users(x), len(xs) == 2, sum(sizes) == size(x, 0), sum(size(xs, 0)) == 8, "
+    "is_inverse(p, q), are_sizes(sizes, xs, 0)"
 )
 _RELATIONS: dict[type[ast.cmpop], str] = {
     ast.Eq: "==",
@@ -93,9 +104,19 @@ class _Reader:
         raise self.error(self.body, f"{what} is not a constraint; allowed are {_ALLOWED}")
 
     def condition(self, node: ast.Call) -> Constraint:
+        if self.called(node) == "are_sizes" and len(node.args) == 3 and not isinstance(node.args[2], ast.Name):
+            dim = self.constant(node.args[2])
+            lists = tuple(part.id for part in node.args[:2] if isinstance(part, ast.Name))
+            if type(dim) is not int or len(lists) != 2:
+                raise self.error(node, "are_sizes() takes a list of numbers, a list of tensors, and a dimension")
+            return self.made(node, ListRelation, "are_sizes", lists, dim)
         name, names = self.called(node), self.names(node)
         if name in _OF_SEVERAL:
             return self.made(node, Same, _OF_SEVERAL[name], names)
+        if name == "is_inverse":
+            return self.made(node, ListRelation, name, names)
+        if name == "are_sizes" and len(names) == 3:
+            return self.made(node, ListRelation, name, names, names[2])
         if name not in ASKED:
             raise self.error(node, f"there is no condition {name}(); allowed are {_ALLOWED}")
         if len(names) != 1:
@@ -142,6 +163,11 @@ class _Reader:
             return self.made(node, Arithmetic, _ARITHMETIC[type(node.op)], left, right)
         if isinstance(node, ast.Call) and self.called(node) == "rank":
             return RankOf(self.one_name(node))
+        if isinstance(node, ast.Call) and self.called(node) in ("len", "sum"):
+            of = self.number(node.args[0]) if len(node.args) == 1 and not node.keywords else None
+            if not isinstance(of, ValueOf) and (self.called(node) == "len" or not isinstance(of, SizeOf)):
+                raise self.error(node, "len() takes a captured list, sum() a list of numbers or size(xs, dim)")
+            return TotalOf(self.called(node), of)
         if isinstance(node, ast.Call) and self.called(node) == "size":
             dim = self.constant(node.args[1]) if len(node.args) == 2 else None
             if type(dim) is not int or not isinstance(node.args[0], ast.Name) or node.keywords:

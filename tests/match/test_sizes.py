@@ -1,0 +1,112 @@
+"""Sizes, dtypes and devices of values as arguments in patterns: literals, symbolic sizes, calls that read them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxrewrite import RuleDefinitionError, loose
+from fxrewrite.match import Program, explain
+from fxrewrite.pattern import parse, trace
+from fxrewrite.rule_file import dump_rules, parse_rules
+from tests.rewriting import apply, made, traced
+
+X, Y = torch.randn(4, 6), torch.randn(6, 4)
+
+
+def graphs(function: Any, *inputs: torch.Tensor) -> list[fx.GraphModule]:
+    """With numbers, with symbolic sizes, and without values."""
+    return [traced(function, *inputs), traced(function, *inputs, mode="symbolic"), fx.symbolic_trace(function)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "function", "inputs", "expected"),
+    [
+        (lambda x: torch.reshape(x, [x.shape[0], -1]), lambda x: x.reshape(x.shape[0], -1), [X], [1, 1, 1]),
+        (lambda x: torch.reshape(x, [x.shape[0], -1]), lambda x: x.reshape(x.size(0), -1), [X], [1, 1, 1]),
+        (lambda x: torch.reshape(x, [x.shape[-2], -1]), lambda x: x.reshape(x.size(0), -1), [X], [1, 1, 0]),
+        (lambda x: torch.reshape(x, [x.size(0), -1]), lambda x: x.reshape(x.shape[1], -1), [X], [0, 0, 0]),
+        (lambda x, y: x.view(y.shape[0], 4) + y, lambda x, y: x.view(y.shape[0], 4) + y, [X, Y], [1, 1, 1]),
+        # nothing but a call that reads it tells whose size it is
+        (lambda x, y: x.view(y.shape[0], 4), lambda x, y: x.view(y.size(0), 4), [X, Y], [0, 1, 1]),
+        (lambda x: loose(torch.zeros(x.shape)), lambda x: torch.zeros(x.shape), [X], [0, 1, 0]),
+        (lambda x: loose(torch.zeros(x.shape)) + x, lambda x: torch.zeros(x.shape) + x, [X], [1, 1, 1]),
+        (lambda x: x.view(x.numel()), lambda x: x.view(x.numel()), [X], [1, 1, 0]),
+        (lambda x: x.view(x.shape[0] * 2, -1), lambda x: x.view(x.shape[0] * 2, -1), [X], [1, 1, 0]),
+        (lambda x: x.view(x.shape[0] * 2, -1), lambda x: x.view(x.shape[0] // 2, -1), [X], [0, 0, 0]),
+        (
+            lambda x: torch.relu(x).view(torch.relu(x).shape[0], 2, -1),
+            lambda x: torch.relu(x).view(x.shape[0], 2, -1),
+            [X],
+            [1, 1, 0],
+        ),
+        (lambda x, y: x.expand(y.shape) * y, lambda x, y: x.expand(y.shape) * y, [X[:1], X], [1, 1, 1]),
+        (lambda x, y: x.to(y.dtype) * y, lambda x, y: x.to(y.dtype) * y, [X, X.double()], [1, 1, 1]),
+        (lambda x, y: x.to(y.dtype) * y, lambda x, y: x.to(torch.float64) * y, [X, X.double()], [1, 1, 0]),
+        (lambda x, y: x.to(y.dtype) * y, lambda x, y: x.to(torch.float16) * y, [X, X.double()], [0, 0, 0]),
+        (lambda x, y: x.to(y.device) * y, lambda x, y: x.to(y.device) * y, [X, X], [0, 0, 1]),
+    ],
+    ids=itertools.count(),
+)
+def test_what_sizes_match(pattern: Any, function: Any, inputs: list[torch.Tensor], expected: list[int]) -> None:
+    it = trace(pattern)
+    assert parse(str(it)) == it
+    program = Program([("it", it)])
+    for gm, count in zip(graphs(function, *inputs), expected, strict=True):
+        found = [
+            m for node, key in program.roots(gm.graph.nodes) for _, m in itertools.islice(program.find(node, key), 1)
+        ]
+        assert (len(found), explain(it, gm.graph.nodes).num_matches) == (count, count)
+        assert all(match["x"].name.startswith("x") for match in found)
+
+
+def test_sizes_stay_where_others_read_them() -> None:
+    gm = traced(lambda x: torch.reshape(x, [x.shape[0], -1]) * x.shape[0], X, mode="symbolic")
+    rule = made(lambda x: torch.reshape(x, [x.shape[0], -1]), lambda x: torch.flatten(x, 1), shapes="changes")
+    assert apply(gm, rule).rewrites == 1
+    assert torch.equal(gm(Y), Y * 6)
+
+
+def test_mistakes() -> None:
+    for pattern, said in (
+        (lambda x: x.view(x.shape[:-1]), "takes sizes one by one"),
+        (lambda x: x.view(*x.shape), "cannot unpack a value of unknown length"),
+        (lambda x: x.view(torch.tanh(x).shape[0], -1), "is of tanh(x), which the pattern has nowhere else"),
+    ):
+        with pytest.raises(RuleDefinitionError) as error:
+            Program([("it", trace(pattern))])
+        assert said in str(error.value)
+
+
+def test_rules_of_sizes_are_verified_and_written() -> None:
+    rules = parse_rules(
+        """
+[[rule]]
+id = "views.flatten"
+pattern = "reshape(x, [size(x, 0), mul(size(x, 1), size(x, 2))])"
+replace = "flatten(x, 1)"
+where = ["rank(x) == 3"]
+[[rule]]
+id = "views.wrong"
+pattern = "mul(expand(x, size(y)), y)"
+replace = "mul(x, x)"
+[[rule]]
+id = "casts.late"
+pattern = "mul(to(x, dtype(y)), y)"
+replace = "mul(y, to(x, dtype(y)))"
+terminates = false
+""",
+        "sizes.toml",
+    )
+    assert parse_rules(dump_rules(rules), "sizes.toml").once().digest() == rules.once().digest()
+    flatten, wrong, late = rules.rules()
+    verdict = flatten.verify(samples=4)
+    assert verdict.ok, verdict
+    assert not wrong.verify(samples=8).ok
+    gm = traced(lambda x, y: x.to(y.dtype) * y, X, X.double())
+    assert apply(gm, late).rewrites == 1
+    assert torch.equal(gm(X, X.double()), X.double() * X.double())
