@@ -177,8 +177,10 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
         inner_paths = tuple(path for path, node in zip(variant.inner, inner, strict=True) if node is not ABSENT)
         inner = [node for node in inner if node is not ABSENT]
     nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *inner))
-    of_items: list[tuple[fx.Node, bool]] = [p for of in variant.lists for one in of for p in values[one.nodes]]
-    nodes.update((node, None) for node, _ in of_items)
+    of_items: list[tuple[fx.Node, bool]] = []
+    if variant.lists:
+        of_items = [item for lists in variant.lists for one in lists for item in values[one.nodes]]
+        nodes.update((node, None) for node, _ in of_items)
     # An inner node with users outside the match must stay in the graph: only a pattern that says shared() allows it.
     kept: set[fx.Node] = set()
     for path, node in zip(inner_paths, inner, strict=True):
@@ -204,7 +206,9 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
         if any(captures[name] is None and name not in variant.literals for name in constraint.names):
             continue  # a constraint on an absent optional capture holds
         try:
-            why_not = why_not_each(constraint, captures, variant.listed)
+            why_not = (
+                why_not_each(constraint, captures, variant.listed) if variant.listed else constraint.why_not(captures)
+            )
         except RefusedError as refusal:
             refused = refused or refusal
             continue
