@@ -120,7 +120,8 @@ def _stands_for(x: fx.Node, number: Any, root: fx.Node) -> bool | str:
     if len(of_x.shape) != len(made.shape) or not all(map(is_same_size, of_x.shape, made.shape)):
         return f"x has shape {tuple(of_x.shape)}, the result {tuple(made.shape)}"
     held = [fake_value(node).dtype for node in root.all_input_nodes if filled_with(node) is not None]
-    is_rounded = all(dtype == of_x.dtype for dtype in held) or _rounded(number, of_x.dtype) == number
+    others = {*held, of_x.dtype} if any(dtype != of_x.dtype for dtype in held) else set[torch.dtype]()
+    is_rounded = all(_rounded(number, dtype) == number for dtype in others)
     return is_rounded or f"{number} is not a number of {of_x.dtype}"
 
 
