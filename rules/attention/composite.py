@@ -5,7 +5,7 @@
     softmax(where(kept, q @ k^T * c + bias, fill)) @ v
                  ->  sdpa(q, k, v, where(kept, bias, fill), scale=c), or the mean of v in rows that keep no key
 
-    softmax(where(kept, q @ k^T, fill) * c + mask) @ v   likewise, with the fill scaled, or with a mask added to it
+    softmax(where(kept, q @ k^T, fill) * c) @ v, softmax(where(kept, q @ k^T * c, fill) + mask) @ v   likewise
 
 Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or none; masked_fill for `where`; scores in
 q's dtype or a wider one, cast before the scale or the softmax; a cast before or after a dropout; `_safe_softmax`, and

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit, Literal, Match, Pattern, Report, Rule, RuleSet, cap, either, loose, op, shared, where
-from fxrewrite.ops import bind, fake_value, filled_with, key, may_write, value
+from fxrewrite.ops import bind, fake_value, filled_with, key, mutates, value
 from fxrewrite.spmd import is_same_size
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ _ROUNDED: dict[str, Callable[..., torch.Tensor]] = {
     "aten::div": torch.div,
 }
 """Functions that IEEE 754 rounds in one way, so that every device computes the same number."""
+_CONSTANT = "_tensor_constant"
+"""How torch's tracer names tensors that the traced program made from Python numbers; other attributes may change."""
 _COPIES = {"aten::lift_fresh_copy", "aten::detach", "aten::alias", "aten::clone", "aten::to", "aten::_to_copy"}
 
 
@@ -61,7 +63,7 @@ class FoldNumbers:
             if isinstance(made, torch.Tensor) and made.dim() == 0 and (number := _number(node, known)) is not None:
                 known[node] = number.to(made.dtype)
         folded = [node for node in known if filled_with(node) is None and any(user not in known for user in node.users)]
-        if not folded or any(may_write(node) for node in nodes):
+        if not folded or any(mutates(node) for node in nodes):
             return 0
         for node in folded:
             made = value(node)
@@ -83,7 +85,7 @@ def _number(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor |
         return torch.tensor(filled)
     if node.op == "get_attr":
         held = getattr(node.graph.owning_module, str(node.target), None)
-        is_constant = type(held) is torch.Tensor and not any(held is buffer for buffer in _buffers(node))
+        is_constant = type(held) is torch.Tensor and str(node.target).startswith(_CONSTANT)
         return held.detach().cpu() if is_constant and held.dim() == 0 else None
     if node.target is torch.tensor and node.args and isinstance(node.args[0], (int, float)):
         return torch.tensor(node.args[0])
@@ -99,11 +101,6 @@ def _number(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor |
     if given.get("rounding_mode") is not None or any(isinstance(operand, (str, complex)) for operand in operands):
         return None
     return _ROUNDED[name](*(known[x] if isinstance(x, fx.Node) else x for x in operands))
-
-
-def _buffers(node: fx.Node) -> list[torch.Tensor]:
-    module = node.graph.owning_module
-    return [] if module is None else [*module.buffers()]
 
 
 _X, _C, _NUMBER = cap("x"), cap("condition"), cap("number", Literal)
@@ -122,8 +119,14 @@ def _stands_for(x: fx.Node, number: Any, root: fx.Node) -> bool | str:
         return f"x has dtype {of_x.dtype}, the result {made.dtype}"
     if len(of_x.shape) != len(made.shape) or not all(map(is_same_size, of_x.shape, made.shape)):
         return f"x has shape {tuple(of_x.shape)}, the result {tuple(made.shape)}"
-    rounded = torch.tensor(float(number), dtype=of_x.dtype).item()
-    return rounded == number or f"{number} is not a number of {of_x.dtype}"
+    held = [fake_value(node).dtype for node in root.all_input_nodes if filled_with(node) is not None]
+    others = {*held, of_x.dtype} if any(dtype != of_x.dtype for dtype in held) else set[torch.dtype]()
+    is_rounded = all(_rounded(number, dtype) == number for dtype in others)
+    return is_rounded or f"{number} is not a number of {of_x.dtype}"
+
+
+def _rounded(number: float, dtype: torch.dtype) -> float:
+    return torch.tensor(float(number), dtype=dtype).item()
 
 
 def _number_in(name: str, root: Any, replacement: Callable[..., Any]) -> Rule:
@@ -133,18 +136,18 @@ def _number_in(name: str, root: Any, replacement: Callable[..., Any]) -> Rule:
     def _(match: Match, x: fx.Proxy) -> Any:
         """the same with the number"""
         conditions = [match.proxy(match["condition"])] if "condition" in match.captures else []
-        return replacement(x, *conditions, match["number"])
+        return replacement(x, *conditions, _rounded(match["number"], x.dtype))
 
     @made.sampler
     def _(draw: Draw) -> dict[str, Any]:
-        """Samples a number that every dtype has, as a tensor of one entry, or of the shape of x."""
+        """Samples a number, as a tensor of one entry, or of the shape of x."""
         shape = draw.shape(draw.integer(1, 4))
         found = {
             "x": draw.tensor(*shape),
             "condition": draw.mask(*shape),
             "like": draw.tensor(*shape),
             "size": draw.choice([], [1], [1] * len(shape)),
-            "number": draw.choice(8.0, -0.5, 3, float("-inf")),
+            "number": draw.choice(8.0, -0.3, 3, float("-inf")),
         }
         captured = {capture.name for capture in made.pattern.captures}
         return {name: given for name, given in found.items() if name in captured}

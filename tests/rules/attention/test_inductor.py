@@ -20,7 +20,7 @@ from fxrewrite import normalize
 from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION_DROPOUT
 from tests.dynamo import caught
-from tests.rewriting import value_and_gradients
+from tests.rewriting import traced, value_and_gradients
 
 Function = Callable[..., Any]
 B, H, L, E = 2, 3, 6, 8
@@ -276,3 +276,115 @@ def test_inductors_attention_is_the_operator(computation: int, p: float, dtype: 
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
     torch.testing.assert_close(value_and_gradients(gm, placed), expected, **tolerance)
     assert ATTENTION_DROPOUT.apply(gm).rewrites == 0
+
+
+LOW = -1e9
+VARIANTS: dict[str, Function] = {
+    "query times a number": lambda q, k, v, m, h: ((q * 0.3) @ k.mT).softmax(-1) @ v,
+    "query by a tensor": lambda q, k, v, m, h: ((q / number(3.0, q)) @ k.mT).softmax(-1) @ v,
+    "key by a number": lambda q, k, v, m, h: (q @ (k / 3.0).mT + m).softmax(-1) @ v,
+    "transposed key times a number": lambda q, k, v, m, h: (q @ (k.mT * 0.5)).softmax(-1) @ v,
+    "query and key times a number": lambda q, k, v, m, h: ((q * 0.5) @ (0.5 * k).mT).softmax(-1) @ v,
+    "scores times a tensor": lambda q, k, v, m, h: (q @ k.mT * number(0.3, q) + m).softmax(-1) @ v,
+    "scores by a root": lambda q, k, v, m, h: (q @ k.mT / torch.sqrt(number(8.0, q))).softmax(-1) @ v,
+    "scores by a tensor of one dimension": lambda q, k, v, m, h: (q @ k.mT / torch.full((1,), 3.0)).softmax(-1) @ v,
+    "scores by a constant": lambda q, k, v, m, h: (q @ k.mT / torch.tensor(3.0)).softmax(-1) @ v,
+    "scores times a product of numbers": lambda q, k, v, m, h: (q @ k.mT * (number(0.5, q) * 0.5)).softmax(-1) @ v,
+    "mask before the scale": lambda q, k, v, m, h: ((q @ k.mT + m) / 3.0).softmax(-1) @ v,
+    "mask before and after the scale": lambda q, k, v, m, h: ((q @ k.mT + m) / 3.0 + m).softmax(-1) @ v,
+    "mask expanded": lambda q, k, v, m, h: (b := q @ k.mT, (b + m.expand_as(b)).softmax(-1) @ v)[1],
+    "mask narrower": lambda q, k, v, m, h: (q @ k.mT + m.half()).softmax(-1) @ v,
+    "two masks": lambda q, k, v, m, h: (q @ k.mT * 0.3 + m + m[:, :, :1]).softmax(-1) @ v,
+    "fill of a tensor": lambda q, k, v, m, h: (q @ k.mT).masked_fill(~h, number(LOW, q)).softmax(-1) @ v,
+    "fill in place": lambda q, k, v, m, h: (q @ k.mT).masked_fill_(~h, least(q)).softmax(-1) @ v,
+    "fill of the least number": lambda q, k, v, m, h: torch.where(h, q @ k.mT, least(q)).softmax(-1) @ v,
+    "fill first": lambda q, k, v, m, h: torch.where(~h, LOW, q @ k.mT).softmax(-1) @ v,
+    "fill first, a tensor": lambda q, k, v, m, h: torch.where(~h, number(LOW, q), q @ k.mT).softmax(-1) @ v,
+    "fill like the scores": lambda q, k, v, m, h: (
+        b := q @ k.mT,
+        torch.where(h, b, torch.full_like(b, LOW)).softmax(-1) @ v,
+    )[1],
+    "fill of the shape of the scores": lambda q, k, v, m, h: (
+        b := q @ k.mT,
+        torch.where(h, b, torch.full(b.shape, LOW)).softmax(-1) @ v,
+    )[1],
+    "fill of a constant": lambda q, k, v, m, h: torch.where(h, q @ k.mT, torch.tensor(LOW)).softmax(-1) @ v,
+    "fill over a bias": lambda q, k, v, m, h: torch.where(h, q @ k.mT + m, LOW).softmax(-1) @ v,
+    "fill over a bias, dropout": lambda q, k, v, m, h: (
+        F.dropout(torch.where(h, q @ k.mT + m, LOW).softmax(-1), 0.2) @ v
+    ),
+    "fill before the scale": lambda q, k, v, m, h: (torch.where(h, q @ k.mT, LOW) / 3.0).softmax(-1) @ v,
+    "fill and bias before the scale": lambda q, k, v, m, h: (torch.where(h, q @ k.mT + m, LOW) * 0.3).softmax(-1) @ v,
+    "fill and then a mask": lambda q, k, v, m, h: (torch.where(h, q @ k.mT, LOW) + m).softmax(-1) @ v,
+    "fill and then a mask, dropout": lambda q, k, v, m, h: (
+        F.dropout((torch.where(h, q @ k.mT, -65504.0) + m).softmax(-1), 0.2) @ v
+    ),
+    "fill with dropout": lambda q, k, v, m, h: F.dropout((q @ k.mT).masked_fill(~h, LOW).softmax(-1), 0.2) @ v,
+    "fill expanded": lambda q, k, v, m, h: (
+        b := q @ k.mT,
+        b.masked_fill((~h).expand_as(b), -math.inf).softmax(-1).nan_to_num(0.0) @ v,
+    )[1],
+    "rows of zeros": lambda q, k, v, m, h: (q @ k.mT + torch.where(h, 0.0, -math.inf)).softmax(-1).nan_to_num() @ v,
+    "safe softmax of a fill": lambda q, k, v, m, h: (
+        torch.ops.aten._safe_softmax((q @ k.mT).masked_fill(~h, -math.inf), -1) @ v
+    ),
+    "shifted": lambda q, k, v, m, h: (b := q @ k.mT, (b - b.amax(-1, keepdim=True)).softmax(-1) @ v)[1],
+    "casts that cancel": lambda q, k, v, m, h: (q @ k.mT).double().float().double().softmax(-1).float() @ v,
+    "cast of scores": lambda q, k, v, m, h: ((q @ k.mT).double() * 0.3).softmax(-1).to(v.dtype) @ v,
+    "cast after dropout": lambda q, k, v, m, h: F.dropout((q @ k.mT).double().softmax(-1), 0.2).type_as(v) @ v,
+    "softmax with a dtype": lambda q, k, v, m, h: F.softmax(q @ k.mT + m, -1, dtype=torch.float64).type_as(v) @ v,
+    "einsum": lambda q, k, v, m, h: torch.einsum("bhqd,bhkd->bhqk", q, k).div(number(3.0, q)).softmax(-1) @ v,
+    "flat heads": lambda q, k, v, m, h: torch.bmm(
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).softmax(-1), v.flatten(0, 1)
+    ),
+    "flat heads with a fill": lambda q, k, v, m, h: torch.bmm(
+        torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT)
+        .unflatten(0, (B, H))
+        .masked_fill(~h, -math.inf)
+        .nan_to_num(neginf=least(q))
+        .flatten(0, 1)
+        .softmax(-1),
+        v.flatten(0, 1),
+    ),
+    "flat heads, dropout": lambda q, k, v, m, h: torch.bmm(
+        F.dropout(
+            ((torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT).view(B, H, L, L) / 3.0).masked_fill(~h, LOW) + m)
+            .view(B * H, L, L)
+            .softmax(-1),
+            0.2,
+        ),
+        v.flatten(0, 1),
+    ),
+    "baddbmm": lambda q, k, v, m, h: torch.bmm(
+        torch.baddbmm(m.expand(B, H, L, L).reshape(-1, L, L), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=0.3)
+        .view(B, H, L, L)
+        .masked_fill(~h, LOW)
+        .softmax(-1)
+        .view(B * H, L, L),
+        v.flatten(0, 1),
+    ),
+    "baddbmm of no bias": lambda q, k, v, m, h: torch.bmm(
+        torch.baddbmm(torch.empty(1), q.flatten(0, 1), k.flatten(0, 1).mT, beta=0, alpha=0.3).softmax(-1),
+        v.flatten(0, 1),
+    ),
+}
+LEFT = {"flat heads with a fill": "nan_to_num"}
+"""Variants that are no attention of torch, and the step that `explain` names."""
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_is_the_operator(name: str) -> None:
+    function, args = VARIANTS[name], inputs("BHLE", ("added", "kept"), torch.float32)
+    gm = normalize(traced(lambda *args: function(*args), *args))
+    torch.manual_seed(0)
+    expected = value_and_gradients(gm, args)
+    ATTENTION_DROPOUT.apply(gm)
+    if name in LEFT:
+        assert LEFT[name] in str(ATTENTION_DROPOUT.once().explain(gm, "attention_dropout.fuse"))
+        return
+    assert count(gm, "scaled_dot_product_attention") == 1
+    torch.manual_seed(0)
+    found = value_and_gradients(gm, args)
+    if any(gradient.isnan().any() for gradient in expected[1:]):  # of a softmax over -inf alone; the operator's are 0
+        expected, found = expected[:1], found[:1]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)

@@ -189,7 +189,7 @@ def test_in_the_graph_that_dynamo_gives(name: str) -> None:
 def test_stays_as_it_is(name: str) -> None:
     make, dtype, rule, reason = LEFT[name]
     gm = normalize(captured(make, dtype)[0])
-    code = gm.code
-    assert ATTENTION.apply(gm).rewrites == 0
-    assert gm.code == code
+    softmaxes = count(gm, "softmax")
+    assert not any(entry.rewrites for entry in ATTENTION.apply(gm).rules if ".fuse" in entry.rule)
+    assert count(gm, "softmax") == softmaxes
     assert reason in str(ATTENTION.once().explain(gm, f"attention.{rule}"))
