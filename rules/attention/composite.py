@@ -7,8 +7,8 @@
 
     softmax(where(kept, q @ k^T, fill) * c + mask) @ v   likewise, with the fill scaled, or with a mask added to it
 
-Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or none; masked_fill for `where`; scores in
-q's dtype or a wider one, cast before the scale or the softmax; a cast before or after a dropout; `_safe_softmax`, and
+Matches `* c`, `/ c` with a number c, or none; a mask, a bias and a mask, or none; masked_fill for `where`; scores in q's
+dtype or a wider one, cast before the scale or the softmax; a cast before or after a dropout; `_safe_softmax`, and
 nan_to_num after a softmax. `q @ k^T` is any matrix product: the replacement transposes the second operand, and
 rules/attention/spellings.py merges that with the model's own transpose and turns einsum into such products.
 rules/attention/heads.py does the same for bmm and baddbmm, and rules/canonical/operands.py for numbers in tensors.
