@@ -46,7 +46,8 @@ def prepare_autosp_inputs(
     """Returns the four tensors, with their sequence dimension marked dynamic and each tagged with its role.
 
     Optional: without it AutoSP finds the sequence itself, and torch.compile makes the dimension dynamic when a second
-    length occurs. The tensors stay whole; every rank passes the same ones.
+    length occurs. The tensors stay whole; every rank passes the same ones. A length at which the model takes another
+    path, such as that of its whole mask, gets a program of its own.
 
     Args:
         input_id: token ids, `[B, S]`.
@@ -72,6 +73,6 @@ def prepare_autosp_inputs(
                 f"{tuple(tensor.shape)}; use one of 0 to {tensor.dim() - 1}"
             )
     for name, tensor in present.items():
-        torch._dynamo.mark_dynamic(tensor, seq_dim)
+        torch._dynamo.maybe_mark_dynamic(tensor, seq_dim)
         tensor.tag = name  # pyright: ignore[reportAttributeAccessIssue]
     return input_id, label_id, position_id, attention_mask
