@@ -137,8 +137,9 @@ class AutoSPConfig(BaseModel):
     )
     rules: tuple[InstanceOf[Rule] | InstanceOf[RuleSet], ...] = Field(
         default=(),
-        description="rules of your own, a RuleSet, a Rule or several: they run at the end of `canonicalize`, on ATen "
-        "with its global meaning, before anything is sharded; one that refuses stops all, unless it is optional",
+        description="rules of your own, a RuleSet, a Rule or several: they run in `canonicalize`, on ATen with its "
+        "global meaning, before masks are read and anything is sharded; one that refuses "
+        "stops all, unless it is optional",
     )
     layouts: tuple[InstanceOf[LayoutRule], ...] = Field(
         default=(),

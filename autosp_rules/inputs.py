@@ -38,31 +38,32 @@ def why_not_called(model: Callable[..., Any], inputs: Mapping[str, Any]) -> Auto
 
 def prepare_autosp_inputs(
     input_id: Tensor | None,
-    label_id: Tensor | None,
+    label_id: Tensor | None = None,
     position_id: Tensor | None = None,
     attention_mask: Tensor | None = None,
     seq_dim: int = 1,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Returns the four tensors, with their sequence dimension marked dynamic and each tagged with its role.
 
     Optional: without it AutoSP finds the sequence itself, and torch.compile makes the dimension dynamic when a second
-    length occurs. The tensors stay whole; every rank passes the same ones.
+    length occurs. The tensors stay whole; every rank passes the same ones. A length at which the model takes another
+    path, such as that of its whole mask, gets a program of its own.
+
     Args:
         input_id: token ids, `[B, S]`.
-        label_id: labels, `[B, S]`, not shifted.
+        label_id: labels, `[B, S]`, not shifted, or None if the model takes its labels from the ids.
         position_id: positions, `[B, S]`, or None to let the model count.
         attention_mask: `[B, S]`, or None.
         seq_dim: the dimension of size S.
 
     Raises:
-        ValueError: ids or labels are missing, or `seq_dim` is not a dimension of one of the tensors.
+        ValueError: ids are missing, or `seq_dim` is not a dimension of one of the tensors.
 
-    The signature is that of DeepSpeed's `deepspeed.compile.passes.sp_compile.prepare_autosp_inputs`.
+    The signature is that of DeepSpeed's `deepspeed.compile.passes.sp_compile.prepare_autosp_inputs`, which requires
+    labels.
     """
     if input_id is None:
         raise ValueError("prepare_autosp_inputs: input_id is required; pass the token ids [B, S]")
-    if label_id is None:
-        raise ValueError("prepare_autosp_inputs: label_id is required; pass the labels [B, S], not shifted")
     named = {"input_id": input_id, "label_id": label_id, "position_id": position_id, "attention_mask": attention_mask}
     present = {name: tensor for name, tensor in named.items() if tensor is not None}
     for name, tensor in present.items():
@@ -72,6 +73,6 @@ def prepare_autosp_inputs(
                 f"{tuple(tensor.shape)}; use one of 0 to {tensor.dim() - 1}"
             )
     for name, tensor in present.items():
-        torch._dynamo.mark_dynamic(tensor, seq_dim)
+        torch._dynamo.maybe_mark_dynamic(tensor, seq_dim)
         tensor.tag = name  # pyright: ignore[reportAttributeAccessIssue]
     return input_id, label_id, position_id, attention_mask

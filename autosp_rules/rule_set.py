@@ -1,10 +1,10 @@
 """AutoSP, as a rule set: `print(rule_set(config))` is the whole method on a page.
 
     drop_logits                   if asked for, outputs that are logits of a loss become None
-    canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; a dense mask becomes
-                                  what it means; attention is one operator, however it is spelled, where that is equal
-                                  in every row; heads that are repeated for groups of queries are shared by them; at
-                                  its end, rules that were given to `autosp(rules=...)`
+    canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; decomposed attention
+                                  becomes torch's operator where that is equal in every row; then rules given to
+                                  `autosp(rules=...)`; a dense mask becomes what it means; attention is one operator;
+                                  heads that are repeated for groups of queries are shared by them
     fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
     experts_over_ranks            where a plan states experts in shards, each rank computes its own experts' slots of
                                   all tokens
@@ -144,9 +144,9 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
         *((staged(DropLogits(), precedes=(CANONICAL,)),) if config.logits == "drop" else ()),
         RuleSet(
             "canonicalize",
-            *(NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED, MASKS, RAISE_ATTENTION, SHARE_HEADS),
+            *(NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED),
             *((RuleSet("own_rules", *config.rules),) if config.rules else ()),
-            DeadCode(),
+            *(MASKS, RAISE_ATTENTION, SHARE_HEADS, DeadCode()),
             gives=(CANONICAL,),
         ),
         *((staged(DRAW_WHOLE, precedes=(PLACEMENTS,)),) if is_global else ()),

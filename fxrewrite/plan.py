@@ -98,7 +98,8 @@ class RuleSet:
         precedes: properties after which it is too late for it, beside those that its members say.
 
     Raises:
-        RuleDefinitionError: two members have one id, or the order has a cycle; both are printed. Or `after` or `before`
+        RuleDefinitionError: two members have one id (one rule may be in several nested sets), or the order has a
+            cycle; both are printed. Or `after` or `before`
             of a rule names what is not a member; a rule that is alone in its set may name anything. Or a step or set
             among them needs what nothing before it gives; see `fxrewrite.stages`.
     """
@@ -123,11 +124,15 @@ class RuleSet:
             raise RuleDefinitionError(
                 f"RuleSet(name, member, ...) takes a name, then rules, sets and steps one by one, not {found!r}"
             )
-        seen: dict[str, str] = {}
-        for label, provider in _labels(self):
-            if label in seen:
-                raise RuleDefinitionError(f"set {name}: {label} is defined twice, in {seen[label]} and in {provider}")
-            seen[label] = provider
+        is_repeated = len({id(member) for member in members}) < len(members)
+        seen: dict[str, tuple[Rule | Step, str]] = {}
+        for member, provider in _leaves(self):
+            label = _label(member)
+            first, place = seen.get(label, (None, ""))
+            is_shared = first is member and isinstance(member, Rule) and not is_repeated
+            if first is not None and not is_shared:
+                raise RuleDefinitionError(f"set {name}: {label} is defined twice, in {place} and in {provider}")
+            seen[label] = member, provider
         self.needs, self.gives, self.precedes = tuple(needs), tuple(gives), tuple(precedes)
         self.contract = self._checked()
         self._levels = _levels(self)
@@ -408,7 +413,7 @@ class Plan:
         Raises:
             RuleDefinitionError: the plan has no rule or step of that name, or `at_least` is not a number above 0.
         """
-        known = [label for stage in self.stages for label, _ in _labels(stage.rules)]
+        known = [_label(member) for stage in self.stages for member, _ in _leaves(stage.rules)]
         if rule_id not in known:
             near = did_you_mean(rule_id, known) or f"; it has {', '.join(known)}"
             raise RuleDefinitionError(f"the plan has no rule or step {rule_id!r}{near}")
@@ -812,16 +817,16 @@ def _label(member: Member) -> str:
     return member.id if isinstance(member, Rule) else member.name
 
 
-def _labels(rules: RuleSet) -> Iterator[tuple[str, str]]:
-    """(id or name, where it is defined) of all members, also in nested sets."""
+def _leaves(rules: RuleSet) -> Iterator[tuple[Rule | Step, str]]:
+    """(rule or step, where it is defined) of all members, also in nested sets."""
     for member in rules.members:
         if isinstance(member, Rule):
-            yield member.id, member.provider
+            yield member, member.provider
         elif isinstance(member, RuleSet):
-            yield from _labels(member)
+            yield from _leaves(member)
         else:
             kind = type(member.step if isinstance(member, _StagedStep) else member)
-            yield member.name, f"{kind.__module__}.{kind.__qualname__}"
+            yield member, f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _levels(rules: RuleSet) -> list[tuple[Rule, ...] | RuleSet | Step]:

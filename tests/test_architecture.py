@@ -53,7 +53,7 @@ SAYS_METHODS = {
 }
 PYTHONS_SEQUENCE = re.compile(r"\bSequence\b(?=[,\[]|$)")
 STABLE = (
-    "torch._dynamo.mark_dynamic",  # documented for users of torch.compile
+    "torch._dynamo.maybe_mark_dynamic",  # documented for users of torch.compile
     "torch._ops",  # the classes of operators, for isinstance
     "torch.fx.node._get_qualified_name",  # how FX itself prints a target
     "torch.utils._pytree",  # FX's own notion of nested arguments

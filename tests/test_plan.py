@@ -111,6 +111,19 @@ def test_two_providers_of_one_id_are_both_named() -> None:
         RuleSet("s", swap("relu", "exp", id="swap.x"), RuleSet("t", swap("exp", "relu", id="swap.x")))
 
 
+def test_sets_that_share_a_rule_are_used_together() -> None:
+    """As NORMAL_FORMS and ATTENTION: their counts add up. In one set a rule is once."""
+    shared = swap("relu", "exp")
+    again = RuleSet("t", swap("tanh", "relu"), RuleSet("u", shared))
+    gm = traced(lambda x: torch.tanh(torch.relu(x)))
+    report = RuleSet("s", RuleSet("r", shared), again).apply(gm)
+    assert names(gm) == ["exp", "exp"]
+    assert report[shared.id].rewrites == 2
+    for members in ((shared, shared), (again, again)):
+        with pytest.raises(RuleDefinitionError, match="is defined twice"):
+            RuleSet("s", *members)
+
+
 def test_fixpoint_runs_until_nothing_changes() -> None:
     gm = traced(lambda x: torch.relu(torch.relu(torch.relu(x))))
     collapse = rule("relu.collapse")(lambda x: torch.relu(torch.relu(x)))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
 from fxrewrite import ops
-from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, schemas_of
+from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, schema_of, schemas_of
 from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term
 
@@ -44,8 +44,14 @@ def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
     return found if isinstance(found, torch._ops.OpOverloadPacket) else None
 
 
+def _higher_order(key: str) -> Any:
+    return getattr(torch.ops.higher_order, key.partition("::")[2], None)
+
+
 def _function(key: str) -> Any:
-    """Returns the Python callable of a dotted key, if its module is imported."""
+    """Returns the callable of a key: a higher-order operator, or one by its dotted name, if its module is imported."""
+    if key.startswith("higher_order::") and (found := _higher_order(key)) is not None:
+        return found
     module, _, name = key.rpartition(".")
     found: Any = sys.modules.get(module)
     while found is None and "." in module:  # a method: its module is the prefix before the class
@@ -82,12 +88,22 @@ def signatures(term: Op) -> tuple[Schema, ...]:
     """
     packet = _packet(term.key)
     if packet is None:
-        return (_python_signature(term.key),)
+        return (_of_functional(term) or _python_signature(term.key),)
     fitting = tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=True))
     fitting = fitting or tuple(schema for schema in schemas_of(packet) if _takes(schema, term, strict=False))
     if not fitting:
         raise NoCallError(f"no overload of {term.key} takes {', '.join(name for name, _ in term.args)} alone")
     return fitting
+
+
+def _of_functional(term: Op) -> Schema | None:
+    """Returns the signature of a call that `functional` makes: what the operator reads, then what it writes to."""
+    called = dict(term.args).get("_mutable_op")
+    if not (isinstance(called, LiteralValue) and isinstance(called.value, torch._ops.OpOverload)):
+        return None
+    written = {a.name for a in called.value._schema.arguments if a.alias_info and a.alias_info.is_write}
+    parameters = sorted(schema_of(called.value).parameters, key=lambda p: p.name in written)
+    return Schema((*parameters, Parameter("_all_bases", "List[Tensor]", False, True, NO_DEFAULT)), None)
 
 
 def _takes(schema: Schema, term: Op, *, strict: bool) -> bool:

@@ -64,7 +64,8 @@ def snippet(
     nodes = [node for gm in graphs.values() for node in gm.graph.nodes]
     modules: dict[str, None] = {"torch": None}
     functions = [_function(name, gm, modules) for name, gm in graphs.items()]
-    if any(map(ops.is_of_a_library, (node.target for node in nodes))):
+    called = [value for node in nodes for value in (node.target, *node.args, *node.kwargs.values())]
+    if any(map(ops.is_of_a_library, called)):
         modules.update(dict.fromkeys(module for module in imports if module not in ("", "__main__")))
     tensors = [_tensor_text(spec.tensor()) for _, spec in inputs]
     joined = f"def inputs(): return [{', '.join(tensors)}]"
@@ -79,11 +80,11 @@ def snippet(
         run = _SEEDED_RUN
     calls = [f"outcome({name})" if run else f"{name}(*inputs())" for name in graphs]
     if program:
-        called = program.partition(":")[2]
+        runner = program.partition(":")[2]
         modules[program] = None
-        run = run.replace("function(*inputs())", f"{called}(function, inputs())")
-        run = run.replace("function(*given)", f"{called}(function, given)")
-        calls = calls if run else [f"{called}({name}, inputs())" for name in graphs]
+        run = run.replace("function(*inputs())", f"{runner}(function, inputs())")
+        run = run.replace("function(*given)", f"{runner}(function, given)")
+        calls = calls if run else [f"{runner}({name}, inputs())" for name in graphs]
     shown = ["expected", "found"][: len(calls)]
     prints = [f'print("{name + ":":10}", {value})' for name, value in zip(graphs, shown, strict=True)]
     lines = [_imports(modules), joined, *functions, *run.splitlines()]
@@ -166,6 +167,8 @@ def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
         return f'float("{value}")'
     if isinstance(value, torch.device):
         return f'torch.device("{value}")'
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops.{value}"
     return repr(value)
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
+from autosp_rules.events import AttentionRuns
 from autosp_rules.rule_set import layouts_with
 from fxrewrite import RuleSet, refuse, rule
 from fxrewrite.spmd import LayoutRule, LayoutRules
@@ -97,6 +99,41 @@ def test_an_own_layout_rule_shards_an_own_operator() -> None:
     assert gathered(assert_equal_to_one_device(model, inputs, ranks=(2,)))
     for rules in (LayoutRules([GATE]), [GATE]):
         assert not gathered(assert_equal_to_one_device(model, inputs, config=AutoSPConfig(layouts=rules)))
+
+
+@rule("own.fuse_temperature", numerics="reassociates", where=["rank(q) == 4", "rank(t) == 3", "size(t, -1) == 1"])
+def fuse_temperature(q, k, v, t, mask):
+    scores = torch.matmul(q, k.transpose(-2, -1)) * t + mask
+    return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+
+@fuse_temperature.replacement
+def _(q, k, v, t, mask):
+    """sdpa(q * t, k, v, mask)"""
+    return F.scaled_dot_product_attention(q * t, k, v, attn_mask=mask, scale=1.0)
+
+
+class Cosine(nn.Module):
+    """Attention by cosines with a learned temperature for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(16, 8), nn.Linear(8, 24)
+        self.temperature = nn.Parameter(torch.tensor([[[0.3]], [[0.8]]]))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (2, 4)).transpose(1, 2) for x in self.qkv(self.embed(input_ids)).chunk(3, -1))
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1) * self.temperature.exp()
+        mask = torch.full(scores.shape[-2:], -torch.inf, dtype=q.dtype).triu(1)
+        return ((scores + mask).softmax(-1) @ v).square().mean()
+
+
+def test_attention_that_an_own_rule_finds_is_served_like_any_other() -> None:
+    config = AutoSPConfig(
+        rules=fuse_temperature, attention="ring"
+    )  # which takes no mask that is added, unless it is read
+    report = assert_equal_to_one_device(Cosine().double(), {"input_ids": IDS}, config=config)
+    assert [event.strategy for event in report.events_of(AttentionRuns)] == ["ring"]
 
 
 def test_own_rules_run_before_anything_is_sharded() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite import Literal, Maybe, cap, op, where
+from fxrewrite import Literal, Maybe, cap, functional, op, where
 from fxrewrite.verify import Draw, Verdict
 from tests.verify.rules import rule_of, verify
 
@@ -72,7 +72,7 @@ def test_the_smallest_sizes_are_drawn_again() -> None:
     logits, target = namespace["inputs"]()[:2]
     assert max(logits.shape) <= 2
     assert target.max() < logits.shape[1]
-    assert not torch.equal(namespace["expected"][0], namespace["found"][0])
+    assert str(namespace["expected"]) != str(namespace["found"])
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -97,3 +97,26 @@ def test_what_a_draw_makes_is_within_its_limits() -> None:
         assert tensor.isfinite().all()
         assert draw.indices(5, below=3).max() < 3
         assert draw.mask(3).dtype == torch.bool
+
+
+@torch.library.custom_op("tests_samplers::write_times", mutates_args=["out"])
+def write_times(out: torch.Tensor, x: torch.Tensor, by: float) -> None:
+    out.copy_(x * by)
+
+
+def test_what_an_operator_writes_is_compared_where_the_graph_is_functional() -> None:
+    written = op("neg", functional("tests_samplers::write_times", cap("out"), cap("x"), 0.5))
+
+    def verdict_on(factor: float) -> Verdict:
+        made = rule_of(written, lambda match, out, x: match.call(aten.copy.default, out, x * factor))
+        return verify(made, samples=8, grad=False)
+
+    verdict = verdict_on(-0.5)
+    assert verdict.ok, str(verdict)
+    assert len(verdict.variants) == 2  # both ways in which torch makes a graph functional
+    verdict = verdict_on(3.0)
+    assert not verdict.ok
+    assert verdict.counterexample is not None
+    namespace: dict[str, Any] = {}
+    exec(verdict.counterexample.snippet, namespace)
+    assert str(namespace["expected"]) != str(namespace["found"])
