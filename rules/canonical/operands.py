@@ -7,9 +7,10 @@
     expand_as(mask, x)            ->  expand(mask, shape of x)        so that x has no other user
     x.type(dtype)                 ->  to(x, dtype)
 
-GPT-2, DistilBERT and T5 write their attention so. Leaves alone a number that x's dtype would round, in the words "0.1
-is not a number of torch.float16"; a tensor that makes the result larger or of another dtype; and,
-in FoldNumbers, functions that devices round in different ways, such as exp, and graphs with writes.
+GPT-2, DistilBERT and T5 write their attention so. Leaves alone a number that the dtype of x or of the tensor would
+round, in the words "0.1 is not a number of torch.float16"; a tensor that makes the result larger or of another dtype;
+and, in FoldNumbers, functions that devices round in different ways, such as exp, attributes of the module other than
+literals, and graphs with writes.
 Numerics: exact.
 Source: PyTorch, aten/src/ATen/native/BinaryOps.cpp (a number is a tensor without dimensions).
 
@@ -28,7 +29,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit, Literal, Match, Pattern, Report, Rule, RuleSet, cap, either, loose, op, shared, where
-from fxrewrite.ops import bind, fake_value, filled_with, key, may_write, value
+from fxrewrite.ops import bind, fake_value, filled_with, held, key, may_write, value
 from fxrewrite.spmd import is_same_size
 
 if TYPE_CHECKING:
@@ -58,10 +59,12 @@ class FoldNumbers:
         known: dict[fx.Node, torch.Tensor] = {}
         for node in nodes:
             made = value(node)
-            if isinstance(made, torch.Tensor) and made.dim() == 0 and (number := _number(node, known)) is not None:
+            if not isinstance(made, torch.Tensor) or made.dim() or made.requires_grad:
+                continue
+            if (number := _number(node, known)) is not None:
                 known[node] = number.to(made.dtype)
         folded = [node for node in known if filled_with(node) is None and any(user not in known for user in node.users)]
-        if not folded or any(may_write(node) for node in nodes):
+        if not folded or any(may_write(node) for node in nodes if node.op.startswith("call")):
             return 0
         for node in folded:
             made = value(node)
@@ -78,15 +81,18 @@ class FoldNumbers:
 
 def _number(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
     """Returns what the node holds, a tensor without dimensions, or None; `known` has what nodes before it hold."""
+    dtype = value(node).dtype
     filled = filled_with(node)
     if isinstance(filled, (int, float)):
-        return torch.tensor(filled)
+        return torch.full((), filled, dtype=dtype)
     if node.op == "get_attr":
-        held = getattr(node.graph.owning_module, str(node.target), None)
-        is_constant = type(held) is torch.Tensor and not any(held is buffer for buffer in _buffers(node))
-        return held.detach().cpu() if is_constant and held.dim() == 0 else None
+        # a literal, torch.tensor(8.0), is only copied; what is read in another way, its owner may change
+        is_literal = {key(user) for user in node.users} == {"aten::lift_fresh_copy"}
+        owner = node.graph.owning_module
+        found = held(owner, node) if is_literal and owner is not None else None
+        return found.detach().cpu() if type(found) is torch.Tensor else None
     if node.target is torch.tensor and node.args and isinstance(node.args[0], (int, float)):
-        return torch.tensor(node.args[0])
+        return torch.tensor(node.args[0], dtype=dtype)
     name = key(node)
     if not node.all_input_nodes or any(operand not in known for operand in node.all_input_nodes):
         return None
@@ -99,11 +105,6 @@ def _number(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor |
     if given.get("rounding_mode") is not None or any(isinstance(operand, (str, complex)) for operand in operands):
         return None
     return _ROUNDED[name](*(known[x] if isinstance(x, fx.Node) else x for x in operands))
-
-
-def _buffers(node: fx.Node) -> list[torch.Tensor]:
-    module = node.graph.owning_module
-    return [] if module is None else [*module.buffers()]
 
 
 _X, _C, _NUMBER = cap("x"), cap("condition"), cap("number", Literal)
@@ -122,8 +123,13 @@ def _stands_for(x: fx.Node, number: Any, root: fx.Node) -> bool | str:
         return f"x has dtype {of_x.dtype}, the result {made.dtype}"
     if len(of_x.shape) != len(made.shape) or not all(map(is_same_size, of_x.shape, made.shape)):
         return f"x has shape {tuple(of_x.shape)}, the result {tuple(made.shape)}"
-    rounded = torch.tensor(float(number), dtype=of_x.dtype).item()
-    return rounded == number or f"{number} is not a number of {of_x.dtype}"
+    for dtype in (
+        of_x.dtype,
+        *(fake_value(node).dtype for node in root.all_input_nodes if filled_with(node) == number),
+    ):
+        if torch.full((), number, dtype=torch.float64).to(dtype).item() != number:
+            return f"{number} is not a number of {dtype}"
+    return True
 
 
 def _number_in(name: str, root: Any, replacement: Callable[..., Any]) -> Rule:
