@@ -30,8 +30,9 @@ attends to all keys equally, without a gradient to q and k; so does the replacem
 with a dropout or an added mask, of zeros in q). Where the
 bias hides all kept keys of a row, values are equal, but gradients of q and k are not. An added mask is passed on
 unchanged: where a whole row is -inf, the original is NaN and the operator 0; where a whole row is the lowest number of
-the dtype, values are equal, but torch 2.13's CPU kernel gives such a row different gradients if a gradient reaches it
-(rows of left padding get none, because no loss counts them).
+the dtype, values are equal except in float16, where the original rounds all scores of the row to that number and the
+operator does not; but torch 2.13's CPU kernel gives such a row different gradients if a gradient reaches it (rows of
+left padding get none, because no loss counts them).
 Numerics: reassociates. In half precision the operator rounds once, at the end, the original after each step. Fused
 kernels have a first derivative, and no second derivative.
 Source: Hugging Face transformers, eager_attention_forward of each modeling_*.py; PyTorch,

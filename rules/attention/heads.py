@@ -140,7 +140,11 @@ def _are_merged_weights(x: fx.Node, root: fx.Node, y: fx.Node) -> bool | str:
 
 @where.predicate("x", text="is_a_softmax")
 def _is_a_softmax(x: fx.Node) -> bool | str:
-    return _is_softmax(x) or f"%{x.name} is not a softmax"
+    """BLOOM's cast and dropout may be in front of the view."""
+    node = x
+    while not _is_softmax(node) and (key(node) == "aten::dropout" or has_trait(node, "cast")):
+        node = node.all_input_nodes[0]
+    return _is_softmax(node) or f"%{node.name} is not a softmax"
 
 
 _merged: Any = _viewed(_X, op("flatten", _X, 0, 1))

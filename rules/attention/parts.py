@@ -201,7 +201,9 @@ def attend_to_kept(
     if fill == -math.inf or (mask is None and not draws(match)):
         added = kept if given is None else _filled(kept, given, fill)
         attended = attend(match, q, k, v, added, scale=scale)
-        if fill == -math.inf:
+        if fill == -math.inf or is_same_size(
+            value(match["v"]).shape[-2], 0
+        ):  # no keys at all: zeros, which have no mean
             return attended
         return torch.where(torch.any(kept, -1, True), attended, torch.mean(v, -2, True))
     keeps_any = torch.any(kept, -1, True)

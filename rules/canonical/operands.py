@@ -7,9 +7,10 @@
     expand_as(mask, x)            ->  expand(mask, shape of x)        so that x has no other user
     x.type(dtype)                 ->  to(x, dtype)
 
-GPT-2, DistilBERT and T5 write their attention so. Leaves alone a number that x's dtype would round, in the words "0.1
-is not a number of torch.float16"; a tensor that makes the result larger or of another dtype; and,
-in FoldNumbers, functions that devices round in different ways, such as exp, and graphs with writes.
+GPT-2, DistilBERT and T5 write their attention so. Leaves alone a number that the dtype of x or of the tensor would
+round, in the words "0.1 is not a number of torch.float16"; a tensor that makes the result larger or of another dtype;
+and, in FoldNumbers, functions that devices round in different ways, such as exp, attributes of the module other than
+literals, and graphs with writes.
 Numerics: exact.
 Source: PyTorch, aten/src/ATen/native/BinaryOps.cpp (a number is a tensor without dimensions).
 
@@ -28,7 +29,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit, Literal, Match, Pattern, Report, Rule, RuleSet, cap, either, loose, op, shared, where
-from fxrewrite.ops import bind, fake_value, filled_with, key, mutates, value
+from fxrewrite.ops import bind, fake_value, filled_with, held, key, may_write, value
 from fxrewrite.spmd import is_same_size
 
 if TYPE_CHECKING:
@@ -45,8 +46,6 @@ _ROUNDED: dict[str, Callable[..., torch.Tensor]] = {
     "aten::div": torch.div,
 }
 """Functions that IEEE 754 rounds in one way, so that every device computes the same number."""
-_CONSTANT = "_tensor_constant"
-"""How torch's tracer names tensors that the traced program made from Python numbers; other attributes may change."""
 _COPIES = {"aten::lift_fresh_copy", "aten::detach", "aten::alias", "aten::clone", "aten::to", "aten::_to_copy"}
 
 
@@ -60,10 +59,12 @@ class FoldNumbers:
         known: dict[fx.Node, torch.Tensor] = {}
         for node in nodes:
             made = value(node)
-            if isinstance(made, torch.Tensor) and made.dim() == 0 and (number := _number(node, known)) is not None:
+            if not isinstance(made, torch.Tensor) or made.dim() or made.requires_grad:
+                continue
+            if (number := _number(node, known)) is not None:
                 known[node] = number.to(made.dtype)
         folded = [node for node in known if filled_with(node) is None and any(user not in known for user in node.users)]
-        if not folded or any(mutates(node) for node in nodes):
+        if not folded or any(may_write(node) for node in nodes if node.op.startswith("call")):
             return 0
         for node in folded:
             made = value(node)
@@ -80,15 +81,18 @@ class FoldNumbers:
 
 def _number(node: fx.Node, known: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
     """Returns what the node holds, a tensor without dimensions, or None; `known` has what nodes before it hold."""
+    dtype = value(node).dtype
     filled = filled_with(node)
     if isinstance(filled, (int, float)):
-        return torch.tensor(filled)
+        return torch.full((), filled, dtype=dtype)
     if node.op == "get_attr":
-        held = getattr(node.graph.owning_module, str(node.target), None)
-        is_constant = type(held) is torch.Tensor and str(node.target).startswith(_CONSTANT)
-        return held.detach().cpu() if is_constant and held.dim() == 0 else None
+        # a literal, torch.tensor(8.0), is only copied; what is read in another way, its owner may change
+        is_literal = {key(user) for user in node.users} == {"aten::lift_fresh_copy"}
+        owner = node.graph.owning_module
+        found = held(owner, node) if is_literal and owner is not None else None
+        return found.detach().cpu() if type(found) is torch.Tensor else None
     if node.target is torch.tensor and node.args and isinstance(node.args[0], (int, float)):
-        return torch.tensor(node.args[0])
+        return torch.tensor(node.args[0], dtype=dtype)
     name = key(node)
     if not node.all_input_nodes or any(operand not in known for operand in node.all_input_nodes):
         return None
@@ -119,14 +123,15 @@ def _stands_for(x: fx.Node, number: Any, root: fx.Node) -> bool | str:
         return f"x has dtype {of_x.dtype}, the result {made.dtype}"
     if len(of_x.shape) != len(made.shape) or not all(map(is_same_size, of_x.shape, made.shape)):
         return f"x has shape {tuple(of_x.shape)}, the result {tuple(made.shape)}"
-    held = [fake_value(node).dtype for node in root.all_input_nodes if filled_with(node) is not None]
-    others = {*held, of_x.dtype} if any(dtype != of_x.dtype for dtype in held) else set[torch.dtype]()
-    is_rounded = all(_rounded(number, dtype) == number for dtype in others)
-    return is_rounded or f"{number} is not a number of {of_x.dtype}"
+    filled = {fake_value(node).dtype for node in root.all_input_nodes if filled_with(node) is not None}
+    for dtype in {*filled, of_x.dtype} if filled - {of_x.dtype} else ():
+        if _rounded(number, dtype) != number:
+            return f"{number} is not a number of {dtype}"
+    return True
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
-    return torch.tensor(float(number), dtype=dtype).item()
+    return torch.full((), number, dtype=torch.float64).to(dtype).item()
 
 
 def _number_in(name: str, root: Any, replacement: Callable[..., Any]) -> Rule:
@@ -136,7 +141,7 @@ def _number_in(name: str, root: Any, replacement: Callable[..., Any]) -> Rule:
     def _(match: Match, x: fx.Proxy) -> Any:
         """the same with the number"""
         conditions = [match.proxy(match["condition"])] if "condition" in match.captures else []
-        return replacement(x, *conditions, _rounded(match["number"], x.dtype))
+        return replacement(x, *conditions, _rounded(match["number"], fake_value(match["x"]).dtype))
 
     @made.sampler
     def _(draw: Draw) -> dict[str, Any]:
@@ -184,7 +189,7 @@ expand_as_to_expand = Rule(
 
 
 @expand_as_to_expand.replacement
-def _(match: Match, x: fx.Proxy, other: fx.Proxy) -> Any:
+def _(match: Match, x: Any, other: Any) -> Any:
     """expand(x, shape of other), because nothing else of `other` is read"""
     sizes, before = list(other.shape), [None] * (other.ndim - x.ndim) + list(x.shape)
     return torch.ops.aten.expand(

@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from fxrewrite import Report, RuleSet
+from fxrewrite import Report, RuleSet, normalize
 from fxrewrite.ops import key
 from rules.attention.composite import ATTENTION, ATTENTION_DROPOUT, ATTENTION_UNBIASED
 from tests.dynamo import caught
@@ -542,6 +542,57 @@ def test_a_scale_that_is_a_tensor_stays_on_the_query() -> None:
     gm, _ = traced(lambda q, k, v: torch.softmax((q * v[0, 0, 0, 0]) @ k.mT, -1) @ v, tensors(B, H, L, E)[:3])
     assert fired(ATTENTION.apply(gm)) == {"fuse", "untranspose_key"}
     assert count(gm, "mul") == 1
+
+
+def _times(number: Callable[[torch.Tensor], torch.Tensor]) -> Function:
+    return lambda q, k, v, m, h: torch.softmax(q @ k.mT * number(q), -1) @ v
+
+
+# whether the scale of the scores is folded, and the function: only the number that the tensor holds is
+TENSORS_OF_NUMBERS: dict[str, tuple[bool, Function]] = {
+    "literal": (True, _times(lambda q: torch.tensor(0.1, dtype=q.dtype))),
+    "root of a literal": (True, _times(lambda q: torch.sqrt(torch.tensor(0.1, dtype=q.dtype)))),
+    "beyond float32": (True, _times(lambda q: torch.full((), 1e60, dtype=q.dtype) * 1e-60)),
+    "rounded to float32": (False, _times(lambda q: torch.full((), 0.1, dtype=torch.float32))),
+    "rounded to an integer": (False, _times(lambda q: torch.full((), 2.5, dtype=torch.int64))),
+    "rounded to a bool": (False, _times(lambda q: torch.full((), 3, dtype=torch.bool))),
+    "rounded like another": (False, _times(lambda q: torch.full_like(q[:1, :1, :1, :1], 2.5, dtype=torch.int32))),
+    "input": (False, lambda q, k, v, m, h: torch.softmax(q @ k.mT * m[0, 0, 0, 0].detach(), -1) @ v),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS_OF_NUMBERS)
+def test_a_tensor_is_the_number_that_it_holds(name: str) -> None:
+    is_folded, function = TENSORS_OF_NUMBERS[name]
+    gm, inputs = dynamo(function, tensors(B, H, L, E))
+    gm = normalize(gm)
+    expected = value_and_gradients(gm, inputs)
+    ATTENTION.apply(gm)
+    assert count(gm, "scaled_dot_product_attention") == is_folded
+    torch.testing.assert_close(value_and_gradients(gm, inputs), expected, rtol=1e-12, atol=1e-13)
+
+
+def test_an_attribute_that_is_no_literal_may_change() -> None:
+    gm, inputs = traced(lambda q, k, v, m, h: torch.softmax(q @ k.mT / m[0, 0, 0, 0], -1) @ v, tensors(B, H, L, E))
+    last = next(node for node in gm.graph.nodes if key(node) == "aten::div").args[1]
+    gm.scale = torch.tensor(3.0, dtype=torch.float64)
+    with gm.graph.inserting_before(last):
+        read = gm.graph.create_node("get_attr", "scale")
+    read.meta["val"] = last.meta["val"]
+    last.replace_all_uses_with(read)
+    gm.recompile()
+    ATTENTION.apply(gm)
+    before = gm(*inputs)
+    gm.scale.fill_(0.5)
+    assert not torch.equal(gm(*inputs), before)
+
+
+def test_no_keys_at_all() -> None:
+    q, _, _, _, _ = tensors(B, H, L, E)
+    nothing, kept = q[:, :, :0], torch.ones(B, 1, L, 0, dtype=torch.bool)
+    gm, _ = traced(lambda q, k, v, h: (q @ k.mT).masked_fill(~h, LEAST).softmax(-1) @ v, [q, nothing, nothing, kept])
+    assert ATTENTION.apply(gm)["attention.fuse_filled"].rewrites == 1
+    assert torch.equal(gm(q, nothing, nothing, kept), torch.zeros_like(q))
 
 
 def test_integers_times_a_number_keep_their_scale() -> None:

@@ -112,7 +112,7 @@ LEFT: dict[str, tuple[Callable[[], torch.nn.Module], torch.dtype, str, str]] = {
         _decoder("GptOss", head_dim=8, num_local_experts=2, num_experts_per_tok=1),
         torch.float32,
         "fuse",
-        "found aten::dropout (%dropout)",
+        "found aten::slice (%slice_1)",
     ),
     "softmax in float32": (
         _decoder("Llama"),
