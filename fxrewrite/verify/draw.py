@@ -89,11 +89,11 @@ class Draw:
         return self.choice(*(_SMALL if self.flag(0.85) else _LARGER))
 
     def size(self, *, least: int = 1) -> int:
-        """Draws a size of at most `most` from the few sizes of this sample; with `least=0`, sometimes 0."""
+        """Draws a size from `least` to `most`, of the few sizes of this sample; with `least=0`, sometimes 0."""
         if self._rare is not None and self._rare >= least and self.flag():
             rare, self._rare = self._rare, None
             return rare
-        return self.rng.choice(self._pool)
+        return max(least, self.rng.choice(self._pool))
 
     def shape(self, rank: int, *, least: int = 1) -> tuple[int, ...]:
         """Draws `rank` sizes."""

@@ -286,7 +286,8 @@ def _is_by_rows(root: fx.Node) -> bool | str:
     return why_not_by_rows(q, k, v, mask, dropout_p) or True
 
 
-attend_by_rows = attention_rule("masks.attend_by_rows", _is_by_rows, optional=True, is_causal=False)
+# Where products in the backward pass overflow, what the mask hides is NaN here, and 0 in a product with whole scores.
+attend_by_rows = attention_rule("masks.attend_by_rows", _is_by_rows, optional=True, domain="moderate", is_causal=False)
 
 
 @attend_by_rows.replacement
