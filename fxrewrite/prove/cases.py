@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -322,7 +323,7 @@ class _Literals:
             if label not in self._made:
                 self._made[label] = self._symbols.size(value, label)
             return self._made[label]
-        if isinstance(value, float) and value and self._numbers and kind in _NUMBERS:
+        if isinstance(value, float) and value and math.isfinite(value) and self._numbers and kind in _NUMBERS:
             if label not in self._made:
                 self._made[label] = self._symbols.number(value, label)
             return self._made[label]

@@ -36,6 +36,8 @@ _ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
 _ROOTS = {float(sympy.sqrt(q).evalf(30)): sympy.sqrt(q) for q in map(sympy.Rational, (2, 3, "1/2", "1/3"))}
 _ROOTS_OF_PI = {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
 
+_WITH_INFINITY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 class UnknownError(Exception):
     """Nothing can be said of a value; the message says why."""
@@ -60,6 +62,29 @@ class Value:
 
 def _function(name: str, *args: Any) -> Expr:
     return Function(name, real=True)(*args)
+
+
+def _root(value: float) -> Expr | None:
+    """The root of a small number, or of one by pi, that the number rounds; None if it rounds none."""
+    for sign in (1, -1):
+        root = _ROOTS.get(sign * value) or _ROOTS_OF_PI.get(sign * value)
+        if root is not None:
+            return sign * root
+    return None
+
+
+def _is_number_of(entry: Expr, dtype: torch.dtype) -> bool:
+    """Whether an entry is a number that the floating-point dtype has, infinities included."""
+    if str(entry) in ("inf", "-inf"):
+        return dtype in _WITH_INFINITY
+    if dtype not in _WITH_INFINITY or not entry.is_Rational:
+        return False
+    return sympy.Rational(torch.full((), float(entry), dtype=torch.float64).to(dtype).item()) == entry
+
+
+def _is_integer(entry: Expr) -> bool:
+    """Whether an entry is a number of a tensor of integers."""
+    return getattr(entry.func, "__name__", "").startswith("number_int") and bool(entry.args[0].is_Integer)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -162,12 +187,11 @@ class Meaning:
             return sympy.Rational(value) if is_plain else Symbol(repr(value), real=True)
         if not math.isfinite(value):
             raise UnknownError(f"{value} is not a real number")
-        for sign in (1, -1):
-            root = _ROOTS.get(sign * value) or _ROOTS_OF_PI.get(sign * value)
-            if root is not None:
-                self.roots[f"{value!r} is {sign * root}"] = None
-                return sign * root
-        return sympy.Rational(value)
+        root = _root(value)
+        if root is None:
+            return sympy.Rational(value)
+        self.roots[f"{value!r} is {root}"] = None
+        return root
 
     def need(self, kind: str, expr: Expr) -> None:
         """Notes that an expression must not be zero, or must not be negative."""
@@ -263,8 +287,12 @@ class _Call:
         return self.cast(operand.at(at), operand.dtype, dtype or operand.dtype)
 
     def cast(self, entry: Expr, old: torch.dtype, new: torch.dtype) -> Expr:
-        """A cast is an uninterpreted function, unless it changes nothing."""
-        return entry if old == new else _function(f"cast_{_dtype_name(old)}_{_dtype_name(new)}", entry)
+        """A cast is an uninterpreted function, unless it changes nothing: a number that both dtypes have stays."""
+        if old == new:
+            return entry
+        number = entry.args[0] if _is_integer(entry) else entry
+        is_same = (_is_integer(entry) or _is_number_of(entry, old)) and _is_number_of(number, new)
+        return number if is_same else _function(f"cast_{_dtype_name(old)}_{_dtype_name(new)}", entry)
 
     # Operators
 
@@ -481,9 +509,18 @@ class _Call:
             return NotImplemented
         if self.result.layout is not torch.strided:
             raise UnknownError("a sparse tensor")
-        entry = self.of.number(value)
-        entry = entry if dtype.is_floating_point else _function(f"number_{_dtype_name(dtype)}", entry)
+        entry = self._entry(value, dtype)
         return self.value(lambda _: entry)
+
+    def _entry(self, number: Any, dtype: torch.dtype) -> Expr:
+        """A number as an entry of a tensor, rounded to its dtype, unless it is read as a root."""
+        if not dtype.is_floating_point:
+            return _function(f"number_{_dtype_name(dtype)}", self.of.number(number))
+        if isinstance(number, torch.SymFloat) and self.of.size(number).is_number:
+            number = float(self.of.size(number))
+        if isinstance(number, float) and math.isfinite(number) and _root(number) is None:
+            number = torch.full((), number, dtype=torch.float64).to(dtype).item()
+        return self.of.number(number)
 
     def _zeros(self) -> Value:
         return self._filled(0)
@@ -502,12 +539,15 @@ class _Call:
         condition, a, b = self.args["condition"], self.args["self"], self.args["other"]
         dtype = self.result.dtype
         return self.value(
-            lambda i: _where(self.read(condition, i), self._as(a, i, dtype), self._as(b, i, dtype)),
+            lambda i: _where(self.read(condition, i), self._chosen(a, i, dtype), self._chosen(b, i, dtype)),
         )
 
     def _masked_fill(self) -> Value:
         x, mask, value = self.args["self"], self.args["mask"], self.args["value"]
-        return self.value(lambda i: _where(self.read(mask, i), self._as(value, i, x.dtype), self.read(x, i)))
+        return self.value(lambda i: _where(self.read(mask, i), self._chosen(value, i, x.dtype), self.read(x, i)))
+
+    def _chosen(self, operand: Any, index: Sequence[Expr], dtype: torch.dtype) -> Expr:
+        return self.read(operand, index, dtype) if isinstance(operand, Value) else self._entry(operand, dtype)
 
     def _as(self, operand: Any, index: Sequence[Expr], dtype: torch.dtype) -> Expr:
         """An operand of arithmetic in `dtype`."""
@@ -526,7 +566,7 @@ class _Call:
     def _arithmetic(self) -> Callable[[], Any] | None:
         """Entry by entry, or a sum, if the result is a real number and all operands are."""
         is_real = self.of.real and self.result.dtype.is_floating_point
-        is_real = is_real and all(x.dtype.is_floating_point for x in self.operands())
+        is_real = is_real and all(x.dtype.is_floating_point or self._is_integer(x) for x in self.operands())
         entry = _ENTRIES.get(self.name) if is_real else None
         if entry is not None:
             return lambda: entry(self)
@@ -534,6 +574,10 @@ class _Call:
         if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
             return self._uninterpreted if not target._schema.is_mutable else None
         return None
+
+    def _is_integer(self, x: Value) -> bool:
+        """Whether a tensor holds one integer that is known."""
+        return all(size == 1 for size in x.shape) and _is_integer(x.at([Integer(0)] * len(x.shape)))
 
     def _uninterpreted(self) -> Any:
         if self.args.get("reduction", 0) != 0:

@@ -15,6 +15,7 @@ Source: PyTorch, aten/src/ATen/native/native_functions.yaml (each returns self, 
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,7 +178,7 @@ def _new_to(name: str, *values: str) -> Rule:
         """a tensor of the size, with the dtype and device of x"""
         args, like = bind(match.root), fake_value(match["x"])
         if args["layout"] not in (None, torch.strided):
-            refuse(f"its placement is {args['placement']}", hint="the call is left unchanged")
+            refuse(f"its layout is {args['layout']}", hint="the call is left unchanged")
         return match.call(
             getattr(torch.ops.aten, name).default,
             args["size"],
@@ -197,13 +198,29 @@ def _new_to(name: str, *values: str) -> Rule:
 
 
 drop_to = _drop("to")
+drop_slice = _drop("slice", cap("dim", "any"), cap("start", "any"), cap("end", "any"))
+drop_narrow = _drop("narrow", cap("dim", "any"), cap("start", "any"), cap("length", "any"))
+
+
+def _sampled(rule: Rule) -> None:
+    @rule.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        """Samples all of any dimension."""
+        shape = draw.shape(draw.integer(1, 4))
+        dim = draw.integer(-len(shape), len(shape) - 1)
+        length = {"length": shape[dim]} if rule is drop_narrow else {"end": draw.choice(shape[dim], sys.maxsize)}
+        return {"x": draw.tensor(*shape), "dim": dim, "start": 0, **length}
+
+
+_sampled(drop_slice)
+_sampled(drop_narrow)
 NORMAL_FORMS = RuleSet(
     "normal_forms",
-    _drop("slice"),
+    drop_slice,
     _drop("expand", ...),
     drop_to,
     _drop("alias"),
-    _drop("narrow", ..., ..., ...),
+    drop_narrow,
     drop_empty_cat,
     squeeze_to_select,
     type_as_to_to,

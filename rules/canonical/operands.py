@@ -147,14 +147,14 @@ def _number_in(name: str, root: Any, replacement: Callable[..., Any]) -> Rule:
     def _(draw: Draw) -> dict[str, Any]:
         """Samples a number, as a tensor of one entry, or of the shape of x."""
         shape = draw.shape(draw.integer(1, 4))
+        captured = {capture.name for capture in made.pattern.captures}
         found = {
             "x": draw.tensor(*shape),
             "condition": draw.mask(*shape),
             "like": draw.tensor(*shape),
             "size": draw.choice([], [1], [1] * len(shape)),
-            "number": draw.choice(8.0, -0.3, 3, float("-inf")),
+            "number": draw.choice(8.0, -0.3, 3, float("-inf") if "condition" in captured else 0.125),
         }
-        captured = {capture.name for capture in made.pattern.captures}
         return {name: given for name, given in found.items() if name in captured}
 
     return made
@@ -191,10 +191,23 @@ expand_as_to_expand = Rule(
 @expand_as_to_expand.replacement
 def _(match: Match, x: Any, other: Any) -> Any:
     """expand(x, shape of other), because nothing else of `other` is read"""
-    sizes, before = list(other.shape), [None] * (other.ndim - x.ndim) + list(x.shape)
-    return torch.ops.aten.expand(
-        x, [-1 if b is not None and is_same_size(a, b) else a for a, b in zip(sizes, before, strict=True)]
+    wanted, held = fake_value(match["other"]).shape, fake_value(match["x"]).shape
+    own = [None] * (len(wanted) - len(held)) + list(held)
+    return aten.expand(
+        x,
+        [
+            -1 if b is not None and is_same_size(a, b) else other.shape[i]
+            for i, (a, b) in enumerate(zip(wanted, own, strict=True))
+        ],
     )
+
+
+@expand_as_to_expand.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Samples x with fewer dimensions than `other`, and with ones in any of them."""
+    shape = draw.shape(draw.integer(1, 4))
+    own = [draw.choice(1, size) for size in shape[draw.integer(0, len(shape)) :]]
+    return {"x": draw.tensor(*own), "other": draw.tensor(*shape)}
 
 
 OPERANDS = RuleSet(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import sympy
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
-from fxrewrite import Literal, Rule
+from fxrewrite import Literal, Rule, op
 from fxrewrite.pattern import trace
 from fxrewrite.prove import Proof, prove
 from fxrewrite.prove.indices import Indices, idiv
@@ -44,6 +45,13 @@ BITWISE: dict[str, tuple[Any, ...]] = {
         lambda x: torch.sin(x.unsqueeze(0)),
         lambda x: torch.sin(x).unsqueeze(0),
         "dtype(x) == float32",
+    ),
+    "a number that both dtypes have": (
+        lambda x, c: torch.where(c, op("full", [], -math.inf, dtype=torch.bfloat16), x),
+        lambda x, c: x.masked_fill(c, -math.inf),
+        "dtype(x) == float32",
+        "dtype(c) == bool",
+        "shape(x) == shape(c)",
     ),
     "operands of a product": (lambda x, y: torch.relu(x) * y, lambda x, y: y * torch.relu(x), "shape(x) == shape(y)"),
 }
@@ -97,6 +105,18 @@ REAL: dict[str, tuple[Any, ...]] = {
     ),
 }
 FALSE: dict[str, tuple[Any, ...]] = {
+    "a number that a tensor rounds": (
+        lambda x: x * op("full", [], 0.1, dtype=torch.bfloat16),
+        lambda x: x * 0.1,
+        "dtype(x) == float32",
+        "rank(x) >= 1",
+    ),
+    "a number that overflows in a tensor": (
+        lambda x: torch.relu(x) + op("full", [], 1e30, dtype=torch.float16),
+        lambda x: torch.relu(x) + 1e30,
+        "dtype(x) == float32",
+        "rank(x) >= 1",
+    ),
     "another factor": (lambda x: x * 3.0, lambda x: x * 3.0001),
     "another dimension": (lambda x: x.sum(0), lambda x: x.sum(1), "rank(x) == 2", "size(x, 0) == size(x, 1)"),
     "operands of a difference": (lambda x, y: x - y, lambda x, y: y - x, "shape(x) == shape(y)"),
