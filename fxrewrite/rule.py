@@ -22,6 +22,7 @@ from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
+from fxrewrite.match.once import compute_once
 from fxrewrite.match.program import Program
 from fxrewrite.match.replace import Replacer
 from fxrewrite.match.safety import (
@@ -290,6 +291,13 @@ class Rule:
         replacer = Replacer(edit, place, match.root, self.id)
         match.edit, match.proxy = edit, replacer.proxy
         match.call = lambda target, *args, **kwargs: replacer.call(target, args, kwargs)
+
+        def once(function: Callable[..., Any], *args: Any, name: str | Sequence[str] = "", **kwargs: Any) -> Any:
+            args, kwargs = replacer.unwrap_given(args), {key: replacer.unwrap_given(kwargs[key]) for key in kwargs}
+            promised: dict[str, Any] = {"rule": self.id, "gradients": self.gradients}
+            return replacer.wrap(compute_once(match, effects, function, args, kwargs, name=name, **promised))
+
+        match.once = once
         given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
         if self._wrapped is None:
             self._wrapped = ops.wrapped_in(self.body)

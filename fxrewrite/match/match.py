@@ -14,7 +14,9 @@ __all__ = ["Match"]
 
 
 def _not_replacing(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("match.call creates nodes of a replacement; outside a replacement they have no place in a graph")
+    raise RuntimeError(
+        "match.call and match.once create nodes of a replacement; outside a replacement they have no place in a graph"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +34,8 @@ class Match:
         call: in a replacement, `match.call(target, *args, **kwargs)` makes a node that calls any callable,
             and returns its proxy.
         proxy: in a replacement, returns the proxy of any node of the graph.
+        once: in a replacement, `match.once(function, *args, name="", **kwargs)` computes tensors now, of tensors that
+            the graph's module holds; they become buffers, of which proxies are returned.
         edit: in a replacement, the transaction that it belongs to.
     """
 
@@ -44,6 +48,7 @@ class Match:
     context: Any = None
     call: Callable[..., Any] = field(default=_not_replacing, repr=False)
     proxy: Callable[[fx.Node], Any] = field(default=_not_replacing, repr=False)
+    once: Callable[..., Any] = field(default=_not_replacing, repr=False)
     edit: Any = field(default=None, repr=False)
 
     @property

@@ -186,9 +186,17 @@ class Replacer(TracerBase):
         if isinstance(value, torch.Tensor):
             raise RuleDefinitionError(
                 f"a replacement used a tensor that is not a value of the graph ({_describe(value)}); make it in the "
-                "graph, match.call(torch.full, ...), or use a number"
+                "graph, match.call(torch.full, ...), bring it along, match.once(lambda: tensor), or use a number"
             )
         return value
+
+    def unwrap_given(self, value: Any) -> Any:
+        """Converts as `unwrap` does what is given to a function that is called at once, which may be tensors too."""
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            return [*map(self.unwrap_given, value)] if isinstance(value, list) else (*map(self.unwrap_given, value),)
+        return self.unwrap(value)
 
     def create_proxy(
         self,

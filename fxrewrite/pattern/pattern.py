@@ -10,6 +10,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.combinators import captures_of
 from fxrewrite.pattern.terms import (
+    ONCE,
     Capture,
     CaptureKind,
     Each,
@@ -62,6 +63,8 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
                 )
+            if any(isinstance(term, Op) and term.key == ONCE for term in subterms(output)):
+                raise RuleDefinitionError("once() is for replacements: a pattern matches what the graph computes")
         self._check_siblings()
         self._check_lists()
         kinds: dict[str, CaptureKind] = {}
