@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from fxrewrite import ops
-from fxrewrite.errors import InvariantError
+from fxrewrite.errors import InvariantError, RuleDefinitionError
 from fxrewrite.graph.bodies import bodies
 from fxrewrite.graph.facts import Fact, facts_of, forget_facts
 from fxrewrite.graph.source import copied_meta
@@ -165,7 +165,8 @@ class Edit:
         """Inserts a new call node with source line, rule name and `val`, and returns it.
 
         Args:
-            target: the callee; a string is a tensor method.
+            target: the callee; a string is a tensor method. A module becomes an attribute of `gm`; a graph with fake
+                values takes none, as it has calls of functions.
             args: positional arguments: nodes and plain values.
             kwargs: keyword arguments.
             before: insert before this node; give exactly one of `before` and `after`.
@@ -183,6 +184,8 @@ class Edit:
         if before is None:
             assert after is not None
             before = self.body if after.op == "placeholder" else after.next
+        if isinstance(target, torch.nn.Module):
+            return self._call_module(target, args, kwargs or {}, before, rule)
         graph = self.graph
         op = "call_method" if isinstance(target, str) else "call_function"
         name = self._names.get(target)
@@ -224,6 +227,40 @@ class Edit:
         self._journal.append(("attach", node))
         if isinstance(value, torch.Tensor) and self.fake_mode is not None:
             node.meta[self._value_key] = self._attribute(path)
+        return node
+
+    def read(self, path: str) -> fx.Node:
+        """Returns a new `get_attr` node, placed before all calls, for a tensor that `gm` has, as `layers.0.weight`.
+
+        Raises:
+            InvariantError: `gm` has no tensor of that name.
+        """
+        owner, _, name = path.rpartition(".")
+        modules = dict(self.gm.named_modules())
+        if not isinstance(getattr(modules.get(owner), name, None), torch.Tensor):
+            raise InvariantError(f"the module has no tensor {path}")
+        with self.graph.inserting_before(self.body):
+            node = self.graph.get_attr(path)
+        self._journal.append(("create", node))
+        if self.fake_mode is not None:
+            node.meta[self._value_key] = self._attribute(path)
+        return node
+
+    def _call_module(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: fx.Node, rule: str
+    ) -> fx.Node:
+        """Calls a module: one that `gm` has under any name, or a new attribute, called as its class."""
+        if self.fake_mode is not None:
+            raise RuleDefinitionError(
+                f"a graph with fake values has calls of functions, and not of modules as {type(module).__name__}; call "
+                "the functions that it calls"
+            )
+        held = next((path for path, found in self.gm.named_modules() if found is module and path), None)
+        path = held or self._add(module, type(module).__name__.lower())
+        with self.graph.inserting_before(before):
+            node = self.graph.call_module(path, args, dict(kwargs))
+        self._journal.append(("create" if held else "attach", node))
+        node.meta["fxrewrite"] = (rule,) if rule else ()
         return node
 
     def _add(self, value: torch.nn.Module | torch.Tensor, name: str) -> str:
@@ -443,9 +480,12 @@ class Edit:
                 raise InvariantError(f"%{node.name} is to be erased, but {users} use it")
 
     def _commit(self) -> None:
+        called = {str(node.target) for node in self.erased if node.op == "call_module"}
         for node in self.erased:
             self.graph.erase_node(node)
         self.erased.clear()
+        for path in called:
+            self._drop(path)
         sources = (source for _, sources in self.computed.values() for source in sources)
         for path in {*(str(node.target) for node in self.computed), *sources}:
             readers = self.graph.find_nodes(op="get_attr", target=path)

@@ -55,7 +55,7 @@ def compute_once(
     edit: Edit = match.edit
     held: dict[str, torch.Tensor] = {}
     args, kwargs = map_arg((args, dict(kwargs)), lambda node: _entries(edit, node, held))  # pyright: ignore[reportArgumentType]
-    _check_unwritten(edit, effects, held)
+    _check_unwritten(match, effects, held)
     _check_untrained(match, held, gradients)
     known = edit.shared("computed once", dict[Any, tuple[Any, Any]])
     same: Any = function if isinstance(function, Hashable) else id(function)
@@ -124,11 +124,12 @@ def _entries(edit: Edit, node: fx.Node, held: dict[str, torch.Tensor]) -> Any:
         return function(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
-def _check_unwritten(edit: Edit, effects: Effects, held: Held) -> None:
+def _check_unwritten(match: Match, effects: Effects, held: Held) -> None:
     """Refuses tensors that the graph writes to, or may write to: what is computed of them would be of old entries."""
+    edit: Edit = match.edit
     memory = {_memory(tensor): path for path, tensor in held.items()}
     for writer in effects.writers:
-        if writer in edit.erased:
+        if writer in edit.erased or (writer in match.nodes and writer not in match.kept):
             continue
         if writer.op == "call_module":
             reached: Iterator[Any] = iter(edit.gm.get_submodule(str(writer.target)).state_dict(keep_vars=True).values())

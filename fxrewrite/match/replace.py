@@ -221,6 +221,8 @@ class Replacer(TracerBase):
         unwrap = self.unwrap
         args = tuple([unwrap(item) for item in args])
         kwargs = {name: unwrap(item) for name, item in kwargs.items()} if kwargs else {}
+        if isinstance(target, torch.nn.Module):
+            return self.proxy(self._create(target, args, kwargs))
         is_packet = isinstance(target, torch._ops.OpOverloadPacket)
         if is_packet or (self._is_aten and not isinstance(target, torch._ops.OpOverload)):
             return self.proxy(ops.emit_aten(target, args, kwargs, self._create))

@@ -157,7 +157,7 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
                 f"pattern {text!r}: `{term_text(found)}` has an entry for each item of a captured list, and captures "
                 f"that are lists are {', '.join(sorted(pattern.lists)) or 'none'}"
             )
-    is_list = len(pattern.outputs) == 1 and isinstance(ast.parse(text.strip(), mode="eval").body, ast.List)
+    is_list = pattern.num_outputs == 1 and isinstance(ast.parse(text.strip(), mode="eval").body, ast.List)
     outputs = term.items if isinstance(term, ListOf) and not is_list else (term,)
     for output in outputs:
         is_value = isinstance(output, (Op, ListOf)) or (
@@ -165,9 +165,9 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
         )
         if not is_value:
             raise RuleDefinitionError(f"pattern {text!r}: {term_text(output)} is a Python value, not one of the graph")
-    if len(outputs) != len(pattern.outputs):
+    if len(outputs) != pattern.num_outputs:
         raise RuleDefinitionError(
-            f"pattern {text!r}: it gives {len(outputs)} values, the pattern has {len(pattern.outputs)} outputs"
+            f"pattern {text!r}: it gives {len(outputs)} values, the pattern has {pattern.num_outputs} outputs"
         )
     return Expression(outputs)
 

@@ -8,8 +8,8 @@ with s = gamma / sqrt(var + eps), computed once, when the rule is applied; the n
 old ones leave the module where nothing else reads them.
 Matches one, two and three dimensions, groups, any stride, padding and dilation, with and without a bias, norms with and
 without gamma and beta; in evaluation, with statistics that the module holds.
-Does not match a norm in training ("expected the literal False at root.training, found True"), a batch without its dimension
-("rank(x) is 3, rank(w) is 4"), a linear of more dimensions, of which a batch norm takes another for channels.
+Does not match a norm in training ("expected the literal False at root.training, found True"), a batch without its
+dimension ("rank(x) is 3, rank(w) is 4"), a linear of more dimensions, of which a batch norm takes another for channels.
 Refuses a weight that is an input of the graph, as torch.compile passes them: "%w is an input of the graph, and is known
 only when the graph runs", and a result that requires gradients.
 Shapes: x [n, c, ...], w [out, c / groups, ...], of a transposed convolution [c, out / groups, ...], the others [out].
