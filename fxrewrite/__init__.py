@@ -46,7 +46,13 @@ if TYPE_CHECKING:
         where as where,
     )
     from fxrewrite.plan import Plan as Plan, RuleSet as RuleSet, Step as Step, staged as staged
-    from fxrewrite.report import Event as Event, EventLog as EventLog, Note as Note, Report as Report
+    from fxrewrite.report import (
+        ComputedOnce as ComputedOnce,
+        Event as Event,
+        EventLog as EventLog,
+        Note as Note,
+        Report as Report,
+    )
     from fxrewrite.rule import Rule as Rule, rule as rule
     from fxrewrite.stages import Property as Property
 

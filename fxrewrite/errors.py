@@ -88,6 +88,8 @@ class Reason(enum.StrEnum):
     """The replacement draws other random numbers than the original."""
     CONVEXITY = "convexity"
     """There is no place for the new nodes behind all captures and before all users."""
+    ONCE = "once"
+    """A tensor cannot be computed once, when the rule is applied: the module does not hold what it is computed of."""
     VALUE = "value"
     """The replacement has another shape, dtype or device."""
     OVERLAP = "overlap"

@@ -41,7 +41,7 @@ from fxrewrite.match.match import Match
 from fxrewrite.match.program import Program
 from fxrewrite.order import generations
 from fxrewrite.pattern.identity import NoIdentityError, identity
-from fxrewrite.report import Report
+from fxrewrite.report import ComputedOnce, Report
 from fxrewrite.rule import Rule, misread_context
 from fxrewrite.stages import Contract, Property, checked
 from fxrewrite.sweep import Order, Overlap, Strategy, Sweep
@@ -459,6 +459,11 @@ class Plan:
             for rule_id, at_least in self.expectations.items():
                 if report.rule(rule_id).rewrites < at_least:
                     raise MatchExpectationError(self._unmet(rule_id, at_least, edit, report))
+            for part, _ in promises:
+                for node, (rule, sources) in part.computed.items():
+                    if node.users:
+                        path = f"{part.path}.{node.target}" if part.path else str(node.target)
+                        report.events.append(ComputedOnce(rule=rule, attribute=path, sources=sources))
         report.seconds = time.perf_counter() - started
         _log.info("%d rewrites in %.3f s", report.rewrites, report.seconds)
 

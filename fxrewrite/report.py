@@ -32,7 +32,7 @@ from pydantic import (
 
 from fxrewrite.errors import FxRewriteError, Reason, Refusal, RuleDefinitionError, did_you_mean
 
-__all__ = ["Event", "EventLog", "Note", "Report", "RuleReport"]
+__all__ = ["ComputedOnce", "Event", "EventLog", "Note", "Report", "RuleReport"]
 
 
 class Event(BaseModel, frozen=True, extra="forbid"):
@@ -81,6 +81,19 @@ class Note(Event, frozen=True):
 
     def __str__(self) -> str:
         return self.text
+
+
+class ComputedOnce(Event, frozen=True):
+    """A rule computed a tensor of others that the module holds; whoever changes these later does not change it."""
+
+    kind: Literal["computed once"] = "computed once"
+    rule: str
+    attribute: str
+    sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        sources = f" of {', '.join(self.sources)}" if self.sources else ""
+        return f"computed once: self.{self.attribute}{sources} ({self.rule})"
 
 
 def _event(found: Any) -> Any:

@@ -22,12 +22,14 @@ from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
+from fxrewrite.match.once import compute_once
 from fxrewrite.match.program import Program
 from fxrewrite.match.replace import Replacer
 from fxrewrite.match.safety import (
     Effects,
     check_aliases,
     check_draws,
+    check_later_writes,
     check_order,
     check_region,
     check_writes,
@@ -290,17 +292,24 @@ class Rule:
         replacer = Replacer(edit, place, match.root, self.id)
         match.edit, match.proxy = edit, replacer.proxy
         match.call = lambda target, *args, **kwargs: replacer.call(target, args, kwargs)
+
+        def once(function: Callable[..., Any], *args: Any, name: str | Sequence[str] = "", **kwargs: Any) -> Any:
+            args, kwargs = replacer.unwrap_given(args), {key: replacer.unwrap_given(kwargs[key]) for key in kwargs}
+            promised: dict[str, Any] = {"rule": self.id, "gradients": self.gradients}
+            return replacer.wrap(compute_once(match, effects, function, args, kwargs, name=name, **promised))
+
+        match.once, match.read = once, lambda path: replacer.proxy(edit.read(path))
         given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
         if self._wrapped is None:
             self._wrapped = ops.wrapped_in(self.body)
         body = ops.with_globals(self.body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
-        results = self._results(body(**given), match, replacer)
+        results, through = self._results(body(**given), match, replacer)
         created = replacer.created
         spread = [(old, new) for old, new in zip(match.outputs, results, strict=True) if isinstance(new, list)]
         if spread:
             match, results = _with_parts(match, results)
         if self.shapes == "preserves":
-            for old, new in zip(match.outputs, results, strict=True):
+            for old, new in (*zip(match.outputs, results, strict=True), *through):
                 was, is_now = ops.value(old), ops.value(new)
                 if was is not ops.MISSING and is_now is not ops.MISSING:
                     _check_value(old, was, is_now)
@@ -308,6 +317,8 @@ class Rule:
         _check_dtypes(match, created)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
+        for old, new in through:
+            check_later_writes(old, {old, new}, effects)
         draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
         check_draws(match, draws, self.rng, effects)
         if place is None:
@@ -318,6 +329,10 @@ class Rule:
         for old, new in zip(match.outputs, results, strict=True):
             users = [user for user in old.users if user not in made] if made & old.users.keys() else None
             edit.replace_uses(old, new, users)
+        for old, new in through:
+            last = max(new, match.root)
+            after = [user for user in old.users if user not in made and user not in match.nodes and last < user]
+            edit.replace_uses(old, new, after)
         for node in reversed(created):  # calls whose result the replacement did not use
             if not node.users and node not in results and ops.is_pure(node):
                 edit.erase(node)
@@ -328,12 +343,28 @@ class Rule:
         effects.add(created, draws)
         replacer.close()
 
-    def _results(self, returned: Any, match: Match, replacer: Replacer) -> list[Any]:
-        """The nodes that a replacement returned, one for each output; for a list that it gives, a list of nodes."""
+    def _results(
+        self, returned: Any, match: Match, replacer: Replacer
+    ) -> tuple[list[Any], list[tuple[fx.Node, fx.Node]]]:
+        """The nodes that a replacement returned, one for each output; for a list that it gives, a list of nodes.
+
+        With them, what captures that are outputs become where that is another node.
+        """
         found = replacer.unwrap(returned)
+        passed = self.pattern.through
         number = len(match.outputs) + len(match.missing)
-        several = number > 1
+        several = number + len(passed) > 1
         results = list(found) if several and isinstance(found, (list, tuple)) else [found]
+        through: list[tuple[fx.Node, fx.Node]] = []
+        if passed and len(results) != number + len(passed):
+            results = []
+        elif passed:
+            pairs = [(match.captures[name], results[place]) for place, name in passed]
+            through = [(old, new) for old, new in pairs if isinstance(old, fx.Node) and isinstance(new, fx.Node)]
+            through = [(old, new) for old, new in through if old is not new]
+            results = [result for place, result in enumerate(results) if place not in dict(passed)]
+            if not all(old is new or (old, new) in through for old, new in pairs):
+                results = []
         if len(results) == number:
             results = [result for place, result in enumerate(results) if place not in match.missing]
             kept = [output for place, output in enumerate(self.pattern.outputs) if place not in match.missing]
@@ -348,10 +379,10 @@ class Rule:
             hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""
             raise RuleDefinitionError(
                 f"the replacement returned {found!r}; expected "
-                + (f"a tuple of {number} values of the graph" if several else "one value of the graph")
+                + (f"a tuple of {number + len(passed)} values of the graph" if several else "one value of the graph")
                 + hint
             )
-        return results
+        return results, through
 
     def _located(self, error: RefusedError, match: Match) -> RefusedError:
         node = error.located_at if isinstance(error.located_at, fx.Node) else None

@@ -23,6 +23,7 @@ PRIVATE_TORCH = {
     "fxrewrite/capture/functionalize.py": "schemas of operators, and how a graph switches autograd off",
     "fxrewrite/graph/edit.py": "fake tensors, to propagate new nodes only",
     "fxrewrite/capture/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",
+    "fxrewrite/match/once.py": "fake tensors, which have no entries to compute with",
     "fxrewrite/graph/other_sizes.py": "fake tensors, to run a program's calls at other sizes",
     "fxrewrite/graph/sizes.py": "symbolic sizes: sympy expressions to graph nodes",
     "fxrewrite/ops/": "where operators live, to give every spelling one key",

@@ -36,7 +36,7 @@ from fxrewrite.adapters.expressions import (
     PatternExpr,
     Reading,
 )
-from fxrewrite.adapters.traced import correspondence, insert, outputs_of, placeholders, terms
+from fxrewrite.adapters.traced import computed_by, correspondence, insert, outputs_of, placeholders, terms
 from fxrewrite.backends.traces import (
     fwd_only,
     joint_fwd_bwd,
@@ -449,7 +449,7 @@ class _Search:
         except TORCH_ERRORS as error:
             return f"it raises {type(error).__name__}: {error}"
         inputs = self._inputs(gm.graph)
-        if len(outputs_of(gm.graph)) != len(match.outputs):
+        if len(computed_by(gm.graph)) != len(match.outputs):
             return f"{len(outputs_of(gm.graph))} results"
         found = correspondence(gm.graph, {node: match[capture.name] for node, capture in inputs.items()}, match)
         return found if isinstance(found, str) else ""

@@ -110,7 +110,7 @@ def pattern_rule(
 
     Raises:
         RuleDefinitionError: a function cannot be traced, a parameter of the pattern is unused, the number of parameters
-            differs, a module is called, or neither a replacement nor a callback is given.
+            differs, or neither a replacement nor a callback is given.
     """
     wanted = _graph(pattern)
     inputs = placeholders(wanted)
@@ -139,6 +139,8 @@ def pattern_rule(
             )
         given = {node: match[node.name] for node in inputs}
         nodes = correspondence(wanted, given, match, values=False)
+        if isinstance(nodes, str) and wanted.find_nodes(op="call_module"):
+            refuse(nodes, kind=Reason.CONSTRAINT)
         at = InternalMatch(anchors=[match.outputs[0]])
         at.nodes_map = given if isinstance(nodes, str) else nodes
         at.placeholder_nodes = list(given.values())

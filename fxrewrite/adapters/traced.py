@@ -12,12 +12,12 @@ from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.graph import is_same_size
+from fxrewrite.graph import Edit, is_same_size
 from fxrewrite.match import Match
 from fxrewrite.pattern import Capture, Ignore, Term
 from fxrewrite.pattern.terms import call, freeze
 
-__all__ = ["as_it_is", "correspondence", "insert", "outputs_of", "placeholders", "terms"]
+__all__ = ["as_it_is", "computed_by", "correspondence", "insert", "outputs_of", "placeholders", "terms"]
 
 _NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -43,6 +43,11 @@ def outputs_of(graph: fx.Graph) -> list[fx.Node]:
     return items  # pyright: ignore[reportReturnType]
 
 
+def computed_by(graph: fx.Graph) -> list[fx.Node]:
+    """The outputs of a pattern's graph that are no inputs of it: those of its matches, in order."""
+    return [output for output in outputs_of(graph) if output.op != "placeholder"]
+
+
 def as_it_is(_: fx.Node, value: Any) -> Any:
     """The literal itself."""
     return value
@@ -52,24 +57,20 @@ def terms(graph: fx.Graph, inputs: Mapping[fx.Node, Term], literal: Callable[[fx
     """Returns the outputs of the graph as terms of a pattern.
 
     Args:
-        graph: of calls of functions and methods.
+        graph: of calls of functions, methods and modules, which are found by their classes.
         inputs: a term for each placeholder. An attribute of the module captures a parameter, by the node's name.
         literal: what stands for the arguments of a node, where they hold no other node: a number, a list of numbers ...
 
     Raises:
-        RuleDefinitionError: the graph calls a module, or what no pattern can say.
+        RuleDefinitionError: the graph calls what no pattern can say.
     """
     known: dict[fx.Node, Any] = dict(inputs)
     for node in graph.nodes:
         if node.op == "get_attr":
             known[node] = Capture(node.name, "param")
-        elif node.op == "call_module":
-            raise RuleDefinitionError(
-                f"a pattern calls the module {node.target} (%{node.name}); write the functions that it calls"
-            )
-        elif node.op in ("call_function", "call_method"):
+        elif node.op in ("call_function", "call_method", "call_module"):
             args, kwargs = _terms((node.args, dict(node.kwargs)), node, known, literal)
-            made = call(node.target, args, kwargs)
+            made = call(ops.callee(node), args, kwargs)
             known[node] = made if node.all_input_nodes else replace(made, loose=True)  # layout=strided is no layout
     return tuple(known[node] for node in outputs_of(graph))
 
@@ -105,7 +106,7 @@ def correspondence(
     """
     found: dict[fx.Node, Any] = dict(given)
     inside, why = set(match.nodes), ""
-    for wanted, root in zip(outputs_of(graph), match.outputs, strict=True):
+    for wanted, root in zip(computed_by(graph), match.outputs, strict=True):
         placed, said = _place(wanted, root, found, inside, values)
         if placed is None:
             return said or why
@@ -130,6 +131,8 @@ def _place(wanted: Any, found: Any, known: dict[fx.Node, Any], inside: set[fx.No
     if not isinstance(found, fx.Node) or found not in inside or ops.key(found) != ops.key(wanted):
         return None, f"expected {ops.key(wanted)}, found {_text(found)}"
     reason = _difference(ops.value(wanted), ops.value(found)) if values else ""
+    if wanted.op == "call_module" and _options(wanted) != _options(found):
+        reason = f"{wanted.graph.owning_module.get_submodule(str(wanted.target))}"  # pyright: ignore[reportOptionalMemberAccess]
     if reason:
         return None, f"expected {reason} at %{found.name}"
     first: Placed | None = None
@@ -146,6 +149,16 @@ def _place(wanted: Any, found: Any, known: dict[fx.Node, Any], inside: set[fx.No
         first = first or placed
     assert first is not None
     return first
+
+
+def _options(node: fx.Node) -> dict[str, Any]:
+    """What was said to the module that the node calls: its attributes without tensors, hooks and submodules."""
+    owner = node.graph.owning_module
+    assert owner is not None
+    module = owner.get_submodule(str(node.target))
+    plain = (bool, int, float, str, tuple, list, type(None), torch.dtype)
+    public = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    return {name: value for name, value in public.items() if isinstance(value, plain)}
 
 
 def _arguments(wanted: fx.Node, found: fx.Node) -> Iterator[list[tuple[str, Any, Any]]]:
@@ -208,17 +221,38 @@ def _difference(wanted: Any, found: Any) -> str:
 def insert(graph: fx.Graph, given: Mapping[fx.Node, Any], match: Match) -> list[Any]:
     """Makes the calls of a traced replacement in the graph of the match; returns proxies of its outputs.
 
-    Raises:
-        RuleDefinitionError: the graph calls a module, or reads a tensor of its own.
+    Its modules and tensors come along, but for a module that the graph of the match has under the same name, of one
+    class and with the same options: that one, with its weights, is called.
     """
     known: dict[fx.Node, Any] = {node: match.proxy(v) if isinstance(v, fx.Node) else v for node, v in given.items()}
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
             args, kwargs = map_arg((node.args, dict(node.kwargs)), known.__getitem__)  # pyright: ignore[reportArgumentType]
             known[node] = match.call(node.target, *args, **kwargs)
-        elif node.op in ("call_module", "get_attr"):
-            raise RuleDefinitionError(
-                f"the replacement reads {node.target}, which is an attribute of its own and not in the graph; make the "
-                "tensor in the replacement (torch.full), or pass it as an argument"
-            )
+        elif node.op == "call_module":
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), known.__getitem__)  # pyright: ignore[reportArgumentType]
+            known[node] = match.call(_module(node, match), *args, **kwargs)
+        elif node.op == "get_attr":
+            assert graph.owning_module is not None
+            known[node] = match.proxy(_brought(ops.held(graph.owning_module, node), str(node.target), match.edit))
     return [known[node] for node in outputs_of(graph)]
+
+
+def _module(node: fx.Node, match: Match) -> torch.nn.Module:
+    """The module that a call of a replacement means in the graph of the match."""
+    graph: fx.Graph = match.edit.graph
+    called = graph.find_nodes(op="call_module", target=node.target)
+    owner = node.graph.owning_module
+    assert owner is not None
+    own = owner.get_submodule(str(node.target))
+    same = [one for one in called if ops.callee(one) is type(own) and _options(one) == _options(node)]
+    return match.module(same[0]) if same else own
+
+
+def _brought(value: Any, name: str, edit: Edit) -> fx.Node:
+    """A node that reads a tensor which a replacement brings along; all matches of a transaction share it."""
+    known = edit.shared("brought along", dict[int, fx.Node])
+    node = known.get(id(value))
+    if node is None or node in edit.erased or getattr(edit.gm, str(node.target), None) is not value:
+        node = known[id(value)] = edit.attach(value, name.replace(".", "_"))
+    return node

@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
 
 from fxrewrite import ops
-from fxrewrite.errors import InvariantError
+from fxrewrite.errors import InvariantError, RuleDefinitionError
 from fxrewrite.graph.bodies import bodies
 from fxrewrite.graph.facts import Fact, facts_of, forget_facts
 from fxrewrite.graph.source import copied_meta
@@ -50,6 +50,8 @@ class Edit:
         body: the first node that is not an input; new nodes that read nothing may be placed before it.
         erased: nodes that will be erased at commit; they no longer have arguments or users.
         fake_mode: the graph's own fake tensor mode; None if its nodes have no fake values.
+        computed: nodes that read what a rule computed once -> the rule, and the attributes of which; of all these, what
+            no node reads any more leaves the module at commit.
     """
 
     def __init__(self, gm: fx.GraphModule, path: str = "", *, bodies: bool = True) -> None:
@@ -69,6 +71,7 @@ class Edit:
         self.body: fx.Node = body
         self._attributes: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
+        self.computed: dict[fx.Node, tuple[str, tuple[str, ...]]] = {}
         self._runs: dict[Any, tuple[Any, Any, Any]] = {}
         self._bodies: list[Edit] | None = None if bodies else []
 
@@ -162,7 +165,8 @@ class Edit:
         """Inserts a new call node with source line, rule name and `val`, and returns it.
 
         Args:
-            target: the callee; a string is a tensor method.
+            target: the callee; a string is a tensor method. A module becomes an attribute of `gm`; a graph with fake
+                values takes none, as it has calls of functions.
             args: positional arguments: nodes and plain values.
             kwargs: keyword arguments.
             before: insert before this node; give exactly one of `before` and `after`.
@@ -180,6 +184,8 @@ class Edit:
         if before is None:
             assert after is not None
             before = self.body if after.op == "placeholder" else after.next
+        if isinstance(target, torch.nn.Module):
+            return self._call_module(target, args, kwargs or {}, before, rule)
         graph = self.graph
         op = "call_method" if isinstance(target, str) else "call_function"
         name = self._names.get(target)
@@ -207,19 +213,66 @@ class Edit:
                 facts_of(self.graph).setdefault(fact, {})[node] = found
         return node
 
-    def attach(self, module: torch.nn.Module, name: str) -> fx.Node:
-        """Adds the module as an attribute of `gm`, and returns a `get_attr` node for it, placed before all calls.
+    def attach(self, value: torch.nn.Module | torch.Tensor, name: str) -> fx.Node:
+        """Adds an attribute to `gm`, and returns a `get_attr` node for it, placed before all calls.
 
         Args:
-            module: a subgraph of a higher-order operator.
-            name: name of the attribute, to which a number is appended.
+            value: a subgraph of a higher-order operator, or another module; a parameter; or a tensor, which becomes a
+                buffer.
+            name: of the attribute; a number is appended where the module has one of that name.
         """
-        path = next(path for path in (f"{name}_{i}" for i in itertools.count()) if not hasattr(self.gm, path))
-        self.gm.add_module(path, module)
+        path = self._add(value, name)
         with self.graph.inserting_before(self.body):
             node = self.graph.get_attr(path)
         self._journal.append(("attach", node))
+        if isinstance(value, torch.Tensor) and self.fake_mode is not None:
+            node.meta[self._value_key] = self._attribute(path)
         return node
+
+    def read(self, path: str) -> fx.Node:
+        """Returns a new `get_attr` node, placed before all calls, for a tensor that `gm` has, as `layers.0.weight`.
+
+        Raises:
+            InvariantError: `gm` has no tensor of that name.
+        """
+        owner, _, name = path.rpartition(".")
+        modules = dict(self.gm.named_modules())
+        if not isinstance(getattr(modules.get(owner), name, None), torch.Tensor):
+            raise InvariantError(f"the module has no tensor {path}")
+        with self.graph.inserting_before(self.body):
+            node = self.graph.get_attr(path)
+        self._journal.append(("create", node))
+        if self.fake_mode is not None:
+            node.meta[self._value_key] = self._attribute(path)
+        return node
+
+    def _call_module(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: fx.Node, rule: str
+    ) -> fx.Node:
+        """Calls a module: one that `gm` has under any name, or a new attribute, called as its class."""
+        if self.fake_mode is not None:
+            raise RuleDefinitionError(
+                f"a graph with fake values has calls of functions, and not of modules as {type(module).__name__}; call "
+                "the functions that it calls"
+            )
+        held = next((path for path, found in self.gm.named_modules() if found is module and path), None)
+        path = held or self._add(module, type(module).__name__.lower())
+        with self.graph.inserting_before(before):
+            node = self.graph.call_module(path, args, dict(kwargs))
+        self._journal.append(("create" if held else "attach", node))
+        node.meta["fxrewrite"] = (rule,) if rule else ()
+        return node
+
+    def _add(self, value: torch.nn.Module | torch.Tensor, name: str) -> str:
+        names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
+        path = next(path for path in names if not hasattr(self.gm, path))
+        if isinstance(value, torch.nn.Module):
+            self.gm.add_module(path, value)
+        elif isinstance(value, torch.nn.Parameter):
+            self.gm.register_parameter(path, value)
+        else:
+            self.gm.register_buffer(path, value)
+        return path
 
     def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Sets the arguments of the node; its keyword arguments stay if `kwargs` is None."""
@@ -427,12 +480,40 @@ class Edit:
                 raise InvariantError(f"%{node.name} is to be erased, but {users} use it")
 
     def _commit(self) -> None:
+        called = {str(node.target) for node in self.erased if node.op == "call_module"}
         for node in self.erased:
             self.graph.erase_node(node)
         self.erased.clear()
+        for path in called:
+            self._drop(path)
+        sources = (source for _, sources in self.computed.values() for source in sources)
+        for path in {*(str(node.target) for node in self.computed), *sources}:
+            readers = self.graph.find_nodes(op="get_attr", target=path)
+            if not any(node.users for node in readers):
+                for node in readers:
+                    self.graph.erase_node(node)
+                self._drop(path)
+        self.computed.clear()
         changed, self._journal = bool(self._journal), []
         if changed:
             self.gm.recompile()
+
+    def _drop(self, path: str) -> None:
+        """Removes an attribute that no node reads, unless it belongs to a module that some node uses.
+
+        A module with code of its own may be the user's: it leaves this module as a whole, and keeps its attributes.
+        """
+        read = [str(node.target) for op in ("get_attr", "call_module") for node in self.graph.find_nodes(op=op)]
+        owner: Any = self.gm
+        atoms = path.split(".")
+        for depth, atom in enumerate(atoms, 1):
+            child = getattr(owner, atom, None)
+            if depth == len(atoms) or type(child) is not torch.nn.Module:
+                dropped = ".".join(atoms[:depth])
+                if child is not None and not any(f"{one}.".startswith(f"{dropped}.") for one in read):
+                    delattr(owner, atom)
+                return
+            owner = child
 
     def _undo(self, mark: int) -> None:
         """Undoes the records from `mark` on, last first."""
@@ -465,6 +546,7 @@ class Edit:
                 _forget_name(self.graph, node)
                 if kind == "attach":
                     self._attributes.pop(node.target, None)
+                    self.computed.pop(node, None)
                     delattr(self.gm, node.target)
 
 

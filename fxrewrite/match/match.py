@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxrewrite.errors import RefusedError, RuleDefinitionError, did_you_mean
@@ -14,7 +15,9 @@ __all__ = ["Match"]
 
 
 def _not_replacing(*_: Any, **__: Any) -> Any:
-    raise RuntimeError("match.call creates nodes of a replacement; outside a replacement they have no place in a graph")
+    raise RuntimeError(
+        "match.call and match.once create nodes of a replacement; outside a replacement they have no place in a graph"
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +33,11 @@ class Match:
         refused: the refusal that a constraint raised; such a match is counted, and not rewritten.
         context: the argument of `plan.apply(gm, context=...)`.
         call: in a replacement, `match.call(target, *args, **kwargs)` makes a node that calls any callable,
-            and returns its proxy.
+            and returns its proxy; a module becomes an attribute of the graph's module.
         proxy: in a replacement, returns the proxy of any node of the graph.
+        read: in a replacement, returns the proxy of a tensor that the graph's module has, by its path.
+        once: in a replacement, `match.once(function, *args, name="", **kwargs)` computes tensors now, of tensors that
+            the graph's module holds; they become buffers, of which proxies are returned.
         edit: in a replacement, the transaction that it belongs to.
     """
 
@@ -44,7 +50,15 @@ class Match:
     context: Any = None
     call: Callable[..., Any] = field(default=_not_replacing, repr=False)
     proxy: Callable[[fx.Node], Any] = field(default=_not_replacing, repr=False)
+    read: Callable[[str], Any] = field(default=_not_replacing, repr=False)
+    once: Callable[..., Any] = field(default=_not_replacing, repr=False)
     edit: Any = field(default=None, repr=False)
+
+    def module(self, node: fx.Node) -> torch.nn.Module:
+        """Returns the submodule that a matched node calls."""
+        owner = node.graph.owning_module
+        assert owner is not None
+        return owner.get_submodule(str(node.target))
 
     @property
     def root(self) -> fx.Node:

@@ -186,9 +186,17 @@ class Replacer(TracerBase):
         if isinstance(value, torch.Tensor):
             raise RuleDefinitionError(
                 f"a replacement used a tensor that is not a value of the graph ({_describe(value)}); make it in the "
-                "graph, match.call(torch.full, ...), or use a number"
+                "graph, match.call(torch.full, ...), bring it along, match.once(lambda: tensor), or use a number"
             )
         return value
+
+    def unwrap_given(self, value: Any) -> Any:
+        """Converts as `unwrap` does what is given to a function that is called at once, which may be tensors too."""
+        if isinstance(value, torch.Tensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            return [*map(self.unwrap_given, value)] if isinstance(value, list) else (*map(self.unwrap_given, value),)
+        return self.unwrap(value)
 
     def create_proxy(
         self,
@@ -213,6 +221,8 @@ class Replacer(TracerBase):
         unwrap = self.unwrap
         args = tuple([unwrap(item) for item in args])
         kwargs = {name: unwrap(item) for name, item in kwargs.items()} if kwargs else {}
+        if isinstance(target, torch.nn.Module):
+            return self.proxy(self._create(target, args, kwargs))
         is_packet = isinstance(target, torch._ops.OpOverloadPacket)
         if is_packet or (self._is_aten and not isinstance(target, torch._ops.OpOverload)):
             return self.proxy(ops.emit_aten(target, args, kwargs, self._create))

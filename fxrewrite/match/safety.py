@@ -23,6 +23,7 @@ __all__ = [
     "Effects",
     "check_aliases",
     "check_draws",
+    "check_later_writes",
     "check_order",
     "check_region",
     "check_writes",
@@ -120,7 +121,7 @@ def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], 
     for old, new, before, after in zip(match.outputs, results, was, is_now, strict=True):
         if before != after or None in before or paired:
             memory = {node for node in before | after if node is not None}
-            _check_later_writers(old, memory | {old, new}, effects)
+            check_later_writes(old, memory | {old, new}, effects)
 
 
 def check_writes(match: Match, created: list[fx.Node]) -> None:
@@ -149,7 +150,12 @@ def _share_each_other(outputs: Sequence[fx.Node]) -> list[bool]:
     return [bool(ops.memory_origins(a) & ops.memory_origins(b)) for a, b in combinations(outputs, 2)]
 
 
-def _check_later_writers(old: fx.Node, memory: AbstractSet[fx.Node], effects: Effects) -> None:
+def check_later_writes(old: fx.Node, memory: AbstractSet[fx.Node], effects: Effects) -> None:
+    """Refuses what is after a write, by a node after `old`, to this memory.
+
+    Raises:
+        RefusedError: such a node writes, or may write, to it.
+    """
     for writer in effects.after(effects.writers, old):
         if not ops.sets_mode(writer) and _may_touch(writer, memory):
             refuse(

@@ -102,12 +102,15 @@ class Candidate:
         return found
 
 
+_CALLS = ("call_function", "call_method", "call_module")
+
+
 def part(value: Any, step: str | int) -> Any:
     """Returns an argument of a node, or an item of a list; ABSENT if it does not exist."""
     if not isinstance(value, fx.Node):
         is_item = isinstance(value, (list, tuple)) and isinstance(step, int) and -len(value) <= step < len(value)
         return value[step] if is_item else ABSENT  # pyright: ignore[reportCallIssue, reportArgumentType]
-    signature = call_signature(value) if value.op in ("call_function", "call_method") else None
+    signature = call_signature(value) if value.op in _CALLS else None
     if signature is None:
         return ABSENT
     bound: dict[Any, Any] = signature.bind(value.args, value.kwargs)
@@ -117,7 +120,7 @@ def part(value: Any, step: str | int) -> Any:
 def call_signature(node: fx.Node) -> ops.Signature | None:
     """Returns how the node spells its arguments; None if they fit no signature."""
     try:
-        return ops.signature_of(node.target, node.args, node.kwargs)
+        return ops.signature_of(ops.callee(node), node.args, node.kwargs)
     except ops.BindingError:
         return None
 

@@ -43,7 +43,7 @@ from fxrewrite.ops.effects import (
     updates_statistics as updates_statistics,
     without_gradients as without_gradients,
 )
-from fxrewrite.ops.keys import call_key as call_key, key as key, possible_keys as possible_keys
+from fxrewrite.ops.keys import call_key as call_key, callee as callee, key as key, possible_keys as possible_keys
 from fxrewrite.ops.names import (
     is_of_a_library as is_of_a_library,
     named_operator as named_operator,

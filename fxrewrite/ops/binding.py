@@ -140,7 +140,7 @@ def bind(node: fx.Node) -> dict[str, Any]:
     Raises:
         BindingError: the arguments fit no signature of the target.
     """
-    return signature_of(node.target, node.args, node.kwargs).bind(node.args, node.kwargs)
+    return signature_of(keys.callee(node), node.args, node.kwargs).bind(node.args, node.kwargs)
 
 
 def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
@@ -161,7 +161,7 @@ def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 def spelling(node: fx.Node) -> tuple[Any, ...]:
     """Returns the spelling of a call: its target (by identity), argument count and keyword names."""
-    target, kwargs = node.target, node.kwargs
+    target, kwargs = keys.callee(node), node.kwargs
     name = target if type(target) is str else id(target)
     return (name, len(node.args), *kwargs) if kwargs else (name, len(node.args))
 
@@ -420,10 +420,17 @@ def _at_default(parameter: Parameter, given: Any, wrapper: Wrapper) -> bool:
     return parameter.default is not NO_DEFAULT and (given == parameter.default or given is parameter.default)
 
 
+def _forward(target: Any) -> Any:
+    """Returns the method that a call of a module runs, for the class of one; anything else as it is."""
+    return target.forward if isinstance(target, type) and issubclass(target, torch.nn.Module) else target
+
+
 def _python_signature(target: Any, count: int, keywords: tuple[str, ...]) -> Signature:
     """Returns the signature of a callable that is not a torch operator, from its Python signature."""
     try:
-        parameters = list(inspect.signature(target).parameters.values()) if callable(target) else []
+        called = _forward(target)
+        parameters = list(inspect.signature(called).parameters.values()) if callable(called) else []
+        parameters = parameters if called is target else parameters[1:]
     except (TypeError, ValueError):  # builtins without a signature
         parameters = []
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -13,7 +13,7 @@ from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS, Wrapper
 from fxrewrite.ops.value import is_scalar
 
-__all__ = ["key", "wrapper_of"]
+__all__ = ["callee", "key", "wrapper_of"]
 
 _aten = torch.ops.aten
 _KEYS: ByTarget[str] = ByTarget()
@@ -83,7 +83,8 @@ def key(node_or_target: Any) -> str:
 
     "aten::mul" for `torch.ops.aten.mul.Tensor`, `torch.mul`, `x.mul(y)` and `x * y` on tensors; an in-place
     operator has its own key, "aten::mul_". Python arithmetic on numbers and symbolic sizes is "operator.mul".
-    Callables that are not torch operators are "module.qualname"; nodes that call nothing return their opcode.
+    Callables that are not torch operators are "module.qualname", and so is the class of a submodule that a node calls;
+    nodes that call nothing return their opcode.
 
     Args:
         node_or_target: an `fx.Node`, or the target of one. A string is a tensor method.
@@ -98,13 +99,21 @@ def key(node_or_target: Any) -> str:
             return found if isinstance(found, str) else found(node_or_target)
         if op == "call_method":
             return call_key(node_or_target.target, node_or_target.args, node_or_target.kwargs)
-        return op
+        return key(callee(node_or_target)) if op == "call_module" else op
     found = _KEYS.get(node_or_target)
     if found is None:
         is_method = isinstance(node_or_target, str)
         new = _method_key(node_or_target) if is_method else _target_key(node_or_target)
         found = _KEYS.set(node_or_target, new)
     return found
+
+
+def callee(node: fx.Node) -> Any:
+    """Returns what the node calls: its target, or the class of the submodule that its target names."""
+    if node.op != "call_module":
+        return node.target
+    owner = node.graph.owning_module
+    return type(owner.get_submodule(str(node.target))) if owner is not None else torch.nn.Module
 
 
 def possible_keys(target: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import torch
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import (
+    ONCE,
     Capture,
     CaptureKind,
     Chain,
@@ -41,6 +42,7 @@ __all__ = [
     "functional",
     "loose",
     "maybe",
+    "once",
     "op",
     "shared",
     "siblings",
@@ -244,6 +246,17 @@ def _key(target: Any) -> str:
     if isinstance(target, str) and "." in target:  # the key of a Python callable, as the text form has it
         return target
     return ops.key(_named(target) if isinstance(target, str) else target)
+
+
+def once(term: Term) -> Op:
+    """Returns, for a replacement, what the rule computes of parameters when it is applied, as `match.once` does.
+
+    Raises:
+        RuleDefinitionError: it is not an operator.
+    """
+    if not isinstance(term, Op):
+        raise RuleDefinitionError(f"once() takes an operator, not {term!r}")
+    return Op(ONCE, (("tensor", term),))
 
 
 def siblings(each: Term, *, on: str, least: int = 2) -> Siblings:

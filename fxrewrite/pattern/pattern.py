@@ -10,6 +10,7 @@ from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.combinators import captures_of
 from fxrewrite.pattern.terms import (
+    ONCE,
     Capture,
     CaptureKind,
     Each,
@@ -30,6 +31,8 @@ from fxrewrite.pattern.where import Constraint, parse as parse_constraint
 
 __all__ = ["ROOT", "Pattern", "parse", "trace"]
 
+_PASSED = ("node", "param", "any")
+"""Kinds of captures that may be outputs."""
 ROOT = "root"
 """Name of the first output in constraints and replacements."""
 
@@ -39,14 +42,18 @@ class Pattern:
     """What a rule looks for.
 
     Attributes:
-        outputs: the values that the replacement replaces; the rest of the match is removed with them.
+        outputs: the values that the replacement replaces; the rest of the match is removed with them. Captures among
+            those that are given become `through`.
         where: constraints on the captures; texts are parsed.
         absent: names that the replacement may ask for, and that are None in every match.
+        through: (place among all outputs, name) of the captures that are outputs: what is computed after the match of
+            the captured value is computed of the replacement's value in its place.
     """
 
     outputs: tuple[Term, ...]
     where: tuple[Constraint, ...] = ()
     absent: tuple[str, ...] = ()
+    through: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.outputs, tuple) or not all(isinstance(output, Term) for output in self.outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -55,6 +62,12 @@ class Pattern:
             )
         if not self.outputs:
             raise RuleDefinitionError("a pattern needs an output")
+        if any(isinstance(output, Op) for output in self.outputs):
+            given = enumerate(self.outputs)
+            through = tuple((i, term.name) for i, term in given if isinstance(term, Capture) and term.kind in _PASSED)
+            object.__setattr__(self, "through", self.through or through)
+            rest = tuple(term for term in self.outputs if not isinstance(term, Capture) or term.kind not in _PASSED)
+            object.__setattr__(self, "outputs", rest)
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
         for output in self.outputs:
@@ -62,9 +75,14 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
                 )
+            if any(isinstance(term, Op) and term.key == ONCE for term in subterms(output)):
+                raise RuleDefinitionError("once() is for replacements: a pattern matches what the graph computes")
         self._check_siblings()
         self._check_lists()
         kinds: dict[str, CaptureKind] = {}
+        unknown = [name for _, name in self.through if name not in {capture.name for capture in self.captures}]
+        if unknown:
+            raise RuleDefinitionError(f"the output {unknown[0]} of a pattern must be captured by another output")
         if any(capture.name == ROOT for capture in self.captures):
             raise RuleDefinitionError(f"{ROOT} is the name of the first output; call the capture something else")
         for capture in self.captures:
@@ -121,8 +139,16 @@ class Pattern:
         found = (term for output in self.outputs for term in subterms(output) if isinstance(term, Capture))
         return tuple(dict.fromkeys(found))
 
+    @property
+    def num_outputs(self) -> int:
+        """How many values the replacement gives."""
+        return len(self.outputs) + len(self.through)
+
     def __str__(self) -> str:
-        text = ", ".join(map(term_text, self.outputs))
+        texts = [term_text(output) for output in self.outputs]
+        for place, name in self.through:
+            texts.insert(place, name)
+        text = ", ".join(texts)
         return text + (f" where {' and '.join(map(str, self.where))}" if self.where else "")
 
     def __repr__(self) -> str:

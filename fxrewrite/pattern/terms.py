@@ -19,6 +19,7 @@ from fxrewrite.errors import RuleDefinitionError
 
 __all__ = [
     "ARITHMETIC_ON_SIZES",
+    "ONCE",
     "Capture",
     "CaptureKind",
     "Chain",
@@ -90,6 +91,8 @@ _READ: Mapping[str, Any] = {
 """What is read of a value as an attribute."""
 _NUMBERS_OF = ("aten::size", "aten::numel")
 _ATTRIBUTES_OF = ("prim::dtype", "prim::device")
+ONCE = "fxrewrite::once"
+"""Key of what a replacement that is written as an expression computes when its rule is applied."""
 ARITHMETIC_ON_SIZES: Mapping[str, Callable[..., Any]] = {
     "aten::add": operator.add,
     "aten::sub": operator.sub,

@@ -2,7 +2,8 @@
 
 ATen operators are written by name, others as `op("vllm::rms_norm", ...)`; a bare name captures a node; `lit(name)`,
 `opt(name)`, `param(name)` and `any(name)` are the other kinds of captures; `...` matches anything; `maybe`, `either`,
-`shared`, `loose`, `chain`, `each` and `siblings` are the combinators; `[x, *rest]` is a list of any length.
+`shared`, `loose`, `chain`, `each` and `siblings` are the combinators; `[x, *rest]` is a list of any length. In a
+replacement, `once(...)` is computed when the rule is applied.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import torch
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.ops.schemas import schemas_of
-from fxrewrite.pattern.combinators import chain, each, either, first_operand, loose, maybe, op, shared, siblings
+from fxrewrite.pattern.combinators import chain, each, either, first_operand, loose, maybe, once, op, shared, siblings
 from fxrewrite.pattern.terms import (
+    ONCE,
     Capture,
     Chain,
     Each,
@@ -48,6 +50,7 @@ _COMBINATORS: dict[str, Callable[..., Term]] = {
     "chain": chain,
     "each": each,
     "siblings": siblings,
+    "once": once,
 }
 _ATTRIBUTES = {"dtype": "prim::dtype", "device": "prim::device"}
 _WORDS = frozenset({*_PREFIXES, *_COMBINATORS, *_ATTRIBUTES, "op", "float"})
@@ -87,6 +90,8 @@ def _op_text(term: Op) -> str:
     if term.key == "operator.getitem" and len(term.args) == 2:
         (_, value), (_, index) = term.args
         return f"{term_text(value)}[{_index_text(index)}]"
+    if term.key == ONCE:
+        return f"once({term_text(term.args[0][1])})"
     if term.key in _ATTRIBUTES.values():
         return f"{term.key.removeprefix('prim::')}({term_text(term.args[0][1])})"
     namespace, _, name = term.key.rpartition("::")

@@ -15,7 +15,7 @@ from fxrewrite import ops
 from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.match import Match
 from fxrewrite.pattern import Capture, Each, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
-from fxrewrite.pattern.terms import subterms
+from fxrewrite.pattern.terms import ONCE, subterms
 from fxrewrite.pattern.text import column_of
 
 __all__ = ["Expression", "parse_expression"]
@@ -53,13 +53,19 @@ class Expression:
         return f"({text})" if len(self.outputs) > 1 else text
 
 
-def _compute(term: Term, captures: Mapping[str, Any], match: Match, done: dict[Term, Any]) -> Any:
+def _compute(term: Term, captures: Mapping[str, Any], match: Match | _AtOnce, done: dict[Term, Any]) -> Any:
     if isinstance(term, Capture):
         return captures[term.name]
     if isinstance(term, LiteralValue):
         return term.value
     if term in done:
         return done[term]
+    if isinstance(term, Op) and term.key == ONCE:
+        if isinstance(match, _AtOnce):
+            return _compute(term.args[0][1], captures, match, done)
+        names = tuple(dict.fromkeys(part.name for part in subterms(term) if isinstance(part, Capture)))
+        done[term] = result = match.once(_AtOnce(term.args[0][1], names), *(captures[name] for name in names))
+        return result
     if isinstance(term, ListOf):
         return [value for item in term.items for value in _items(item, captures, match, done)]
     assert isinstance(term, Op), f"parse_expression let {term!r} through"
@@ -68,7 +74,26 @@ def _compute(term: Term, captures: Mapping[str, Any], match: Match, done: dict[T
     return result
 
 
-def _items(term: Term, captures: Mapping[str, Any], match: Match, done: dict[Term, Any]) -> list[Any]:
+@dataclass(frozen=True, slots=True)
+class _AtOnce:
+    """The function of tensors that a term is; equal terms of equal tensors are computed once in a transaction."""
+
+    term: Term
+    names: tuple[str, ...]
+
+    def __call__(self, *given: Any) -> Any:
+        return _compute(self.term, dict(zip(self.names, given, strict=True)), self, {})
+
+    @staticmethod
+    def call(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    @staticmethod
+    def proxy(value: Any) -> Any:
+        return value
+
+
+def _items(term: Term, captures: Mapping[str, Any], match: Match | _AtOnce, done: dict[Term, Any]) -> list[Any]:
     """Returns one item of a list, or what `*term` is for the items of the captured lists in it."""
     if not isinstance(term, Each):
         return [_compute(term, captures, match, done)]
@@ -82,7 +107,7 @@ def _items(term: Term, captures: Mapping[str, Any], match: Match, done: dict[Ter
     ]
 
 
-def _call(key: str, arguments: Mapping[str, Any], match: Match) -> Any:
+def _call(key: str, arguments: Mapping[str, Any], match: Match | _AtOnce) -> Any:
     given = tuple(arguments.values())
     if key == "operator.getitem":
         return match.call(operator.getitem, *given)
@@ -132,7 +157,7 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
                 f"pattern {text!r}: `{term_text(found)}` has an entry for each item of a captured list, and captures "
                 f"that are lists are {', '.join(sorted(pattern.lists)) or 'none'}"
             )
-    is_list = len(pattern.outputs) == 1 and isinstance(ast.parse(text.strip(), mode="eval").body, ast.List)
+    is_list = pattern.num_outputs == 1 and isinstance(ast.parse(text.strip(), mode="eval").body, ast.List)
     outputs = term.items if isinstance(term, ListOf) and not is_list else (term,)
     for output in outputs:
         is_value = isinstance(output, (Op, ListOf)) or (
@@ -140,9 +165,9 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
         )
         if not is_value:
             raise RuleDefinitionError(f"pattern {text!r}: {term_text(output)} is a Python value, not one of the graph")
-    if len(outputs) != len(pattern.outputs):
+    if len(outputs) != pattern.num_outputs:
         raise RuleDefinitionError(
-            f"pattern {text!r}: it gives {len(outputs)} values, the pattern has {len(pattern.outputs)} outputs"
+            f"pattern {text!r}: it gives {len(outputs)} values, the pattern has {pattern.num_outputs} outputs"
         )
     return Expression(outputs)
 

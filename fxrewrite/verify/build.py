@@ -81,6 +81,7 @@ class Builder:
         if self.sample.exposed:
             shared = [node for term, node in self._terms.items() if term.shared]
             outputs += [node for node in dict.fromkeys(shared) if node not in outputs]
+        outputs += [self._nodes[name] for name in self.sample.reading.through if isinstance(self._nodes[name], fx.Node)]
         try:
             return fx.GraphModule(torch.nn.Module(), self._finished(outputs))
         except TORCH_ERRORS as error:

@@ -59,6 +59,10 @@ def _function(key: str) -> Any:
         found, name = sys.modules.get(module), f"{owner}.{name}"
     for part in name.split("."):
         found = getattr(found, part, None)
+    if isinstance(found, type) and issubclass(found, torch.nn.Module):
+        raise NoCallError(
+            f"{key} is a module, of which no samples are made; test the rule on the functions that it calls"
+        )
     if found is None:
         raise NoCallError(f"there is no callable {key} in the modules imported so far")
     return found

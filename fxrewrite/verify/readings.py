@@ -52,12 +52,14 @@ class Reading:
         chosen: the alternatives that were taken.
         siblings: the capture that siblings share; the other captures of each sibling are named `name@1` ...
         lists: how many items there are, by captures that are lists; the items are named `name@0`, `name@1` ...
+        through: the captures that are outputs too.
     """
 
     outputs: tuple[Term, ...]
     chosen: tuple[Alternative, ...]
     siblings: str = ""
     lists: Mapping[str, int] = field(default_factory=dict[str, int], compare=False)
+    through: tuple[str, ...] = ()
 
 
 def by_item(reading: Reading, given: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -142,7 +144,7 @@ def read(pattern: Pattern, choose: Choose, given: Mapping[str, Any] | None = Non
         left_out = site.options[decide(site)]
         terms = zip(outputs, pattern.outputs, strict=True)
         outputs = tuple(output for output, term in terms if left_out != f"all but {term_text(term)}")
-    return Reading(outputs, tuple(chosen), lists=lists)
+    return Reading(outputs, tuple(chosen), lists=lists, through=tuple(name for _, name in pattern.through))
 
 
 def _resolve(term: Term, decide: Callable[..., int], lists: dict[str, int]) -> Term:

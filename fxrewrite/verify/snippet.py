@@ -63,7 +63,8 @@ def snippet(
         graphs["rewritten"] = after
     nodes = [node for gm in graphs.values() for node in gm.graph.nodes]
     modules: dict[str, None] = {"torch": None}
-    functions = [_function(name, gm, modules) for name, gm in graphs.items()]
+    given = [str(node.target) for node in before.graph.find_nodes(op="placeholder")]
+    functions = [_function(name, gm, modules, given) for name, gm in graphs.items()]
     called = [value for node in nodes for value in (node.target, *node.args, *node.kwargs.values())]
     if any(map(ops.is_of_a_library, called)):
         modules.update(dict.fromkeys(module for module in imports if module not in ("", "__main__")))
@@ -92,8 +93,11 @@ def snippet(
     return "\n".join([*comment, *lines, f"{', '.join(shown)} = {', '.join(calls)}", *prints]) + "\n"
 
 
-def _function(name: str, gm: fx.GraphModule, modules: dict[str, None]) -> str:
-    """Returns the graph as a function; values that are read several times are named v0, v1 ... in order."""
+def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Sequence[str]) -> str:
+    """Returns the graph as a function; values that are read several times are named v0, v1 ... in order.
+
+    `given` are its parameters, also those whose entries the module holds.
+    """
     numbers = itertools.count()
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
@@ -101,8 +105,11 @@ def _function(name: str, gm: fx.GraphModule, modules: dict[str, None]) -> str:
     is_any_order = all(ops.is_pure(node) and not ops.is_random(node) for node in calls)
     returned = ""
     for node in gm.graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or (node.op == "get_attr" and node.target in given):
             names[node] = str(node.target)
+        elif node.op == "get_attr":  # what a rule computed once
+            names[node] = f"v{next(numbers)}"
+            lines.append(f"    {names[node]} = {_tensor_text(ops.held(gm, node))}")
         elif node.op == "output":
             returned = f"return {_text(node.args[0], names)}"
         else:
@@ -112,7 +119,7 @@ def _function(name: str, gm: fx.GraphModule, modules: dict[str, None]) -> str:
             else:
                 names[node] = f"v{next(numbers)}"
                 lines.append(f"    {names[node]} = {text}")
-    header = f"def {name}({', '.join(names[node] for node in gm.graph.find_nodes(op='placeholder'))}):"
+    header = f"def {name}({', '.join(given)}):"
     if not lines and len(header) + len(returned) <= _WIDTH:
         return f"{header} {returned}"
     return "\n".join([header, *lines, f"    {returned}"])
@@ -124,8 +131,6 @@ def _call_text(node: fx.Node, names: Mapping[fx.Node, str], modules: dict[str, N
             modules[f"{type(value).__module__}:{type(value).__name__}"] = None
     args = [_text(argument, names) for argument in node.args]
     args_and_names = [*args, *(f"{name}={_text(value, names)}" for name, value in node.kwargs.items())]
-    if node.op == "get_attr":
-        raise AssertionError("samples have inputs, no attributes")
     if isinstance(node.target, str):
         return f"{args[0]}.{node.target}({', '.join(args_and_names[1:])})"
     return f"{_target_text(node.target, modules)}({', '.join(args_and_names)})"

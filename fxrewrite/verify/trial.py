@@ -22,6 +22,7 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients
 from fxrewrite.verify.guess import Guesses
+from fxrewrite.verify.held import holds, run_rewritten, with_attributes
 from fxrewrite.verify.observe import (
     Observation,
     Runner,
@@ -115,12 +116,18 @@ class Trials:
             return Trial("unmatched", _nearest_miss(self.pattern, before.graph.nodes), sample, before=before)
         sample = self._with_legal_integers(sample, before)
         after = copy_module(before)
-        outputs = Promise(after)
+        run_after = self.run or run_here
         try:
-            if not self.rewrite(after):
+            try:
+                count = self._rewritten(after)
+            except RefusedError as error:
+                if error.kind is not Reason.ONCE or self.bed is not None or not any(holds(before)):
+                    raise
+                after = with_attributes(before, [spec.tensor() for _, spec in sample.specs()])
+                count = self._rewritten(after)
+                run_after = run_rewritten(before, self._rewritten, run_after)
+            if not count:
                 return Trial("refused", "the rule refuses", sample, before=before)
-            with suppress(InvariantError), Edit(after) as edit:  # of lost outputs the comparison tells
-                outputs.keep(edit)
         except RefusedError as error:
             if error.kind is Reason.RAISED and self.bed is None:
                 return _compared(sample, before, after, [Difference("invalid", str(error))])
@@ -137,7 +144,15 @@ class Trials:
             after.graph.lint()
         except (RuntimeError, ValueError) as error:
             return _compared(sample, before, after, [Difference("invalid", f"the graph is malformed: {error}")])
-        return self._compare(sample, before, after, only)
+        return self._compare(sample, before, after, only, run_after)
+
+    def _rewritten(self, gm: fx.GraphModule) -> int:
+        """Applies the rule as a plan does, which copies results that would share memory; returns the rewrites."""
+        outputs = Promise(gm)
+        count = self.rewrite(gm)
+        with suppress(InvariantError), Edit(gm) as edit:  # of lost outputs the comparison tells
+            outputs.keep(edit)
+        return count
 
     def _with_legal_integers(self, sample: Sample, before: fx.GraphModule) -> Sample:
         """Returns the sample with integers that the original takes: an operator says by raising which it does not.
@@ -168,14 +183,17 @@ class Trials:
     def _matches(self, nodes: Iterable[fx.Node]) -> bool:
         return any(next(self.program.find(node, key), None) for node, key in self.program.roots(nodes))
 
-    def _compare(self, sample: Sample, before: fx.GraphModule, after: fx.GraphModule, only: Kind | None) -> Trial:
+    def _compare(
+        self, sample: Sample, before: fx.GraphModule, after: fx.GraphModule, only: Kind | None, run_after: Runner
+    ) -> Trial:
         specs = [spec for _, spec in sample.specs()]
         run = self.run or run_here
+        is_held = holds(before) if run_after is not run else [False] * len(specs)
 
         def inputs() -> list[torch.Tensor]:
             return [spec.tensor() for spec in specs]
 
-        was, is_now = observe(before, inputs(), run), observe(after, inputs(), run)
+        was, is_now = observe(before, inputs(), run), observe(after, inputs(), run_after)
 
         def oracle(evaluate: Evaluate) -> Oracle:
             largest = partial(self._magnitude, before, inputs, was)
@@ -191,11 +209,12 @@ class Trials:
             grads = gradients(before, inputs(), given, run)
             graded = isinstance(grads, list)
             if graded:
-                others = gradients(after, inputs(), given, run)
+                others = gradients(after, inputs(), given, run_after)
+                grads = [None if held else grad for grad, held in zip(grads, is_held, strict=True)]
                 names = [name for name, _ in sample.specs()]
 
                 def backward(gm: fx.GraphModule, at: list[torch.Tensor]) -> Sequence[Any] | None:
-                    found = gradients(gm, at, given, run)
+                    found = gradients(gm, at, given, run if gm is before or run_after is run else run_after)
                     return found if isinstance(found, list) else None
 
                 exact = oracle(backward)

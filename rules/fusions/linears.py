@@ -4,6 +4,9 @@
     linear(x, a, p), linear(x, b, q), ...    ->  the same, with cat([p, q, ...])
 
 Matches all linears of one value whose weights are parameters; those with a bias and those without are merged apart.
+`STACKED_LINEARS` concatenates once, when it is applied, for inference: the stacked weights are buffers, and the single
+ones leave the module where nothing else reads them. Its rules refuse weights that are inputs of the graph, as
+torch.compile passes them.
 These are q, k and v; gate and up, with them the MLP of a parallel block (GPT-J); k and v of all decoder layers over one
 encoder (T5).
 Does not match a weight that is computed ("expected a parameter at root.weight, found aten::mul (%mul)") or has one
@@ -14,7 +17,7 @@ Numerics: reassociates. On CPU, oneMKL chooses its kernel by the number of rows:
 and float16, mostly in float32, seldom in float64. Gradients of weights were equal; the gradient of `x` is one sum
 instead of several.
 Cost: every call concatenates the weights and splits their gradient, which one large product must make up for. A backend
-that folds constants, as inductor's freezing does, concatenates once.
+that folds constants, as inductor's freezing does, concatenates once, as `STACKED_LINEARS` does.
 Source: NVIDIA Megatron-LM, megatron/core/transformer/attention.py (linear_qkv); PyTorch,
 torch/_inductor/fx_passes/freezing_patterns.py.
 
@@ -26,6 +29,9 @@ torch/_inductor/fx_passes/freezing_patterns.py.
 ...     def forward(self, x):
 ...         return self.q(x), self.k(x)
 >>> gm = torch.export.export(Parallel(), (torch.rand(3, 4),)).module()
+>>> stacked, report = STACKED_LINEARS.once().applied(gm)
+>>> print(report.lines[0])
+computed once: self.weights of q.weight, k.weight (linears.stack_biased)
 >>> LINEARS.apply(gm)["linears.merge_biased"].rewrites
 1
 """
@@ -37,27 +43,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Constraint, Param, Pattern, Rule, RuleSet, cap, op, refuse, siblings, where
+from fxrewrite import Constraint, Match, Param, Pattern, Rule, RuleSet, cap, op, refuse, siblings, where
 
-__all__ = ["LINEARS"]
+__all__ = ["LINEARS", "STACKED_LINEARS"]
 
 aten = torch.ops.aten
 _x, _w, _b = cap("x"), cap("w", Param), cap("b", Param)
 
 
-def _rule(name: str, linear: Any, *conditions: Constraint) -> Rule:
+def _rule(name: str, linear: Any, *conditions: Constraint, gradients: bool = True) -> Rule:
     return Rule(
         f"linears.{name}",
         Pattern((siblings(linear, on="x"),), (where.rank("w", 2), *conditions)),
         numerics="reassociates",
+        gradients=gradients,
         optional=True,
     )
 
 
+_BIASED = op("linear", _x, _w, _b), where.rank("b", 1), where.size("b", 0, "==", "size(w, 0)")
 merge = _rule("merge", op("linear", _x, _w))
-merge_biased = _rule(
-    "merge_biased", op("linear", _x, _w, _b), where.rank("b", 1), where.size("b", 0, "==", "size(w, 0)")
-)
+merge_biased = _rule("merge_biased", *_BIASED)
+stack = _rule("stack", op("linear", _x, _w), gradients=False)
+stack_biased = _rule("stack_biased", *_BIASED, gradients=False)
 
 
 @merge.replacement
@@ -72,12 +80,24 @@ def _(x: fx.Proxy, w: list[fx.Proxy], b: list[fx.Proxy]) -> tuple[Any, ...]:
     return _split(aten.linear(x, _joined("weights", w), _joined("biases", b)), w)
 
 
-def _joined(what: str, tensors: list[Any]) -> Any:
+@stack.replacement
+def _(match: Match, x: fx.Proxy, w: list[fx.Proxy]) -> tuple[Any, ...]:
+    """one linear of a stacked weight, split"""
+    return _split(aten.linear(x, _joined("weights", w, match)), w)
+
+
+@stack_biased.replacement
+def _(match: Match, x: fx.Proxy, w: list[fx.Proxy], b: list[fx.Proxy]) -> tuple[Any, ...]:
+    """one linear of a stacked weight and bias, split"""
+    return _split(aten.linear(x, _joined("weights", w, match), _joined("biases", b, match)), w)
+
+
+def _joined(what: str, tensors: list[Any], once: Match | None = None) -> Any:
     """Concatenates the tensors; refuses different dtypes, which torch.cat would promote to one that no linear has."""
     kinds = dict.fromkeys(f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in tensors)
     if len(kinds) > 1:
         refuse(f"the {what} are {', '.join(kinds)}")
-    return aten.cat(tensors)
+    return aten.cat(tensors) if once is None else once.once(torch.cat, tensors, name=what)
 
 
 def _split(merged: Any, weights: list[Any]) -> tuple[Any, ...]:
@@ -86,3 +106,4 @@ def _split(merged: Any, weights: list[Any]) -> tuple[Any, ...]:
 
 
 LINEARS = RuleSet("linears", merge, merge_biased)
+STACKED_LINEARS = RuleSet("stacked_linears", stack, stack_biased)

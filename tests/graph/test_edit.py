@@ -129,7 +129,7 @@ def test_a_body_is_attached_and_taken_away_again() -> None:
     before = state(gm)
     body = fx.symbolic_trace(lambda x: x.sin())
     with pytest.raises(KeyError), Edit(gm) as edit:  # noqa: PT012
-        assert edit.attach(body, "body").target == "body_0"
+        assert edit.attach(body, "body").target == "body"
         assert edit.attach(body, "body").target == "body_1"
         raise KeyError
     assert state(gm) == before
@@ -137,7 +137,7 @@ def test_a_body_is_attached_and_taken_away_again() -> None:
     with Edit(gm) as edit:
         edit.attach(body, "body")
     gm.graph.lint()
-    assert gm.body_0 is body
+    assert gm.body is body
 
 
 def test_undo_costs_what_was_changed() -> None:

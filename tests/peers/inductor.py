@@ -571,11 +571,16 @@ def test_replace_mul_zero() -> None:
     assert not zero.verify(samples=16).ok
 
 
-@INDUCTOR.case(
-    "worse", "an input that is an output is refused: its other readers, which the pattern does not name, would change"
-)
+@INDUCTOR.case("better", "`verify` tests what is said of the input: here that x is x * y * y, which is false")
 def test_input_output_same() -> None:
-    replaced(lambda x, y: (x + y, x), lambda x, y: ((m := x * y), m * y), [torch.ones(3, 3), torch.ones(3, 3)])
+    x, y = torch.full((3, 3), 2.0), torch.full((3, 3), 3.0)
+    one = replaced(lambda x, y: (x + y, x, y), lambda x, y: ((m := x * y), m * y, y), [x, y])
+    gm = traced(lambda x, y: ((x + y) - y) * x, x, y)
+    applied(one, gm, 1)
+    torch.testing.assert_close(gm(x, y), (x * y - y) * (x * y * y))
+    false = made(lambda x, y: (x + y, x), lambda x, y: (x + y, x * y * y))
+    assert not false.verify(samples=4).ok
+    assert made(lambda x, y: (x + y, x), lambda x, y: (y + x, x.clone()), terminates=False).verify(samples=4).ok
 
 
 @INDUCTOR.case()

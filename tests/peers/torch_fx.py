@@ -178,11 +178,32 @@ def test_subgraph_rewriter_traced_as_callable() -> None:
         rewritten(lambda x: sum_of(x) * 2, prepare(Pattern()), prepare(Replacement()), lambda x: x.sigmoid() * 2, 1, X)
 
 
-@REWRITER.case("worse", "needs modules as patterns")
+@REWRITER.case(
+    "better", "by class and options: a module of another name matches, and another module of that name does not"
+)
 def test_subgraph_rewriter_replaces_referenced_submodules() -> None:
-    model = torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.ReLU())
-    other = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.ReLU())
-    rewritten(model, torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.ReLU()), other, other, 1, X)
+    class Layers(torch.nn.Module):
+        def __init__(self, first: torch.nn.Module, *, adds: bool = False) -> None:
+            super().__init__()
+            self.add_module(type(first).__name__.lower(), first)
+            self.first, self.submod, self.adds = [first], torch.nn.ReLU(), adds
+
+        def forward(self, x: Any) -> Any:
+            return self.submod(self.first[0](x + 1 if self.adds else x))
+
+    model, other = Layers(torch.nn.Sigmoid(), adds=True), Layers(torch.nn.Tanh())
+    gm = rewritten(model, Layers(torch.nn.Sigmoid()), other, lambda x: other(x + 1), 1, X)
+    assert {name: type(module) for name, module in gm.named_children()} == {
+        "submod": torch.nn.ReLU,
+        "tanh": torch.nn.Tanh,
+    }
+    assert gm.submod is model.submod
+    assert isinstance(model.sigmoid, torch.nn.Sigmoid)  # the model that was traced is as it was
+    sequence = torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.ReLU())
+    rewritten(model, sequence, lambda x: x * 2, lambda x: (x + 1) * 2, 1, X)
+    rewritten(model, torch.nn.Sequential(torch.nn.Sigmoid(), torch.nn.ReLU6()), lambda x: x, model, 0, X)
+    leaky = torch.nn.Sequential(torch.nn.LeakyReLU(0.5))
+    rewritten(leaky, torch.nn.Sequential(torch.nn.LeakyReLU(0.25)), lambda x: x, leaky, 0, X)
 
 
 REWRITER.add("test_subgraph_rewriter_annotations_int", None, "n/a", "tests the tracer")
@@ -252,7 +273,7 @@ def test_matching_pattern_with_list_type_arg() -> None:
     assert list(call.args[1:]) == [[3, 4], [1, 2]]
 
 
-@REWRITER.case("worse", "needs new parameters: a tensor that the replacement brings along")
+@REWRITER.case()
 def test_replacement_with_attrs() -> None:
     class Model(torch.nn.Module):
         def __init__(self, value: float, *, subtracts: bool = False) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
-from rules.fusions.linears import LINEARS
+from rules.fusions.linears import LINEARS, STACKED_LINEARS
 
 Forward = Callable[[Any, torch.Tensor], Any]
 D = 8
@@ -85,6 +85,23 @@ def test_one_linear(case: str, dtype: torch.dtype) -> None:
         values_and_gradients(gm, x), values_and_gradients(model, x), rtol=tolerance, atol=tolerance
     )
     assert LINEARS.apply(gm).rewrites == 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stacked_once(case: str) -> None:
+    model, rewrites = CASES[case]
+    gm, x = exported(model.double())
+    report = STACKED_LINEARS.apply(gm)
+    assert {e.rule.partition(".stack")[2]: e.rewrites for e in report.rules if e.rewrites} == {
+        name.removeprefix("merge"): count for name, count in rewrites.items()
+    }
+    torch.testing.assert_close(gm(x), model(x), rtol=1e-12, atol=1e-12)
+    stacked = {name for name in gm.state_dict() if name.startswith(("weights", "biases"))}
+    single = {str(node.target) for node in gm.graph.find_nodes(op="get_attr")} - stacked
+    assert stacked
+    assert set(gm.state_dict()) <= stacked | single | set(model.state_dict())
+    assert not {"weights", "weights_1"} <= stacked or case == "two inputs"
+    assert STACKED_LINEARS.apply(gm).rewrites == 0
 
 
 @pytest.mark.parametrize(
