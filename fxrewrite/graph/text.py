@@ -150,7 +150,8 @@ class GraphWriter:
         if node.op == "output":
             return f"return {self._argument(node.args[0])}"
         if node.op == "get_attr":
-            return f"self.{node.target}{_small_constant(_attribute(gm, node.target))}"
+            computed = "fxrewrite" in node.meta  # once, by a rule: its entries depend on weights, and on the machine
+            return f"self.{node.target}{'' if computed else _small_constant(_attribute(gm, node.target))}"
         arguments = self._arguments(node)
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"

@@ -58,7 +58,8 @@ def compute_once(
     _check_unwritten(match, effects, held)
     _check_untrained(match, held, gradients)
     known = edit.shared("computed once", dict[Any, tuple[Any, Any]])
-    same: Any = function if isinstance(function, Hashable) else id(function)
+    is_value = isinstance(function, Hashable)  # pyright: ignore[reportUnnecessaryIsInstance]
+    same: Any = function if is_value else id(function)
     key = same, identity_of(args), identity_of(kwargs)  # values of equal calls are kept alive below
     if key in known:
         made = known[key][1]  # unless a savepoint undid it, or a rule erased it

@@ -208,13 +208,13 @@ class Trials:
             given = cotangents(was.results)
             grads = gradients(before, inputs(), given, run)
             graded = isinstance(grads, list)
-            if graded:
+            if isinstance(grads, list):
                 others = gradients(after, inputs(), given, run_after)
                 grads = [None if held else grad for grad, held in zip(grads, is_held, strict=True)]
                 names = [name for name, _ in sample.specs()]
 
                 def backward(gm: fx.GraphModule, at: list[torch.Tensor]) -> Sequence[Any] | None:
-                    found = gradients(gm, at, given, run if gm is before or run_after is run else run_after)
+                    found = gradients(gm, at, given, run_after)
                     return found if isinstance(found, list) else None
 
                 exact = oracle(backward)

@@ -106,7 +106,7 @@ def _once(match: Match, *args: Any) -> Any:
 
 @fold_conv.replacement
 def _(
-    *, match: Match, x: Any, w: fx.Proxy, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float,
+    *, match: Match, x: Any, w: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float,
     stride: Any, padding: Any, dilation: Any, groups: int,
 ) -> fx.Proxy:  # fmt: skip
     """conv(x, w, b) of folded w and b"""
@@ -116,7 +116,7 @@ def _(
 
 @fold_transposed_conv.replacement
 def _(
-    *, match: Match, x: Any, w: fx.Proxy, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float,
+    *, match: Match, x: Any, w: Any, b: Any, gamma: Any, beta: Any, mean: Any, var: Any, eps: float,
     stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any,
 ) -> fx.Proxy:  # fmt: skip
     """conv_transpose(x, w, b) of folded w and b"""

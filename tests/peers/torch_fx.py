@@ -178,9 +178,7 @@ def test_subgraph_rewriter_traced_as_callable() -> None:
         rewritten(lambda x: sum_of(x) * 2, prepare(Pattern()), prepare(Replacement()), lambda x: x.sigmoid() * 2, 1, X)
 
 
-@REWRITER.case(
-    "better", "by class and options: a module of another name matches, and another module of that name does not"
-)
+@REWRITER.case("better", "modules are found by class and options, and not by name")
 def test_subgraph_rewriter_replaces_referenced_submodules() -> None:
     class Layers(torch.nn.Module):
         def __init__(self, first: torch.nn.Module, *, adds: bool = False) -> None:
