@@ -116,6 +116,7 @@ from fxrewrite.spmd.placement import (
 )
 from fxrewrite.spmd.price import (
     FLOPS_PER_BYTE_SENT as FLOPS_PER_BYTE_SENT,
+    PRICE as PRICE,
     Price as Price,
     bytes_held as bytes_held,
     collective_bytes as collective_bytes,

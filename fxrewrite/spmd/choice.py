@@ -27,8 +27,17 @@ class Chosen(Event, frozen=True):
     kind: Literal["chosen"] = "chosen"
     of: str = Field(description="what there are several ways for")
     way: str = Field(description="the chosen one")
-    prices: dict[str, Price] = Field(description="of each way that is possible")
-    impossible: dict[str, str] = Field(description="of each other way, why it is not")
+    ways: dict[str, Price | str] = Field(description="the price of each, or why it is impossible")
+
+    @property
+    def prices(self) -> dict[str, Price]:
+        """Of each way that is possible."""
+        return {name: found for name, found in self.ways.items() if isinstance(found, Price)}
+
+    @property
+    def impossible(self) -> dict[str, str]:
+        """Of each other way, why it is not."""
+        return {name: found for name, found in self.ways.items() if isinstance(found, str)}
 
     @property
     def price(self) -> Price:
@@ -38,8 +47,10 @@ class Chosen(Event, frozen=True):
     @property
     def others(self) -> str:
         """What the other ways would cost, or why they are impossible."""
-        found = {name: price.beside(self.price) for name, price in self.prices.items()} | self.impossible
-        return "; ".join(f"{name}: {said}" for name, said in found.items() if name != self.way)
+        said = {
+            name: found if isinstance(found, str) else found.beside(self.price) for name, found in self.ways.items()
+        }
+        return "; ".join(f"{name}: {found}" for name, found in said.items() if name != self.way)
 
     def __str__(self) -> str:
         return f"chosen: {self.of}: {self.way}, which {self.price} ({self.others})"
@@ -52,9 +63,8 @@ def choose(of: str, ways: Mapping[str, Price | str]) -> Chosen:
         FxRewriteError: no way is possible; says why, of each.
     """
     prices = {name: found for name, found in ways.items() if isinstance(found, Price)}
-    impossible = {name: found for name, found in ways.items() if isinstance(found, str)}
     if not prices:
-        reasons = "".join(f"\n  {name}: {reason}" for name, reason in impossible.items())
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in ways.items())
         raise FxRewriteError(f"{of}: no way is possible; state one that is:{reasons}")
     way = min(prices, key=lambda name: prices[name].total)
-    return Chosen(of=of, way=way, prices=prices, impossible=impossible)
+    return Chosen(of=of, way=way, ways=dict(ways))

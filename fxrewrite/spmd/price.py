@@ -25,6 +25,7 @@ from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_sa
 
 __all__ = [
     "FLOPS_PER_BYTE_SENT",
+    "PRICE",
     "CollectiveKind",
     "Price",
     "bytes_held",
@@ -36,6 +37,10 @@ CollectiveKind: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter"
 
 FLOPS_PER_BYTE_SENT = 2000.0
 """FLOPs that take as long as sending one byte: half of 1e15 FLOP/s by 250 GB/s, an H100 on NVLink."""
+
+
+PRICE = "price"
+"""In the metadata of an operator that communicates inside: its `Price`, which the program's has in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Price:
     def beside(self, chosen: Price) -> str:
         """What it is, in words, with its operations in units of those of the chosen one."""
         computes = "computes as much" if self.flops == chosen.flops else f"computes {_ratio(self, chosen)} as much"
-        return f"sends {round(self.forward):,} bytes forward and {round(self.backward):,} backward, {computes}"
+        return f"{self}, the busiest rank {computes}"
 
     def __str__(self) -> str:
         return f"sends {round(self.forward):,} bytes forward and {round(self.backward):,} backward"

@@ -2,6 +2,7 @@
 
 The bytes of the backward pass are those of the adjoints of collectives that a gradient flows through, and of the means
 that `cotangents` writes. What must be computed again there, such as gathered parameters, is sent again.
+An operator that communicates inside says itself what it costs (`PRICE`), one that multiplies is declared as a product.
 Complexity: one pass over the nodes in each direction.
 """
 
@@ -17,7 +18,7 @@ from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.ops import Trait, bind, factors, has_trait, is_inexact, is_parameter, key, tensors_of, without_gradients
 from fxrewrite.spmd.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.price import CollectiveKind, Price, bytes_held, collective_bytes
+from fxrewrite.spmd.price import PRICE, CollectiveKind, Price, bytes_held, collective_bytes
 from fxrewrite.spmd.products import is_product, operations
 from fxrewrite.spmd.send_rows import SEND_ROWS
 
@@ -56,7 +57,12 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
         there, back = _sent(node, sizes, through)
         forward += there
         backward += (times - 1) * there + (back if node in live else 0.0)
-        if is_product(node):
+        inside = node.meta.get(PRICE)
+        if inside is not None:
+            forward += inside.forward
+            backward += inside.backward if node in live else 0.0
+            flops += inside.flops
+        elif is_product(node):
             flops += operations(node) * (times + (_factors_with_gradients(node, through) if node in live else 0.0))
     parameters = (node for node in nodes if node.op == "placeholder" and is_parameter(node))
     return Price(forward, backward, flops, sum(map(bytes_held, parameters)))
