@@ -71,8 +71,11 @@ class Registry(Mapping[str, T], Generic[T]):
     def __init__(self, entries: Iterable[EntryPoint], kind: type[T], what: str) -> None:
         self._kind, self._what = kind, what
         self._entries: dict[str, list[EntryPoint]] = defaultdict(list)
-        for entry in sorted(entries, key=lambda entry: (entry.name, _distribution(entry))):
+        for entry in sorted(entries, key=lambda entry: entry.name):
             self._entries[entry.name].append(entry)
+        for same in self._entries.values():
+            if len(same) > 1:  # a distribution's metadata are a file to parse
+                same.sort(key=_distribution)
 
     def __getitem__(self, name: str) -> T:
         """What is registered under the name.
@@ -89,14 +92,17 @@ class Registry(Mapping[str, T], Generic[T]):
             raise RegistryError(
                 f"{self._what} {name!r} is registered twice, by {both}; uninstall one, or name its object"
             )
-        where = f"{self._what} {name!r} of distribution {_distribution(entry)} ({entry.value})"
         try:
             found = entry.load()
         except Exception as error:
-            raise RegistryError(f"{where} is broken: {raised_text(error)}") from error
+            raise self._broken(entry, raised_text(error)) from error
         if not isinstance(found, self._kind):
-            raise RegistryError(f"{where} is broken: expected a {self._kind.__name__}, found {_kind(found)}")
+            raise self._broken(entry, f"expected a {self._kind.__name__}, found {_kind(found)}")
         return found
+
+    def _broken(self, entry: EntryPoint, why: str) -> RegistryError:
+        where = f"{self._what} {entry.name!r} of distribution {_distribution(entry)} ({entry.value})"
+        return RegistryError(f"{where} is broken: {why}")
 
     def working(self) -> Iterator[tuple[str, T]]:
         """Each name whose entry point can be loaded, and what it leads to; the others are warned of."""

@@ -13,17 +13,15 @@ from autosp_rules.attention.strategy import (
     AttentionCall,
     AttentionStrategy,
     Choice,
-    Cost,
     choice_of,
-    choose,
     redistribution_of,
+    write_choice,
 )
 from autosp_rules.config import AttentionOption
-from autosp_rules.lengths import planned_size
-from autosp_rules.memory.costs import FLOPS_PER_BYTE_SENT, bytes_of, planned_for
+from autosp_rules.memory.costs import bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import source_line
-from fxrewrite.spmd import Axis, Shard, SpmdContext, placement_of, redistribution_bytes, size_hint
+from fxrewrite.spmd import Axis, Shard, SpmdContext, choose, placement_of, redistribution_bytes, size_hint
 from rules.attention.operator import attentions
 
 __all__ = ["AttentionRuns", "ChooseAttention", "DescribeAttention"]
@@ -32,9 +30,8 @@ __all__ = ["AttentionRuns", "ChooseAttention", "DescribeAttention"]
 class ChooseAttention:
     """A step that chooses a strategy for every attention of the graph.
 
-    That is the strategy that the user requested, or else the one with the least estimated time: bytes that a rank
-    sends, forward and backward, converted to FLOPs, plus the FLOPs of the busiest rank. Of equals the first, ulysses,
-    wins.
+    That is the strategy that the user requested, or else the one with the least price (`fxrewrite.spmd.Price`). Of
+    equals the first, ulysses, wins.
     """
 
     name = "choose_strategy"
@@ -47,29 +44,26 @@ class ChooseAttention:
         """Stores a choice for every attention, or refuses the requested strategy. Changes no node."""
         axis = SpmdContext.required(context, self.name).axis
         for node in attentions(edit.nodes()):
-            choose(edit, node, self._choice(node, AttentionCall.of(node), axis))
+            write_choice(edit, node, self._choice(node, AttentionCall.of(node), axis))
         return 0
 
     def _choice(self, node: fx.Node, call: AttentionCall, axis: Axis) -> Choice:
-        reasons = {name: strategy.why_not(call, axis) for name, strategy in self._strategies.items()}
-        able = [strategy for name, strategy in self._strategies.items() if not reasons[name]]
-        costs = {strategy.name: strategy.cost(call, axis) for strategy in able}
-        longer = planned_size(call.k.shape[-2]) / size_hint(call.k.shape[-2])
-        cheapest = min(able, key=lambda strategy: _time(costs[strategy.name], longer))
-        chosen = cheapest if self._asked == "auto" else self._strategies[self._asked]
-        if reasons[chosen.name]:
+        ways = {
+            name: strategy.why_not(call, axis) or strategy.cost(call, axis)
+            for name, strategy in self._strategies.items()
+        }
+        found = choose("attention", ways)
+        name = found.way if self._asked == "auto" else self._asked
+        reason = found.impossible.get(name)
+        if reason is not None:
             refuse(
-                f"attention={self._asked!r}: {reasons[chosen.name]}",
+                f"attention={name!r}: {reason}",
                 node=node,
-                hint=f"use attention={cheapest.name!r}, which serves it, or 'auto'",
+                hint=f"use attention={found.way!r}, which serves it, or 'auto'",
             )
-        others = [
-            f"{name}: {reasons[name] or _priced(costs[name], costs[chosen.name])}"
-            for name in self._strategies
-            if name != chosen.name
-        ]
-        choice = chosen.choose(call, axis, self._asked != "auto")
-        return replace(choice, why=self._why(node, choice, reasons), others="; ".join(others))
+        choice = self._strategies[name].choose(call, axis, self._asked != "auto")
+        others = found.model_copy(update={"way": name}).others
+        return replace(choice, why=self._why(node, choice, found.impossible), others=others)
 
     def _why(self, node: fx.Node, choice: Choice, reasons: dict[str, str]) -> str:
         if self._asked != "auto":
@@ -77,30 +71,11 @@ class ChooseAttention:
         if choice.strategy == "ulysses":
             return choice.why
         cheaper = f"costs less than ulysses{planned_for([node])}"
-        return ", ".join(filter(None, (reasons["ulysses"] or cheaper, choice.why)))
+        return ", ".join(filter(None, (reasons.get("ulysses", cheaper), choice.why)))
 
     def text(self) -> str:
         names = ", ".join(self._strategies)
         return f"the cheapest strategy that serves each attention, or the requested one ({self._asked}): {names}"
-
-
-def _time(cost: Cost, longer: float) -> float:
-    """Returns the estimated time in FLOPs per token: communication converted by the machine's FLOPs-per-byte ratio,
-    plus the compute of the busiest rank.
-
-    In a sequence `longer` times as long, a token sends as much but computes `longer` times as much.
-    """
-    return (cost.forward + cost.backward) * FLOPS_PER_BYTE_SENT + _PASSES * cost.flops * longer
-
-
-_PASSES = 3.5
-"""FLOPs of forward and backward in units of the forward: flash attention has 2 products forward and 5 backward."""
-
-
-def _priced(cost: Cost, chosen: Cost) -> str:
-    return f"sends {round(cost.forward):,} bytes forward and {round(cost.backward):,} backward, the busiest rank " + (
-        "computes as much" if cost.flops == chosen.flops else f"computes {cost.flops / chosen.flops:.2f} x as much"
-    )
 
 
 class AttentionRuns(Event, frozen=True):

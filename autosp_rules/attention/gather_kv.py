@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, Cost, divides, needs, serve
+from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, divides, needs, serve
 from fxrewrite import Match
-from fxrewrite.spmd import Axis, Replicate, Shard, SpmdContext, redistribute, redistribution_bytes, size_proxy
+from fxrewrite.spmd import Axis, Price, Replicate, Shard, SpmdContext, redistribute, redistribution_bytes, size_proxy
 from rules.attention.operator import attend_with, attention_rule
 from rules.masks.kinds import CAUSAL, name_mask
 
@@ -68,11 +68,11 @@ def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
     return Choice("gather_kv", "", causal_to_mask.id if call.is_causal else "")
 
 
-def _cost(call: AttentionCall, axis: Axis) -> Cost:
+def _cost(call: AttentionCall, axis: Axis) -> Price:
     """Returns the cost; the last rank is busiest, because its rows read the most keys."""
     sent = redistribution_bytes(call.kv_bytes(), Shard(-2), Replicate(), axis.size)
     busiest = (2 - 1 / axis.size) if call.hides_later_keys else 1
-    return Cost(sent, sent, busiest * call.flops / axis.size)
+    return Price(sent, sent, busiest * call.flops / axis.size)
 
 
 GATHER_KV = AttentionStrategy("gather_kv", _why_not, _choose, _cost, rules=(causal_to_mask, gather_keys))

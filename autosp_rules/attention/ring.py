@@ -32,7 +32,6 @@ from autosp_rules.attention.strategy import (
     AttentionCall,
     AttentionStrategy,
     Choice,
-    Cost,
     needs,
     serve,
 )
@@ -46,6 +45,7 @@ from fxrewrite.spmd import (
     Call,
     IndexMap,
     LayoutRule,
+    Price,
     Shard,
     Size,
     SpmdContext,
@@ -295,7 +295,7 @@ def _rows(call: AttentionCall, axis: Axis) -> int:
     return -(-size_hint(call.q.shape[2]) // axis.size)
 
 
-def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Cost:
+def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Price:
     """Returns the cost: keys of a group go around the ring, q, k, v and the result are exchanged, dk and dv return in
     float32."""
     num_groups, heads = axis.size // per_group, math.lcm(size_hint(call.kv_heads), per_group)
@@ -306,14 +306,14 @@ def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Cost:
     wide = max(4, call.q.element_size()) / call.q.element_size()
     forward = to_heads + to_halves + collective_bytes("all_gather", chunk, num_groups)
     busiest = 2 - 1 / num_groups if halves == "odd" and call.hides_later_keys else 1
-    return Cost(forward, forward + num_groups * wide * chunk, busiest * call.flops / axis.size)
+    return Price(forward, forward + num_groups * wide * chunk, busiest * call.flops / axis.size)
 
 
-def _ring_cost(call: AttentionCall, axis: Axis) -> Cost:
+def _ring_cost(call: AttentionCall, axis: Axis) -> Price:
     return _cost(call, axis, 1)
 
 
-def _groups_cost(call: AttentionCall, axis: Axis) -> Cost:
+def _groups_cost(call: AttentionCall, axis: Axis) -> Price:
     return _cost(call, axis, _per_group(size_hint(call.heads), axis.size))
 
 

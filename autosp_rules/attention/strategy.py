@@ -13,24 +13,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosp_rules.memory.costs import attention_flops, hides_later_keys
+from autosp_rules.lengths import planned_size
+from autosp_rules.memory.costs import ATTENTION_PASSES, attention_flops, hides_later_keys
 from fxrewrite import Constraint, Edit, Match, Rule, where
 from fxrewrite.graph import Fact
 from fxrewrite.ops import bind
-from fxrewrite.spmd import REQUIRED, Axis, Placement, Size, redistribute, require_divisible, size_hint
+from fxrewrite.spmd import REQUIRED, Axis, Placement, Price, Size, redistribute, require_divisible, size_hint
 
 __all__ = [
     "CHOICE",
     "AttentionCall",
     "AttentionStrategy",
     "Choice",
-    "Cost",
     "choice_of",
-    "choose",
     "divides",
     "needs",
     "redistribution_of",
     "serve",
+    "write_choice",
 ]
 
 
@@ -48,14 +48,17 @@ class AttentionCall:
     enable_gqa: bool
     hides_later_keys: bool
     flops: float
-    """FLOPs of the call on one device, forward, without what a causal mask hides."""
+    """FLOPs of the call on one device, forward and backward, without what a causal mask hides, for each token that it
+    has, in a sequence of the length that the program is planned for."""
 
     @staticmethod
     def of(node: fx.Node) -> AttentionCall:
         """Reads the operands and options of a call of `rules.attention.operator.ATTEND`."""
         q, k, v, mask, sinks, dropout_p, is_causal, _, enable_gqa = bind(node).values()
         q, k, v = (x.meta["val"] for x in (q, k, v))
-        hides, flops = hides_later_keys(node), attention_flops(node, size_hint)
+        # In a sequence `longer` times as long, a token sends as much but computes `longer` times as much.
+        longer = planned_size(k.shape[-2]) / size_hint(k.shape[-2])
+        hides, flops = hides_later_keys(node), ATTENTION_PASSES * attention_flops(node, size_hint) * longer
         return AttentionCall(q, k, v, mask, sinks, dropout_p, is_causal, enable_gqa, hides, flops)
 
     @property
@@ -86,15 +89,6 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """Cost of a call: bytes that a rank sends, forward and backward, and forward FLOPs of the busiest rank."""
-
-    forward: float
-    backward: float
-    flops: float
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """A strategy for one call, why it was chosen, and the id of the rule that must rewrite the call first."""
 
@@ -122,7 +116,7 @@ class AttentionStrategy:
     """Says why the strategy cannot serve a call; empty if it can."""
     choose: Callable[[AttentionCall, Axis, bool], Choice]
     """Returns the choice of this strategy for a call that it serves; the bool says whether the user requested it."""
-    cost: Callable[[AttentionCall, Axis], Cost]
+    cost: Callable[[AttentionCall, Axis], Price]
     rules: tuple[Rule, ...] = ()
     """Rules that run before propagation, on calls whose choice needs them."""
 
@@ -142,7 +136,7 @@ def choice_of(node: fx.Node) -> Choice | None:
     return CHOICE.of(node)
 
 
-def choose(edit: Edit, node: fx.Node, choice: Choice) -> None:
+def write_choice(edit: Edit, node: fx.Node, choice: Choice) -> None:
     """Write the choice down where `choice_of` finds it, and propagation the placement that it requires."""
     edit.set_fact(node, CHOICE, choice)
     if choice.required is not None:
@@ -153,7 +147,7 @@ def serve(match: Match, attended: fx.Proxy) -> fx.Proxy:
     """Copies the matched call's choice to its replacement, and marks the pending rewrite as done."""
     choice = choice_of(match.root)
     assert choice is not None, "rules of a strategy match chosen calls"
-    choose(match.edit, attended.node, replace(choice, rewrite=""))
+    write_choice(match.edit, attended.node, replace(choice, rewrite=""))
     return attended
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, Cost, divides, needs, serve
+from autosp_rules.attention.strategy import AttentionCall, AttentionStrategy, Choice, divides, needs, serve
 from fxrewrite import Match
-from fxrewrite.spmd import Axis, Shard, SpmdContext, is_same_size, redistribution_bytes, size_hint
+from fxrewrite.spmd import Axis, Price, Shard, SpmdContext, is_same_size, redistribution_bytes, size_hint
 from rules.attention.operator import attend_with, attention_rule
 
 __all__ = ["ULYSSES", "repeat_kv_heads"]
@@ -60,10 +60,10 @@ def _choose(call: AttentionCall, axis: Axis, asked: bool) -> Choice:
     return Choice("ulysses", why, repeat_kv_heads.id, required=required)
 
 
-def _cost(call: AttentionCall, axis: Axis) -> Cost:
+def _cost(call: AttentionCall, axis: Axis) -> Price:
     whole = call.qo_bytes + call.kv_bytes(math.lcm(size_hint(call.kv_heads), axis.size))
     sent = redistribution_bytes(whole, Shard(-2), Shard(-3), axis.size)
-    return Cost(sent, sent, call.flops / axis.size)
+    return Price(sent, sent, call.flops / axis.size)
 
 
 ULYSSES = AttentionStrategy("ulysses", _why_not, _choose, _cost, rules=(repeat_kv_heads,))

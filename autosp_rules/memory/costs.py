@@ -16,13 +16,14 @@ from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
 from fxrewrite.graph import Fact, product, reached, size_hint
 from fxrewrite.ops import bind, has_trait, is_inexact, is_maybe_view, is_random, is_view, key, mutated, tensors_of
-from fxrewrite.spmd import COLLECTIVES, Size, collective_bytes, operations
+from fxrewrite.spmd import COLLECTIVES, FLOPS_PER_BYTE_SENT, PRICE, Price, Size, collective_bytes, operations
 from rules.attention.operator import ATTEND
 from rules.masks.kinds import kind_of
 from rules.random import by_rank
 
 __all__ = [
     "ATTENTION",
+    "ATTENTION_PASSES",
     "Sends",
     "attention_flops",
     "backward_reads",
@@ -53,8 +54,8 @@ ATTENTION = frozenset(
 )
 """Keys of operators that are attention; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
 
-FLOPS_PER_BYTE_SENT = 2000.0
-"""FLOPs that take as long as sending one byte: half of 1e15 FLOP/s by 250 GB/s, an H100 on NVLink."""
+ATTENTION_PASSES = 3.5
+"""FLOPs of forward and backward in units of the forward: flash attention has 2 products forward and 5 backward."""
 
 _EXCHANGES = frozenset({"autosp::exchange"})
 """Operators that send and wait in one."""
@@ -79,8 +80,10 @@ _SENDS = Fact[Sends]("sends")
 
 
 def set_sends(edit: Edit, node: fx.Node, sends: Sends) -> None:
-    """Records what the operator sends, for its cost and the report."""
+    """Records what the operator sends, for its cost, the report, and the price of a program that has it."""
+    flops = ATTENTION_PASSES * attention_flops(node, size_hint) if key(node) in ATTENTION else 0.0
     edit.set_fact(node, _SENDS, sends)
+    edit.set_meta(node, PRICE, Price(sends.forward, sends.backward, flops))
 
 
 def sends_of(node: fx.Node) -> Sends | None:

@@ -14,6 +14,7 @@ from fxrewrite.graph.sizes import (
 )
 from fxrewrite.spmd.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
 from fxrewrite.spmd.agree import agree as agree
+from fxrewrite.spmd.alternatives import choose_alternatives as choose_alternatives
 from fxrewrite.spmd.backend import SpmdBackend as SpmdBackend, spmd as spmd
 from fxrewrite.spmd.borders import (
     ChunkedTensor as ChunkedTensor,
@@ -22,6 +23,7 @@ from fxrewrite.spmd.borders import (
     chunked as chunked,
     entering as entering,
 )
+from fxrewrite.spmd.choice import Chosen as Chosen, choose as choose
 from fxrewrite.spmd.context import Reduction as Reduction, SpmdContext as SpmdContext, contexts as contexts
 from fxrewrite.spmd.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents
 from fxrewrite.spmd.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
@@ -80,7 +82,11 @@ from fxrewrite.spmd.notation import (
     parse as parse,
     view_map as view_map,
 )
-from fxrewrite.spmd.parallelism import Parallelism as Parallelism, Parallelisms as Parallelisms
+from fxrewrite.spmd.parallelism import (
+    Alternatives as Alternatives,
+    Parallelism as Parallelism,
+    Parallelisms as Parallelisms,
+)
 from fxrewrite.spmd.parameters import shard_parameters as shard_parameters, whole_parameters as whole_parameters
 from fxrewrite.spmd.place import (
     Place as Place,
@@ -109,6 +115,9 @@ from fxrewrite.spmd.placement import (
     num_entries as num_entries,
 )
 from fxrewrite.spmd.price import (
+    FLOPS_PER_BYTE_SENT as FLOPS_PER_BYTE_SENT,
+    PRICE as PRICE,
+    Price as Price,
     bytes_held as bytes_held,
     collective_bytes as collective_bytes,
     redistribution_bytes as redistribution_bytes,

@@ -29,9 +29,10 @@ from fxrewrite.ops import is_parameter, is_random, key, tensors_of
 from fxrewrite.report import Report
 from fxrewrite.spmd.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.agree import agree
+from fxrewrite.spmd.alternatives import chosen_for, require_chosen
 from fxrewrite.spmd.arguments import Stated, stated_arguments, without_joined
-from fxrewrite.spmd.borders import Crossing, check_dtensors, entering
-from fxrewrite.spmd.context import contexts
+from fxrewrite.spmd.borders import Crossing, Outputs, check_dtensors, entering
+from fxrewrite.spmd.context import SpmdContext, contexts
 from fxrewrite.spmd.draws import draws_on_chunk
 from fxrewrite.spmd.events import RegionsCompiled
 from fxrewrite.spmd.group import axis_of, fix_rank
@@ -87,6 +88,7 @@ class SpmdBackend:
         if breaks == "dtensor":
             check_dtensors()
         check_axes(plan, mesh.mesh_dim_names or ())
+        require_chosen(plan)
         self.__name__ = "spmd"
         self.plan, self.mesh, self.inner = plan, mesh, inner
         self.reports: list[Report] = []
@@ -101,7 +103,7 @@ class SpmdBackend:
         self._stated = stated_arguments(plan, mesh)
         self._has_arguments = False
         """Whether a graph so far had arguments in chunks."""
-        self._lowering = plan.plan()
+        self._lowering = None if any(member.alternatives for member in plan.members) else plan.plan()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
@@ -114,10 +116,8 @@ class SpmdBackend:
         self._agree_on_chunks(gm, chunks, example_inputs)
         program = normalized(gm)
         add_leaves(program)
-        context = contexts(self.mesh, strict=self._strict, is_part=self._breaks, is_ahead=self._regions == "whole")
-        for name in (self._shared.mesh_dim_names or ()) if self._shared is not None and self._as_dtensors else ():
-            context[name] = replace(context[name], output_placement=crossing.outputs.on(context[name].axis))
-        report = self._lowering.apply(program, context=context)
+        lowering = self._lowering or chosen_for(self.plan, program, lambda: self._contexts(Outputs())).plan()
+        report = lowering.apply(program, context=self._contexts(crossing.outputs))
         report.events.extend(crossing.events)
         check_sizes(program)
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
@@ -154,6 +154,13 @@ class SpmdBackend:
         compiled = _Program(program, run, self, self._timeout, sizes, unreduced, crossing)
         self._programs.append(compiled)
         return compiled
+
+    def _contexts(self, outputs: Outputs) -> dict[str, SpmdContext]:
+        """What the plan is told of each axis; `outputs` gets what leaves as DTensors."""
+        found = contexts(self.mesh, strict=self._strict, is_part=self._breaks, is_ahead=self._regions == "whole")
+        for name in (self._shared.mesh_dim_names or ()) if self._shared is not None and self._as_dtensors else ():
+            found[name] = replace(found[name], output_placement=outputs.on(found[name].axis))
+        return found
 
     def _unreduced(
         self, program: fx.GraphModule, traced: DTensor, position: int, axes: tuple[str, ...], leaf: fx.Node
@@ -344,7 +351,8 @@ def spmd(
     `breaks="dtensor"`, what ranks hold in chunks are DTensors (`fxrewrite.spmd.borders`), also among the results.
 
     Args:
-        plan: a Parallelism, or several joined by `|`.
+        plan: a Parallelism, or several joined by `|`. Of alternatives the cheapest is chosen for each graph; those that
+            differ in how ranks hold parameters or inputs are chosen before (`choose_alternatives`).
         mesh: has the axes of the plan.
         inner: the backend that compiles the lowered graph.
         strict: refuse an operator without layout rule instead of gathering its operands.

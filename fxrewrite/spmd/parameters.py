@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.spmd.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient
+from fxrewrite.spmd.alternatives import require_chosen
 from fxrewrite.spmd.arguments import join_arguments, stated_arguments
 from fxrewrite.spmd.borders import ChunkedTensor
 from fxrewrite.spmd.group import axis_of
@@ -103,6 +104,7 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
             is sharded already, or the mesh lacks an axis of the plan.
     """
     check_axes(plan, mesh.mesh_dim_names or ())
+    require_chosen(plan)
     names = _names(model)
     sharded = next((names[p][0] for p in names if isinstance(p, DTensor)), None)
     if sharded is not None:

@@ -43,6 +43,7 @@ from fxrewrite.spmd.input_placements import ZIGZAG, placements_of
 from fxrewrite.spmd.placement import (
     AnyPlacement,
     Axis,
+    MisstatedError,
     Partial,
     Placement,
     Replicate,
@@ -190,7 +191,7 @@ def module_output(glob: str, *, optional: bool = False) -> Site:
     return Site("module_output", glob, optional)
 
 
-class _NothingMatchesError(FxRewriteError):
+class _NothingMatchesError(MisstatedError):
     """A glob that matches nothing of the graph."""
 
 
@@ -239,7 +240,7 @@ def check_matches(name: str, sites: Iterable[Site], known: Iterable[str], where:
     sites, known = list(sites), list(known)
     named = [site for site in sites if site.kind != "outputs"]
     if named and named == sites and not any(site.matches(one) for site in named for one in known):
-        raise FxRewriteError(
+        raise MisstatedError(
             f"{name}: nothing of the {where} matches what is stated, {named[0]} for example; it has "
             f"{', '.join(map(repr, known[:3]))} ...: state the parallelism of the module that is compiled"
         )
@@ -261,10 +262,10 @@ def held_placement(
         FxRewriteError: the placement does not fit the shape.
     """
     if isinstance(placed, Zigzag):
-        raise FxRewriteError(f"{of}: only inputs can be held as {placed}; state Shard({placed.dim})")
+        raise MisstatedError(f"{of}: only inputs can be held as {placed}; state Shard({placed.dim})")
     placement: Placement = as_placement(placed.held if isinstance(placed, Stored) else placed)
     if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.uneven):
-        raise FxRewriteError(f"{of}: an input cannot be held as {placement}; Shard(dim) and Replicate() can be")
+        raise MisstatedError(f"{of}: an input cannot be held as {placement}; Shard(dim) and Replicate() can be")
     if isinstance(placed, Stored) and isinstance(placement, Shard) and not _fits(shape, placement, axis):
         cut = {held.dim for held in map(as_placement, inner) if isinstance(held, Shard)}
         if placement.dim in range(len(shape)) and placement == Shard(placement.dim) and placement.dim not in cut:
@@ -277,7 +278,7 @@ def held_placement(
 
 def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str) -> int:
     if site.kind != "param":
-        raise FxRewriteError(f"{site}: {placed}: only parameters are gathered before use")
+        raise MisstatedError(f"{site}: {placed}: only parameters are gathered before use")
     known = {name: node for name, node in _inputs(edit, of_model=True).items() if not is_buffer(node)}
     first = next(node for node in edit.graph.nodes if node.op != "placeholder")
     changes = 0
@@ -297,7 +298,7 @@ def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str)
 def _hold(edit: Edit, node: fx.Node, placement: Placement, site: Site, name: str) -> None:
     before = HELD.of(node)
     if before is not None and not is_same_placement(before, placement):
-        raise FxRewriteError(
+        raise MisstatedError(
             f"{name} is stated as {before} by {STATED.of(node)}, and as {placement} by {site}; let one glob match it"
         )
     edit.set_fact(node, HELD, placement)
@@ -330,7 +331,7 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule
 def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str) -> int:
     """The blocks of all ranks are gathered and put in order; what follows reads the value as one device has it."""
     if site.kind != "inputs":
-        raise FxRewriteError(f"{site}: only inputs can be held as {placed}; state Shard({placed.dim})")
+        raise MisstatedError(f"{site}: only inputs can be held as {placed}; state Shard({placed.dim})")
     changes, blocks = _place_inputs(edit, axis, site, Shard(placed.dim), rule), 2 * axis.size
     first = next(node for node in edit.graph.nodes if node.op != "placeholder")
     for name, node in _matching(site, _inputs(edit, of_model=False)):
@@ -360,7 +361,7 @@ def _place_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rul
     position = int(site.glob)
     value = leaves[position] if position < len(leaves) else None
     if not isinstance(value, fx.Node) or not is_tensor(value):
-        raise FxRewriteError(f"{site}: the graph returns no tensor there; it has {len(leaves)} outputs")
+        raise MisstatedError(f"{site}: the graph returns no tensor there; it has {len(leaves)} outputs")
     _check_fits(value.meta["val"].shape, placement, axis, str(site))
     edit.set_fact(output, RETURNED, {**(RETURNED.of(output) or {}), position: placement})
     return 1

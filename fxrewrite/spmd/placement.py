@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnyPlacement",
     "Axis",
+    "MisstatedError",
     "Partial",
     "Placement",
     "ReduceOp",
@@ -29,6 +30,11 @@ __all__ = [
     "local_shape",
     "num_entries",
 ]
+
+
+class MisstatedError(FxRewriteError):
+    """What is stated is wrong whatever the sizes are: a glob matches nothing, two statements contradict each other, a
+    dimension does not exist. An alternative that says so is a mistake, and not one that is impossible."""
 
 
 def check_num_ranks(value: object) -> None:
@@ -165,9 +171,9 @@ def check_placement(placement: object, shape: Sequence[Size], of: str) -> None:
     Whether the ranks divide the dimension is not looked at.
     """
     if not isinstance(placement, (Replicate, Shard, Partial)):
-        raise FxRewriteError(f"{of}: {placement!r} is no placement; there are Replicate(), Shard(dim) and Partial()")
+        raise MisstatedError(f"{of}: {placement!r} is no placement; there are Replicate(), Shard(dim) and Partial()")
     if isinstance(placement, Shard) and placement.dim not in range(len(shape)):
-        raise FxRewriteError(
+        raise MisstatedError(
             f"{of}: {placement} of a value with {len(shape)} dimensions; a dimension is counted from the front, from 0"
         )
 

@@ -1,4 +1,7 @@
-"""What it costs to move values between ranks, in bytes that one rank sends.
+"""What a way to run something costs one rank: bytes that it sends, what it computes, parameters that it holds.
+
+A `Price` is compared by its total, in bytes: operations count as the bytes that are sent in their time. Bytes are
+those of the collectives:
 
     S(a) -> S(b)   all-to-all        of its chunk, all but the part that it keeps
     S    -> R      all-gather        its chunk, to each of the others
@@ -11,6 +14,7 @@ All ranks take part in a ring, as NCCL's do for large values, which is the least
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from torch import fx
@@ -19,9 +23,60 @@ from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.ops import tensors_of
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 
-__all__ = ["CollectiveKind", "bytes_held", "collective_bytes", "redistribution_bytes"]
+__all__ = [
+    "FLOPS_PER_BYTE_SENT",
+    "PRICE",
+    "CollectiveKind",
+    "Price",
+    "bytes_held",
+    "collective_bytes",
+    "redistribution_bytes",
+]
 
 CollectiveKind: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+
+FLOPS_PER_BYTE_SENT = 2000.0
+"""FLOPs that take as long as sending one byte: half of 1e15 FLOP/s by 250 GB/s, an H100 on NVLink."""
+
+
+PRICE = "price"
+"""In the metadata of an operator that communicates inside: its `Price`, which the program's has in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What one rank, the busiest, spends on a step.
+
+    The time that a collective needs to start is not counted, nor is what runs while something is sent.
+
+    Attributes:
+        forward: bytes that it sends in the forward pass.
+        backward: bytes that it sends in the backward pass.
+        flops: of matrix products, in both passes.
+        held: bytes of parameters that it holds between steps; not a part of the total.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    flops: float = 0.0
+    held: int = 0
+
+    @property
+    def total(self) -> float:
+        """By which prices are compared: the bytes that are sent, and those that could be sent while it computes."""
+        return self.forward + self.backward + self.flops / FLOPS_PER_BYTE_SENT
+
+    def beside(self, chosen: Price) -> str:
+        """What it is, in words, with its operations in units of those of the chosen one."""
+        computes = "computes as much" if self.flops == chosen.flops else f"computes {_ratio(self, chosen)} as much"
+        return f"{self}, the busiest rank {computes}"
+
+    def __str__(self) -> str:
+        return f"sends {round(self.forward):,} bytes forward and {round(self.backward):,} backward"
+
+
+def _ratio(price: Price, chosen: Price) -> str:
+    return f"{price.flops / chosen.flops:.2f} x" if chosen.flops else "infinitely"
 
 
 def bytes_held(node: fx.Node) -> int:

@@ -11,12 +11,13 @@ from torch import nn
 from fxrewrite.backends import normalized
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
+from fxrewrite.spmd.alternatives import chosen_for
+from fxrewrite.spmd.captured import captured_call
 from fxrewrite.spmd.context import contexts
 from fxrewrite.spmd.explain import explain_values
 from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.placement import Axis
 from fxrewrite.testing.fake_mesh import fake_mesh
-from fxrewrite.testing.simulate import captured_call
 
 __all__ = ["explain_placement"]
 
@@ -31,13 +32,13 @@ def explain_placement(
     Args:
         model: as it is before `shard_parameters`.
         inputs: arguments of the call, for one device.
-        plan: the parallelism, or several.
+        plan: the parallelism, or several. Of alternatives the cheapest is explained.
         mesh: axes with their numbers of ranks, the outermost first, such as `{"dp": 2, "tp": 2}`.
         value: a glob over modules, whose results are meant, over parameters and arguments, and over nodes of the graph.
 
     Returns:
-        For each axis, from the innermost to the outermost, each value's placement, the decisions from which it follows
-        up to what was stated, and the bytes that a rank sends for it in the forward pass.
+        Which alternatives were chosen. For each axis, from the innermost to the outermost, each value's placement, the
+        decisions from which it follows up to what was stated, and the bytes that a rank sends for it forward.
 
     Raises:
         FxRewriteError: the glob names nothing; says the nearest names. Or the plan refuses the model before any value
@@ -51,6 +52,8 @@ def explain_placement(
         found.append(explain_values(edit, axis, value))
 
     with fake_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
+        plan = chosen_for(plan, program, lambda: contexts(device_mesh))
+        chosen = [str(one) for member in plan.members for one in member.chosen]
         context = {name: replace(of, watch=watch) for name, of in contexts(device_mesh).items()}
         try:
             plan.plan().apply(program, context=context)
@@ -58,4 +61,4 @@ def explain_placement(
             if not found:
                 raise
             found.append(f"then refused: {error}")
-    return "\n".join(found)
+    return "\n".join([*chosen, *found])

@@ -31,10 +31,12 @@ from fxrewrite.spmd import (
     Gathered,
     Partial,
     Placement,
+    Price,
     Replicate,
     Shard,
     SpmdContext,
     bytes_held,
+    choose,
     collective_bytes,
     is_same_placement,
     placement_of,
@@ -93,8 +95,8 @@ class ExchangePairs:
                 continue
             experts: Any = node.args[0]
             sent, gathered = _bytes_by_all_to_all(experts, num_ranks), _bytes_by_gather(node, num_ranks)
-            is_sent = self.by == "all_to_all" or (self.by == "price" and sent < gathered)
-            by = "all_to_all" if is_sent else "gather"
+            prices = {"gather": Price(gathered, gathered), "all_to_all": Price(sent, sent)}
+            by: Any = choose("tokens to experts", prices).way if self.by == "price" else self.by
             why = (
                 "it was asked for"
                 if self.by != "price"
@@ -111,7 +113,7 @@ class ExchangePairs:
                 gather_bytes=gathered,
             )
             report.events.append(event)
-            if is_sent:
+            if by == "all_to_all":
                 report.events[:] = [event for event in report.events if not _says_gathered(event, experts)]
                 self._exchange(edit, node, experts, chunks)
                 changes += 1
