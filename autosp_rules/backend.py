@@ -91,6 +91,12 @@ class AutoSPBackend:
                 f"the model does not compile to one graph: {border.graph_break}",
                 hint=f"{graph_break_hint(border.graph_break)}; or allow it: breaks='gather', without strict=True",
             )
+        if border.graph_break and self.config.memory is not None:
+            raise AutoSPError.of(
+                f"memory is a budget for a step that is one graph, and the model does not compile to one: "
+                f"{border.graph_break}",
+                hint=f"{graph_break_hint(border.graph_break)}; or set checkpoint, mlp_tile and loss_tile yourself",
+            )
         # A graph without a sequence is an error, unless it is a part of a model: then another part may have one.
         try:
             program, report = transform(gm, self.config, axis, border)
@@ -219,7 +225,7 @@ def dry_run(
 def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
     """Says why a graph that is compiled now runs whole on every rank, or returns ''."""
     if axis.size == 1:
-        return f"axis {axis.name} has one rank"
+        return f"axis {axis.name} has one rank" + (", and the budget memory is not kept" if config.memory else "")
     if config.disable_in_eval and not torch.is_grad_enabled():
         return "gradients are disabled, and so is AutoSP then (disable_in_eval)"
     return ""

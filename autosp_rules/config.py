@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, 
 
 from autosp_rules.errors import AutoSPError
 from autosp_rules.gradients import GradientOption
+from autosp_rules.memory.budget import bytes_from
 from autosp_rules.memory.checkpoint import CheckpointOption
 from autosp_rules.memory.mlps import MlpTileOption
 from fxrewrite import Rule, RuleSet
@@ -98,6 +99,13 @@ class AutoSPConfig(BaseModel):
         description="numbers that dropout draws on sharded values: each rank its own (local), or those of one device, "
         "drawn whole on every rank (global), with which training with dropout is equal to one device's",
     )
+    memory: int | None = Field(
+        default=None,
+        description="bytes that one training step may take at its peak on each rank, an int or a text as '24 GiB': "
+        "parameters, buffers, the batch, gradients, all that the step computes and what it returns, without states of "
+        "the optimizer; decides `checkpoint`, `mlp_tile` and `loss_tile` where they are not given, or is refused with "
+        "what would fit; None: no budget",
+    )
     checkpoint: CheckpointOption = Field(
         default="auto",
         description="what layers keep for the backward pass: what the partitioner chooses (none), their input and "
@@ -150,6 +158,11 @@ class AutoSPConfig(BaseModel):
         default=300.0, gt=0, description="seconds to wait at compile time for the other ranks to show the same graph"
     )
 
+    @field_validator("memory", mode="before")
+    @classmethod
+    def _bytes(cls, value: Any) -> int | None:
+        return None if value is None else bytes_from(value)
+
     @field_validator("rules", mode="before")
     @classmethod
     def _listed_rules(cls, value: Any) -> tuple[Any, ...]:
@@ -171,6 +184,14 @@ class AutoSPConfig(BaseModel):
                 raise AutoSPError.of(
                     f"overlap=True reorders what inductor compiles, and the inner backend is {self.inner!r}",
                     hint="leave overlap out, or leave inner out",
+                )
+            if self.memory is not None and (self.inner == "eager" or self.regions == "once"):
+                how = "inner='eager'" if self.inner == "eager" else "regions='once'"
+                raise AutoSPError.of(
+                    f"memory is a budget for a program that AOTAutograd cuts into one forward and one backward graph, "
+                    f"and {how} is given",
+                    hint=f"leave {how} out, inner='aot_eager' compiles as fast; or set checkpoint, mlp_tile and "
+                    "loss_tile yourself",
                 )
 
 

@@ -3,6 +3,7 @@
 from autosp_rules.attention.choose import AttentionRuns
 from autosp_rules.attention.skip import AttentionSkipped
 from autosp_rules.masks import FlexHoldsScores, MaskedAttention
+from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import Checkpointed, Recomputation, TagsUnread
 from autosp_rules.memory.logits import LogitsDropped, LogitsHeld, LogitsNoOutput
 from autosp_rules.memory.mlps import MlpsTiled, MlpsWhole
@@ -24,6 +25,7 @@ __all__ = [
     "LogitsHeld",
     "LogitsNoOutput",
     "MaskedAttention",
+    "MemoryFitted",
     "MlpsTiled",
     "MlpsWhole",
     "Offloaded",

@@ -8,6 +8,7 @@ import torch
 from pydantic import BaseModel
 from torch import fx
 
+from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import is_recomputed
 from autosp_rules.memory.costs import bytes_of, sends_of
 from fxrewrite import Event, EventLog, Refusal, Report
@@ -93,6 +94,7 @@ class AutoSPReport(EventLog):
 
     def __str__(self) -> str:
         rows = [f"AutoSP over axis {self.axis} (size {self.num_ranks}), {self.tokens_per_rank} tokens per rank"]
+        rows += [f"  {event}" for event in self.events_of(MemoryFitted)]
         if self.whole_share:
             rows.append(f"  whole                {self.whole_share:.1%} of the work of matrix products is every rank's")
         if self.graph_break:
@@ -106,7 +108,7 @@ class AutoSPReport(EventLog):
         ]
         rows.append(f"  refusals             {len(self.refusals)}")
         rows += [f"    {refusal}" for refusal in self.refusals]
-        rows += [f"  note: {line}" for line in self.lines]
+        rows += [f"  note: {event}" for event in self.events if not isinstance(event, MemoryFitted)]
         return "\n".join(rows)
 
 

@@ -28,6 +28,7 @@
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits
     checkpoint                    tags: what layers keep, and what they compute again
     tile_mlps                     MLPs in tiles, where layers compute them again; before the tags where asked for
+    fit_memory                    if a budget is given, in place of these three: with settings that fit into it
     skip_attention                if asked for, every attention but the last gives zeros, to measure memory
 
 The order is checked: each stage says what it needs, gives and precedes, by the properties below. Numerics and sources
@@ -39,6 +40,7 @@ from functools import cache, lru_cache
 from autosp_rules.attention import ATTENTION_RULES, RING_LAYOUTS, RING_RULES, SKIP_ALL_BUT_LAST, choose_attention
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.masks import CheckFlex, DescribeMasks
+from autosp_rules.memory.budget import DECIDED, FitMemory
 from autosp_rules.memory.checkpoint import FindUnreadTags, TagCheckpoints
 from autosp_rules.memory.logits import DropLogits, FindHeldLogits
 from autosp_rules.memory.mlps import tile_mlps
@@ -131,11 +133,12 @@ def rule_set(config: AutoSPConfig | None = None) -> RuleSet:
     """
     config = config or AutoSPConfig()
     inner = config.inner if isinstance(config.inner, str) else "a callable"
-    return _rule_set(config.model_copy(update={"inner": inner}))  # pyright: ignore[reportArgumentType]  # frozen models have a hash
+    given = frozenset(config.model_fields_set & set(DECIDED))
+    return _rule_set(config.model_copy(update={"inner": inner}), given)  # pyright: ignore[reportArgumentType]  # frozen models have a hash
 
 
 @lru_cache(maxsize=64)
-def _rule_set(config: AutoSPConfig) -> RuleSet:
+def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
     layouts = layouts_with(config.layouts)
     flex = "rows" if config.mask_kernel == "auto" and config.inner != "inductor" else config.mask_kernel
     is_global = config.rng == "global"
@@ -174,8 +177,7 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
         staged(REPEAT_HEADS, needs=(MASK_KERNELS,), gives=(ALL_HEADS,)),
         staged(LOWER_ATTENTION, needs=(ALL_HEADS,), gives=(KERNELS,)),
         staged(ONE_DEVICES_DRAWS if is_global else DrawByRank(), needs=(KERNELS,), gives=(DRAWS,)),
-        staged(tiled_loss_rules(config.loss_tile), needs=(COLLECTIVE_CALLS,), gives=(LOSS,)),
-        *_memory(config),
+        *(_memory(config) if config.memory is None else (_fit_memory(config, given),)),
         *((staged(FindHeldLogits(config.loss_tile), needs=(LOSS,)),) if config.logits == "drop" else ()),
         *((staged(FindUnreadTags(), needs=(CHECKPOINTS,)),) if config.inner == "eager" else ()),
         *((staged(SKIP_ALL_BUT_LAST, needs=(CHECKPOINTS,)),) if config.skip_all_but_last_attention else ()),
@@ -184,13 +186,27 @@ def _rule_set(config: AutoSPConfig) -> RuleSet:
 
 
 def _memory(config: AutoSPConfig) -> tuple[RuleSet | Step, ...]:
-    """What layers keep, and MLPs in tiles: "auto" reads what layers keep, a number of bytes comes before it."""
+    """The loss in tiles, what layers keep, and MLPs in tiles.
+
+    "auto" tiles MLPs by what layers keep, a number of bytes comes before that is decided.
+    """
+    loss = staged(tiled_loss_rules(config.loss_tile), needs=(COLLECTIVE_CALLS,), gives=(LOSS,))
     tags = staged(TagCheckpoints(config.checkpoint), needs=(KERNELS, DRAWS, LOSS), gives=(CHECKPOINTS,))
     if config.mlp_tile is None:
-        return (tags,)
+        return loss, tags
     if config.mlp_tile == "auto":
-        return tags, staged(tile_mlps("auto"), needs=(CHECKPOINTS,))
-    return staged(tile_mlps(config.mlp_tile), needs=(KERNELS,), precedes=(CHECKPOINTS,)), tags
+        return loss, tags, staged(tile_mlps("auto"), needs=(CHECKPOINTS,))
+    return loss, staged(tile_mlps(config.mlp_tile), needs=(KERNELS,), precedes=(CHECKPOINTS,)), tags
+
+
+def _fit_memory(config: AutoSPConfig, given: frozenset[str]) -> Step:
+    """The same, with settings that a budget decides."""
+    needs = (COLLECTIVE_CALLS, KERNELS, DRAWS)
+
+    def rules(settings: AutoSPConfig) -> RuleSet:
+        return RuleSet("memory", *_memory(settings), needs=needs)
+
+    return staged(FitMemory(config, given, rules), needs=needs, gives=(LOSS, CHECKPOINTS))
 
 
 RULES = rule_set()

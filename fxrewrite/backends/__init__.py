@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from fxrewrite.backends.parts import in_parts as in_parts, is_custom as is_custom, under_autograd as under_autograd
     from fxrewrite.backends.regions import Regions as Regions, compile_regions as compile_regions, regional as regional
+    from fxrewrite.backends.step_memory import StepMemory as StepMemory, step_memory as step_memory
 
 
 lazy_package(__name__)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError, RuleDefinitionError
 from fxrewrite.graph.bodies import bodies
+from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.facts import Fact, facts_of, forget_facts
 from fxrewrite.graph.source import copied_meta
 from fxrewrite.torch_versions import symbolic_kernels
@@ -128,6 +129,10 @@ class Edit:
         """Returns the nodes of the graph as it is now, in order, without nodes that will be erased at commit."""
         erased = self.erased
         return [node for node in self.graph.nodes if node not in erased] if erased else list(self.graph.nodes)
+
+    def copied(self) -> fx.GraphModule:
+        """Returns a copy of the module with the graph as it is now, which can run while the transaction goes on."""
+        return copy_module(self.gm, {node for part in self.parts() for node in part.erased})
 
     def calls(self) -> Iterator[tuple[str, Any, Collection[fx.Node]]]:
         """Yields the call nodes of `nodes()` in groups (opcode, target, nodes); a group has no particular order.

@@ -59,17 +59,17 @@ def axis_rank(group_name: str) -> int:
 declare_per_rank(axis_rank)
 
 
-def fix_rank(gm: fx.GraphModule) -> None:
-    """Replace every `axis_rank` of a lowered graph by this rank's number.
+def fix_rank(gm: fx.GraphModule, rank: int | None = None) -> None:
+    """Replace every `axis_rank` of a lowered graph by this rank's number, or by `rank`, which needs no process group.
 
     Compilers read the number while they trace. In the graph it is a part of AOTAutograd's and inductor's cache keys,
     which tells the ranks' programs apart; a call of ours makes AOTAutograd pass its cache by.
     """
     for node in gm.graph.find_nodes(op="call_function", target=axis_rank):
-        rank = axis_rank(*node.args)
+        own = axis_rank(*node.args) if rank is None else rank
         for user in list(node.users):
-            user.args = map_arg(user.args, lambda n, node=node, rank=rank: rank if n is node else n)
-            user.kwargs = map_arg(user.kwargs, lambda n, node=node, rank=rank: rank if n is node else n)
+            user.args = map_arg(user.args, lambda n, node=node, own=own: own if n is node else n)
+            user.kwargs = map_arg(user.kwargs, lambda n, node=node, own=own: own if n is node else n)
         gm.graph.erase_node(node)
     gm.recompile()
 

@@ -26,6 +26,16 @@ NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "did you mean 'full'?",
     ),
     "range": ({"loss_tile": 0}, "loss_tile=0: it should be greater than 0"),
+    "bytes": (
+        {"memory": "24 gigs"},
+        'memory=\'24 gigs\': it takes bytes, as an int of 1 or more or as a text with a unit: "24 GiB", "500 MB"',
+    ),
+    "budget": (
+        {"memory": "24 GiB", "inner": "eager"},
+        "memory is a budget for a program that AOTAutograd cuts into one forward and one backward graph, and "
+        "inner='eager' is given; leave inner='eager' out, inner='aot_eager' compiles as fast; or set checkpoint, "
+        "mlp_tile and loss_tile yourself",
+    ),
     "together": (
         {"overlap": True, "inner": "aot_eager"},
         "overlap=True reorders what inductor compiles, and the inner backend is 'aot_eager'; leave overlap out, or "

@@ -1,0 +1,287 @@
+"""One budget of memory decides what layers keep and how large tiles are: `autosp(memory="24 GiB")`.
+
+The settings below are tried in this order, and the first with which a step fits into the budget is used. A setting that
+the user gives keeps its value in all of them. A peak is that of `fxrewrite.backends.step_memory`: of the program that
+these settings make, traced forward and backward without data.
+
+    checkpoint="none"                     the partitioner decides; MLPs and the loss as without a budget
+    ... and a smaller loss_tile           where the peak is in the loss
+    checkpoint=n                          of layers, what costs most to compute again and fits: n bytes
+    checkpoint="attention"                a layer keeps its input and attention's result
+    ... and mlp_tile                      MLPs in tiles
+    checkpoint="full"                     a layer keeps its input
+    ... and tiles of an eighth            of MLPs and the loss
+
+`offload` is not among them: AOTAutograd hands over all that is saved when the forward graph has ended, and takes all of
+it back when the backward graph begins, so it does not lower the peak of a step that is one graph.
+Numerics: those of the settings, each of which is exact or reassociates.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from autosp_rules.errors import AutoSPError
+from autosp_rules.memory.checkpoint import Checkpointed, checkpoint_text
+from autosp_rules.sequence import tokens_per_rank
+from fxrewrite import Edit, Event, Report, RuleSet, graph_text
+from fxrewrite.backends import StepMemory, step_memory
+from fxrewrite.ops import tensors_of
+from fxrewrite.spmd import fix_rank
+from rules.tiling.tiles import TILE_BYTES
+
+if TYPE_CHECKING:
+    from autosp_rules.config import AutoSPConfig
+
+__all__ = ["DECIDED", "FitMemory", "MemoryFitted", "bytes_from"]
+
+DECIDED = ("checkpoint", "mlp_tile", "loss_tile")
+"""Settings that a budget decides, unless they are given."""
+
+_PREFIXES = tuple(enumerate("KMGT", 1))
+_UNITS = {"B": 1, **{f"{p}B": 1000**n for n, p in _PREFIXES}, **{f"{p}iB": 1024**n for n, p in _PREFIXES}}
+_LEAST_TILE = 2**16
+"""Smallest tile in bytes: below it, a tile of a real model is a row, and kernels have nothing to do."""
+_SHARES = (0.97, 0.7)
+"""Of the bytes that are left with checkpoint="attention", the shares that layers try to keep; what they keep raises the
+peak by a little more than its bytes, where a value is computed again no longer but read later."""
+
+
+def bytes_from(given: Any) -> int:
+    """Returns the bytes of an int, or of a text such as "24 GiB", "1.5 GB" or "500 MB".
+
+    Raises:
+        ValueError: it is neither, or not more than 0; for pydantic, which shows it to the user.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*", given) if isinstance(given, str) else None
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else given
+    if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
+        raise ValueError('it takes bytes, as an int of 1 or more or as a text with a unit: "24 GiB", "500 MB"')
+    return size
+
+
+def _only_loss_tile(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether settings differ in the tiles of the loss alone."""
+    return {**one, "loss_tile": 0} == {**other, "loss_tile": 0}
+
+
+def _shown(num_bytes: int) -> str:
+    """Returns the bytes in the largest binary unit of which there is one or more."""
+    unit = next((unit for unit in ("TiB", "GiB", "MiB", "KiB") if num_bytes >= _UNITS[unit]), "B")
+    return f"{num_bytes / _UNITS[unit]:,.4g} {unit}"
+
+
+def _said(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+class MemoryFitted(Event, frozen=True):
+    """A step fits into the budget of memory with these settings, chosen from what was tried."""
+
+    kind: Literal["memory"] = "memory"
+    budget: int = Field(description="bytes")
+    peak: int = Field(description="bytes of a step with the settings, estimated")
+    given: int = Field(description="bytes of parameters, buffers and the batch, which are part of the peak")
+    gradients: int = Field(description="bytes of gradients when the step has ended")
+    at: str = Field(description="operator at the peak")
+    settings: dict[str, Any] = Field(description="those that the budget decided or the user gave")
+    too_large: dict[str, int] = Field(description="peaks of settings that were tried before and do not fit")
+    num_traces: int
+    seconds: float = Field(description="that the search took")
+    is_symbolic: bool = Field(description="whether the length is a symbol; the peak is for the traced length")
+    unknown: tuple[str, ...] = Field(default=(), description="custom operators whose inside is not counted")
+
+    def __str__(self) -> str:
+        why = "; ".join(f"{settings} would take {_shown(peak)}" for settings, peak in self.too_large.items())
+        said = (
+            f"memory: {_shown(self.peak)} of {_shown(self.budget)} with {_said(self.settings)}"
+            + (f", as {why}" if why else ", the fastest")
+            + f"; {_shown(self.given)} are parameters, buffers and the batch, {_shown(self.gradients)} gradients; "
+            f"the peak is at %{self.at}; estimated in {self.seconds:.1f} s from {self.num_traces} traces"
+        )
+        if self.is_symbolic:
+            said += "; for the traced length, as it is a symbol: a longer sequence takes more"
+        return said + (f"; not counted is the inside of {', '.join(self.unknown)}" if self.unknown else "")
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """Settings, the memory of a step with them, and what layers keep."""
+
+    settings: dict[str, Any]
+    memory: StepMemory
+    kept_bytes: int | None
+
+
+class _Undone(Exception):  # noqa: N818  # no error: it undoes what a try changed
+    """Leaves a savepoint, so that the graph is as before."""
+
+
+class FitMemory:
+    """The step that chooses settings by a budget, and runs the rules of memory with them.
+
+    Args:
+        config: its `memory` is the budget.
+        rules: the rules of memory for settings.
+
+    Raises:
+        AutoSPError: no settings fit; it says the smallest peak and what would fit.
+    """
+
+    name = "fit_memory"
+
+    def __init__(self, config: AutoSPConfig, given: frozenset[str], rules: Callable[[AutoSPConfig], RuleSet]) -> None:
+        self._config, self._given, self._rules = config, given, rules
+        assert config.memory is not None, "a budget is given"
+        self._budget: int = config.memory
+
+    def text(self) -> str:
+        given = {name: getattr(self._config, name) for name in DECIDED if name in self._given}
+        kept = f", with {_said(given)}" if given else ""
+        return (
+            f"the loss, layers and MLPs by the fastest settings whose step takes at most {_shown(self._budget)}{kept}"
+        )
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        """Chooses, adds a line to the report, runs the rules, and returns their number of changes."""
+        started = time.perf_counter()
+        inner = self._config.inner
+        compiler = inner if isinstance(inner, str) else "a callable"
+        may_keep = "checkpoint" not in self._given
+        search = _Search(edit, context, compiler, self._rules_with, may_keep=may_keep)
+        best = search.best(self._budget, map(self._settings, self._rungs()))
+        if best is None:
+            raise self._refusal(edit, context, min(search.tries, key=lambda one: one.memory.peak))
+        report.events.append(
+            MemoryFitted(
+                budget=self._budget,
+                peak=best.memory.peak,
+                given=best.memory.given,
+                gradients=best.memory.gradients,
+                at=best.memory.at,
+                settings=best.settings,
+                too_large={_said(t.settings): t.memory.peak for t in search.tries if t.memory.peak > self._budget},
+                num_traces=search.num_traces,
+                seconds=time.perf_counter() - started,
+                is_symbolic=any(not isinstance(t.numel(), int) for n in edit.nodes() for t in tensors_of(n)),
+                unknown=best.memory.unknown,
+            )
+        )
+        return self._rules_with(best.settings).run(edit, context, report)
+
+    def _rules_with(self, settings: Mapping[str, Any]) -> RuleSet:
+        return self._rules(self._config.model_copy(update=dict(settings)))
+
+    def _settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings, with those that the user gave in their place."""
+        return {name: getattr(self._config, name) if name in self._given else settings[name] for name in settings}
+
+    def _rungs(self) -> Iterator[dict[str, Any]]:
+        """Yields settings from the fastest to the leanest."""
+        tile = max(_LEAST_TILE, min(TILE_BYTES, 1 << (self._budget // 64).bit_length()))
+        least = max(_LEAST_TILE, tile // 8)
+        yield {"checkpoint": "none", "mlp_tile": "auto", "loss_tile": TILE_BYTES}
+        yield {"checkpoint": "none", "mlp_tile": "auto", "loss_tile": tile}
+        yield {"checkpoint": "attention", "mlp_tile": "auto", "loss_tile": tile}
+        yield {"checkpoint": "attention", "mlp_tile": tile, "loss_tile": tile}
+        yield {"checkpoint": "full", "mlp_tile": tile, "loss_tile": tile}
+        yield {"checkpoint": "full", "mlp_tile": least, "loss_tile": least}
+
+    def _refusal(self, edit: Edit, context: Any, least: _Try) -> AutoSPError:
+        """The error that says how much is needed, and what would fit."""
+        memory, budget = least.memory, self._budget
+        fixed = memory.given + memory.gradients
+        held = f"{_shown(memory.given)} are parameters, buffers and the batch, {_shown(memory.gradients)} gradients"
+        if budget <= fixed:
+            return AutoSPError.of(
+                f"memory={_shown(budget)}: with any settings and any length, {held}",
+                hint="shard them, as docs/training.md says",
+            )
+        reason = (
+            f"memory={_shown(budget)}: the smallest peak of a step is {_shown(memory.peak)}, at %{memory.at}, with "
+            f"{_said(least.settings)}: {held}"
+        )
+        share = (budget - fixed) / max(memory.peak - fixed, 1)
+        tokens, ranks = tokens_per_rank(edit.gm) * context.axis.size, context.axis.size
+        hint = (
+            f"about {int(tokens * share):,} tokens in place of {tokens:,} fit, or about {int(ranks / share) + 1} ranks"
+        )
+        if self._config.logits == "keep":
+            hint += ", or logits='drop' if nobody reads the logits of a loss"
+        return AutoSPError.of(reason, hint=hint)
+
+
+class _Search:
+    """Tries settings on one graph, each program once; `may_keep`: whether layers may keep what a budget leaves."""
+
+    def __init__(
+        self,
+        edit: Edit,
+        context: Any,
+        compiler: str,
+        rules: Callable[[Mapping[str, Any]], RuleSet],
+        *,
+        may_keep: bool,
+    ) -> None:
+        self._edit, self._context, self._compiler, self._rules = edit, context, compiler, rules
+        self._may_keep = may_keep
+        self._traced: dict[str, StepMemory] = {}
+        self.tries: list[_Try] = []
+
+    @property
+    def num_traces(self) -> int:
+        return len(self._traced)
+
+    def best(self, budget: int, rungs: Iterator[dict[str, Any]]) -> _Try | None:
+        """Returns the first try that fits; None if none does."""
+        for settings in rungs:
+            before = self.tries[-1] if self.tries else None
+            if before is not None and settings == before.settings:
+                continue
+            # A smaller tile of the loss changes a peak that is in the loss, and no other.
+            if before is not None and _only_loss_tile(settings, before.settings) and "entropy" not in before.memory.at:
+                continue
+            tried = self._try(settings)
+            if tried.memory.peak <= budget:
+                is_open = self._may_keep and settings["checkpoint"] == "attention"
+                return (is_open and self._with_more_kept(tried, budget)) or tried
+            if tried.memory.given + tried.memory.gradients >= budget:
+                return None  # which all settings hold when a step ends
+        return None
+
+    def _with_more_kept(self, lean: _Try, budget: int) -> _Try | None:
+        """Returns the try whose layers keep what the budget leaves; None if they keep no more than in `lean`."""
+        if lean.kept_bytes is None:
+            return None
+        for share in _SHARES:
+            more = int(share * (budget - lean.memory.peak))
+            tried = self._try({**lean.settings, "checkpoint": lean.kept_bytes + more})
+            if tried.memory.peak <= budget:
+                return tried
+        return None
+
+    def _try(self, settings: dict[str, Any]) -> _Try:
+        """Returns what a step takes with these settings; the graph is as before."""
+        report, program = Report(), None
+        try:
+            with self._edit.savepoint():
+                self._rules(settings).run(self._edit, self._context, report)
+                program = self._edit.copied()
+                raise _Undone
+        except _Undone:
+            pass
+        assert program is not None, "it was copied"
+        text = checkpoint_text(program) + graph_text(program)
+        if text not in self._traced:
+            fix_rank(program, 0)  # sizes are those of every rank, and so are decisions
+            self._traced[text] = step_memory(program, self._compiler)
+        found = next((event.found for event in report.events_of(Checkpointed)), None)
+        tried = _Try(settings, self._traced[text], None if found is None else found.kept_bytes)
+        self.tries.append(tried)
+        return tried

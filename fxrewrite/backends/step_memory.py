@@ -1,0 +1,318 @@
+"""The peak of memory of a training step, from a trace of forward and backward without data.
+
+AOTAutograd cuts a program into a forward and a backward graph. Their storages live from the operator that makes them to
+the last one that reads them, as the graphs run: views share a storage, what the forward pass returns lives until the
+backward pass has read it last, results of the caller and gradients live to the end. What a custom operator allocates
+inside and gives back is counted by running its body on fake tensors.
+
+Not counted: workspaces of torch's own kernels, which are small, what libraries allocate by themselves, and fragments.
+Backends that fuse operators hold at most what is counted, as a rule: an intermediate value inside a kernel has no
+memory. `compiler="inductor"` counts after inductor's decompositions, without values that its pointwise kernels fuse.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.traceback import preserve_node_meta
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from fxrewrite.backends.traces import on_fake_values
+from fxrewrite.graph.sizes import size_hint
+from fxrewrite.ops import key, value
+
+__all__ = ["StepMemory", "step_memory"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that one step holds on one device.
+
+    Attributes:
+        given: of the inputs: parameters, buffers, the batch. They live all the time.
+        forward: the peak of the forward pass, with what is given.
+        backward: the peak of the backward pass, with what is given and with gradients; 0 without one.
+        saved: what the forward pass leaves for the backward pass and the caller.
+        gradients: of the inputs that require them, which live when the step has ended.
+        at: the operator at the peak.
+        unknown: custom operators whose inside could not be run without data, and is not counted.
+    """
+
+    given: int
+    forward: int
+    backward: int
+    saved: int
+    gradients: int
+    at: str
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at any time of the step."""
+        return max(self.forward, self.backward)
+
+
+def step_memory(gm: fx.GraphModule, compiler: str = "aot_eager") -> StepMemory:
+    """Returns what one step of the program holds, with `.grad` of its inputs None before and results held to the end.
+
+    Sizes are those of the trace, also where they are symbols. Without gradients it is the forward pass alone.
+
+    Args:
+        gm: a graph of ATen operators with fake values, as a backend on AOTAutograd gets it; it is not changed.
+        compiler: "inductor", or any other backend on AOTAutograd, which counts as "aot_eager".
+    """
+    inputs = gm.graph.find_nodes(op="placeholder")
+    forward, backward = _cut(gm, [_example(node) for node in inputs], compiler)
+    given, insides, fuses = _sum(inputs), _Insides(), compiler == "inductor"
+    first = _held(forward, insides, fuses=fuses)
+    if backward is None:
+        return StepMemory(given, given + first.peak, 0, first.end, 0, first.at, insides.unknown)
+    read = backward.graph.find_nodes(op="placeholder")
+    tangents = [node for node in read if node.name.startswith("tangents")]
+    # The forward graph returns the caller's results, then what it saves, of which what is no input dies when read.
+    results = forward.graph.output_node().args[0]
+    results = results[: len(results) - (len(read) - len(tangents))]
+    stay = [*forward.graph.find_nodes(op="placeholder"), *(node for node in results if isinstance(node, fx.Node))]
+    last = _held(backward, insides, _storages(read).keys() - _storages(stay).keys(), fuses=fuses)
+    peaks = given + first.peak, given + first.end + _sum(tangents) + last.peak
+    return StepMemory(
+        given=given,
+        forward=peaks[0],
+        backward=peaks[1],
+        saved=first.end,
+        gradients=_sum(backward.graph.output_node().all_input_nodes),
+        at=first.at if peaks[0] > peaks[1] else last.at,
+        unknown=insides.unknown,
+    )
+
+
+def _example(node: fx.Node) -> Any:
+    """Returns what the input is called with, as a fake value that requires a gradient where the input does."""
+    found = value(node)
+    if not isinstance(found, torch.Tensor):
+        return found
+    like = node.meta.get("example_value", found)
+    return found.detach().requires_grad_(like.requires_grad)
+
+
+def _cut(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    """Returns the forward graph, and the backward graph if there is one, as AOTAutograd's partitioner makes them."""
+    found: list[fx.GraphModule] = []
+
+    def run(*args: Any) -> Any:
+        with preserve_node_meta():  # tags of checkpointing reach the partitioner
+            return fx.Interpreter(gm).run(*args)
+
+    def partition(joint: fx.GraphModule, joint_inputs: Sequence[Any], **options: Any) -> Any:
+        how = {"compiler": "inductor"} if compiler == "inductor" else {}
+        found.extend(min_cut_rematerialization_partition(joint, joint_inputs, **how, **options))
+        return tuple(found)
+
+    def compiled(graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        if not found:
+            found.append(graph)
+        return make_boxed_func(graph)
+
+    def trace(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+        table = {}
+        if compiler == "inductor":
+            from torch._inductor.decomposition import select_decomp_table  # lazy: loads inductor
+
+            table = dict(select_decomp_table())
+        aot_function(
+            fn,
+            compiled,
+            partition_fn=partition,
+            decompositions=table,
+            keep_inference_input_mutations=True,
+            enable_log=False,
+        )(*args)
+        return gm
+
+    on_fake_values(trace, run, inputs)
+    return (found[0], found[1]) if len(found) > 1 else (found[0], None)
+
+
+def _storages(nodes: Iterable[fx.Node]) -> dict[int, int]:
+    """Returns the bytes of each storage that tensors of the nodes have, by its identity."""
+    tensors = (t for node in nodes for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor))
+    return {_identity(t): size_hint(t.untyped_storage().nbytes()) for t in tensors}
+
+
+def _identity(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _sum(nodes: Iterable[fx.Node]) -> int:
+    return sum(_storages(nodes).values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Bytes above those at the start of a graph: the most, at which operator, and at the end."""
+
+    peak: int
+    end: int
+    at: str
+
+
+def _held(gm: fx.GraphModule, insides: _Insides, freed: Iterable[int] = (), *, fuses: bool = False) -> _Held:
+    """Returns what a graph holds.
+
+    Args:
+        gm: the graph.
+        insides: of custom operators.
+        freed: storages of inputs that die with their last reader.
+        fuses: whether values that only kernels read which compute them themselves have no memory, and a kernel writes
+            its result over an operand of the same size that dies.
+    """
+    fused = _fused(gm) if fuses else {}
+    nodes = [node for node in gm.graph.nodes if node.op != "output" and node not in fused]
+    storages = {node: _storages([node]) for node in nodes}
+    reads = {node: [m for n in node.all_input_nodes for m in fused.get(n, (n,))] for node in nodes}
+    ends = {storage: i for i, node in enumerate(nodes) for read in (node, *reads[node]) for storage in storages[read]}
+    for node in gm.graph.output_node().all_input_nodes:
+        for storage in storages[node]:
+            ends.pop(storage, None)
+    dying: dict[int, list[int]] = {}
+    for storage, index in ends.items():
+        dying.setdefault(index, []).append(storage)
+    freed, alive = set(freed), dict[int, int]()
+    inputs = _storages(node for node in nodes if node.op == "placeholder")
+    held = peak = 0
+    at = ""
+    for index, node in enumerate(nodes):
+        made = {storage: size for storage, size in storages[node].items() if storage not in (alive | inputs)}
+        last = [alive[s] if s in alive else inputs[s] for s in dying.get(index, ()) if s in alive or s in freed]
+        alive |= made
+        new = sum(made.values())
+        held += new
+        over = fuses and _is_kernel(node) and new in last
+        most = held - (new if over else 0) + insides.of(node, new)
+        if most > peak:
+            peak, at = most, node.name
+        for storage in dying.get(index, ()):
+            if storage in alive:
+                held -= alive.pop(storage)
+            elif storage in freed:
+                held -= inputs[storage]
+    return _Held(peak, held, at)
+
+
+_MOVES = frozenset(
+    {"aten::full", "prims::iota", "aten::cat", "aten::constant_pad_nd", "aten::embedding", "aten::index"}
+)
+"""Keys of operators without torch's tag that inductor computes inside of kernels as it does pointwise ones."""
+
+
+def _is_kernel(node: fx.Node) -> bool:
+    """Whether inductor generates a kernel for the operator, which can compute its operands too."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    return node.target.is_view or bool(_KERNELS.intersection(node.target.tags)) or key(node) in _MOVES
+
+
+_KERNELS = {torch.Tag.pointwise, torch.Tag.reduction}
+
+
+def _fused(gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """Returns values that inductor computes inside of the kernels that read them, with the values in memory they need.
+
+    Those of pointwise operators, and their views, that only such kernels read.
+    """
+    inside: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if not _is_kernel(node) or torch.Tag.reduction in node.target.tags:
+            continue
+        if all(_is_kernel(user) and (user in inside or not user.target.is_view) for user in node.users):
+            inside.add(node)
+    found: dict[fx.Node, list[fx.Node]] = {}
+    for node in gm.graph.nodes:
+        if node in inside:
+            read = (m for n in node.all_input_nodes for m in found.get(n, (n,)))
+            found[node] = list(dict.fromkeys(read))
+    return found
+
+
+class _Insides:
+    """What custom operators allocate beside their results, by running their bodies on fake tensors."""
+
+    def __init__(self) -> None:
+        self._unknown: set[str] = set()
+        self._known: dict[Any, int] = {}
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The operators whose bodies could not be run without data."""
+        return tuple(sorted(self._unknown))
+
+    def of(self, node: fx.Node, result_bytes: int) -> int:
+        """Returns the bytes that the operator holds at most beside its results, while it runs."""
+        if not isinstance(node.target, OpOverload):
+            return 0
+        name = node.target._schema.name
+        if name not in OPDEFS:
+            return 0
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
+        known = name, str(tree_map_only(torch.Tensor, _shown, (args, kwargs)))
+        if known not in self._known:
+            self._known[known] = self._run(name, args, kwargs)
+        return max(0, self._known[known] - result_bytes)
+
+    def _run(self, name: str, args: Any, kwargs: Any) -> int:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        mode = next((t.fake_mode for t in tensors if hasattr(t, "fake_mode")), None) or FakeTensorMode()
+        live = _Live(tensors)
+        try:
+            with torch.no_grad(), mode, live:
+                OPDEFS[name]._init_fn(*args, **kwargs)
+        except Exception:  # noqa: BLE001  # any: bodies may read data, which is not there
+            self._unknown.add(name)
+            return 0
+        return live.peak
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of storages that are made and still live."""
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._known = {_identity(t) for t in given}
+        self._held = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor)
+        return made
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage, identity = tensor.untyped_storage(), _identity(tensor)
+        size = size_hint(storage.nbytes())
+        if identity in self._known:
+            return
+        self._known.add(identity)
+        self._held += size
+        self.peak = max(self.peak, self._held)
+        weakref.finalize(storage, self._drop, identity, size)
+
+    def _drop(self, identity: int, size: int) -> None:
+        self._known.discard(identity)
+        self._held -= size
