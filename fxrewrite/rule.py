@@ -372,8 +372,8 @@ class Rule:
             terms = kept if len(kept) == len(results) else [None] * len(results)
             for place, (old, term) in enumerate(zip(match.outputs, terms, strict=True)):
                 items = results[place]
-                if isinstance(items, (list, tuple)) and _is_list(old, term):
-                    results[place] = list(items)
+                if isinstance(items, (list, tuple)):  # a tuple is no result
+                    results[place] = list(items) if _is_list(old, term) else tuple(items)
         if len(results) != len(match.outputs) or not all(map(_is_result, results)):
             several_in_one = isinstance(found, fx.Node) and isinstance(ops.value(found), (list, tuple))
             hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""

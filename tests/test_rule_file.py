@@ -100,6 +100,7 @@ def test_a_constraint_of_a_file_stands_in_the_way() -> None:
         ("relu(x)", 'op("aten::relu", slice(x))', torch.relu, "slice relu"),
         ("gelu(x, approximate=any(how))", "gelu(x, approximate=how)", torch.nn.GELU("tanh"), "gelu"),
         ("linear(x, w, opt(b))", "linear(x, w, b)", lambda x: torch.nn.functional.linear(x, x), "linear"),
+        ("cat([*exp(t)])", "exp(t[-1])", lambda x: torch.cat([x.exp()]), "exp"),
         ("exp(x)", "exp(reshape(x, [size(x, 0), -1]))", torch.exp, "sym_size reshape exp"),
         (
             "flatten(x)",
@@ -183,6 +184,15 @@ after = ["a.a"]
         (file_of("rleu(x)", "x"), [HEAD + "pattern 'rleu(x)', column 1: there is no operator 'rleu'"]),
         (file_of("name(x)", "x"), [HEAD + "pattern 'name(x)', column 1: there is no operator 'name'"]),
         (file_of("relu_(x)", "x"), [HEAD + "pattern 'relu_(x)', column 1: aten::relu_ in a pattern writes to memory"]),
+        (file_of("[exp(x)]", "x"), [HEAD + "pattern '[exp(x)]', column 1: several outputs are written (a, b)"]),
+        (file_of("cat([*t])", "cat([t])"), [HEAD + "replace 'cat([t])': t is a list, and one value stands there"]),
+        (file_of("cat([*t])", "relu(t)"), [HEAD + "replace 'relu(t)': t is a list"]),
+        (file_of("exp(x)", "x", 'where = ["len(x) == 2"]'), [HEAD + "where: len(x) == 2 reads x as a list"]),
+        (file_of("exp(x)", "x", 'where = ["sum(x) in {2}"]'), [HEAD + "where: sum(x) in {2} reads x as a list"]),
+        (
+            file_of('cat([*each(exp(x), on="y")])', "x"),
+            [HEAD + "pattern 'cat([*each(exp(x), on=\"y\")])', column 7: each(..., on=) takes names of captures"],
+        ),
         (file_of("x", "x"), [HEAD + "pattern 'x': the output x of a pattern must be an operator"]),
         (
             file_of("exp(y", "x", 'where = ["rank(x)", "rank(y) == 1", "n = 1"]'),

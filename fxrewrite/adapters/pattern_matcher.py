@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -413,10 +414,14 @@ class _Search:
             shape = [others.get(size, size) for size in value.shape]
             return of_shape(shape, value)
 
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # it logs a traceback of each operator that raises
+        was, log.disabled = log.disabled, True
         try:
             return self._traced(self.function, [resized(value) for value in self.examples])
         except Exception:  # noqa: BLE001  # a function for some sizes alone: then no number says anything
             return None
+        finally:
+            log.disabled = was
 
     def _traced(self, function: Callable[..., Any], args: Sequence[Any]) -> fx.GraphModule:
         names = self.names

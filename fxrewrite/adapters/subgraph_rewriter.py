@@ -10,14 +10,14 @@ Source: PyTorch, torch/fx/subgraph_rewriter.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
 from torch.fx.passes.utils.matcher_utils import InternalMatch
 from torch.fx.subgraph_rewriter import Match, ReplacedPatterns
 
-from fxrewrite.adapters.traced import as_it_is, correspondence, insert, placeholders, terms
+from fxrewrite.adapters.traced import as_it_is, correspondence, insert, outputs_of, placeholders, terms
 from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.match import Match as Found
 from fxrewrite.pattern import Capture, Ignore, Pattern
@@ -110,7 +110,7 @@ def pattern_rule(
 
     Raises:
         RuleDefinitionError: a function cannot be traced, a parameter of the pattern is unused, the number of parameters
-            differs, or neither a replacement nor a callback is given.
+            or of results differs, or neither a replacement nor a callback is given.
     """
     wanted = _graph(pattern)
     inputs = placeholders(wanted)
@@ -121,6 +121,8 @@ def pattern_rule(
         raise RuleDefinitionError(
             f"the replacement has {len(placeholders(made))} parameters, the pattern {len(inputs)}; they go by position"
         )
+    if made is not None:
+        _check_outputs(made, wanted)
     captures = {node: Capture(node.name, "any") for node in inputs}
     found = terms(wanted, captures, _ignored if ignore_literals else as_it_is)
     used = {term for output in found for term in subterms(output)}
@@ -147,6 +149,9 @@ def pattern_rule(
         at.returning_nodes = list(match.outputs)
         at.name_node_map = {}
         graph = match.edit.graph
+        unwritten = [node.name for node, value in given.items() if value is None and not _writes_none(match.nodes)]
+        if unwritten:
+            refuse(f"the call does not say {', '.join(unwritten)}, whose default is None", kind=Reason.CONSTRAINT)
         if node_name_match and not any(node_name_match in node.name for node in match.nodes):
             refuse(f"no node of the match is named {node_name_match}", kind=Reason.CONSTRAINT)
         for accepts in match_filters or ():
@@ -154,6 +159,7 @@ def pattern_rule(
                 refuse(f"the filter {getattr(accepts, '__name__', accepts)} refused the match", kind=Reason.CONSTRAINT)
         source = replacement_callback(at, graph, wanted) if replacement_callback else made
         assert source is not None
+        _check_outputs(source, wanted)
         before = set(graph.nodes)
         results = insert(source, dict(zip(placeholders(source), given.values(), strict=True)), match)
         new = [node for node in graph.nodes if node not in before]
@@ -164,6 +170,16 @@ def pattern_rule(
 
     said: dict[str, Any] = {"numerics": "approximate", "shapes": "changes", **promises}
     return Rule(id, Pattern(found), body, **said)
+
+
+def _check_outputs(made: fx.Graph, wanted: fx.Graph) -> None:
+    gives, needs = len(outputs_of(made)), len(outputs_of(wanted))
+    if gives != needs:
+        raise RuleDefinitionError(f"the replacement returns {gives} values, the pattern {needs}; they go by position")
+
+
+def _writes_none(nodes: Iterable[fx.Node]) -> bool:
+    return any(argument is None for node in nodes for argument in (*node.args, *node.kwargs.values()))
 
 
 def _ignored(*_: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.match.values import call_signature, frozen, has_node
+from fxrewrite.match.values import call_signature, frozen, literal_outcomes
 
 __all__ = ["ArgumentReader"]
 
@@ -81,10 +81,11 @@ class _Reading:
             return self._get(node.args)
         bound = self._signature.bind(node.args, node.kwargs)
         defaults = self._signature.defaults
-        if not all(_is_default(bound[name], defaults[name]) for name in self._others):
+        if not all(_is_default(bound[name], defaults[name], name, node) for name in self._others):
             return None
         return [bound[name] for name in self._mentioned]
 
 
-def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (not has_node(value) and frozen(value) == frozen(default))
+def _is_default(value: Any, default: Any, name: str, node: fx.Node) -> bool:
+    """Whether the argument of the call is the default; of dimensions also if it is counted from the other end."""
+    return value is default or frozen(default) in literal_outcomes(value, name, node)

@@ -28,6 +28,7 @@ from fxrewrite.pattern.terms import (
     as_term,
     call,
     subterms,
+    tracing,
 )
 
 __all__ = [
@@ -164,13 +165,24 @@ def each(term: Any, *, on: str | tuple[str, ...] = ()) -> ListOf:
         term: what each item is: a term, or a function whose parameters are the captures that become lists; other
             captures that it reads are one value, which all items share.
         on: of a term, the captures that all items share.
+
+    Raises:
+        RuleDefinitionError: `on` names no capture of the item.
     """
     if callable(term):
         inner = captures_of(term)
-        made = as_term(term(*inner))
+        with tracing():
+            made = as_term(term(*inner))
         others = (part.name for part in subterms(made) if isinstance(part, Capture) and part not in inner)
         return ListOf((Each(made, tuple(dict.fromkeys(others))),))
-    return ListOf((Each(as_term(term), (on,) if isinstance(on, str) else tuple(on)),))
+    item, names = as_term(term), (on,) if isinstance(on, str) else on
+    captured = {part.name for part in subterms(item) if isinstance(part, Capture)}
+    if not isinstance(names, tuple) or not captured.issuperset(names):
+        raise RuleDefinitionError(
+            f'each(..., on=) takes names of captures that all items share, as in on="x"; an item has '
+            f"{', '.join(sorted(captured)) or 'none'}"
+        )
+    return ListOf((Each(item, names),))
 
 
 def shared(term: Term) -> Op:
@@ -192,8 +204,8 @@ def functional(target: Any, *args: Any, **kwargs: Any) -> Any:
 
     Torch makes graphs functional by `auto_functionalized` and `auto_functionalized_v2`; the terms match both. One
     written argument gives one term, several give a tuple, in the order of the schema:
-    `out = functional("vllm::rms_norm", ..., x, w, 1e-6)`. An argument that is a view of a larger tensor does not match
-    in the second form.
+    `out = functional("vllm::rms_norm", ..., x, w, 1e-6)`. A written list gives a list of terms, one for each item; an
+    argument that is None gives none. An argument that is a view of a larger tensor does not match in the second form.
 
     Args:
         target: an overload that writes, or the name of an operator with one such overload.
@@ -211,20 +223,44 @@ def functional(target: Any, *args: Any, **kwargs: Any) -> Any:
     written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] if schema else []
     if schema is None or not written:
         raise RuleDefinitionError(f"functional() takes one overload that writes to an argument, not {target}")
-    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-    given |= dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
     names = [a.name for a in schema.arguments]
-    if set(given) != set(names) or len(args) > len(names):
-        raise RuleDefinitionError(f"functional({target}) takes the arguments {', '.join(names)}, not {list(given)}")
+    by_place = dict(zip(names, args, strict=False))
+    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | by_place | kwargs
+    if set(given) != set(names) or len(args) > len(names) or by_place.keys() & kwargs.keys():
+        by_name = f" and {', '.join(kwargs)} by name" if kwargs else ""
+        raise RuleDefinitionError(
+            f"functional({target}) takes the arguments {', '.join(names)}, each once, not {len(args)} by place{by_name}"
+        )
+    lists = {a.name for a in schema.arguments if str(a.type).startswith("List[")}
     first = max(1, len(schema.returns))  # what the operator returns comes first, None if nothing
-    read = {name: given[name] for name in names if name not in written}
-    bases = {f"_{name}_base_index": index for index, name in enumerate(written)}
     higher = torch.ops.higher_order
     one = call(higher.auto_functionalized, (found,), {name: given[name] for name in names})
-    two = call(
-        higher.auto_functionalized_v2, (found,), {**read, **bases, "_all_bases": [given[name] for name in written]}
-    )
-    parts = tuple(either(one[first + index], two[first + index]) for index in range(len(written)))
+    places: dict[str, int | None] = {}
+    bases: list[Any] = []
+    for name in written:
+        items = given[name] if name in lists else [given[name]]
+        if not isinstance(items, (list, tuple)) or any(isinstance(item, Each) for item in items):
+            raise RuleDefinitionError(
+                f"functional({target}) takes {name} item by item, as in [a, b], and writes to each"
+            )
+        if name in lists:
+            places[f"_{name}_length"] = len(items)
+        for index, item in enumerate(items):
+            place = f"_{name}_{index}_base_index" if name in lists else f"_{name}_base_index"
+            places[place] = None if item is None else len(bases)
+            bases += [] if item is None else [item]
+    read = {name: given[name] for name in names if name not in written}
+    two = call(higher.auto_functionalized_v2, (found,), {**read, **places, "_all_bases": bases})
+
+    def part(number: int, name: str) -> Any:
+        if name in lists:
+            at = [(one[first + number][i], places[f"_{name}_{i}_base_index"]) for i in range(len(given[name]))]
+        else:
+            at = [(one[first + number], places[f"_{name}_base_index"])]
+        terms = [either(term, two[first + base]) for term, base in at if base is not None]
+        return terms if name in lists else terms[0]
+
+    parts = tuple(part(number, name) for number, name in enumerate(written) if given[name] is not None)
     return parts[0] if len(parts) == 1 else parts
 
 

@@ -25,9 +25,12 @@ from fxrewrite.pattern.terms import (
     holds_term,
     parts_of,
     subterms,
+    tracing,
 )
 from fxrewrite.pattern.text import parse_term, term_text
 from fxrewrite.pattern.where import Constraint, parse as parse_constraint
+from fxrewrite.pattern.where.facts import ListRelation
+from fxrewrite.pattern.where.numbers import OneOf, Relation
 
 __all__ = ["ROOT", "Pattern", "parse", "trace"]
 
@@ -94,6 +97,13 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"constraint {constraint} reads {unknown}, the pattern captures {list(kinds)}"
                 )
+            asked = isinstance(constraint, (ListRelation, OneOf, Relation))
+            for name in constraint.whole[:2] if asked else ():  # the third name of are_sizes is a dimension
+                if name not in self.lists and kinds.get(name) not in ("literal", "any"):
+                    raise RuleDefinitionError(
+                        f"constraint {constraint} reads {name} as a list; capture a list as [*{name}], "
+                        f"or one of numbers as lit({name})"
+                    )
 
     def _check_siblings(self) -> None:
         found = [term for output in self.outputs for term in subterms(output) if isinstance(term, Siblings)]
@@ -198,7 +208,8 @@ def trace(function: Callable[..., Any], where: Iterable[Constraint | str] = ()) 
     captures = captures_of(function)
     try:
         calls = {name: _as_call(wrapped) for name, wrapped in ops.wrapped_in(function).items()}
-        result = ops.with_globals(function, calls)(**{capture.name: capture for capture in captures})
+        with tracing():
+            result = ops.with_globals(function, calls)(**{capture.name: capture for capture in captures})
     except (TypeError, ValueError, AttributeError) as error:  # torch or a term rejected the call
         raise RuleDefinitionError(f"pattern {name}: {error}") from error
     outputs = tuple(map(as_term, result)) if isinstance(result, tuple) else (as_term(result),)
@@ -225,6 +236,8 @@ def parse(text: str, where: Iterable[Constraint | str] = ()) -> Pattern:
         RuleDefinitionError: the text is not a pattern; the message names the column.
     """
     term = parse_term(text)
+    if text.lstrip().startswith("[") and isinstance(term, ListOf):
+        raise RuleDefinitionError(f"pattern {text!r}, column 1: several outputs are written (a, b), and one as it is")
     items = getattr(term, "items", None)
     outputs = tuple(items) if isinstance(items, tuple) else (term,)
     return Pattern(outputs, _listed(where))  # pyright: ignore[reportArgumentType]  # texts are parsed there

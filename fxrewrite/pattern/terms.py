@@ -7,9 +7,14 @@ are one value, whether the graph computes it once or twice.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dis
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any, Literal, TypeAlias, TypeGuard
 
 import torch
@@ -42,6 +47,7 @@ __all__ = [
     "part_of",
     "parts_of",
     "subterms",
+    "tracing",
     "with_sizes",
 ]
 
@@ -72,15 +78,31 @@ class Term:
     def __bool__(self) -> bool:
         raise RuleDefinitionError("a pattern cannot branch on a value; write a rule for each case, or use either()")
 
+    def __len__(self) -> int:
+        # a TypeError, which `[*x]` takes to mean that the length is not known
+        raise TypeError("a pattern does not know how many entries or items a value has; see where= and len()")
+
     def __iter__(self) -> Iterator[Any]:
-        raise RuleDefinitionError("a pattern cannot unpack a value of unknown length; take its parts as value[0] ...")
+        count = _unpacked(sys._getframe(1))
+        if count is None or isinstance(self, Each):
+            raise RuleDefinitionError(
+                "a pattern cannot unpack a value of unknown length; take its parts as value[0] ..., or as a, b = value"
+            )
+        return (self[index] for index in range(count))
 
     def __getitem__(self, index: Any) -> Term:
-        if isinstance(self, Op) and self.key == "aten::size" and len(self.args) == 1:
+        if _is_shape(self):
             if type(index) is not int:
                 raise RuleDefinitionError(f"a pattern takes sizes one by one, x.shape[0], and not [{index}] of a shape")
             return call(_READ["shape"], (self.args[0][1], index), {})
         return call(operator.getitem, (self, index), {})
+
+
+def _unpacked(frame: FrameType) -> int | None:
+    """Returns into how many names the code that runs unpacks a value, as `torch.fx` does; None if it does not."""
+    steps = dis.get_instructions(frame.f_code)
+    step = next((step for step in steps if step.offset == frame.f_lasti), None)
+    return step.argval if step is not None and step.opname.startswith("UNPACK_S") else None
 
 
 _READ: Mapping[str, Any] = {
@@ -113,7 +135,7 @@ def _arithmetic(function: Callable[..., Any], *, reflected: bool = False) -> Cal
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
     setattr(Term, f"__{_name.rstrip('_')}__", _arithmetic(getattr(operator, _name)))
     setattr(Term, f"__r{_name.rstrip('_')}__", _arithmetic(getattr(operator, _name), reflected=True))
-for _name in ("lt", "le", "gt", "ge", "neg", "invert", "abs"):  # == and != compare terms; in a pattern write torch.eq
+for _name in ("lt", "le", "gt", "ge", "neg", "invert", "abs"):
     setattr(Term, f"__{_name}__", _arithmetic(getattr(operator, _name)))
 
 
@@ -152,8 +174,9 @@ class Capture(Term):
     kind: CaptureKind = "node"
 
     def __iter__(self) -> Iterator[Term]:
-        """Makes `*x` in a list any number of items."""
-        yield Each(self)
+        """Makes `*x` in a list any number of items; `a, b = x` takes the parts of a value."""
+        count = _unpacked(sys._getframe(1))
+        return iter([Each(self)]) if count is None else (self[index] for index in range(count))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -248,6 +271,39 @@ class Siblings(Term):
     each: Term
     on: str
     least: int = 2
+
+
+_TRACING = contextvars.ContextVar("_TRACING", default=False)
+
+
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Within it, `==` and `!=` in code outside of this package are calls, as `<` is; elsewhere they compare terms."""
+    before = _TRACING.set(True)
+    try:
+        yield
+    finally:
+        _TRACING.reset(before)
+
+
+def _compares(function: Callable[..., Any], terms: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    package = __name__.partition(".")[0]
+
+    def method(self: Term, other: Any) -> Any:
+        if _TRACING.get() and sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] != package:
+            if is_size(self):
+                raise RuleDefinitionError(
+                    'a pattern cannot branch on sizes or dtypes; state them, as in where=["size(x, 0) == 2"]'
+                )
+            return call(function, (self, other), {})
+        return terms(self, other)
+
+    return method
+
+
+for _class in (Op, Capture, Maybe, Either, Chain):
+    _class.__ne__ = _compares(operator.ne, object.__ne__)
+    _class.__eq__ = _compares(operator.eq, _class.__eq__)
 
 
 def freeze(value: Any) -> Any:
@@ -358,8 +414,19 @@ def _sizes(name: str, value: Any) -> Any:
     """Returns the sizes that `x.view(y.numel())` and `torch.zeros(x.shape)` mean, which also take `*size`."""
     one = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
     if name not in _SHAPES or not is_size(one):
+        whole = [item for item in value if _is_shape(item)] if isinstance(value, (list, tuple)) else []
+        if whole:
+            base = whole[0].args[0][1]
+            text = base.name if isinstance(base, Capture) else "x"
+            raise RuleDefinitionError(
+                f"{name} has all sizes of {text} among others; write them singly, {text}.shape[0] or size({text}, 0)"
+            )
         return value
-    return one if one.key == "aten::size" and len(one.args) == 1 else [one]
+    return one if _is_shape(one) else [one]
+
+
+def _is_shape(term: Any) -> TypeGuard[Op]:
+    return isinstance(term, Op) and term.key == "aten::size" and len(term.args) == 1
 
 
 def with_sizes(term: Op) -> Op | None:
@@ -386,7 +453,7 @@ def part_of(term: Term) -> tuple[Op, int] | None:
 
 
 def has_parts(term: Term) -> bool:
-    """Whether the value is known to be a tuple or a list, and no tensor."""
+    """Whether the value may be a tuple or a list: some overload of the operator returns one, or several results."""
     if not isinstance(term, Op):
         return False
     namespace, separator, name = term.key.partition("::")
@@ -394,7 +461,7 @@ def has_parts(term: Term) -> bool:
     if not isinstance(packet, torch._ops.OpOverloadPacket):
         return True
     returns = [getattr(packet, overload)._schema.returns for overload in packet.overloads()]
-    return any(len(returned) != 1 or str(returned[0].type) != "Tensor" for returned in returns)
+    return any(len(returned) > 1 or str(found.type).startswith("List[") for returned in returns for found in returned)
 
 
 def _is_default(value: Any, default: Any) -> bool:

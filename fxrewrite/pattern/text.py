@@ -20,7 +20,19 @@ import torch
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.ops.schemas import schemas_of
-from fxrewrite.pattern.combinators import chain, each, either, first_operand, loose, maybe, once, op, shared, siblings
+from fxrewrite.pattern.combinators import (
+    chain,
+    each,
+    either,
+    first_operand,
+    functional,
+    loose,
+    maybe,
+    once,
+    op,
+    shared,
+    siblings,
+)
 from fxrewrite.pattern.terms import (
     ONCE,
     Capture,
@@ -42,13 +54,14 @@ __all__ = ["column_of", "parse_term", "term_text"]
 
 _KINDS = {"literal": "lit", "optional": "opt", "param": "param", "any": "any"}
 _PREFIXES = {short: kind for kind, short in _KINDS.items()}
-_COMBINATORS: dict[str, Callable[..., Term]] = {
+_COMBINATORS: dict[str, Callable[..., Any]] = {
     "maybe": maybe,
     "either": either,
     "shared": shared,
     "loose": loose,
     "chain": chain,
     "each": each,
+    "functional": functional,
     "siblings": siblings,
     "once": once,
 }
@@ -193,6 +206,8 @@ class _Parser:
             value = self.read(node.value)
             items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             index = tuple(... if isinstance(i, ast.Name) and i.id == "Ellipsis" else self.read(i) for i in items)
+            if isinstance(value, tuple) and type(index[0]) is int and -len(value) <= index[0] < len(value):
+                return value[index[0]]  # of functional(), what is left in one of several arguments
             return call(operator.getitem, (value, index if isinstance(node.slice, ast.Tuple) else index[0]), {})
         if isinstance(node, ast.Slice):
             return slice(*(None if part is None else self.read(part) for part in (node.lower, node.upper, node.step)))

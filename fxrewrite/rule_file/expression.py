@@ -14,8 +14,9 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.match import Match
+from fxrewrite.ops.schemas import schemas_of
 from fxrewrite.pattern import Capture, Each, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
-from fxrewrite.pattern.terms import ONCE, subterms
+from fxrewrite.pattern.terms import ONCE, parts_of, subterms
 from fxrewrite.pattern.text import column_of
 
 __all__ = ["Expression", "parse_expression"]
@@ -109,6 +110,10 @@ def _items(term: Term, captures: Mapping[str, Any], match: Match | _AtOnce, done
 
 def _call(key: str, arguments: Mapping[str, Any], match: Match | _AtOnce) -> Any:
     given = tuple(arguments.values())
+    if key == "operator.getitem" and isinstance(given[0], (list, tuple)) and type(given[1]) is int:
+        if not -len(given[0]) <= given[1] < len(given[0]):
+            refuse(f"item {given[1]} of a list of {len(given[0])}", kind=Reason.VALUE)
+        return given[0][given[1]]
     if key == "operator.getitem":
         return match.call(operator.getitem, *given)
     on_numbers = _ON_NUMBERS.get((key, tuple(arguments)))
@@ -157,6 +162,10 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
                 f"pattern {text!r}: `{term_text(found)}` has an entry for each item of a captured list, and captures "
                 f"that are lists are {', '.join(sorted(pattern.lists)) or 'none'}"
             )
+    for name in _unstarred(term, pattern.lists):
+        raise RuleDefinitionError(
+            f"pattern {text!r}: {name} is a list, and one value stands there; write *{name} in a list"
+        )
     is_list = pattern.num_outputs == 1 and isinstance(ast.parse(text.strip(), mode="eval").body, ast.List)
     outputs = term.items if isinstance(term, ListOf) and not is_list else (term,)
     for output in outputs:
@@ -170,6 +179,26 @@ def parse_expression(text: str, pattern: Pattern) -> Expression:
             f"pattern {text!r}: it gives {len(outputs)} values, the pattern has {pattern.num_outputs} outputs"
         )
     return Expression(outputs)
+
+
+def _unstarred(term: Term, lists: frozenset[str]) -> Iterator[str]:
+    """The captured lists that are items of a list, or operands that are no list."""
+    if isinstance(term, (Each, Capture)):
+        return
+    takes: set[str] = set()
+    if isinstance(term, Op):
+        takes = {"a"} if term.key == "operator.getitem" else _takes_lists(term.key)
+    parts = [(name, part) for name, part in term.args] if isinstance(term, Op) else [("", p) for p in parts_of(term)]
+    for name, part in parts:
+        if isinstance(part, Capture) and part.name in lists and name not in takes:
+            yield part.name
+        yield from _unstarred(part, lists)
+
+
+def _takes_lists(key: str) -> set[str]:
+    namespace, _, name = key.partition("::")
+    found = schemas_of(getattr(getattr(torch.ops, namespace), name))
+    return {parameter.name for schema in found for parameter in schema.parameters if "List[" in parameter.kind}
 
 
 def _misplaced(node: ast.expr, captures: tuple[str, ...], in_index: bool = False) -> Iterator[tuple[ast.expr, str]]:

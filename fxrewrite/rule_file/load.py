@@ -122,7 +122,10 @@ def _rule(entry: RuleEntry, file: str, imports: Sequence[str]) -> Rule | list[st
     if problems:
         return problems
     options: dict[str, Any] = entry.model_dump(exclude={"pattern", "replace", "where", "doc"})
-    constrained = replace(pattern, where=tuple(constraints))
+    try:
+        constrained = replace(pattern, where=tuple(constraints))
+    except RuleDefinitionError as error:
+        return [f"where: {str(error).removeprefix('constraint ')}"]
     provider = f"{file}:{entry.id}"
     made = Rule(pattern=constrained, replacement=replacement, provider=provider, imports=imports, **options)
     made.doc = entry.doc or str(replacement)

@@ -11,6 +11,7 @@ import torch
 from fxrewrite.ops.schemas import Parameter
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Capture, Ignore, Op
+from fxrewrite.pattern.where.facts import ListRelation
 from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.literals import legal_value
@@ -73,10 +74,25 @@ class Guesses:
             first = self.facts.tensor(name, context, bindings, draw, attempt)
             others = range(draw.integer(0, 2))
             return [first, *(self.facts.tensor(name, [first.blank()], bindings, draw, attempt) for _ in others)]
+        sizes = self._sizes_of_items(name, bindings)
+        if sizes is not None:
+            return sizes
         constants = self.facts.constants.get(name)
         if constants and draw.flag(0.7):
             return draw.choice(*constants)
         return legal_value(parameter, term.key, context, draw)
+
+    def _sizes_of_items(self, name: str, bindings: Mapping[str, Any]) -> list[int] | None:
+        """Returns the sizes that a list of numbers has by `are_sizes`; None if no such items are known."""
+        for constraint in self.pattern.where:
+            if not isinstance(constraint, ListRelation) or constraint.dim is None or constraint.names[0] != name:
+                continue
+            dim = bindings.get(constraint.dim) if isinstance(constraint.dim, str) else constraint.dim
+            items = [item for key, item in bindings.items() if key.partition("@")[0] == constraint.names[1]]
+            specs = [item for item in items if isinstance(item, InputSpec)]
+            if specs and type(dim) is int and all(-len(spec.shape) <= dim < len(spec.shape) for spec in specs):
+                return [spec.shape[dim] for spec in specs]
+        return None
 
     def _before(self, part: Capture | Ignore, bindings: Mapping[str, Any]) -> InputSpec | None:
         """Returns the tensor that the item before in a list of any length is; most operators take tensors alike."""

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
+from fxrewrite import Rule, RuleSet
 from fxrewrite.adapters.pattern_matcher import (
     Arg,
     CallFunction,
@@ -16,7 +18,9 @@ from fxrewrite.adapters.pattern_matcher import (
     register_graph_pattern,
     register_replacement,
 )
+from fxrewrite.adapters.subgraph_rewriter import replace_pattern
 from fxrewrite.errors import InvariantError, Reason, RuleDefinitionError
+from fxrewrite.pattern import parse
 from tests.rewriting import state, targets, traced
 
 aten = torch.ops.aten
@@ -101,3 +105,13 @@ def test_what_cannot_be_registered(search: Any, examples: Any, said: str) -> Non
     register_replacement(lambda x: x + 1, lambda x: x - 1, [X], fwd_only, one)
     with pytest.raises(RuleDefinitionError, match="skip_duplicates=True"):
         register_replacement(lambda x: x + 1, lambda x: x - 2, [X], fwd_only, one)
+
+
+def test_subgraph_rewriter_gives_as_many_values_and_none_that_the_graph_does_not_say() -> None:
+    gm = fx.symbolic_trace(lambda x, w: F.linear(torch.sin(x), w) + 1)
+    for made in (lambda x: (x, x), lambda x: [x, x]):
+        with pytest.raises(RuleDefinitionError, match="returns 2 values, the pattern 1"):
+            replace_pattern(gm, lambda x: torch.sin(x), made)
+        with pytest.raises(RuleDefinitionError, match="returned"):  # a sine of a number is a number, and no list
+            RuleSet("adapters", Rule("a.sin", parse("sin(x)"), made, shapes="changes")).apply(gm)
+    assert not replace_pattern(gm, lambda x, w, b: F.linear(x, w, b), lambda x, w, b: x @ w.t() + b)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Pattern, RuleDefinitionError, each, either, maybe, op, shared, siblings, where
+from fxrewrite import Literal, Pattern, Rule, RuleDefinitionError, each, either, maybe, op, shared, siblings, where
 from fxrewrite.match import Match, Program, explain
 from fxrewrite.pattern import cap, parse, trace
 from fxrewrite.prove import prove
@@ -210,6 +211,8 @@ where = ["is_inverse(p, q)"]
     )
     assert parse_rules(dump_rules(rules), "lists.toml").once().digest() == rules.once().digest()
     cut, permuted = rules.rules()
+    simple = replace(cut.pattern, where=cut.pattern.where[:1])
+    assert Rule("lists.cut", simple, cut.body, numerics="reassociates").verify(samples=8).ok
     for dim, sizes, count in ((1, [3, 3], 1), (1, [4, 2], 0), (0, [2, 2], 0)):
         gm = traced(cut_again(dim, sizes), X, X + 1)
         assert apply(gm, cut).rewrites == count

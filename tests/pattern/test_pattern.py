@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import given, strategies as st
+from torch import fx
 
+from fxrewrite import Rule
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern import (
     Capture,
@@ -22,6 +24,7 @@ from fxrewrite.pattern import (
     any_,
     cap,
     either,
+    functional,
     maybe,
     op,
     parse,
@@ -34,6 +37,18 @@ from fxrewrite.pattern import (
 from fxrewrite.pattern.terms import Ignore, ListOf, freeze
 
 x, y = cap("x"), cap("y")
+library = torch.library.Library("port_a_list", "DEF")
+library.define("fill(Tensor(a!)[] outs, Tensor x) -> ()")
+
+
+def gated(x):
+    a, b = x.chunk(2)
+    return F.silu(a) * b
+
+
+def flat(x):
+    a, b, c = x.shape
+    return x.view(a * b, c)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +86,9 @@ def test_traced_functions_and_combinators_of_one_meaning_are_one_pattern(functio
         (lambda x: either(x.view([2, 3]), x.reshape(2, 3)), "either(view(x, [2, 3]), reshape(x, [2, 3]))"),
         (lambda x: torch.relu(shared(torch.exp(x))), "relu(shared(exp(x)))"),
         (lambda x, y: (torch.sin(x + y), torch.cos(x + y)), "sin(add(x, y)), cos(add(x, y))"),
+        (lambda x, y: torch.where(x == 0, x != y, x), "where(eq(x, 0), ne(x, y), x)"),
+        (gated, "mul(silu(chunk(x, 2)[0]), chunk(x, 2)[1])"),
+        (flat, "view(x, [mul(size(x, 0), size(x, 1)), size(x, 2)])"),
         (lambda x: F.normalize(x), 'op("torch.nn.functional.normalize", input=x)'),
     ],
     ids=count(),
@@ -143,6 +161,16 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         (lambda x: maybe(torch.relu(x)), "must be an operator: it would match every node"),
         (lambda x, y: torch.relu(x), r"\['y'\] do not occur in relu\(x\)"),
         (lambda x: torch.relu(x) if x.shape[0] else x, "cannot branch on a value"),
+        (
+            lambda x: torch.relu(x) if x.shape[0] == 2 else x,
+            r"cannot branch on sizes or dtypes; state them, as in where=",
+        ),
+        (lambda x: torch.relu(x) if torch.half != x.dtype else x, "cannot branch on sizes or dtypes"),
+        (lambda x: torch.relu(x) if x == 2 else x, "cannot branch on a value"),
+        (lambda x: torch.relu(x) * len(x), "does not know how many entries or items"),
+        (lambda x, y: x.view(y.shape, 2), r"size has all sizes of y among others; write them singly, y.shape\[0\]"),
+        (lambda x: functional("port_a_list::fill", x, x), r"takes outs item by item, as in \[a, b\]"),
+        (lambda x: functional("port_a_list::fill", [x], x, x=x), "outs, x, each once, not 2 by place and x by name"),
         (lambda x: torch.relu(x.grad), "a pattern has no attribute 'grad'; it has shape, dtype and device"),
         (lambda x: x.relu() if x else x, "cannot branch on a value"),
         (lambda x: torch.ger(x), "missing 1 required"),
@@ -160,6 +188,29 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
 def test_what_is_no_pattern_says_why(function, message: str) -> None:
     with pytest.raises(RuleDefinitionError, match=message):
         trace(function)
+
+
+def test_functional_lists_match_item_by_item_in_both_forms() -> None:
+    def pattern(a: Any, b: Any, x: Any) -> Any:
+        first, second = functional("port_a_list::fill", [a, b], x)
+        return torch.relu(first) + second
+
+    kernel, higher = torch.ops.port_a_list.fill.default, torch.ops.higher_order
+    bases = {"_outs_length": 2, "_outs_0_base_index": 0, "_outs_1_base_index": 1}
+    found = Rule("lists.fill", trace(pattern), lambda x: x)
+    for swapped in (False, True):
+        graph = fx.Graph()
+        a, b, x = map(graph.placeholder, "abx")
+        one = graph.call_function(higher.auto_functionalized, (kernel,), {"outs": [a, b], "x": x})
+        parts = graph.call_function(operator.getitem, (one, 1))
+        of_one = [graph.call_function(operator.getitem, (parts, i)) for i in range(2)]
+        two = graph.call_function(higher.auto_functionalized_v2, (kernel,), {"x": x, **bases, "_all_bases": [a, b]})
+        of_two = [graph.call_function(operator.getitem, (two, i)) for i in (1, 2)]
+        for p, q in (of_one, of_two):
+            left = graph.call_function(torch.relu, (q if swapped else p,))
+            graph.call_function(operator.add, (left, p if swapped else q))
+        graph.output(None)
+        assert found.explain(fx.GraphModule(torch.nn.Module(), graph)).num_matches == (0 if swapped else 2)
 
 
 def test_annotations_that_mean_nothing_are_refused() -> None:

@@ -31,6 +31,7 @@ from fxrewrite.pattern import (
     siblings,
     term_text,
 )
+from fxrewrite.pattern.terms import subterms
 
 budget = settings(derandomize=True, deadline=None, max_examples=300)
 
@@ -104,10 +105,11 @@ def test_terms(term: Term) -> None:
     assert hash(parse_term(term_text(term))) == hash(term)
 
 
-@given(terms, st.lists(terms, max_size=2), st.sampled_from(["n_a", ("n_a", "n_b"), ()]))
+@given(terms, st.lists(terms, max_size=2), st.integers(0, 2))
 @settings(budget, max_examples=100)
-def test_lists_of_any_length(item: Term, others: list[Term], on: Any) -> None:
-    term = op("cat", [*others, *each(item, on=on), *others])
+def test_lists_of_any_length(item: Term, others: list[Term], shared_by_all: int) -> None:
+    names = dict.fromkeys(part.name for part in subterms(item) if isinstance(part, Capture))
+    term = op("cat", [*others, *each(item, on=tuple(names)[:shared_by_all]), *others])
     assert parse_term(term_text(term)) == term
 
 

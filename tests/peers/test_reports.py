@@ -325,6 +325,10 @@ def test_an_index_matches_slices_in_a_graph_of_overloads(index: Any) -> None:
             assert torch.equal(gm(x), torch.relu(x[index]))
 
 
+def glu(dim: int) -> Callable[..., Any]:
+    return lambda x: F.glu(x, dim)
+
+
 def test_a_default_that_is_written_is_the_default() -> None:
     # inductor's test_match_equivalent_function_invocations1, 2 and 3
     fuse = made(lambda a, b, c: torch.relu(torch.addmm(a, b, c)), lambda a, b, c: torch.relu(b @ c + a))
@@ -337,6 +341,11 @@ def test_a_default_that_is_written_is_the_default() -> None:
         assert apply(gm, fuse).rewrites == expected
     twice = made(lambda a, b: torch.add(a, b, alpha=2.0), lambda a, b: a + b + b)
     assert apply(traced(lambda a, b: torch.add(a, b, alpha=2), X, X), twice).rewrites == 1
+    gate = made(lambda x: torch.ops.aten.glu(x), lambda x: x[:, :2] * torch.sigmoid(x[:, 2:]))
+    for dim, expected in ((-1, 1), (1, 1), (0, 0), (-2, 0)):  # of rank 2, the last dimension is 1
+        gm = traced(glu(dim), X)
+        assert apply(gm, gate).rewrites == expected
+        torch.testing.assert_close(gm(X), F.glu(X, dim))
 
 
 SPELLINGS: dict[str, tuple[Callable[..., Any], list[Callable[..., Any]]]] = {
