@@ -169,7 +169,7 @@ class FitMemory:
                 too_large={_said(t.settings): t.memory.peak for t in search.tries if t.memory.peak > self._budget},
                 num_traces=search.num_traces,
                 seconds=time.perf_counter() - started,
-                is_symbolic=any(not isinstance(t.numel(), int) for n in edit.nodes() for t in tensors_of(n)),
+                is_symbolic=any(type(t.numel()) is not int for n in edit.nodes() for t in tensors_of(n)),
                 unknown=best.memory.unknown,
             )
         )

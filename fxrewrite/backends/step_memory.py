@@ -23,7 +23,7 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -81,7 +81,7 @@ def step_memory(gm: fx.GraphModule, compiler: str = "aot_eager") -> StepMemory:
     read = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in read if node.name.startswith("tangents")]
     # The forward graph returns the caller's results, then what it saves, of which what is no input dies when read.
-    results = forward.graph.output_node().args[0]
+    results: Any = forward.graph.output_node().args[0]
     results = results[: len(results) - (len(read) - len(tangents))]
     stay = [*forward.graph.find_nodes(op="placeholder"), *(node for node in results if isinstance(node, fx.Node))]
     last = _held(backward, insides, _storages(read).keys() - _storages(stay).keys(), fuses=fuses)
@@ -132,7 +132,7 @@ def _cut(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> tuple[fx.G
             table = dict(select_decomp_table())
         aot_function(
             fn,
-            compiled,
+            compiled,  # pyright: ignore[reportArgumentType]  # torch's protocol wants other names of parameters
             partition_fn=partition,
             decompositions=table,
             keep_inference_input_mutations=True,
@@ -272,7 +272,7 @@ class _Insides:
 
     def _run(self, name: str, args: Any, kwargs: Any) -> int:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        mode = next((t.fake_mode for t in tensors if hasattr(t, "fake_mode")), None) or FakeTensorMode()
+        mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None) or FakeTensorMode()
         live = _Live(tensors)
         try:
             with torch.no_grad(), mode, live:

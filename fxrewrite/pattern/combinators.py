@@ -175,7 +175,8 @@ def each(term: Any, *, on: str | tuple[str, ...] = ()) -> ListOf:
             made = as_term(term(*inner))
         others = (part.name for part in subterms(made) if isinstance(part, Capture) and part not in inner)
         return ListOf((Each(made, tuple(dict.fromkeys(others))),))
-    item, names = as_term(term), (on,) if isinstance(on, str) else on
+    item = as_term(term)
+    names: Any = (on,) if isinstance(on, str) else on
     captured = {part.name for part in subterms(item) if isinstance(part, Capture)}
     if not isinstance(names, tuple) or not captured.issuperset(names):
         raise RuleDefinitionError(
@@ -254,7 +255,7 @@ def functional(target: Any, *args: Any, **kwargs: Any) -> Any:
 
     def part(number: int, name: str) -> Any:
         if name in lists:
-            at = [(one[first + number][i], places[f"_{name}_{i}_base_index"]) for i in range(len(given[name]))]
+            at = [(one[first + number][i], places[f"_{name}_{i}_base_index"]) for i in range(len(given[name] or ()))]
         else:
             at = [(one[first + number], places[f"_{name}_base_index"])]
         terms = [either(term, two[first + base]) for term, base in at if base is not None]
