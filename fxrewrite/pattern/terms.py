@@ -12,7 +12,7 @@ import contextvars
 import dis
 import operator
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Literal, TypeAlias, TypeGuard
@@ -274,7 +274,7 @@ _TRACING = contextvars.ContextVar("_TRACING", default=False)
 
 
 @contextlib.contextmanager
-def tracing() -> Iterator[None]:
+def tracing() -> Generator[None]:
     """Within it, `==` and `!=` in code outside of this package are calls, as `<` is; elsewhere they compare terms."""
     before = _TRACING.set(True)
     try:
@@ -299,8 +299,11 @@ def _compares(function: Callable[..., Any], terms: Callable[[Any, Any], Any]) ->
 
 
 for _class in (Op, Capture, Maybe, Either, Chain):
-    _class.__ne__ = _compares(operator.ne, object.__ne__)
-    _class.__eq__ = _compares(operator.eq, _class.__eq__)
+    for _name, _function, _terms_of in (
+        ("__ne__", operator.ne, object.__ne__),
+        ("__eq__", operator.eq, _class.__eq__),
+    ):
+        setattr(_class, _name, _compares(_function, _terms_of))
 
 
 def freeze(value: Any) -> Any:
