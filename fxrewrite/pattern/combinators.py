@@ -175,7 +175,7 @@ def each(term: Any, *, on: str | tuple[str, ...] = ()) -> ListOf:
         return ListOf((Each(made, tuple(dict.fromkeys(others))),))
     item, names = as_term(term), (on,) if isinstance(on, str) else on
     captured = {part.name for part in subterms(item) if isinstance(part, Capture)}
-    if not isinstance(names, tuple) or not captured.issuperset(names):
+    if not isinstance(names, tuple) or not captured.issuperset(names):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RuleDefinitionError(
             f'each(..., on=) takes names of captures that all items share, as in on="x"; an item has '
             f"{', '.join(sorted(captured)) or 'none'}"
@@ -252,7 +252,10 @@ def functional(target: Any, *args: Any, **kwargs: Any) -> Any:
 
     def part(number: int, name: str) -> Any:
         if name in lists:
-            at = [(one[first + number][i], places[f"_{name}_{i}_base_index"]) for i in range(len(given[name]))]
+            at = [
+                (one[first + number][i], places[f"_{name}_{i}_base_index"])
+                for i in range(places[f"_{name}_length"] or 0)
+            ]
         else:
             at = [(one[first + number], places[f"_{name}_base_index"])]
         terms = [either(term, two[first + base]) for term, base in at if base is not None]
