@@ -23,10 +23,11 @@ from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.sizes import size_hint
@@ -271,9 +272,11 @@ class _Insides:
         return max(0, self._known[known] - result_bytes)
 
     def _run(self, name: str, args: Any, kwargs: Any) -> int:
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        mode = next((t.fake_mode for t in tensors if isinstance(t, FakeTensor)), None) or FakeTensorMode()
-        live = _Live(tensors)
+        """Runs the body at the traced sizes, in a mode of its own, as what depends on data makes symbols in a mode."""
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        with mode, torch.no_grad():
+            args, kwargs = tree_map(_alike, (args, kwargs))
+        live = _Live(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
         try:
             with torch.no_grad(), mode, live:
                 OPDEFS[name]._init_fn(*args, **kwargs)
@@ -281,6 +284,14 @@ class _Insides:
             self._unknown.add(name)
             return 0
         return live.peak
+
+
+def _alike(given: Any) -> Any:
+    """Returns a tensor of the mode that is active, or a number, with sizes as they were traced."""
+    if isinstance(given, torch.Tensor):
+        shape, stride = (tuple(map(size_hint, sizes)) for sizes in (given.shape, given.stride()))
+        return torch.empty_strided(shape, stride, dtype=given.dtype, device=given.device)
+    return size_hint(given) if isinstance(given, torch.SymInt) else given
 
 
 def _shown(tensor: torch.Tensor) -> str:
