@@ -58,7 +58,10 @@ def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
 def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphModule:
     """Returns the graph that torch.compile would pass to a backend for `model(**inputs)`, without running it.
 
-    Raises FxRewriteError with Dynamo's reason if the model does not compile to one graph.
+    Sizes are symbols where they are marked as dynamic, and nowhere else, whatever was compiled before.
+
+    Raises:
+        FxRewriteError: the model does not compile to one graph; has Dynamo's reason.
     """
     graphs: list[fx.GraphModule] = []
 
@@ -69,7 +72,8 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
         raise _Captured
 
     try:
-        torch.compile(model, backend=keep, fullgraph=True)(**inputs)
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+            torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
         if not graphs:
             hint = graph_break_hint(str(error))

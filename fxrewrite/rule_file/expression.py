@@ -196,6 +196,8 @@ def _unstarred(term: Term, lists: frozenset[str]) -> Iterator[str]:
 
 
 def _takes_lists(key: str) -> set[str]:
+    if key == ONCE:
+        return set()
     namespace, _, name = key.partition("::")
     found = schemas_of(getattr(getattr(torch.ops, namespace), name))
     return {parameter.name for schema in found for parameter in schema.parameters if "List[" in parameter.kind}

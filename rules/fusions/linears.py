@@ -28,11 +28,11 @@ torch/_inductor/fx_passes/freezing_patterns.py.
 ...         self.q, self.k = torch.nn.Linear(4, 6), torch.nn.Linear(4, 2)
 ...     def forward(self, x):
 ...         return self.q(x), self.k(x)
->>> gm = torch.export.export(Parallel(), (torch.rand(3, 4),)).module()
->>> stacked, report = STACKED_LINEARS.once().applied(gm)
->>> print(report.lines[0])
+>>> def exported():
+...     return torch.export.export(Parallel(), (torch.rand(3, 4),)).module()
+>>> print(STACKED_LINEARS.apply(exported()).lines[0])
 computed once: self.weights of q.weight, k.weight (linears.stack_biased)
->>> LINEARS.apply(gm)["linears.merge_biased"].rewrites
+>>> LINEARS.apply(exported())["linears.merge_biased"].rewrites
 1
 """
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from autosp_rules.attention.gather_kv import causal_to_mask, gather_keys
 from autosp_rules.attention.ring import ring_of_ranks
-from autosp_rules.attention.strategy import Choice, choice_of, choose
+from autosp_rules.attention.strategy import Choice, choice_of, write_choice
 from autosp_rules.attention.ulysses import repeat_kv_heads
 from fxrewrite import Edit, Pattern, Report, Rule, RuleSet
 from fxrewrite.registry import registered
@@ -125,7 +125,7 @@ class _ChooseEverywhere:
     def run(self, edit: Edit, context: object, report: Report) -> int:
         for node in attentions(edit.nodes()):
             if choice_of(node) is None and self._rule_id not in node.meta.get("fxrewrite", ()):
-                choose(edit, node, Choice("any", "", self._rule_id))
+                write_choice(edit, node, Choice("any", "", self._rule_id))
         return 0
 
     def text(self) -> str:
