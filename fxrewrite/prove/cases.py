@@ -291,7 +291,7 @@ class _Literals:
         """Replaces literals among the arguments of a call on a tensor."""
         if not isinstance(node.target, torch._ops.OpOverload):
             return
-        kinds = {a.name: str(a.real_type) for a in node.target._schema.arguments}
+        kinds = {a.name: _kind(a.real_type) for a in node.target._schema.arguments}
         order = [a.name for a in node.target._schema.arguments]
         near = list(first.shape) if first is not None else []
         node.args = tuple(self._general(value, kinds[order[n]], near) for n, value in enumerate(node.args))
@@ -328,6 +328,14 @@ class _Literals:
                 self._made[label] = self._symbols.number(value, label)
             return self._made[label]
         return value
+
+
+def _kind(declared: Any) -> str:
+    """The type of an argument, "SymInt" for sizes and lists of them: as text, torch says that they are int."""
+    inner = declared
+    while inner.kind() in ("ListType", "OptionalType"):
+        inner = inner.getElementType()
+    return "SymInt" if inner.kind() == "SymIntType" else str(declared)
 
 
 def _items(value: Any) -> Sequence[Any]:
