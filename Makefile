@@ -57,6 +57,7 @@ bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hou
 	$(BIN)/python tests/bench/engines.py
 	$(BIN)/python tests/bench/masks.py
 	$(BIN)/python tests/bench/saved.py
+	$(BIN)/python tests/bench/budget.py
 	$(BIN)/python tests/bench/caches.py
 	$(BIN)/python tests/bench/checks.py
 	$(BIN)/python tests/bench/shards.py
