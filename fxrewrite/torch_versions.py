@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 __all__ = [
     "CLAMP_PASSES_AT_BOUNDS",
     "DISPATCHES_DTENSOR_SUBCLASSES",
+    "GROUPED_ATTENTION_NEEDS_HEADS",
     "TORCH_VERSION",
     "PickledByUuid",
     "attention_that_checks_lengths",
@@ -40,6 +41,9 @@ CLAMP_PASSES_AT_BOUNDS: bool = _NUMBERS < (2, 14)
 
 DISPATCHES_DTENSOR_SUBCLASSES: bool = _NUMBERS >= (2, 12)
 """Whether a subclass of DTensor gets its operators; torch 2.11 runs DTensor's. With 2.12 as the oldest all do."""
+
+GROUPED_ATTENTION_NEEDS_HEADS: bool = _NUMBERS < (2, 12)
+"""Whether attention with `enable_gqa` ends the process where keys have no head (it divides by their number in C++)."""
 
 
 def hint_of_size(size: torch.SymInt, fallback: int) -> int:

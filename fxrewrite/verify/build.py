@@ -33,6 +33,7 @@ from fxrewrite.pattern.terms import (
 from fxrewrite.pattern.text import term_text
 from fxrewrite.pattern.where.base import why_not_each
 from fxrewrite.pattern.where.facts import Is
+from fxrewrite.torch_versions import GROUPED_ATTENTION_NEEDS_HEADS
 from fxrewrite.verify.calls import NoCallError, emit, signatures
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.sample import TORCH_ERRORS, Binding, Sample
@@ -251,10 +252,11 @@ class Builder:
     def _make(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """Makes a new node and runs it, so its value is known."""
         op = "call_method" if isinstance(target, str) else "call_function"
-        values, named = map_arg((args, dict(kwargs)), ops.value)  # pyright: ignore[reportArgumentType]
-        result = _callable(target)(*values, **named)
         node = self._graph.create_node(op, target, tuple(args), dict(kwargs))
-        node.meta["val"] = result
+        if GROUPED_ATTENTION_NEEDS_HEADS and _is_grouped_without_heads(node):
+            raise NoSampleError("attention with grouped heads needs a head")
+        values, named = map_arg((args, dict(kwargs)), ops.value)  # pyright: ignore[reportArgumentType]
+        node.meta["val"] = _callable(target)(*values, **named)
         return node
 
     def _check(self, names: set[str]) -> None:
@@ -331,6 +333,13 @@ def _has_calls(part: Term) -> bool:
 
 def _callable(target: Any) -> Callable[..., Any]:
     return getattr(torch.Tensor, target) if isinstance(target, str) else target
+
+
+def _is_grouped_without_heads(node: fx.Node) -> bool:
+    if ops.key(node) != "aten::scaled_dot_product_attention":
+        return False
+    bound = ops.bind(node)
+    return bool(bound["enable_gqa"]) and 0 in _tensor(bound["key"]).shape[-3:-2]
 
 
 def _tensor(node: fx.Node) -> torch.Tensor:
