@@ -37,17 +37,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Names in the table: the model's type in transformers, and its sizes."""
 
 
-def measured(name: str, inner: str, budget: int | str) -> tuple[MemoryFitted, int]:
-    """Returns what the budget decided, and the bytes that a step took."""
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    kind, sizes = MODELS[name]
-    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
-    model.loss_type = "ForCausalLM"
-    ids = torch.randint(VOCABULARY, (1, LENGTH))
+def measured(model: torch.nn.Module, ids: torch.Tensor, **settings: Any) -> tuple[MemoryFitted, int]:
+    """Returns what the budget decided, and the bytes that a second step took on rank 0 of 2."""
     with fake_mesh((2,), ("sp",)):
-        backend = autosp(memory=budget, inner=inner, logits="drop")
+        backend = autosp(**settings)
         step = torch.compile(model, backend=backend, fullgraph=True)
         step(input_ids=ids, labels=ids).loss.backward()
         model.zero_grad()
@@ -55,6 +48,16 @@ def measured(name: str, inner: str, budget: int | str) -> tuple[MemoryFitted, in
         found = profiled(lambda: step(input_ids=ids, labels=ids), lambda output: output.loss.backward())
     (event,) = backend.reports[0].events_of(MemoryFitted)
     return event, event.given + found.peak
+
+
+def _model(name: str) -> torch.nn.Module:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    kind, sizes = MODELS[name]
+    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    model.loss_type = "ForCausalLM"
+    return model
 
 
 def main() -> None:
@@ -71,7 +74,8 @@ def main() -> None:
         for inner in arguments.inner:
             budget: int | str = "64 GiB"
             for _ in range(2):
-                event, peak = measured(name, inner, budget)
+                ids = torch.randint(VOCABULARY, (1, LENGTH))
+                event, peak = measured(_model(name), ids, memory=budget, inner=inner, logits="drop")
                 said = ", ".join(f"`{option}={value!r}`" for option, value in event.settings.items())
                 mib = [f"{size / 2**20:.1f}" for size in (event.budget, event.peak, peak)]
                 cells = (name, inner, mib[0], said, mib[1], mib[2], f"{event.peak / peak:.3f}")
