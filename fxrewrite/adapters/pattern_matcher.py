@@ -301,8 +301,7 @@ def register_replacement(
             why = search.differs(match)
             if why:
                 refuse(f"for these shapes {search.name} computes something else: {why}", kind=Reason.CONSTRAINT)
-        if not extra_check(Match(match, [], kwargs)):
-            refuse("extra_check is false", kind=Reason.CONSTRAINT)
+        _refuse_unless(extra_check, Match(match, [], kwargs))
         gm = search.trace(replace_fn, match)
         args = [kwargs[name] for name in (*search.names, *search.tangents) if name in kwargs]
         return _inserted(gm.graph, args, match)
@@ -521,8 +520,7 @@ class _Handled(Rule):
         if isinstance(arguments, str):
             refuse(arguments, kind=Reason.CONSTRAINT)
         view = Match(match, *arguments)
-        if not self._check(view):
-            refuse("extra_check is false", kind=Reason.CONSTRAINT)
+        _refuse_unless(self._check, view)
         if effects.writers:
             check_region(match, effects)
 
@@ -547,6 +545,20 @@ def handler_body(handler: Handler) -> Callable[[Found], Any]:
         raise RuleDefinitionError(f"{handler} is run by its pass alone")
 
     return body
+
+
+def _refuse_unless(check: Check, match: Match) -> None:
+    try:
+        passes = check(match)
+    except FxRewriteError:
+        raise
+    except Exception as error:
+        raise FxRewriteError(
+            f"extra_check {getattr(check, '__qualname__', check)} raised {type(error).__name__} "
+            f"at %{match.found.root.name}: {error}"
+        ) from error
+    if not passes:
+        refuse("extra_check is false", kind=Reason.CONSTRAINT)
 
 
 def _inserted(graph: fx.Graph, args: Sequence[Any], match: Found) -> Any:

@@ -19,7 +19,7 @@ from fxrewrite.adapters.pattern_matcher import (
     register_replacement,
 )
 from fxrewrite.adapters.subgraph_rewriter import replace_pattern
-from fxrewrite.errors import InvariantError, Reason, RuleDefinitionError
+from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RuleDefinitionError
 from fxrewrite.pattern import parse
 from tests.rewriting import state, targets, traced
 
@@ -75,6 +75,19 @@ def test_a_match_that_a_check_refuses_changes_nothing() -> None:
     gm = traced(model, X)
     before = state(gm)
     assert one.apply(gm) == 0
+    assert state(gm) == before
+
+
+def test_a_check_that_raises_is_named() -> None:
+    def has_bias(match: Any) -> bool:
+        return match.kwargs["bias"] is not None
+
+    one = PatternMatcherPass("none")
+    register_graph_pattern(CallFunction(aten.relu.default, Arg()), has_bias, pass_dict=one)(to_clamp)
+    gm = traced(model, X)
+    before = state(gm)
+    with pytest.raises(FxRewriteError, match=r"extra_check \S+has_bias raised KeyError at %\w+: 'bias'"):
+        one.apply(gm)
     assert state(gm) == before
 
 
