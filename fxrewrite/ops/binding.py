@@ -40,7 +40,7 @@ class Signature:
         kinds: schema type per name ("Tensor", "float", "List[int]" ...); empty for Python callables.
         overload: the torch overload that the call means; None for Python callables.
         listed: given names whose type is a list; tuples are converted to lists.
-        numbered: those whose type is a list of integers, for which a bare integer means a list of one.
+        numbered: those whose type is a list of integers, and how often a bare integer stands in the list that it means.
         floats: given names for which 2 and 2.0 are equal.
         multipliers: numbers of an operator on tensors that have a default, such as `alpha`; 2.0 means 2 there.
         base: every name in schema order with its default; a call overwrites the given ones, which keeps the order.
@@ -59,7 +59,7 @@ class Signature:
     kinds: Mapping[str, str]
     overload: torch._ops.OpOverload | None
     listed: tuple[str, ...]
-    numbered: tuple[str, ...]
+    numbered: tuple[tuple[str, int], ...]
     floats: tuple[str, ...]
     base: Mapping[str, Any]
     positions: tuple[tuple[str, int], ...]
@@ -90,9 +90,9 @@ class Signature:
         for name in self.listed:
             if isinstance(bound[name], tuple):
                 bound[name] = list(bound[name])
-        for name in self.numbered:
+        for name, repeats in self.numbered:
             if isinstance(bound[name], (int, torch.SymInt)) or keys.is_scalar_argument(bound[name]):
-                bound[name] = [bound[name]]
+                bound[name] = [bound[name]] * repeats
         for name in self.floats:
             if type(bound[name]) is int:
                 bound[name] = float(bound[name])
@@ -107,6 +107,10 @@ def _whole(number: Any) -> Any:
     """Returns an integer for a float that is one; -0.0 and what an int64 cannot hold stay."""
     is_whole = type(number) is float and number.is_integer() and abs(number) < 2**53
     return int(number) if is_whole and (number or math.copysign(1, number) > 0) else number
+
+
+def _numbered(schema: Schema, given: Collection[str]) -> tuple[tuple[str, int], ...]:
+    return tuple((p.name, p.repeats) for p in schema.parameters if p.name in given and p.kind == "List[int]")
 
 
 def _multipliers(schema: Schema, given: Collection[str]) -> tuple[str, ...]:
@@ -338,7 +342,6 @@ def _signature(
     base: dict[str, Any] = {name: extra.get(name, defaults.get(name)) for name in names}
     kinds = {p.name: p.kind for p in schema.parameters}
     listed = tuple(name for name in given if kinds[name].startswith("List["))
-    numbered = tuple(name for name in given if kinds[name] == "List[int]")
     floats = tuple(name for name in given if kinds[name] == "float" or (schema.overload, name) in _TRUE_DIVISION)
     return Signature(
         names,
@@ -347,7 +350,7 @@ def _signature(
         kinds,
         schema.overload,
         listed,
-        numbered,
+        _numbered(schema, given),
         floats,
         base,
         positions,
@@ -403,7 +406,7 @@ def _wrapped_signature(target: Any, wrapper: Wrapper, count: int, keywords: tupl
         kinds,
         schema.overload,
         tuple(name for name in given_names if kinds[name].startswith("List[")),
-        tuple(name for name in given_names if kinds[name] == "List[int]"),
+        _numbered(schema, given_names),
         tuple(name for name in given_names if kinds[name] == "float"),
         base,
         tuple(positions),

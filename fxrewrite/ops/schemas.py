@@ -27,13 +27,19 @@ NO_DEFAULT: Any = _NoDefault()
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of a schema; `kind` is the schema type without Optional, for example "Tensor" or "List[int]"."""
+    """One argument of a schema.
+
+    Attributes:
+        kind: the schema's type without Optional, for example "Tensor" or "List[int]".
+        repeats: how often a bare integer stands in the list that it means: 2 for `int[2] stride`.
+    """
 
     name: str
     kind: str
     optional: bool
     keyword_only: bool
     default: Any
+    repeats: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +74,7 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
         default = _ENUM_DEFAULTS.get((kind, default), default) if isinstance(default, int) else default
         if kind == "number" and isinstance(default, float) and default.is_integer():
             default = int(default)  # as `Signature.multipliers` are read
-        parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default))
+        parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default, argument.N or 1))
     return Schema(tuple(parameters), overload)
 
 

@@ -140,6 +140,21 @@ def _is_negative(value: Any) -> bool:
     return isinstance(value, int) and value < 0
 
 
+def _is_batchmean(value: Any) -> bool:
+    """True for the mean over the batch, which ATen does not have."""
+    return value == "batchmean"
+
+
+def _is_zero(value: Any) -> bool:
+    """True for a threshold without a smooth part: Python calls another loss."""
+    return value == 0
+
+
+def _has_none(value: Any) -> bool:
+    """True for an output size that is in part the input's."""
+    return value is None or (isinstance(value, (list, tuple)) and None in value)
+
+
 @dataclass(frozen=True, slots=True)
 class Wrapper:
     """A Python function that is one ATen operator with other argument names.
@@ -180,6 +195,9 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
     F.hardsigmoid: Wrapper("hardsigmoid", _UNARY, inplace="inplace"),
     F.elu: Wrapper("elu", _UNARY, inplace="inplace", constants={"scale": 1, "input_scale": 1}),
     F.leaky_relu: Wrapper("leaky_relu", _UNARY, inplace="inplace"),
+    F.celu: Wrapper("celu", _UNARY, inplace="inplace"),
+    F.threshold: Wrapper("threshold", _UNARY, inplace="inplace"),
+    F.glu: Wrapper("glu", _UNARY),
     F.hardtanh: Wrapper("hardtanh", _UNARY, inplace="inplace"),
     F.sigmoid: Wrapper("sigmoid", _UNARY),
     F.tanh: Wrapper("tanh", _UNARY),
@@ -188,6 +206,9 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
     F.layer_norm: Wrapper("layer_norm", constants={"cudnn_enable": True}),
     F.rms_norm: Wrapper("rms_norm"),
     F.group_norm: Wrapper("group_norm", constants={"cudnn_enabled": True}),
+    F.batch_norm: Wrapper("batch_norm", constants={"cudnn_enabled": True}),
+    F.instance_norm: Wrapper("instance_norm", constants={"cudnn_enabled": True}),
+    F.adaptive_avg_pool2d: Wrapper("adaptive_avg_pool2d", _UNARY, unless={"output_size": _has_none}),
     F.embedding: Wrapper(
         "embedding",
         {"indices": "input"},
@@ -202,6 +223,15 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
     F.binary_cross_entropy_with_logits: Wrapper(
         "binary_cross_entropy_with_logits", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}
     ),
+    F.nll_loss: Wrapper("nll_loss_nd", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
+    F.kl_div: Wrapper(
+        "kl_div", _UNARY, needs_default=_LOSS, unless={"reduction": _is_batchmean}, convert={"reduction": _reduction}
+    ),
+    F.huber_loss: Wrapper("huber_loss", _UNARY, needs_default=("weight",), convert={"reduction": _reduction}),
+    F.smooth_l1_loss: Wrapper(
+        "smooth_l1_loss", _UNARY, needs_default=_LOSS, unless={"beta": _is_zero}, convert={"reduction": _reduction}
+    ),
+    F.soft_margin_loss: Wrapper("soft_margin_loss", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
     F.pad: Wrapper("pad", _UNARY),
     torch.Tensor.unflatten: Wrapper("unflatten"),
 }

@@ -377,14 +377,16 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
 
 
 def in_steps(term: Op) -> Op | None:
-    """Returns the slices, selects and unsqueezes that a literal index of a tensor is in a graph of ATen overloads.
+    """Returns the slices, selects, unsqueezes or `aten::index` that indexing a tensor is in a graph of ATen overloads.
 
     None if the term is not such an index, or if it takes a part of several results by number.
     """
     if term.key != "operator.getitem" or len(term.args) != 2:
         return None
     (_, base), (_, index) = term.args
-    if not isinstance(index, LiteralValue) or (isinstance(index.value, int) and has_parts(base)):
+    if not isinstance(index, LiteralValue):
+        return _by_tensors(term, base, index)
+    if isinstance(index.value, int) and has_parts(base):
         return None
     items = index.value if isinstance(index.value, tuple) else (index.value,)
     if not all(item is None or item is ... or type(item) in (int, slice) for item in items):
@@ -393,6 +395,18 @@ def in_steps(term: Op) -> Op | None:
     for overload, args in ops.index_steps(index.value):
         found = call(overload, (found, *args), {})
     return replace(found, shared=term.shared) if isinstance(found, Op) and found is not base else None
+
+
+def _by_tensors(term: Op, base: Term, index: Term) -> Op | None:
+    """Returns the index by tensors that `x[:, i, j]` is; None if the index has other items than tensors and `:`."""
+    items = index.items if isinstance(index, ListOf) else (index,)
+    if any(isinstance(item, (Each, Ignore)) or item == LiteralValue(None) for item in items):
+        return None
+    literals = [item.value for item in items if isinstance(item, LiteralValue)]
+    if any(value != slice(None) for value in literals):
+        return None
+    given = [None if isinstance(item, LiteralValue) else item for item in items]
+    return replace(call(torch.ops.aten.index.Tensor, (base, given), {}), shared=term.shared)
 
 
 _SHAPES = ("size", "shape")

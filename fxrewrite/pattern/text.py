@@ -138,6 +138,8 @@ def _index_text(index: Term) -> str:
     """Writes a tuple of indices without parentheses, because a list of indices means something else."""
     if isinstance(index, LiteralValue) and isinstance(index.value, tuple):
         return ", ".join(map(_literal_text, index.value)) + ("," if len(index.value) == 1 else "")
+    if isinstance(index, ListOf):
+        return ", ".join(map(term_text, index.items)) + ("," if len(index.items) == 1 else "")
     return term_text(index)
 
 

@@ -52,6 +52,8 @@ def test_one_binding_for_every_spelling(bound: dict) -> None:
         (bind(torch.max, X, Y), {"self": X, "other": Y}),
         (bind("split", X, [1, 2]), {"self": X, "split_sizes": [1, 2], "dim": 0}),
         (bind(aten.split.sizes, X, [1, 2]), {"self": X, "split_sizes": [1, 2], "dim": 0}),
+        (bind(F.conv2d, X, Y, None, 2), bind(aten.conv2d.default, X, Y, None, [2, 2])),
+        (bind(F.adaptive_avg_pool2d, X, 1), bind(aten.adaptive_avg_pool2d.default, X, [1, 1])),
         (bind(operator.pow, 2, X), {"self": 2, "exponent": X}),
         (bind(torch.add, X, Y, alpha=2), {"self": X, "other": Y, "alpha": 2}),
         (bind("float", X)["dtype"], torch.float32),

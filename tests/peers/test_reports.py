@@ -325,6 +325,18 @@ def test_an_index_matches_slices_in_a_graph_of_overloads(index: Any) -> None:
             assert torch.equal(gm(x), torch.relu(x[index]))
 
 
+def test_an_index_by_tensors_matches_in_a_graph_of_overloads() -> None:
+    x, order = torch.rand(2, 3, 4), torch.tensor([1, 0])
+    for one, other in (
+        (lambda x, i, j: torch.relu(x[:, i, j]), lambda x, i, j: torch.relu(x[i, :, j])),
+        (lambda x, i, j: torch.relu(x[i + j]), lambda x, i, j: torch.relu(x[:, i + j])),
+    ):
+        for pattern, gm in itertools.product((one, other), (fx.symbolic_trace(one), traced(one, x, order, order))):
+            rule = made(pattern, lambda x, i, j: x + i + j)
+            assert rule.explain(gm).num_matches == (pattern is one), rule.pattern
+            assert parse(str(rule.pattern)) == rule.pattern
+
+
 def glu(dim: int) -> Callable[..., Any]:
     return lambda x: F.glu(x, dim)
 
