@@ -74,7 +74,7 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
         default = _ENUM_DEFAULTS.get((kind, default), default) if isinstance(default, int) else default
         if kind == "number" and isinstance(default, float) and default.is_integer():
             default = int(default)  # as `Signature.multipliers` are read
-        parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default, argument.N or 1))
+        parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default, argument.N or 1))  # pyright: ignore[reportAttributeAccessIssue]
     return Schema(tuple(parameters), overload)
 
 

@@ -84,7 +84,7 @@ to_layer_norm = Rule(
     "norms.to_layer_norm",
     Pattern((_over_root(_centered, _variance),), (_is_two, _HAS_ROWS, where.dtype("x", *_FLOAT))),
     numerics="reassociates",
-    domain="finite",
+    domain="moderate",
     optional=True,
 )
 to_rms_norm = Rule(

@@ -16,6 +16,7 @@ from rules.tiling.loss import tiled_loss_rules
 from rules.tiling.mlp import tiled_mlp_rules
 from tests.autosp.one_device import captured
 from tests.bench.measure import profiled
+from tests.versions import TORCH
 
 ROWS, WIDTH, VOCAB = 512, 64, 768
 
@@ -62,7 +63,8 @@ def test_the_peak_is_that_of_the_allocator(kind: str) -> None:
     assert found.given == weights + ids.nbytes
     assert found.gradients == (0 if kind == "no gradients" else weights)
     assert not found.unknown
-    assert found.peak - found.given == pytest.approx(measured.peak, rel=0.02)
+    more = 0.09 if kind == "tiles" and TORCH < (2, 13) else 0.02  # there AOTAutograd holds one more value for a while
+    assert found.peak - found.given == pytest.approx(measured.peak, rel=more)
     assert found.saved == pytest.approx(measured.saved, rel=0.02)
     assert found.peak == (found.forward if kind == "no gradients" else found.backward)
 

@@ -48,7 +48,7 @@ class Profiled:
 def profiled(forward: Callable[[], T], backward: Callable[[T], Any], device: str = "cpu") -> Profiled:
     """What one step costs on this rank, whose tensors are on `device`: "cpu" or "cuda"."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
-    with profile(activities=activities, profile_memory=True, record_shapes=True) as profiler:
+    with profile(activities=activities, profile_memory=True, record_shapes=True, acc_events=True) as profiler:
         found = forward()
         with record_function(_FORWARD_ENDS):
             pass
