@@ -38,6 +38,7 @@ PRIVATE_TORCH = {
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
+    "rules/fusions/integers.py": "where torch defines the operators of quantized graphs",
     "rules/attention/flex_operator.py": "flex attention as an operator: the public one takes no bodies and no tiles",
 }
 # What only rule sets know; `Sequence` of collections.abc is Python's.
