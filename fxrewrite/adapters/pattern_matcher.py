@@ -12,6 +12,7 @@ Source: PyTorch, torch/_inductor/pattern_matcher.py.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import logging
@@ -73,6 +74,7 @@ __all__ = [
     "fwd_only",
     "joint_fwd_bwd",
     "register_graph_pattern",
+    "register_lowering_pattern",
     "register_replacement",
     "stable_topological_sort",
 ]
@@ -341,6 +343,41 @@ def register_graph_pattern(
             _Handled(name, reading, handler, extra_check, {"numerics": "approximate", "shapes": "changes", **promises}),
             prepend=prepend,
         )
+        return handler
+
+    return register
+
+
+def register_lowering_pattern(
+    pattern: PatternExpr,
+    extra_check: Check = _always,
+    *,
+    pass_dict: PatternMatcherPass,
+    prepend: bool = False,
+    **promises: Any,
+) -> Callable[[Handler], Handler]:
+    """Decorator: where the pattern matches, inductor lowers one call of the function to its own code.
+
+    The function is called while inductor lowers the graph, with the `Match` and what was captured, of which tensors are
+    inductor's `TensorBox`; it returns one. So the pass is for the slot after autograd, and cannot run outside inductor,
+    nor be verified.
+
+    Args:
+        pattern, extra_check, pass_dict, prepend, promises: as of `register_graph_pattern`.
+    """
+
+    def register(handler: Handler) -> Handler:
+        def lowered(match: Match, *args: Any, **kwargs: Any) -> None:
+            node = match.output_node()
+            lowering: Any = functools.wraps(handler)(functools.partial(handler, match))
+            lowering._inductor_lowering_function = True  # what inductor's lowering asks of a target
+            call = match.graph.call_function(lowering, args, kwargs)
+            call.meta.update(node.meta)
+            node.replace_all_uses_with(call)
+            match.erase_nodes()
+
+        functools.update_wrapper(lowered, handler)
+        register_graph_pattern(pattern, extra_check, pass_dict=pass_dict, prepend=prepend, **promises)(lowered)
         return handler
 
     return register

@@ -13,12 +13,15 @@ from fxrewrite import Rule, RuleSet
 from fxrewrite.adapters.pattern_matcher import (
     Arg,
     CallFunction,
+    KeywordArg,
     PatternMatcherPass,
     fwd_only,
     register_graph_pattern,
+    register_lowering_pattern,
     register_replacement,
 )
 from fxrewrite.adapters.subgraph_rewriter import replace_pattern
+from fxrewrite.backends import installed
 from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RuleDefinitionError
 from fxrewrite.pattern import parse
 from tests.rewriting import state, targets, traced
@@ -89,6 +92,27 @@ def test_a_check_that_raises_is_named() -> None:
     with pytest.raises(FxRewriteError, match=r"extra_check \S+has_bias raised KeyError at %\w+: 'bias'"):
         one.apply(gm)
     assert state(gm) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor imports it
+def test_a_function_that_inductor_lowers() -> None:
+    one, boxes = PatternMatcherPass("lowered"), list[Any]()
+    summed = CallFunction(aten.add.Tensor, CallFunction(aten.relu.default, Arg()), KeywordArg("y"))
+
+    @register_lowering_pattern(summed, pass_dict=one)
+    def relu_and_add(match: Any, x: Any, *, y: Any) -> Any:
+        from torch._inductor.lowering import lowerings
+
+        boxes.append((match.output_node(), x))
+        return lowerings[aten.add.Tensor](lowerings[aten.relu.default](x), y)
+
+    x, y = torch.randn(4, 3), torch.randn(4, 3)
+    with installed("post_grad_pre", lambda gm, _: one.apply(gm), None), torch.no_grad():
+        compiled = torch.compile(lambda x, y: torch.tanh(torch.relu(x) + y), backend="inductor")
+        torch.testing.assert_close(compiled(x, y), torch.tanh(torch.relu(x) + y))
+    ((node, box),) = boxes
+    assert node.target is aten.add.Tensor
+    assert type(box).__name__ == "TensorBox"
 
 
 def test_a_node_that_is_erased_behind_the_transaction_is_an_error() -> None:
