@@ -36,11 +36,12 @@ from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.outputs import Promise
 from fxrewrite.graph.source import source_line
+from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.match.explain import Explanation
 from fxrewrite.match.match import Match
 from fxrewrite.match.program import Program
 from fxrewrite.order import generations
-from fxrewrite.pattern.identity import NoIdentityError, identity
+from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.report import ComputedOnce, Report
 from fxrewrite.rule import Rule, misread_context
 from fxrewrite.stages import Contract, Property, checked
@@ -678,13 +679,18 @@ class Plan:
         """sha256 over everything that decides what the plan does: a key for compile caches, equal in every process.
 
         Patterns, options, code and closure values of replacements and predicates, steps, versions of fxrewrite and
-        torch. None, with a warning, when a replacement closes over an object that has no identity but its address.
+        torch. None, with a warning, when a replacement, or a function in a pattern, closes over an object that has no
+        identity but its address.
         """
         parts = [self.text(), f"fxrewrite {_version()}", f"torch {TORCH_VERSION}"]
         try:
             for rule in self.rules():
                 promises = (rule.numerics, rule.rng, rule.shapes, rule.domain, rule.terminates, rule.gradients)
                 options = (rule.id, *promises, rule.optional, rule.after, rule.before)
+                terms = itertools.chain.from_iterable(map(subterms, rule.pattern.outputs))
+                unnamed = next((t.key for t in terms if isinstance(t, Op) and ops.is_by_address(t.key)), "")
+                if unnamed:
+                    raise NoIdentityError(f"{unnamed} in the pattern of {rule.id} has no identity but its address")
                 parts += [
                     repr(options),
                     identity(rule.body),

@@ -11,7 +11,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    *("lazy", "errors", "torch_versions", "ops", "graph", "capture", "pattern", "match", "verify", "prove", "backends"),
+    *(
+        "lazy",
+        "errors",
+        "identity",
+        "torch_versions",
+        "ops",
+        "graph",
+        "capture",
+        "pattern",
+        "match",
+        "verify",
+        "prove",
+        "backends",
+    ),
     *("report", "rule", "dead_code", "order", "stages", "sweep", "found", "plan", "adapters"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )

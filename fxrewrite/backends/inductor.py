@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from fxrewrite.backends.decompose import decompose
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.errors import FxRewriteError, InvariantError
-from fxrewrite.pattern.identity import NoIdentityError, identity
+from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.torch_versions import PickledByUuid, passes_of_slot
 
 __all__ = ["OVERLAP", "SLOTS", "GraphPass", "Slot", "installed"]

@@ -43,11 +43,18 @@ from fxrewrite.ops.effects import (
     updates_statistics as updates_statistics,
     without_gradients as without_gradients,
 )
-from fxrewrite.ops.keys import call_key as call_key, callee as callee, key as key, possible_keys as possible_keys
+from fxrewrite.ops.keys import (
+    call_key as call_key,
+    callee as callee,
+    is_by_address as is_by_address,
+    key as key,
+    possible_keys as possible_keys,
+)
 from fxrewrite.ops.names import (
     is_of_a_library as is_of_a_library,
     named_operator as named_operator,
     no_operator as no_operator,
+    operator_of as operator_of,
 )
 from fxrewrite.ops.traits import (
     DIM_ARGUMENTS as DIM_ARGUMENTS,

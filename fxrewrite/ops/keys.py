@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import sys
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.ops.by_target import ByTarget
+from fxrewrite.ops.names import operator_of
 from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS, Wrapper
 from fxrewrite.ops.value import is_scalar
 
@@ -56,6 +61,8 @@ def _target_key(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverloadPacket):
         namespace, _, name = target._qualified_op_name.partition("::")
         return _aten_key(name) if namespace == "aten" else target._qualified_op_name
+    if isinstance(target, torch.library.CustomOpDef):
+        return _target_key(operator_of(target))
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"{target.namespace}::{target.name()}"
     if target in OPERATORS:
@@ -75,7 +82,41 @@ def _target_key(target: Any) -> str:
         return _method_key(name)
     if module == "_operator":
         module = "operator"
-    return f"{module}.{getattr(target, '__qualname__', name)}"
+    if name and getattr(sys.modules.get(module), name, None) is target:
+        return f"{module}.{name}"
+    qualname = getattr(target, "__qualname__", None) or name
+    return f"{module}.{qualname}{_distinction(target, qualname)}"
+
+
+def _distinction(target: Any, qualname: str) -> str:
+    """Returns what tells a callable from others of the same name: "#" and a hash of its code and what it holds.
+
+    Empty for what is named uniquely; "#0x" and a hash where it holds something that has no identity but its address.
+    """
+    if "<" not in qualname and isinstance(target, _NAMED):
+        return ""
+    if isinstance(target, type):  # the identity of a class is its name
+        return f"#{id(target):#x}"
+    try:
+        return f"#{_hash(identity(target))}"
+    except NoIdentityError:
+        return f"#0x{_hash(identity(target, with_addresses=True))}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+_NAMED = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.GetSetDescriptorType, types.ClassMethodDescriptorType),
+)
+"""Callables that a module has one of under their name, unless they were made inside of a function."""
+
+
+def is_by_address(found: str) -> bool:
+    """Whether a key depends on an address, and so means something in this process alone."""
+    return "#0x" in found
 
 
 def key(node_or_target: Any) -> str:
@@ -84,7 +125,8 @@ def key(node_or_target: Any) -> str:
     "aten::mul" for `torch.ops.aten.mul.Tensor`, `torch.mul`, `x.mul(y)` and `x * y` on tensors; an in-place
     operator has its own key, "aten::mul_". Python arithmetic on numbers and symbolic sizes is "operator.mul".
     Callables that are not torch operators are "module.qualname", and so is the class of a submodule that a node calls;
-    nodes that call nothing return their opcode.
+    closures, partials and others of which several have that name have a hash of what they hold behind it. Nodes that
+    call nothing return their opcode.
 
     Args:
         node_or_target: an `fx.Node`, or the target of one. A string is a tensor method.

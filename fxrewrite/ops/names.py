@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fxrewrite.errors import did_you_mean
 
-__all__ = ["is_of_a_library", "named_operator", "no_operator"]
+__all__ = ["is_of_a_library", "named_operator", "no_operator", "operator_of"]
 
 _NAMESPACES_OF_TORCH = {"aten", "prim", "prims", "quantized", "inductor", "c10d", "_c10d_functional"}
 """Namespaces of operators that exist once torch is imported."""
@@ -18,6 +20,11 @@ def named_operator(name: str) -> Operator | None:
     namespace, separator, operator = name.rpartition("::")
     found = getattr(getattr(torch.ops, namespace if separator else "aten"), operator, None)
     return found if isinstance(found, Operator) else None
+
+
+def operator_of(target: Any) -> Any:
+    """Returns the operator that a function of `torch.library.custom_op` defines; any other target as it is."""
+    return named_operator(target._qualname) if isinstance(target, torch.library.CustomOpDef) else target
 
 
 def is_of_a_library(target: object) -> bool:

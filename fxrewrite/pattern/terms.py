@@ -355,6 +355,7 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
     Raises:
         RuleDefinitionError: the call fits no signature, or writes to memory.
     """
+    target = ops.operator_of(target)
     key = ops.call_key(target, args, kwargs)
     try:
         signature = ops.signature_of(target, args, kwargs)

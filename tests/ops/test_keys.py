@@ -1,5 +1,6 @@
 """One key for every spelling, and different keys for different meanings."""
 
+import functools
 import math
 import operator
 
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite import ops
+from fxrewrite import Pattern, Rule, RuleSet, cap, op, ops
 
 aten = torch.ops.aten
 
@@ -95,11 +96,74 @@ def redistribute(x, source, destination): ...
         (operator.getitem, "operator.getitem"),
         (redistribute, f"{__name__}.redistribute"),
         (F.normalize, "torch.nn.functional.normalize"),
+        (F.max_pool2d, "torch.nn.functional.max_pool2d"),
         (torch.ops.higher_order.cond, "higher_order::cond"),
     ],
 )
 def test_other_callables_keep_their_qualified_name(target, key: str) -> None:
     assert ops.key(target) == key
+
+
+def scaled_by(factor):
+    def scaled(x):
+        return x * factor
+
+    return scaled
+
+
+class Scaled:
+    """A callable object, whose class is all that it has of a name."""
+
+    def __call__(self, x): ...
+
+    def of(self, x): ...
+
+
+@pytest.mark.parametrize(
+    ("one", "same", "other"),
+    [
+        (scaled_by(2), scaled_by(2), scaled_by(3)),
+        (functools.partial(torch.clamp, min=0), functools.partial(torch.clamp, min=0), functools.partial(torch.clamp)),
+        (lambda x: x + 1, None, lambda x: x + 2),
+        (scaled_by(one := Scaled()), scaled_by(one), scaled_by(Scaled())),
+        (one, one, Scaled()),
+        (one.of, one.of, Scaled().of),
+        (type("Linear.<locals>", (), {}), None, type("Linear.<locals>", (), {})),
+    ],
+    ids=["closure", "partial", "lambda", "closure over an object", "object", "method", "class of a function"],
+)
+def test_callables_of_one_name_are_told_apart(one, same, other) -> None:
+    rule = Rule("names.drop", Pattern((op(one, cap("x")),)), lambda x: x)
+    for target, is_same in ((one, True), (other, False), (same, True)):
+        if target is not None:
+            assert (ops.key(target) == ops.key(one)) == is_same
+            graph = fx.Graph()
+            graph.output(graph.create_node("call_function", target, (graph.placeholder("x"),), name="called"))
+            if hasattr(target, "__name__"):  # FX cannot write others
+                assert rule.explain(fx.GraphModule({}, graph)).num_matches == is_same
+
+
+def test_what_has_an_address_for_a_name_is_in_no_cache() -> None:
+    def digest(target):
+        return RuleSet("one", Rule("names.drop", Pattern((op(target, cap("x")),)), lambda x: x)).once().digest()
+
+    assert digest(scaled_by(2)) == digest(scaled_by(2)) != digest(scaled_by(3))
+    with pytest.warns(UserWarning, match=r"Scaled#0x\w+ in the pattern of names.drop has no identity"):
+        assert digest(Scaled()) is None
+
+
+@torch.library.custom_op("tests_keys::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_a_custom_operator_is_what_graphs_call() -> None:
+    rule = Rule(
+        "names.twice", Pattern((op(twice, cap("x")),)), lambda match, x: match.call(twice, match.call(twice, x))
+    )
+    gm = fx.symbolic_trace(lambda x: torch.relu(twice(x)))
+    assert RuleSet("names", rule).apply(gm).rewrites == 1
+    assert [ops.key(n) for n in gm.graph.nodes if n.op == "call_function"] == [*["tests_keys::twice"] * 2, "aten::relu"]
 
 
 def test_nodes_that_call_nothing_give_their_opcode() -> None:

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite import RuleDefinitionError, normalize, ops
 from fxrewrite.backends.dynamo import capture
+from fxrewrite.identity import identity
 from fxrewrite.pattern import where
-from fxrewrite.pattern.identity import identity
 
 
 @pytest.fixture

@@ -24,19 +24,23 @@ _PLAIN = (str, bytes, int, float, complex, bool, type(None), type(...), torch.dt
 _BY_NAME = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
-def identity(value: Any) -> str:
+def identity(value: Any, *, with_addresses: bool = False) -> str:
     """Returns a text that is equal for equal values, in every process.
 
     For a function, it contains bytecode, constants, defaults, closure and the globals that it names. Functions among
     these are included if they belong to the same top-level package.
 
+    Args:
+        value: anything.
+        with_addresses: write the address of what has no other identity; then the text is of this process.
+
     Raises:
         NoIdentityError: the value, or one that it refers to, is identified by its address only.
     """
-    return "\n".join(_parts(value, {}))
+    return "\n".join(_parts(value, {}, with_addresses))
 
 
-def _parts(value: Any, seen: dict[int, int]) -> Iterator[str]:
+def _parts(value: Any, seen: dict[int, int], addresses: bool) -> Iterator[str]:
     if isinstance(value, _PLAIN):
         yield f"{type(value).__name__} {value!r}"
     elif isinstance(value, enum.Enum):
@@ -51,53 +55,56 @@ def _parts(value: Any, seen: dict[int, int]) -> Iterator[str]:
         yield f"seen {seen[id(value)]}"
     else:
         seen[id(value)] = len(seen)
-        yield from _compound(value, seen)
+        yield from _compound(value, seen, addresses)
 
 
-def _compound(value: Any, seen: dict[int, int]) -> Iterator[str]:
+def _compound(value: Any, seen: dict[int, int], addresses: bool) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
-        yield from _function(value, seen)
+        yield from _function(value, seen, addresses)
     elif isinstance(value, types.MethodType):
-        yield from _parts(value.__func__, seen)
-        yield from _parts(value.__self__, seen)
+        yield from _parts(value.__func__, seen, addresses)
+        yield from _parts(value.__self__, seen, addresses)
     elif isinstance(value, types.CodeType):
         yield from _code(value, seen)
     elif isinstance(value, functools.partial):
         yield "partial"
         for part in (value.func, value.args, value.keywords):
-            yield from _parts(part, seen)
+            yield from _parts(part, seen, addresses)
     elif is_dataclass(value):
         yield f"{type(value).__module__}.{type(value).__qualname__}"
         for item in fields(value):
             yield item.name
-            yield from _parts(getattr(value, item.name), seen)
+            yield from _parts(getattr(value, item.name), seen, addresses)
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)}"
         for name in sorted(value, key=repr):
-            yield from _parts(name, seen)
-            yield from _parts(value[name], seen)
+            yield from _parts(name, seen, addresses)
+            yield from _parts(value[name], seen, addresses)
     elif isinstance(value, AbstractSet):
         yield f"set {len(value)}"
-        yield from sorted("\n".join(_parts(item, dict(seen))) for item in value)
+        yield from sorted("\n".join(_parts(item, dict(seen), addresses)) for item in value)
     elif isinstance(value, Sequence):
         yield f"{type(value).__name__} {len(value)}"
         for item in value:
-            yield from _parts(item, seen)
+            yield from _parts(item, seen, addresses)
     elif hasattr(value, "model_dump_json"):
         yield f"{type(value).__module__}.{type(value).__qualname__} {value.model_dump_json()}"
     elif hasattr(value, "__torch_function__") or not hasattr(value, "__name__"):
+        if addresses:
+            yield f"{type(value).__qualname__} at {id(value):#x}"
+            return
         raise NoIdentityError(f"{type(value).__qualname__} object {value!r} has no identity but its address")
     else:
         yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
 
 
-def _function(function: types.FunctionType, seen: dict[int, int]) -> Iterator[str]:
+def _function(function: types.FunctionType, seen: dict[int, int], addresses: bool) -> Iterator[str]:
     yield f"function {function.__module__}.{function.__qualname__}"
     yield from _code(function.__code__, seen)
     for part in (function.__defaults__, function.__kwdefaults__):
-        yield from _parts(part, seen)
+        yield from _parts(part, seen, addresses)
     for cell in function.__closure__ or ():
-        yield from _parts(cell.cell_contents, seen)
+        yield from _parts(cell.cell_contents, seen, addresses)
     package = (function.__module__ or "").partition(".")[0]
     for name in _names(function.__code__):
         if name in function.__globals__:
@@ -107,7 +114,7 @@ def _function(function: types.FunctionType, seen: dict[int, int]) -> Iterator[st
             if isinstance(found, types.FunctionType) and module.partition(".")[0] != package:
                 yield f"{module}.{found.__qualname__}"
             else:
-                yield from _parts(found, seen)
+                yield from _parts(found, seen, addresses)
 
 
 def _names(code: types.CodeType) -> list[str]:
