@@ -5,12 +5,14 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
+import pydantic
 import torch
 
 __all__ = ["NoIdentityError", "identity"]
@@ -87,9 +89,9 @@ def _compound(value: Any, seen: dict[int, int], addresses: bool) -> Iterator[str
         yield f"{type(value).__name__} {len(value)}"
         for item in value:
             yield from _parts(item, seen, addresses)
-    elif hasattr(value, "model_dump_json"):
+    elif isinstance(value, pydantic.BaseModel):
         yield f"{type(value).__module__}.{type(value).__qualname__} {value.model_dump_json()}"
-    elif hasattr(value, "__torch_function__") or not hasattr(value, "__name__"):
+    elif hasattr(type(value), "__torch_function__") or inspect.getattr_static(value, "__name__", None) is None:
         if addresses:
             yield f"{type(value).__qualname__} at {id(value):#x}"
             return

@@ -114,15 +114,18 @@ def host_tree(root: fx.Node, height: int) -> nx.DiGraph[int]:
         if isinstance(value, fx.Node) and value.op in ("call_function", "call_method"):
             bound = ops.bind(value)
             defaults = ops.signature_of(value.target, value.args, value.kwargs).defaults
+            of_first = rank_of(next(iter(bound.values()), None))
+            ranks = {name: of_first if name in ("dim", "dim0", "dim1", "dims") else None for name in bound}
             tree.nodes[vertex]["extra"] = frozenset(
-                name for name, v in bound.items() if name not in defaults or frozen(v) != frozen(defaults[name])
+                name
+                for name, v in bound.items()
+                if name not in defaults
+                or frozen(from_front(v, ranks[name])) != frozen(from_front(defaults[name], ranks[name]))
             )
             if height:
-                rank = rank_of(next(iter(bound.values())))
                 for name, part in bound.items():
-                    is_dim = name in ("dim", "dim0", "dim1", "dims")
                     labels = {name, "first operand"} if name == next(iter(bound)) else {name}
-                    tree.add_edge(vertex, add(part, height - 1, rank if is_dim else None), labels=labels)
+                    tree.add_edge(vertex, add(part, height - 1, ranks[name]), labels=labels)
         elif isinstance(value, (list, tuple)) and height:
             for index, part in enumerate(value):
                 tree.add_edge(vertex, add(part, height - 1, None), labels={index})
