@@ -4,7 +4,7 @@
     plan.enter(inputs, ...)                       returns the inputs, through which gradients flow in that form
 
 Inside the program every rank differentiates the sum of the losses of all ranks, so the mean of gradients over the axis
-is the gradient of one device (`fxrewrite.spmd.gradients`). DDP, FSDP and ZeRO take this mean over all ranks.
+is the gradient of one device (`fxrewrite.spmd.runtime.gradients`). DDP, FSDP and ZeRO take this mean over all ranks.
 
     "mean"     parameters: unchanged, for a reader that averages over the axis.
     "sum"      parameters: divided by P, for a reader that sums over the axis, and averages over the data axis only.

@@ -28,6 +28,9 @@ LAYERS = (
     *("report", "rule", "dead_code", "order", "stages", "sweep", "found", "plan", "adapters"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
+"""What `fxrewrite` consists of, lowest first."""
+SPMD_LAYERS = ("layouts", "operators", "price", "propagation", "lower", "discovery", "runtime", "parallelism")
+"""The folders of `fxrewrite/spmd`, lowest first. They may import the files beside them, which import none of them."""
 
 # Files that may touch private torch, and why. Whatever else needs such a thing asks one of these files for it.
 PRIVATE_TORCH = {
@@ -41,11 +44,11 @@ PRIVATE_TORCH = {
     "fxrewrite/graph/sizes.py": "symbolic sizes: sympy expressions to graph nodes",
     "fxrewrite/ops/": "where operators live, to give every spelling one key",
     "fxrewrite/capture/vmap.py": "functorch's switches in a graph, and its batching rules",
-    "fxrewrite/spmd/accumulate.py": "what runs when a backward pass has ended, and gradients as DTensors",
-    "fxrewrite/spmd/borders.py": "a subclass of DTensor, and whether one is traced",
-    "fxrewrite/spmd/deferred.py": "a tensor subclass without memory of its own",
+    "fxrewrite/spmd/parallelism/accumulate.py": "what runs when a backward pass has ended, and gradients as DTensors",
+    "fxrewrite/spmd/runtime/borders.py": "a subclass of DTensor, and whether one is traced",
+    "fxrewrite/spmd/runtime/deferred.py": "a tensor subclass without memory of its own",
     "fxrewrite/spmd/group.py": "process groups by name",
-    "fxrewrite/spmd/parameters.py": "DTensors of which two axes cut one dimension, and whether one is traced",
+    "fxrewrite/spmd/parallelism/parameters.py": "DTensors cut twice along one dimension, and whether one is traced",
     "fxrewrite/torch_versions.py": "what differs between versions of torch",
     "fxrewrite/prove/symbolic.py": "symbolic sizes and decompositions, of which proofs are made",
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
@@ -139,6 +142,15 @@ def layer(module: str) -> int:
     return LAYERS.index(rest.partition(".")[0])
 
 
+def spmd_layer(module: str) -> int:
+    """0 for the files of `fxrewrite/spmd` itself, then its folders in order; what it exports is above all."""
+    _, _, rest = module.partition("fxrewrite.spmd.")
+    folder, _, inside = rest.partition(".")
+    if not rest:
+        return len(SPMD_LAYERS) + 1
+    return SPMD_LAYERS.index(folder) + 1 if inside or folder in SPMD_LAYERS else 0
+
+
 def import_graph() -> nx.DiGraph:
     edges = [(module, owner(name)) for module, path in FILES.items() for name in imported(path)]
     return nx.DiGraph([(module, used) for module, used in edges if used in FILES and used != module])
@@ -155,7 +167,11 @@ def test_no_import_cycle() -> None:
 
 
 def test_imports_point_down() -> None:
-    wrong = [f"{a} imports {b}" for a, b in import_graph().edges if layer(b) > layer(a)]
+    edges = import_graph().edges
+    wrong = [f"{a} imports {b}" for a, b in edges if layer(b) > layer(a)]
+    assert not wrong, "\n".join(wrong)
+    inside = [edge for edge in edges if all(module.startswith("fxrewrite.spmd") for module in edge)]
+    wrong = [f"{a} imports {b}" for a, b in inside if spmd_layer(b) > spmd_layer(a)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -14,7 +14,7 @@ from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.registry import GROUP, RegistryError, RegistryWarning, find_object, load, raised_text, registered
 from fxrewrite.rule import Rule
 from fxrewrite.spmd import joined_layouts
-from fxrewrite.spmd.registered import LAYOUT_GROUP
+from fxrewrite.spmd.layouts.registered import LAYOUT_GROUP
 from rules.layouts import LAYOUTS
 
 RULES = """

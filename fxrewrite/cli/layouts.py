@@ -19,7 +19,7 @@ from fxrewrite.spmd import (
     parse_call,
     with_table,
 )
-from fxrewrite.spmd.registered import LAYOUT_GROUP
+from fxrewrite.spmd.layouts.registered import LAYOUT_GROUP
 
 __all__ = ["discover", "table"]
 

@@ -12,28 +12,23 @@ from fxrewrite.graph.sizes import (
     require_divisible as require_divisible,
     size_hint as size_hint,
 )
-from fxrewrite.spmd.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
-from fxrewrite.spmd.agree import agree as agree
-from fxrewrite.spmd.alternatives import choose_alternatives as choose_alternatives
-from fxrewrite.spmd.backend import SpmdBackend as SpmdBackend, spmd as spmd
-from fxrewrite.spmd.borders import (
-    ChunkedTensor as ChunkedTensor,
-    Crossing as Crossing,
-    check_dtensors as check_dtensors,
-    chunked as chunked,
-    entering as entering,
-)
-from fxrewrite.spmd.choice import Chosen as Chosen, choose as choose
 from fxrewrite.spmd.context import Reduction as Reduction, SpmdContext as SpmdContext, contexts as contexts
-from fxrewrite.spmd.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents
-from fxrewrite.spmd.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
-from fxrewrite.spmd.discover import (
+from fxrewrite.spmd.discovery.discover import (
     Comparison as Comparison,
     Discovery as Discovery,
     compare as compare,
     discover as discover,
 )
-from fxrewrite.spmd.draws import RefuseShardedDraws as RefuseShardedDraws, draws_on_chunk as draws_on_chunk
+from fxrewrite.spmd.discovery.samples import (
+    SampleError as SampleError,
+    TensorSpec as TensorSpec,
+    parse_call as parse_call,
+)
+from fxrewrite.spmd.discovery.trial import (
+    PlacementTrial as PlacementTrial,
+    free_dims as free_dims,
+    try_placements as try_placements,
+)
 from fxrewrite.spmd.events import (
     AtBorder as AtBorder,
     Drawn as Drawn,
@@ -43,7 +38,6 @@ from fxrewrite.spmd.events import (
     RegionsCompiled as RegionsCompiled,
     Summed as Summed,
 )
-from fxrewrite.spmd.expect import Sends as Sends, sends as sends
 from fxrewrite.spmd.facts import (
     GLOBAL_SHAPE as GLOBAL_SHAPE,
     PLACEMENT as PLACEMENT,
@@ -51,12 +45,6 @@ from fxrewrite.spmd.facts import (
     global_shape as global_shape,
     placement_of as placement_of,
 )
-from fxrewrite.spmd.fingerprint import (
-    BackgroundComparison as BackgroundComparison,
-    fingerprint as fingerprint,
-    parameter_checksum as parameter_checksum,
-)
-from fxrewrite.spmd.gradients import change_gradients as change_gradients
 from fxrewrite.spmd.group import (
     COLLECTIVES as COLLECTIVES,
     axis_mesh as axis_mesh,
@@ -65,7 +53,21 @@ from fxrewrite.spmd.group import (
     fix_rank as fix_rank,
     global_ranks as global_ranks,
 )
-from fxrewrite.spmd.input_placements import Placements as Placements, input_placements as input_placements
+from fxrewrite.spmd.layouts.notation import (
+    IndexMap as IndexMap,
+    IndexPart as IndexPart,
+    Terms as Terms,
+    parse as parse,
+    view_map as view_map,
+)
+from fxrewrite.spmd.layouts.registered import joined_layouts as joined_layouts, registered_layouts as registered_layouts
+from fxrewrite.spmd.layouts.rule import (
+    Call as Call,
+    LayoutRule as LayoutRule,
+    LayoutRules as LayoutRules,
+    Neutral as Neutral,
+)
+from fxrewrite.spmd.layouts.table import layout_table as layout_table, with_table as with_table
 from fxrewrite.spmd.lower.bundles import BUNDLE_RULES as BUNDLE_RULES, bundle as bundle
 from fxrewrite.spmd.lower.collectives import (
     COLLECTIVE_RULES as COLLECTIVE_RULES,
@@ -75,30 +77,27 @@ from fxrewrite.spmd.lower.collectives import (
 )
 from fxrewrite.spmd.lower.localize import LocalizeShapes as LocalizeShapes
 from fxrewrite.spmd.lower.means import REDUCTIONS as REDUCTIONS
-from fxrewrite.spmd.notation import (
-    IndexMap as IndexMap,
-    IndexPart as IndexPart,
-    Terms as Terms,
-    parse as parse,
-    view_map as view_map,
+from fxrewrite.spmd.operators.draws import RefuseShardedDraws as RefuseShardedDraws, draws_on_chunk as draws_on_chunk
+from fxrewrite.spmd.operators.send_rows import SEND_ROWS as SEND_ROWS, read_size as read_size
+from fxrewrite.spmd.operators.shared_nodes import (
+    EntryNodes as EntryNodes,
+    entry_nodes as entry_nodes,
+    rank_node as rank_node,
+    size_nodes as size_nodes,
+    size_proxy as size_proxy,
 )
-from fxrewrite.spmd.parallelism import (
+from fxrewrite.spmd.parallelism.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
+from fxrewrite.spmd.parallelism.alternatives import choose_alternatives as choose_alternatives
+from fxrewrite.spmd.parallelism.backend import SpmdBackend as SpmdBackend, spmd as spmd
+from fxrewrite.spmd.parallelism.expect import Sends as Sends, sends as sends
+from fxrewrite.spmd.parallelism.parallelism import (
     Alternatives as Alternatives,
     Parallelism as Parallelism,
     Parallelisms as Parallelisms,
 )
-from fxrewrite.spmd.parameters import shard_parameters as shard_parameters, whole_parameters as whole_parameters
-from fxrewrite.spmd.place import (
-    Place as Place,
-    Stored as Stored,
-    held_as as held_as,
-    hold_chunks as hold_chunks,
-    input_of as input_of,
-    inputs as inputs,
-    module_input as module_input,
-    module_output as module_output,
-    outputs as outputs,
-    param as param,
+from fxrewrite.spmd.parallelism.parameters import (
+    shard_parameters as shard_parameters,
+    whole_parameters as whole_parameters,
 )
 from fxrewrite.spmd.placement import (
     AnyPlacement as AnyPlacement,
@@ -114,7 +113,8 @@ from fxrewrite.spmd.placement import (
     local_shape as local_shape,
     num_entries as num_entries,
 )
-from fxrewrite.spmd.price import (
+from fxrewrite.spmd.price.choice import Chosen as Chosen, choose as choose
+from fxrewrite.spmd.price.price import (
     FLOPS_PER_BYTE_SENT as FLOPS_PER_BYTE_SENT,
     PRICE as PRICE,
     Price as Price,
@@ -122,14 +122,44 @@ from fxrewrite.spmd.price import (
     collective_bytes as collective_bytes,
     redistribution_bytes as redistribution_bytes,
 )
-from fxrewrite.spmd.products import (
+from fxrewrite.spmd.price.products import (
     attention_operations as attention_operations,
     declare_product as declare_product,
     is_product as is_product,
     operations as operations,
 )
-from fxrewrite.spmd.propagate import PropagatePlacements as PropagatePlacements
-from fxrewrite.spmd.rank_checks import (
+from fxrewrite.spmd.propagation.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents
+from fxrewrite.spmd.propagation.input_placements import Placements as Placements, input_placements as input_placements
+from fxrewrite.spmd.propagation.place import (
+    Place as Place,
+    Stored as Stored,
+    held_as as held_as,
+    hold_chunks as hold_chunks,
+    input_of as input_of,
+    inputs as inputs,
+    module_input as module_input,
+    module_output as module_output,
+    outputs as outputs,
+    param as param,
+)
+from fxrewrite.spmd.propagation.propagate import PropagatePlacements as PropagatePlacements
+from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
+from fxrewrite.spmd.runtime.agree import agree as agree
+from fxrewrite.spmd.runtime.borders import (
+    ChunkedTensor as ChunkedTensor,
+    Crossing as Crossing,
+    check_dtensors as check_dtensors,
+    chunked as chunked,
+    entering as entering,
+)
+from fxrewrite.spmd.runtime.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
+from fxrewrite.spmd.runtime.fingerprint import (
+    BackgroundComparison as BackgroundComparison,
+    fingerprint as fingerprint,
+    parameter_checksum as parameter_checksum,
+)
+from fxrewrite.spmd.runtime.gradients import change_gradients as change_gradients
+from fxrewrite.spmd.runtime.rank_checks import (
     Advice as Advice,
     RankChecks as RankChecks,
     WholeCalls as WholeCalls,
@@ -137,27 +167,9 @@ from fxrewrite.spmd.rank_checks import (
     is_due as is_due,
     say_not_compiled as say_not_compiled,
 )
-from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
-from fxrewrite.spmd.registered import joined_layouts as joined_layouts, registered_layouts as registered_layouts
-from fxrewrite.spmd.rule import Call as Call, LayoutRule as LayoutRule, LayoutRules as LayoutRules, Neutral as Neutral
-from fxrewrite.spmd.samples import SampleError as SampleError, TensorSpec as TensorSpec, parse_call as parse_call
-from fxrewrite.spmd.send_rows import SEND_ROWS as SEND_ROWS, read_size as read_size
-from fxrewrite.spmd.shared_nodes import (
-    EntryNodes as EntryNodes,
-    entry_nodes as entry_nodes,
-    rank_node as rank_node,
-    size_nodes as size_nodes,
-    size_proxy as size_proxy,
-)
 from fxrewrite.spmd.stages import (
     COLLECTIVE_CALLS as COLLECTIVE_CALLS,
     LOCAL_SHAPES as LOCAL_SHAPES,
     PLACEMENTS as PLACEMENTS,
-)
-from fxrewrite.spmd.table import layout_table as layout_table, with_table as with_table
-from fxrewrite.spmd.trial import (
-    PlacementTrial as PlacementTrial,
-    free_dims as free_dims,
-    try_placements as try_placements,
 )
 from fxrewrite.spmd.virtual import declare_virtual as declare_virtual

@@ -11,12 +11,12 @@ from torch import nn
 from fxrewrite.backends import normalized
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
-from fxrewrite.spmd.alternatives import chosen_for
-from fxrewrite.spmd.captured import captured_call
 from fxrewrite.spmd.context import contexts
-from fxrewrite.spmd.explain import explain_values
-from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.alternatives import chosen_for
+from fxrewrite.spmd.parallelism.captured import captured_call
+from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.placement import Axis
+from fxrewrite.spmd.propagation.explain import explain_values
 from fxrewrite.testing.fake_mesh import fake_mesh
 
 __all__ = ["explain_placement"]

@@ -23,8 +23,8 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import bodies_of_communicating, differentiating, key
 from fxrewrite.spmd.group import axis_rank, positions_of
-from fxrewrite.spmd.input_placements import Placements, input_placements
 from fxrewrite.spmd.placement import Placement, Replicate, Shard, Zigzag, as_placement, check_num_ranks
+from fxrewrite.spmd.propagation.input_placements import Placements, input_placements
 
 __all__ = ["RankRun", "run_on_ranks"]
 
@@ -77,7 +77,7 @@ def run_on_ranks(
         ranks: how many, or a mesh of any number of axes. A process group of as many fake ranks must be initialized
             (`fxrewrite.testing.fake_mesh`).
         placements: how the ranks hold inputs, by position; they hold the others whole. By default what the plan that
-            lowered the graph says of them (`fxrewrite.spmd.input_placements`).
+            lowered the graph says of them (`fxrewrite.spmd.propagation.input_placements`).
         backward: position of the output (a scalar) to differentiate; gradients are of every floating-point input that
             requires them.
 

@@ -32,17 +32,17 @@ from fxrewrite.pattern.terms import Capture, Op, subterms
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.decision import Decision, operands_of, replicated
 from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.group import COLLECTIVES, axis_of
-from fxrewrite.spmd.infer import inferred
-from fxrewrite.spmd.legal import DECIDED
+from fxrewrite.spmd.layouts.registered import joined_layouts
+from fxrewrite.spmd.layouts.rule import LayoutRules
 from fxrewrite.spmd.lower.collectives import COLLECTIVE_RULES
 from fxrewrite.spmd.lower.localize import LocalizeShapes
 from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
+from fxrewrite.spmd.propagation.decision import Decision, operands_of, replicated
+from fxrewrite.spmd.propagation.infer import inferred
+from fxrewrite.spmd.propagation.legal import DECIDED
 from fxrewrite.spmd.redistribute import redistribute
-from fxrewrite.spmd.registered import joined_layouts
-from fxrewrite.spmd.rule import LayoutRules
 from fxrewrite.spmd.stages import PLACEMENTS
 from fxrewrite.spmd.virtual import declare_virtual
 from fxrewrite.testing.fake_mesh import fake_mesh

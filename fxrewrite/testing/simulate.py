@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from fxrewrite.backends import normalized
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.report import Report
-from fxrewrite.spmd.alternatives import chosen_for
-from fxrewrite.spmd.captured import captured_call
 from fxrewrite.spmd.context import contexts
-from fxrewrite.spmd.expect import KINDS
-from fxrewrite.spmd.input_placements import input_placements
-from fxrewrite.spmd.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.alternatives import chosen_for
+from fxrewrite.spmd.parallelism.captured import captured_call
+from fxrewrite.spmd.parallelism.expect import KINDS
+from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.placement import Replicate, Shard
+from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.testing.fake_mesh import fake_mesh
 from fxrewrite.testing.ranks import run_on_ranks
 

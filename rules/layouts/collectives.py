@@ -1,6 +1,6 @@
 """Collectives over another mesh axis; to this axis they are operators of one device.
 
-So are the operators that change gradients over the other axis (`fxrewrite.spmd.gradient_ops`): identities.
+So are the operators that change gradients over the other axis (`fxrewrite.spmd.operators.gradient_ops`): identities.
 Collectives run on dimension 0, whose chunks belong to the ranks of their axis; every other dimension is independent.
 Source: torch/distributed/_functional_collectives.py.
 """

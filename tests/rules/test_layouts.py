@@ -35,7 +35,7 @@ from fxrewrite.spmd import (
     free_dims,
     try_placements,
 )
-from fxrewrite.spmd.trial import index_map_of
+from fxrewrite.spmd.discovery.trial import index_map_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from rules.canonical.normal_forms import NORMAL_FORMS
 from rules.layouts import LAYOUTS

@@ -40,7 +40,7 @@ from fxrewrite.spmd import (
     spmd,
     whole_parameters,
 )
-from fxrewrite.spmd.accumulate import is_unreduced
+from fxrewrite.spmd.parallelism.accumulate import is_unreduced
 from rules.parallel import DATA, EXPERT_ZERO3, MEGATRON, ZERO2, ZERO3
 from tests.rules.parallel.models import GROUPED, build
 from tests.versions import TORCH

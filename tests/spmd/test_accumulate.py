@@ -27,7 +27,7 @@ from autosp_rules.parallelism import autosp_parallelism
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
 from fxrewrite.spmd import no_sync, reduce_gradients, shard_parameters, spmd
-from fxrewrite.spmd.accumulate import is_unreduced
+from fxrewrite.spmd.parallelism.accumulate import is_unreduced
 from fxrewrite.testing import fake_mesh
 from rules.parallel import DATA, ZERO2, ZERO3
 from tests.spmd.test_parallelism import TENSOR, Autocast, Model

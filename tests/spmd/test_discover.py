@@ -270,10 +270,10 @@ def test_the_sessions_of_the_document(capsys: pytest.CaptureFixture[str], line: 
 def test_layouts_of_installed_packages_are_found(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fxrewrite.spmd.registered.entry_points", lambda group: [])
+    monkeypatch.setattr("fxrewrite.spmd.layouts.registered.entry_points", lambda group: [])
     assert "no installed package ships layout rules (fxrewrite.layouts)" in command(capsys, "table")[2]
     entries = [EntryPoint("aten", "rules.layouts:LAYOUTS", "fxrewrite.layouts")]
-    monkeypatch.setattr("fxrewrite.spmd.registered.entry_points", lambda group: entries)
+    monkeypatch.setattr("fxrewrite.spmd.layouts.registered.entry_points", lambda group: entries)
     assert command(capsys, "table")[1] == f"{layout_table(LAYOUTS)}\n"
     entries.append(EntryPoint("broken", "absent:RULES", "fxrewrite.layouts"))
     with pytest.warns(RegistryWarning, match=r"left out: layout rule set 'broken' .*\(absent:RULES\) is broken"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxrewrite.spmd import IndexPart, Replicate, Shard, view_map
-from fxrewrite.spmd.notation import parse
+from fxrewrite.spmd.layouts.notation import parse
 
 
 def test_linear_is_independent_in_its_rows() -> None:

@@ -324,7 +324,7 @@ def test_a_parameter_that_is_read_past_its_module_is_refused(mesh: DeviceMesh) -
 def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FxRewriteError, match=r"breaks='refuse' is not one of \('gather', 'dtensor'\)"):
         spmd(ZERO3, mesh=mesh, breaks="refuse")  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("fxrewrite.spmd.borders.DISPATCHES_DTENSOR_SUBCLASSES", False)
+    monkeypatch.setattr("fxrewrite.spmd.runtime.borders.DISPATCHES_DTENSOR_SUBCLASSES", False)
     with pytest.raises(FxRewriteError, match=r"between graphs need torch 2\.12 or newer, and this is 2"):
         spmd(ZERO3, mesh=mesh, breaks="dtensor")
     with pytest.raises(AutoSPError, match=r"between graphs need torch 2\.12 or newer"):

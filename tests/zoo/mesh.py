@@ -17,7 +17,7 @@ from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError
 from fxrewrite.backends import normalized
 from fxrewrite.spmd import Gathered, Parallelism, Parallelisms, Replicate, Shard, contexts, input_placements
-from fxrewrite.spmd.expect import KINDS
+from fxrewrite.spmd.parallelism.expect import KINDS
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from rules.parallel import ZERO3, from_transformers
 from tests.zoo.measure import ATTENTIONS, Cell, NotApplicable, OneDevice, line_of, on_one_device, relative

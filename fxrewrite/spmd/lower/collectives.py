@@ -38,10 +38,10 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.where.base import Constraint
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import Rule
-from fxrewrite.spmd.cotangents import COMPLETE
 from fxrewrite.spmd.facts import global_shape
-from fxrewrite.spmd.gradient_ops import PASS_GRADIENT
 from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.operators.gradient_ops import PASS_GRADIENT
+from fxrewrite.spmd.operators.shared_nodes import EntryNodes, entry_nodes, rank_node, size_proxy
 from fxrewrite.spmd.placement import (
     Axis,
     Partial,
@@ -53,8 +53,8 @@ from fxrewrite.spmd.placement import (
     local_shape,
     num_entries,
 )
+from fxrewrite.spmd.propagation.cotangents import COMPLETE
 from fxrewrite.spmd.redistribute import redistribute, without_padding
-from fxrewrite.spmd.shared_nodes import EntryNodes, entry_nodes, rank_node, size_proxy
 from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
 
 __all__ = ["COLLECTIVE_RULES", "Lowering", "moves", "redistribution", "take_chunk"]

@@ -25,14 +25,14 @@ from fxrewrite.graph.sizes import Size, SizeNodes, divide_exactly, is_same_size,
 from fxrewrite.ops import bind, key
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.cotangents import write_gradients
 from fxrewrite.spmd.facts import GLOBAL_SHAPE, PLACEMENT, global_shape
-from fxrewrite.spmd.input_placements import write_input_placements
-from fxrewrite.spmd.legal import check_lowered, check_placements
+from fxrewrite.spmd.layouts.rule import LayoutRules, tensor_of
+from fxrewrite.spmd.operators.shared_nodes import size_nodes
 from fxrewrite.spmd.placement import Partial, Placement, Shard, local_shape, num_entries
+from fxrewrite.spmd.propagation.cotangents import write_gradients
+from fxrewrite.spmd.propagation.input_placements import write_input_placements
+from fxrewrite.spmd.propagation.legal import check_lowered, check_placements
 from fxrewrite.spmd.redistribute import convert_placements
-from fxrewrite.spmd.rule import LayoutRules, tensor_of
-from fxrewrite.spmd.shared_nodes import size_nodes
 from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
 
 __all__ = ["LocalizeShapes"]

@@ -20,8 +20,8 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import Rule
 from fxrewrite.spmd.facts import global_shape, placement_of
+from fxrewrite.spmd.operators.shared_nodes import size_proxy
 from fxrewrite.spmd.placement import Partial
-from fxrewrite.spmd.shared_nodes import size_proxy
 from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
 
 __all__ = ["REDUCTIONS", "mean_over_shards"]

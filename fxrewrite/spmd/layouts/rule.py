@@ -1,0 +1,230 @@
+"""Layout rules: what an operator's indices are, as a value with an id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite.errors import RuleDefinitionError, did_you_mean
+from fxrewrite.graph.differentiable import is_differentiable
+from fxrewrite.graph.sizes import Size, is_read_from_data, product, size_hint
+from fxrewrite.ops import bind, key, named_operator, no_operator
+from fxrewrite.ops.schemas import Schema, schemas_of
+from fxrewrite.spmd.layouts.notation import IndexMap, Notation, parse
+from fxrewrite.spmd.placement import ReduceOp
+
+__all__ = ["Call", "LayoutRule", "LayoutRules", "Neutral"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One node as a layout rule sees it: its operator, bound arguments, tensor operands and its results' shapes."""
+
+    node: fx.Node
+    key: str
+    args: dict[str, Any]
+    operands: tuple[fx.Node, ...]
+    """The tensor arguments in schema order, lists flattened, absent ones left out."""
+
+    @staticmethod
+    def of(node: fx.Node) -> Call:
+        args = bind(node)
+        operands = [value for value in _flatten(args.values()) if _is_tensor_node(value)]
+        return Call(node, key(node), args, tuple(operands))
+
+    def shape(self, position: int = 0) -> Sequence[Size]:
+        """The global shape of an operand."""
+        return tensor_of(self.operands[position]).shape
+
+    @property
+    def reads_sizes(self) -> bool:
+        """Whether a size of an operand or a result is only known when the graph runs: no rank can count its part."""
+        shapes = [*(tensor_of(operand).shape for operand in self.operands), *self.result_shapes()]
+        return any(is_read_from_data(size) for shape in shapes for size in shape)
+
+    def result_shapes(self) -> list[Sequence[Size]]:
+        value = self.node.meta["val"]
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return [v.shape if isinstance(v, torch.Tensor) else () for v in values]
+
+    def optional_shapes(self) -> list[Sequence[Size] | None]:
+        """One shape for each tensor-typed argument of the schema, None where it is absent."""
+        shapes: list[Sequence[Size] | None] = []
+        target: Any = self.node.target
+        for argument in target._schema.arguments:
+            if "Tensor" in str(argument.type):
+                value = self.args.get(argument.name)
+                items = value if isinstance(value, (list, tuple)) else [value]
+                shapes.extend(tensor_of(item).shape if isinstance(item, fx.Node) else None for item in items)
+        return shapes
+
+    def dim(self, name: str, rank: int) -> int:
+        """The argument `name` as a dimension of a tensor of `rank`, counted from the front."""
+        dim = self.args[name]
+        return dim + rank if dim < 0 else dim
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """The fake tensor that `node` holds."""
+    return node.meta["val"]
+
+
+def _is_tensor_node(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _flatten(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flatten(value)
+        else:
+            yield value
+
+
+@dataclass(frozen=True, slots=True)
+class Neutral:
+    """What makes an entry of an index that is summed over count nothing: `fill` in the operand at this position."""
+
+    operand: int
+    fill: float
+
+
+IndexRule: TypeAlias = Callable[[Call], "IndexMap | None"]
+NeutralRule: TypeAlias = Callable[[Call], "Neutral | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRule:
+    """Which dimensions of an operator are independent.
+
+    `index_map` is a notation (see `fxrewrite.spmd.layouts.notation`) or a function that gives the indices of a call,
+    or None where it cannot tell; then the operator counts as one without a rule.
+    """
+
+    id: str
+    ops: tuple[str, ...]
+    index_map: str | IndexRule
+    move_to: tuple[str, ...] = ()
+    """Indices over which to spread the work when an operand is sharded on one that must be whole, in this order."""
+    shape_arg: str = ""
+    """The argument that states the result's shape, and so must become local."""
+    run_args: tuple[tuple[str, int], ...] = ()
+    """Arguments that count runs of a dimension of the result, and so must become local: ("groups", -2) counts runs of
+    a convolution's channels."""
+
+    length_args: tuple[str, ...] = ()
+    """Arguments that state lengths of the results along the argument `dim`, and so must become local."""
+
+    neutral: Literal["zeros", ""] | NeutralRule = ""
+    """What padding is where the result is a sum over a padded index: zeros in any one operand that has the index, or
+    what a function says of a call. Where nothing is said, operands are gathered instead of summing up padding."""
+    reduce_op: ReduceOp = "sum"
+    """How results of chunks are combined where the sharded index is reduced. What is not a sum has no adjoint: under
+    autograd its index must be whole."""
+    sends_own: bool = False
+    """Whether the operator is lowered to one that sends ranks' own values itself: along an axis whose ranks have values
+    of their own (`Parallelism(data="own")`) it reads and gives these, and only parameters are sharded. There, operands
+    of operators without this are gathered."""
+    rewritten_by: str = ""
+    """The rule without which a partial sum of these operators is none: a mean over chunks has to become a sum by the
+    global count. Where that rule did not run, making shapes local is refused."""
+
+    def __post_init__(self) -> None:
+        if not self.ops or isinstance(self.ops, str):
+            raise RuleDefinitionError(f'layout rule {self.id}: ops is a tuple of keys, as in ("aten::relu",)')
+        try:
+            notation = parse(self.index_map) if isinstance(self.index_map, str) else None
+        except ValueError as error:
+            raise RuleDefinitionError(f"layout rule {self.id}: {error}") from error
+        for op in self.ops:
+            self._check_operator(op, notation)
+
+    def _check_operator(self, op: str, notation: Notation | None) -> None:
+        """Raise if there is no such operator, or if no overload of it has the operands and arguments that are named."""
+        if "::" not in op:
+            return  # a Python callable, of which there is no list
+        packet = named_operator(op)
+        if packet is None:
+            raise RuleDefinitionError(f"layout rule {self.id}: {no_operator(op)}")
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            return
+        schemas = schemas_of(packet)
+        if notation is not None and not any(_takes(notation, schema) for schema in schemas):
+            counts = sorted({_num_tensors(schema) for schema in schemas})
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: {notation.text!r} has {len(notation.operands)} operands, and {op} takes "
+                f"{' or '.join(map(str, counts))} tensors; write one operand for each, and `x?` where it may be absent"
+            )
+        known = dict.fromkeys(name for schema in schemas for name in schema.names)
+        for name in filter(None, (self.shape_arg, *(argument for argument, _ in self.run_args))):
+            if name not in known:
+                near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+                raise RuleDefinitionError(f"layout rule {self.id}: {op} has no argument {name!r}{near}")
+
+    def map(self, call: Call) -> IndexMap | None:
+        """The indices of a call, None where the rule cannot tell them."""
+        if callable(self.index_map):
+            indices = self.index_map(call)
+        else:
+            indices = parse(self.index_map).bind(call.optional_shapes(), call.result_shapes())
+        if indices is None or self.reduce_op == "sum" or not is_differentiable(call.node):
+            return indices
+        kept = {index for terms in indices.results for dim in terms for index in dim}
+        return replace(indices, whole=indices.whole | (set(indices.sizes) - kept))
+
+    def neutral_of(self, call: Call, indices: IndexMap, index: str) -> Neutral | None:
+        """How padded entries of `index` count nothing in a sum over it; None where the rule does not say."""
+        if callable(self.neutral):
+            return self.neutral(call)
+        having = [place for place, terms in enumerate(indices.operands) if indices.has(terms, index)]
+        if not self.neutral or not having:
+            return None
+        return Neutral(min(having, key=lambda place: size_hint(product(call.shape(place)))), 0)
+
+    def text(self) -> str:
+        return f"{self.id:<28} {' '.join(self.ops)}  {self.says()}"
+
+    def says(self) -> str:
+        """The notation, or the first line of what the function says of itself."""
+        return self.index_map if isinstance(self.index_map, str) else (self.index_map.__doc__ or "").split("\n")[0]
+
+
+def _takes(notation: Notation, schema: Schema) -> bool:
+    """Whether the operands of the notation can be the tensors of a call; lists hold any number of them."""
+    count = _num_tensors(schema)
+    absent = set(range(count, len(notation.operands)))
+    return _takes_list(schema) or (count <= len(notation.operands) and absent <= notation.optional)
+
+
+def _num_tensors(schema: Schema) -> int:
+    return sum("Tensor" in parameter.kind for parameter in schema.parameters)
+
+
+def _takes_list(schema: Schema) -> bool:
+    return any(parameter.kind.startswith("List[") and "Tensor" in parameter.kind for parameter in schema.parameters)
+
+
+class LayoutRules:
+    """Layout rules by operator; two rules for one operator are an error that names both."""
+
+    def __init__(self, rules: Iterable[LayoutRule]) -> None:
+        self.rules = tuple(rules)
+        self._by_op: dict[str, LayoutRule] = {}
+        for rule in self.rules:
+            for op in rule.ops:
+                if op in self._by_op:
+                    raise RuleDefinitionError(f"operator {op} has two layout rules: {self._by_op[op].id} and {rule.id}")
+                self._by_op[op] = rule
+
+    def get(self, op: str) -> LayoutRule | None:
+        return self._by_op.get(op)
+
+    def __iter__(self) -> Iterator[LayoutRule]:
+        return iter(self.rules)
+
+    def __len__(self) -> int:
+        return len(self.rules)

@@ -1,0 +1,368 @@
+"""A parallelism as a torch.compile backend: `torch.compile(model, backend=spmd(plan, mesh=mesh))`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial as TorchPartial
+
+from fxrewrite.backends import (
+    compile_regions,
+    find_backend,
+    graph_break_reason,
+    inner_compiler,
+    normalized,
+    refuse_precompile,
+    untraced_callers,
+)
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.inputs import input_name
+from fxrewrite.graph.other_sizes import check_sizes
+from fxrewrite.graph.sizes import size_hint
+from fxrewrite.graph.text import graph_text
+from fxrewrite.ops import is_parameter, is_random, key, tensors_of
+from fxrewrite.report import Report
+from fxrewrite.spmd.context import SpmdContext, contexts
+from fxrewrite.spmd.events import RegionsCompiled
+from fxrewrite.spmd.group import axis_of, fix_rank
+from fxrewrite.spmd.operators.draws import draws_on_chunk
+from fxrewrite.spmd.operators.send_rows import SEND_ROWS
+from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
+from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
+from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, without_joined
+from fxrewrite.spmd.parallelism.local_gradients import add_leaves, leaves_of
+from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
+from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
+from fxrewrite.spmd.propagation.input_placements import input_placements
+from fxrewrite.spmd.runtime.agree import agree
+from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, entering
+from fxrewrite.spmd.runtime.rank_checks import Advice, RankChecks
+
+__all__ = ["SpmdBackend", "spmd"]
+
+Breaks: TypeAlias = Literal["gather", "dtensor"]
+"""What programs pass to each other where ranks hold it in chunks: whole values, or DTensors."""
+CompiledRegions: TypeAlias = Literal["whole", "once"]
+"""Whether a program is compiled whole, or each distinct region of it once."""
+_ADVICE = Advice(
+    inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
+    "rank has its own",
+    parameters="start every rank from the same checkpoint, and step every rank by the same optimizer",
+    generators="seed all ranks of the axis alike, before the model is made and before it is called",
+)
+
+
+class SpmdBackend:
+    """A torch.compile backend that lowers every graph over the axes of a mesh, and passes it to an inner backend.
+
+    Made by `spmd`.
+
+    Attributes:
+        plan: the parallelism, or several.
+        mesh: whose axes they are over.
+        reports: one for each compiled graph, in order.
+    """
+
+    def __init__(
+        self,
+        plan: Parallelism | Parallelisms,
+        mesh: DeviceMesh,
+        inner: str | Callable[..., Any],
+        *,
+        strict: bool,
+        timeout: float,
+        breaks: Breaks,
+        regions: CompiledRegions,
+    ) -> None:
+        find_backend(inner)
+        if regions not in get_args(CompiledRegions):
+            raise FxRewriteError(f"regions={regions!r} is not one of {get_args(CompiledRegions)}")
+        if breaks not in get_args(Breaks):
+            raise FxRewriteError(f"breaks={breaks!r} is not one of {get_args(Breaks)}")
+        if breaks == "dtensor":
+            check_dtensors()
+        check_axes(plan, mesh.mesh_dim_names or ())
+        require_chosen(plan)
+        self.__name__ = "spmd"
+        self.plan, self.mesh, self.inner = plan, mesh, inner
+        self.reports: list[Report] = []
+        self._programs: list[_Program] = []
+        self._strict, self._timeout, self._as_dtensors = strict, timeout, breaks == "dtensor"
+        self._regions: CompiledRegions = regions
+        shared = tuple(member.axis for member in plan.members if member.data == "shared")
+        self._shared = mesh[shared] if shared else None
+        """The axes along which ranks share what programs pass to each other."""
+        self._breaks = False
+        """Whether a graph so far was a part of the model."""
+        self._stated = stated_arguments(plan, mesh)
+        self._has_arguments = False
+        """Whether a graph so far had arguments in chunks."""
+        self._lowering = None if any(member.alternatives for member in plan.members) else plan.plan()
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
+        refuse_precompile()
+        dtensors = without_whole(gm)
+        crossing = Crossing(entering(gm, example_inputs, self._shared), self._shared)
+        self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
+        chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
+        self._has_arguments |= bool(chunks)
+        self._agree_on_chunks(gm, chunks, example_inputs)
+        program = normalized(gm)
+        add_leaves(program)
+        lowering = self._lowering or chosen_for(self.plan, program, lambda: self._contexts(Outputs())).plan()
+        report = lowering.apply(program, context=self._contexts(crossing.outputs))
+        report.events.extend(crossing.events)
+        check_sizes(program)
+        self._check_inputs(program, dtensors, chunks, crossing.chunks)
+        self.reports.append(report)
+        whole_text = graph_text(program, without=_offsets(program))
+        for member in self.plan.members:  # ranks with different collectives would hang in them
+            text = whole_text if member.data == "shared" else _collectives(program, member.axis)
+            text = f"regions={self._regions}\n{text}"
+            agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
+        fix_rank(program)
+        sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
+        unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
+        unreduced_at = {one.position for one in unreduced}
+        local = [
+            *(
+                _local_fake(dtensors[i], sizes[i], is_leaf=i not in unreduced_at)
+                if i in dtensors
+                else _contiguous_fake(value)
+                if i in chunks
+                else value
+                for i, value in enumerate(crossing.examples(program, example_inputs))
+            ),
+            *(
+                dtensors[one.position].to_local().detach().new_empty(()).expand(one.shape).requires_grad_()
+                for one in unreduced
+            ),
+        ]
+        compile_inner = inner_compiler(self.inner, **options)
+        if self._regions == "once":
+            run, found = compile_regions(program, local, compile_inner)
+            report.events.append(RegionsCompiled.of(found))
+        else:
+            run = compile_inner(program, local)
+        compiled = _Program(program, run, self, self._timeout, sizes, unreduced, crossing)
+        self._programs.append(compiled)
+        return compiled
+
+    def _contexts(self, outputs: Outputs) -> dict[str, SpmdContext]:
+        """What the plan is told of each axis; `outputs` gets what leaves as DTensors."""
+        found = contexts(self.mesh, strict=self._strict, is_part=self._breaks, is_ahead=self._regions == "whole")
+        for name in (self._shared.mesh_dim_names or ()) if self._shared is not None and self._as_dtensors else ():
+            found[name] = replace(found[name], output_placement=outputs.on(found[name].axis))
+        return found
+
+    def _unreduced(
+        self, program: fx.GraphModule, traced: DTensor, position: int, axes: tuple[str, ...], leaf: fx.Node
+    ) -> Unreduced:
+        """The gradient of a leaf of the program, which is a sum over these axes; the parameter is `traced`."""
+        held = {axis: placed for axis, placed in input_placements(program)[position].items() if axis not in axes}
+        shape: Sequence[Any] = traced.shape
+        for axis, placed in held.items():
+            shape = local_shape(shape, placed, axis_of(self.mesh, axis).size)  # pyright: ignore[reportArgumentType]
+        if tuple(shape) != tuple(leaf.meta["val"].shape) or any(getattr(p, "uneven", False) for p in held.values()):
+            raise FxRewriteError(
+                f"the gradient of {input_name(program.graph.find_nodes(op='placeholder')[position])} has shape "
+                f"{tuple(leaf.meta['val'].shape)} where it should leave unreduced, not {tuple(shape)}; train without "
+                "no_sync, and report this model"
+            )
+        placements = torch_placements(held, self.mesh)  # pyright: ignore[reportArgumentType]
+        for axis in axes:
+            placements[(self.mesh.mesh_dim_names or ()).index(axis)] = TorchPartial()
+        return Unreduced(position, leaf.meta["val"].shape, tuple(placements))
+
+    def check_ranks(self) -> None:
+        """Read what came of comparing the inputs of the last calls, which otherwise the next calls would read.
+
+        Raises:
+            FxRewriteError: on every rank, where the ranks of an axis were called with different values.
+        """
+        for program in self._programs:
+            program.settle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SpmdBackend:
+        """The backend itself, as a function is."""
+        return self
+
+    def _agree_on_chunks(self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]) -> None:
+        """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        lines = [f"{input_name(placeholders[i])} {[size_hint(n) for n in example_inputs[i].shape]}" for i in chunks]
+        for name in dict.fromkeys(entry[0] for here in chunks.values() for entry in here):
+            agree(
+                axis_of(self.mesh, name),
+                "\n".join(lines),
+                timeout=self._timeout,
+                differ="hold chunks of different sizes",
+                hint="cut every batch into equal chunks, one for each rank; pad it to a length that they divide",
+            )
+
+    def _check_inputs(
+        self,
+        program: fx.GraphModule,
+        dtensors: dict[int, DTensor],
+        chunks: Mapping[int, Stated],
+        kept: Container[int],
+    ) -> None:
+        """Refuse inputs that are not held as the program reads them."""
+        placeholders = program.graph.find_nodes(op="placeholder")
+        for position, held in enumerate(input_placements(program)):
+            name = input_name(placeholders[position])
+            dtensor = dtensors.get(position)
+            sharded = {axis: p for axis, p in held.items() if p != Replicate()}
+            if position in kept:
+                continue
+            if position in chunks and sharded.keys() == {entry[0] for entry in chunks[position]}:
+                continue
+            if dtensor is None and sharded:
+                said = ", ".join(f"{axis}: {p}" for axis, p in sharded.items())
+                raise FxRewriteError(
+                    f"{name} is stated in shards ({said}), and the model holds it whole; call "
+                    "shard_parameters(model, plan, mesh) before torch.compile"
+                )
+            if dtensor is not None:
+                shards = {axis: p for axis, p in sharded.items() if not isinstance(p, Zigzag)}
+                wanted = tuple(torch_placements(shards, self.mesh))
+                if dtensor.device_mesh != self.mesh or tuple(dtensor.placements) != wanted:
+                    raise FxRewriteError(
+                        f"{name} is held as {tuple(dtensor.placements)} over {dtensor.device_mesh}, and the plan says "
+                        f"{wanted} over {self.mesh}; give shard_parameters and spmd the same plan and mesh"
+                    )
+
+    def __str__(self) -> str:
+        return f"{len(self.reports)} graphs compiled, each\n{self.plan}"
+
+
+class _Program:
+    """A compiled program as Dynamo calls it: it gets what this rank holds."""
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        run: Callable[..., Any],
+        backend: SpmdBackend,
+        timeout: float,
+        sizes: Mapping[int, torch.Size],
+        unreduced: Sequence[Unreduced],
+        crossing: Crossing,
+    ) -> None:
+        self._run, self._sizes, self._unreduced, self._crossing = run, sizes, unreduced, crossing
+        self._reduced = set(sizes) - {one.position for one in unreduced}
+        """Positions of parameters to whose shards gradients flow."""
+        held, without = input_placements(gm), _offsets(gm)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._is_chunk = [
+            not is_parameter(node) and any(placement != Replicate() for placement in of.values())
+            for node, of in zip(placeholders, held, strict=True)
+        ]
+        self._checks: list[tuple[RankChecks, list[bool]]] = []
+        """For each axis, and whether its ranks hold the same of an input."""
+        drawn = [node for node in gm.graph.nodes if is_random(node) and not draws_on_chunk(node)]
+        for member in backend.plan.members:
+            axis, is_shared = axis_of(backend.mesh, member.axis), member.data == "shared"
+            if axis.size > 1:
+                checks = RankChecks(
+                    gm, axis, _ADVICE, drawn=drawn if is_shared else (), inputs=is_shared, timeout=timeout
+                )
+                is_whole = [
+                    of.get(axis.name, Replicate()) == Replicate() and node not in without
+                    for node, of in zip(placeholders, held, strict=True)
+                ]
+                self._checks.append((checks, is_whole))
+
+    def __call__(self, *inputs: Any) -> Any:
+        inputs = tuple(self._crossing.entered(inputs))
+        passed = (*inputs, *(None for _ in self._unreduced))
+        for checks, is_whole in self._checks:
+            checks.before([local_value(x) if whole else None for x, whole in zip(passed, is_whole, strict=True)])
+        given = local_values(inputs, self._sizes, self._reduced)
+        given += unreduced_leaves(self._unreduced, inputs)
+        given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
+        return self._crossing.left(self._run(*given))
+
+    def settle(self) -> None:
+        """Read what came of comparing the ranks in the last call."""
+        for checks, _ in self._checks:
+            checks.settle()
+
+
+def _collectives(program: fx.GraphModule, axis: str) -> str:
+    """What a program sends over an axis whose ranks have batches of their own, of other shapes and strides perhaps."""
+    sent = (node for node in program.graph.nodes if node.meta.get("axis") == axis)
+    lines = list[str]()
+    for node in sent:
+        first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number
+        lines += [f"{key(node)} {list(value.shape[first:])}" for value in tensors_of(node)]
+    return "\n".join(lines)
+
+
+def _offsets(program: fx.GraphModule) -> set[fx.Node]:
+    """Integer inputs that nothing reads and that are no size of a tensor: where in a batch a rank's chunk starts."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    sizes = {str(size) for node in placeholders for value in tensors_of(node) for size in value.shape}
+    numbers = (n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt) and not n.users)
+    return {node for node in numbers if str(node.meta["val"]) not in sizes}
+
+
+def _placeholders(program: fx.GraphModule, positions: Container[int]) -> list[tuple[int, fx.Node]]:
+    """The inputs at these positions."""
+    return [(i, node) for i, node in enumerate(program.graph.find_nodes(op="placeholder")) if i in positions]
+
+
+def _local_fake(traced: DTensor, size: torch.Size, *, is_leaf: bool) -> torch.Tensor:
+    """What this rank's program reads of a DTensor, as Dynamo traced it: a fake value of static sizes."""
+    held = traced.to_local().detach()
+    value = held if held.shape == size else held.new_empty(size)
+    return value.requires_grad_(traced.requires_grad and is_leaf)
+
+
+def _contiguous_fake(chunk: torch.Tensor) -> torch.Tensor:
+    """A rank's chunk as its program gets it."""
+    return chunk.detach().contiguous().requires_grad_(chunk.requires_grad)
+
+
+def spmd(
+    plan: Parallelism | Parallelisms,
+    *,
+    mesh: DeviceMesh,
+    inner: str | Callable[..., Any] = "inductor",
+    strict: bool = False,
+    timeout: float = 3600.0,
+    breaks: Breaks = "gather",
+    regions: CompiledRegions = "whole",
+) -> SpmdBackend:
+    """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
+
+    Ranks along an axis with `data="shared"` pass the same values, or their chunks of one value where the plan states
+    `inputs` in chunks, and get the same; those along one with `data="own"`
+    pass their part of a batch, and get the loss of that part. Gradients of all parameters are complete: those of the
+    mean of the losses, of shards in shards. Nothing else may average them. Where the model breaks into several graphs,
+    what passes between them is whole, so that code which is not compiled sees what it would see on one device; or, with
+    `breaks="dtensor"`, what ranks hold in chunks are DTensors (`fxrewrite.spmd.runtime.borders`), also in the results.
+
+    Args:
+        plan: a Parallelism, or several joined by `|`. Of alternatives the cheapest is chosen for each graph; those that
+            differ in how ranks hold parameters or inputs are chosen before (`choose_alternatives`).
+        mesh: has the axes of the plan.
+        inner: the backend that compiles the lowered graph.
+        strict: refuse an operator without layout rule instead of gathering its operands.
+        timeout: seconds to wait for other ranks to compile the same graph.
+        breaks: how values in chunks return: gathered ("gather"), or as DTensors ("dtensor").
+        regions: the program is compiled whole ("whole"), or each distinct region of it once, such as a layer ("once",
+            `fxrewrite.backends.regional`). What a region reads is then gathered where it begins, not a layer ahead.
+
+    Raises:
+        FxRewriteError: no such backend, or no such axis. At compile time, inside torch's BackendCompilerFailed: the
+            plan does not fit the model.
+    """
+    return SpmdBackend(plan, mesh, inner, strict=strict, timeout=timeout, breaks=breaks, regions=regions)

@@ -1,0 +1,103 @@
+"""What must hold of a lowered program: how often it communicates, in each of the modules that a glob names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.modules import matches_glob, module_names
+from fxrewrite.graph.source import source_line
+from fxrewrite.report import Report
+from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.events import NotInPart
+from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST
+from fxrewrite.spmd.operators.send_rows import SEND_ROWS
+from fxrewrite.spmd.stages import COLLECTIVE_CALLS
+
+__all__ = ["Sends", "sends"]
+
+KINDS = {
+    GATHER_CAST: "all_gather",
+    SEND_ROWS: "all_to_all",
+    **{target: kind for kind, target in COLLECTIVES.items() if kind != "wait"},
+}
+
+
+class Sends:
+    """The step that counts collectives over its axis in the forward program, and refuses any other number."""
+
+    def __init__(self, within: str, counts: Mapping[str, int]) -> None:
+        self.within, self.counts = within, counts
+        self.name = f"expect {self.text()}"
+        self.needs = (COLLECTIVE_CALLS,)
+
+    def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
+        context = SpmdContext.required(context, self.name)
+        axis = context.axis
+        if axis.size == 1:
+            return 0  # one rank sends nothing
+        if context.is_part and not self.within:  # a part of the program need not send all
+            report.events.append(NotInPart(stated=self.name))
+            return 0
+        found = dict[str, Counter[str]]()
+        where = dict[tuple[str, str], list[fx.Node]]()
+        for node in edit.nodes():
+            module = self._module(node)
+            if module is None:
+                continue
+            counts = found.setdefault(module, Counter())
+            kind = KINDS.get(node.target)  # pyright: ignore[reportArgumentType]
+            if kind is not None and node.meta.get("axis") == axis.name:
+                counts[kind] += 1
+                where.setdefault((module, kind), []).append(node)
+        if not found and context.is_part:
+            report.events.append(NotInPart(stated=self.name))
+        elif not found:
+            raise FxRewriteError(f"{self.name}: no module of the graph matches {self.within!r}")
+        for module, counts in found.items():
+            for kind in dict.fromkeys(KINDS.values()):
+                expected = self.counts.get(kind, 0)
+                if counts[kind] != expected:
+                    lines = "".join(f"\n  %{n.name}  {source_line(n)}" for n in where.get((module, kind), ()))
+                    raise FxRewriteError(
+                        f"{module or 'the program'} has {counts[kind]} {kind} over {axis.name}, and {expected} are "
+                        f"expected ({self.text()}){':' if lines else ''}{lines}"
+                    )
+        return 0
+
+    def _module(self, node: fx.Node) -> str | None:
+        """The module whose collectives are counted that the node runs in; the program is one, named ''."""
+        if not self.within:
+            return ""
+        return next((name for name in module_names(node) if matches_glob(name, self.within)), None)
+
+    def text(self) -> str:
+        counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items() if count) or "nothing"
+        return f"sends {counts}{f' within each {self.within}' if self.within else ''}"
+
+
+def sends(
+    *, within: str = "", all_reduce: int = 0, all_gather: int = 0, reduce_scatter: int = 0, all_to_all: int = 0
+) -> Sends:
+    """That the forward program has exactly so many collectives over the axis, and no others.
+
+    Args:
+        within: a glob over modules' qualified names; each module that matches, the outermost of those that hold each
+            other, has so many. By default the whole program.
+        all_reduce: how many.
+        all_gather: how many.
+        reduce_scatter: how many.
+        all_to_all: how many.
+    """
+    given = {
+        "all_reduce": all_reduce,
+        "all_gather": all_gather,
+        "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
+    }
+    return Sends(within, given)

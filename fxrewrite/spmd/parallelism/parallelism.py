@@ -1,0 +1,375 @@
+"""A parallelism as data: what is stated of a model over one mesh axis. Everything else follows from it.
+
+    TENSOR = Parallelism(
+        "tensor",
+        axis="tp",
+        place={param("*.{q,k,v}_proj.weight"): Shard(0), param("*.o_proj.weight"): Shard(1)},
+        expect=[sends(within="*.layers.*", all_reduce=2)],
+    )
+    step = torch.compile(shard_parameters(model, DATA | TENSOR, mesh), backend=spmd(DATA | TENSOR, mesh=mesh))
+
+Canonical forms, propagation, gradients, lowering and the check that the result is legal are implied; `print(plan)` is
+the page. `a | b` is a plan over both axes: b is applied first, and a to what the ranks of b's axis compute together, so
+axes stand in the order of the mesh, from the outermost to the innermost.
+
+`alternatives` are ways to state a part of it, of which `fxrewrite.spmd.parallelism.alternatives` chooses by price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias, get_args
+
+from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.edit import Edit
+from fxrewrite.plan import Member, Plan, RuleSet, Step
+from fxrewrite.registry import registered
+from fxrewrite.report import Report
+from fxrewrite.rule import Rule
+from fxrewrite.spmd.layouts.registered import joined_layouts
+from fxrewrite.spmd.layouts.rule import LayoutRule, LayoutRules
+from fxrewrite.spmd.lower.collectives import COLLECTIVE_RULES
+from fxrewrite.spmd.lower.localize import LocalizeShapes
+from fxrewrite.spmd.lower.means import REDUCTIONS
+from fxrewrite.spmd.operators.draws import RefuseShardedDraws
+from fxrewrite.spmd.parallelism.expect import Sends
+from fxrewrite.spmd.parallelism.schedule import SCHEDULE
+from fxrewrite.spmd.placement import Replicate, as_placement
+from fxrewrite.spmd.price.choice import Chosen
+from fxrewrite.spmd.propagation.place import Place, Placed, Site, Stored
+from fxrewrite.spmd.propagation.propagate import PropagatePlacements
+from fxrewrite.spmd.stages import COLLECTIVE_CALLS, PLACEMENTS
+
+__all__ = ["Alternatives", "Parallelism", "Parallelisms", "check_axes"]
+
+Data: TypeAlias = Literal["shared", "own"]
+"""What the ranks of an axis are called with: the same values, or values of their own."""
+CANONICAL = ("normal_forms", "losses", "attention")
+"""The registered rule sets that bring a graph into the forms that layout rules know."""
+AFTER_PLACEMENTS = ("biases",)
+"""Registered rule sets that read what is stated, and run before propagation."""
+DRAWS = ("random",)
+"""Registered rule sets after which random numbers are drawn for whole values, as on one device."""
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """Several ways to state a part of a parallelism, of which the cheapest that is possible is chosen.
+
+        Alternatives("head", {"rows": {param("lm_head.weight"): Shard(0)}, "whole": {}})
+
+    Attributes:
+        name: of what there are several ways for.
+        ways: by name, the one to prefer among equals first: what is stated besides the rest of the parallelism. That is
+            placements, or a `Parallelism` over the same axis, with rules, layouts or a method of its own.
+        each: a glob over modules. Each outermost one that matches is decided on alone, but that those with equal shapes
+            are decided on together; globs of the ways are then over names inside of the module. By default the whole
+            model is decided on at once.
+        most_held: the most bytes of parameters that a rank may hold, of all parameters of the program. What exceeds it
+            is impossible. By default there is no limit.
+
+    Raises:
+        FxRewriteError: there are not two different ways, or a way has no placements of its own.
+    """
+
+    name: str
+    ways: Mapping[str, Mapping[Site, Placed] | Parallelism]
+    _: KW_ONLY
+    each: str = ""
+    most_held: int | None = None
+
+    def __post_init__(self) -> None:
+        of = f"alternatives {self.name!r}"
+        if len(self.ways) < 2:
+            raise FxRewriteError(f"{of} has {len(self.ways)} of the two or more ways to choose from; state it in place")
+        named = list(self.ways.items())
+        for i, (name, way) in enumerate(named):
+            if not isinstance(way, (Mapping, Parallelism)):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise FxRewriteError(f"{of}: {name} is placements by site, or a Parallelism, and not {way!r}")
+            if isinstance(way, Parallelism) and (self.each or way.alternatives):
+                why = "each module has placements alone" if self.each else "a way has no alternatives of its own"
+                raise FxRewriteError(f"{of}: {name} is a Parallelism, and {why}; state its placements")
+            same = next((other for other, before in named[:i] if before == way), None)
+            if same is not None:
+                raise FxRewriteError(f"{of}: {same} and {name} state the same; drop one of them")
+            outside = [site for site in _placed(way) if self.each and site.kind in ("inputs", "outputs")]
+            if outside:
+                raise FxRewriteError(f"{of}: {name} states {outside[0]}, which no module that {self.each!r} names has")
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the ways differ in what a rank holds of parameters, or is called with."""
+        sites = [{s: placed for s, placed in _placed(way).items() if s.kind in _HELD} for way in self.ways.values()]
+        return any(of_way != sites[0] for of_way in sites)
+
+    def __str__(self) -> str:
+        said = (
+            f"{name}: {way.name if isinstance(way, Parallelism) else _said(way)}" for name, way in self.ways.items()
+        )
+        each = f" of each {self.each}" if self.each else ""
+        limit = "" if self.most_held is None else f", with {self.most_held:,} bytes of parameters at most"
+        return f"alternatives {self.name}{each}, by price{limit}: {'; '.join(said)}"
+
+
+_HELD = ("param", "inputs")
+"""Kinds of sites whose placement is that of what a rank holds or is called with."""
+
+
+def _placed(way: Mapping[Site, Placed] | Parallelism) -> Mapping[Site, Placed]:
+    return way.place if isinstance(way, Parallelism) else way
+
+
+def _said(place: Mapping[Site, Placed]) -> str:
+    return ", ".join(f"{site} {placed}" for site, placed in place.items()) or "nothing stated"
+
+
+class _SayChosen:
+    """The step that tells the report which alternatives were chosen."""
+
+    def __init__(self, name: str, chosen: Sequence[Chosen]) -> None:
+        self.name, self._chosen = name, chosen
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        report.events.extend(self._chosen)
+        return 0
+
+    def text(self) -> str:
+        return "\n".join(map(str, self._chosen))
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """What is stated of a model over one axis of a mesh.
+
+    Attributes:
+        name: of the parallelism.
+        axis: of the mesh.
+        place: how ranks hold parameters, inputs, outputs, and what modules read and compute; the rest follows. A glob
+            that matches nothing, and a placement that does not fit, are errors.
+        rules: rewrites of the global program, before placements are propagated.
+        placed: rewrites of the global program whose placements are known.
+        lowered: rewrites of the rank's program.
+        layouts: layout rules beside those that packages register.
+        data: "shared", where all ranks of the axis are called with the same values and return the same; or "own",
+            where each has its own part of a batch: the objective is the mean of the ranks' losses. Parameters are
+            then whole, or `Stored`, or in shards that an operator of `layouts` sends values to (`sends_own`); where
+            anything else reads such shards, they are gathered.
+        expect: what must hold of the lowered program, such as `sends(within="*.layers.*", all_reduce=2)`.
+        method: a rule set that lowers a program over the axis, in place of the one that is made of `rules`, `placed`,
+            `lowered` and `layouts`; what is stated in `place` comes before it.
+        alternatives: what there are several ways for; `simulate` and `spmd` choose by price, and
+            `choose_alternatives` before parameters are in shards.
+        chosen: the ways that were chosen, for the report. `choose_alternatives` writes it.
+    """
+
+    name: str
+    _: KW_ONLY
+    axis: str
+    place: Mapping[Site, Placed] = field(default_factory=dict[Site, Placed])
+    rules: Sequence[Member] = ()
+    placed: Sequence[Member] = ()
+    lowered: Sequence[Member] = ()
+    layouts: Sequence[LayoutRule] = ()
+    data: Data = "shared"
+    expect: Sequence[Sends] = ()
+    method: RuleSet | None = None
+    alternatives: Sequence[Alternatives] = ()
+    chosen: Sequence[Chosen] = ()
+
+    def __post_init__(self) -> None:
+        if self.data not in get_args(Data):
+            raise FxRewriteError(f"{self.name}: data={self.data!r} is not one of {get_args(Data)}")
+        kinds = {
+            "rules": (Rule, RuleSet, Step),
+            "placed": (Rule, RuleSet, Step),
+            "layouts": LayoutRule,
+            "expect": Sends,
+            "alternatives": Alternatives,
+        }
+        for field_name, kind in kinds.items():
+            given = getattr(self, field_name)
+            wrong = [one for one in given if not isinstance(one, kind)] if isinstance(given, Sequence) else [given]
+            if wrong:
+                expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+                raise FxRewriteError(f"{self.name}: {field_name} is a list of {expected}, and has {wrong[0]!r}")
+        for site, placed in self.place.items():
+            if not isinstance(site, Site):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise FxRewriteError(f"{self.name}: {site!r} names no site; write param({site!r}), for parameters")
+            is_whole = as_placement(placed) == Replicate()
+            is_sent_for = any(rule.sends_own for rule in self.layouts)
+            is_held = is_whole or isinstance(placed, Stored) or is_sent_for
+            if self.data == "own" and not (site.kind == "param" and is_held):
+                raise FxRewriteError(
+                    f"{self.name}: {site} as {placed}: ranks of axis {self.axis} have values of their own "
+                    "(data='own'), so only parameters are equal on them; hold one as Stored(Shard(dim)), which is "
+                    "gathered before use"
+                )
+
+        self._check_alternatives()
+
+    def _check_alternatives(self) -> None:
+        """Raise FxRewriteError where a site is stated twice, or a way does not fit the rest."""
+        stated: dict[Site, str] = dict.fromkeys(self.place, "place")
+        names = set[str]()
+        for one in self.alternatives:
+            if one.name in names:
+                raise FxRewriteError(f"{self.name}: two alternatives are called {one.name!r}; give each its name")
+            names.add(one.name)
+            of = f"alternatives {one.name!r}"
+            sites = dict.fromkeys(site for way in one.ways.values() for site in _placed(way))
+            for site in () if one.each else sites:
+                if site in stated:
+                    raise FxRewriteError(
+                        f"{self.name}: {site} is stated in {stated[site]} and in {of}; state it in one of them"
+                    )
+            stated |= {} if one.each else dict.fromkeys(sites, of)
+            for name, way in one.ways.items():
+                if isinstance(way, Parallelism) and (way.axis, way.data) != (self.axis, self.data):
+                    found = f"is over axis {way.axis!r} with data={way.data!r}"
+                    raise FxRewriteError(
+                        f"{self.name}: {of}: {name} {found}, and {self.name} over {self.axis!r} with {self.data!r}"
+                    )
+                self.with_way(way)
+
+    def with_way(self, way: Mapping[Site, Placed] | Parallelism) -> Parallelism:
+        """What is stated here and by the way, without alternatives.
+
+        Raises:
+            FxRewriteError: both have a method, or one has a method and the other rules.
+        """
+        if not isinstance(way, Parallelism):
+            return replace(self, place={**self.place, **way}, alternatives=())
+        both = {kind: _joined(getattr(self, kind), getattr(way, kind)) for kind in _LISTS}
+        method = self.method or way.method
+        lists = [kind for kind in _LISTS if kind != "expect" and both[kind]]
+        if method is not None and (lists or (self.method and way.method)):
+            other = lists[0] if lists else "another method"
+            raise FxRewriteError(
+                f"{self.name}: {method.name} is the method of one of {self.name} and {way.name}, and {other} of the "
+                "other would not run; state the rules in the method"
+            )
+        return replace(self, place={**self.place, **way.place}, method=method, alternatives=(), **both)
+
+    @cached_property
+    def rule_set(self) -> RuleSet:
+        """All that is done to a program, as one transaction."""
+        chosen = (_SayChosen(f"{self.name}.chosen", self.chosen),) if self.chosen else ()
+        if self.method is not None:
+            place = (Place(f"{self.name}.place", self.place),) if self.place else ()
+            return RuleSet(self.name, *chosen, *place, self.method, *self.expect, atomic=True)
+        shipped, layouts = registered(), LayoutRules(joined_layouts(self.layouts))
+        is_own = self.data == "own"
+        return RuleSet(
+            self.name,
+            *chosen,
+            RuleSet(f"{self.name}.canonicalize", *(shipped[name] for name in CANONICAL)),
+            *(() if is_own else (shipped[name] for name in DRAWS)),
+            Place(f"{self.name}.place", self.place),
+            *(shipped[name] for name in AFTER_PLACEMENTS),
+            *((RuleSet(f"{self.name}.rules", *self.rules),) if self.rules else ()),
+            PropagatePlacements(f"{self.name}.propagate", layouts, own_inputs=is_own),
+            *((RuleSet(f"{self.name}.placed", *self.placed, needs=(PLACEMENTS,)),) if self.placed else ()),
+            *(() if is_own else (RefuseShardedDraws(f"{self.name}.draws"),)),
+            REDUCTIONS,
+            LocalizeShapes(f"{self.name}.localize", layouts, own_inputs=is_own),
+            COLLECTIVE_RULES,
+            *((RuleSet(f"{self.name}.lowered", *self.lowered, needs=(COLLECTIVE_CALLS,)),) if self.lowered else ()),
+            *self.expect,
+            atomic=True,
+        )
+
+    @property
+    def members(self) -> tuple[Parallelism, ...]:
+        """Itself: a plan over one axis."""
+        return (self,)
+
+    def plan(self) -> Plan:
+        """The plan over the axis: `plan.apply(gm, context=fxrewrite.spmd.contexts(mesh))`."""
+        return _plan(self.members)
+
+    def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
+        """Both, over their axes: `other` is applied first, and this to what its ranks compute together."""
+        return Parallelisms((*self.members, *other.members))
+
+    def __str__(self) -> str:
+        return _page(self.members)
+
+
+@dataclass(frozen=True)
+class Parallelisms:
+    """Several over the axes of a mesh, from the outermost to the innermost.
+
+    Raises:
+        FxRewriteError: two are over one axis.
+    """
+
+    members: tuple[Parallelism, ...]
+
+    def __post_init__(self) -> None:
+        seen = dict[str, str]()
+        for member in self.members:
+            if member.axis in seen:
+                raise FxRewriteError(
+                    f"{seen[member.axis]} and {member.name} are both over axis {member.axis!r}: an axis has one "
+                    "parallelism; state both in one, or use an axis for each"
+                )
+            seen[member.axis] = member.name
+
+    def plan(self) -> Plan:
+        """The plan over all axes, the innermost first: `plan.apply(gm, context=fxrewrite.spmd.contexts(mesh))`."""
+        return _plan(self.members)
+
+    def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
+        return Parallelisms((*self.members, *other.members))
+
+    def __str__(self) -> str:
+        return _page(self.members)
+
+
+_LISTS = ("rules", "placed", "lowered", "layouts", "expect")
+"""Fields of a parallelism that are lists."""
+
+
+def _joined(of: Sequence[Any], more: Sequence[Any]) -> tuple[Any, ...]:
+    """The members of both; what is in both, once."""
+    return (*of, *(one for one in more if not any(one is other for other in of)))
+
+
+def _plan(members: Sequence[Parallelism]) -> Plan:
+    """All members, the last first; then the schedule of what they send of parameters alone."""
+    open_ones = [f"{member.name}: {one.name}" for member in members for one in member.alternatives]
+    if open_ones:
+        raise FxRewriteError(
+            f"{', '.join(open_ones)}: which of the alternatives is taken is not chosen yet; "
+            "call choose_alternatives(plan, model, inputs, mesh), or pass the plan to spmd or simulate, which choose"
+        )
+    first, *others = reversed(members)
+    plan = first.rule_set.on(first.axis)
+    for member in others:
+        plan = plan >> member.rule_set.on(member.axis)
+    return plan >> SCHEDULE.on(members[0].axis)
+
+
+def _page(members: Sequence[Parallelism]) -> str:
+    pages = [
+        "\n  ".join([f"over {member.axis}: {member.rule_set}", *map(str, member.alternatives)])
+        for member in reversed(members)
+    ]
+    return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"])
+
+
+def check_axes(plan: Parallelism | Parallelisms, axes: Sequence[str]) -> None:
+    """Raise FxRewriteError where the mesh lacks an axis of the plan, or has its axes in another order."""
+    stated = [member.axis for member in plan.members]
+    missing = [axis for axis in stated if axis not in axes]
+    if missing:
+        raise FxRewriteError(f"the plan is over axis {missing[0]!r}, and the mesh has {tuple(axes)}")
+    ordered = sorted(stated, key=list(axes).index)
+    if stated != ordered:
+        names = {member.axis: member.name for member in plan.members}
+        raise FxRewriteError(
+            f"the plan is over {', '.join(stated)}, and the mesh has these axes as {', '.join(ordered)}: of two "
+            f"axes that cut one parameter the inner one cuts first; write {' | '.join(names[axis] for axis in ordered)}"
+        )

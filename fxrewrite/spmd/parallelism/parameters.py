@@ -1,0 +1,391 @@
+"""Parameters at rest in shards: DTensors in the module, and their whole values wherever a forward reads them.
+
+    model = shard_parameters(model, plan, mesh)
+
+Parameters become DTensors under their own names, so `state_dict`, optimizers and `torch.distributed.checkpoint` see
+those; tied ones stay one. What a forward reads, `self.weight`, is `whole(parameter)`: one call in the graph that Dynamo
+captures, which the backend `spmd` takes out, so that the program starts from the shards. Outside of a compiled program
+`self.weight` is the DTensor, which can be initialized and written to; `whole_parameters()` evaluates without one.
+
+The private `_StridedShard` is how torch writes that an outer axis cuts what an inner axis has left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import is_fake
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
+
+from fxrewrite.errors import FxRewriteError, did_you_mean
+from fxrewrite.spmd.group import axis_of
+from fxrewrite.spmd.parallelism.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient
+from fxrewrite.spmd.parallelism.alternatives import require_chosen
+from fxrewrite.spmd.parallelism.arguments import join_arguments, stated_arguments
+from fxrewrite.spmd.parallelism.local_gradients import KEEPS
+from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
+from fxrewrite.spmd.propagation.place import Site, check_matches, held_placement
+from fxrewrite.spmd.runtime.borders import ChunkedTensor
+
+__all__ = [
+    "local_value",
+    "local_values",
+    "shard_parameters",
+    "torch_placements",
+    "whole",
+    "whole_parameters",
+    "without_whole",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@torch.compiler.allow_in_graph
+def whole(parameter: DTensor, keeps: bool = False) -> torch.Tensor:
+    """The whole value of a parameter that is held in shards, without a gradient; `spmd` leaves it to the program.
+
+    With `keeps`, the program leaves its gradient unreduced (`fxrewrite.spmd.parallelism.accumulate`).
+    """
+    local = parameter.to_local()
+    if is_fake(local):  # Dynamo looks at the result's shape; without_whole takes the call out
+        return local.new_empty(parameter.shape).requires_grad_(parameter.requires_grad)
+    with torch.no_grad():
+        return parameter.full_tensor()
+
+
+_reads_whole: ContextVar[bool] = ContextVar("reads_whole", default=False)
+
+
+@contextmanager
+def whole_parameters() -> Generator[None]:
+    """Inside, models whose parameters are in shards run without torch.compile, to evaluate or to generate.
+
+    A module gathers a parameter, on all ranks of the mesh, each time that it reads it, and there are no gradients. What
+    is written to a parameter's value there is lost.
+    """
+    before = _reads_whole.set(True)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        _reads_whole.reset(before)
+
+
+def _refuse_eager(module: nn.Module, args: Any) -> None:
+    """Refuse a forward pass that would mix shards with whole activations."""
+    if not torch.compiler.is_compiling() and not _reads_whole.get():
+        raise FxRewriteError(
+            f"{type(module).__name__} has its parameters in shards: train and evaluate it through torch.compile(model, "
+            "backend=spmd(plan, mesh=mesh)), or evaluate it with fxrewrite.spmd.whole_parameters()"
+        )
+
+
+def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> M:
+    """The same module, each parameter of which is a DTensor that holds what the plan says, in place.
+
+    Of an axis that says nothing of a parameter, every rank holds it whole. Buffers stay as they are.
+    A parameter on the meta device stays there: `model.to_empty(device=...)` then allocates the shards alone.
+    Where the plan states `inputs` in chunks, each rank calls the compiled model with its own (`spmd.arguments`); eager
+    calls, inside of `whole_parameters()`, take them whole.
+
+    Raises:
+        FxRewriteError: a glob matches no parameter; says the nearest names. A placement does not fit a shape. The model
+            is sharded already, or the mesh lacks an axis of the plan.
+    """
+    check_axes(plan, mesh.mesh_dim_names or ())
+    require_chosen(plan)
+    names = _names(model)
+    sharded = next((names[p][0] for p in names if isinstance(p, DTensor)), None)
+    if sharded is not None:
+        raise FxRewriteError(f"{sharded} is a DTensor already; shard the parameters of a model once")
+    axes = {member.axis: axis_of(mesh, member.axis) for member in plan.members}
+    stated = {member.axis: _stated(member, names) for member in plan.members}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    placements: dict[nn.Parameter, Mapping[str, Placement]] = {}
+    for parameter, of in names.items():
+        held: dict[str, Placement] = {}
+        shape = list(parameter.shape)
+        for member in reversed(plan.members):  # an outer axis cuts what the inner ones have left
+            placed = stated[member.axis].get(of[0])
+            if placed is not None:
+                name = f"{member.name}: {of[0]}"
+                placement = held_placement(shape, placed, axes[member.axis], name, inner=held.values())
+                held[member.axis] = placement
+                shape = [int(n) for n in local_shape(shape, placement, axes[member.axis].size)]
+        made[parameter], placements[parameter] = _distributed(parameter, held, mesh), held
+    accumulation = Accumulation()
+    for module in model.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, parameter in own.items():
+            module._parameters[name] = made[parameter]
+        if own:
+            module.__class__ = _reading_whole(type(module), tuple(own))
+            module._accumulation = accumulation  # pyright: ignore[reportArgumentType]
+            held_here = {name: placements[parameter] for name, parameter in own.items()}
+            module.register_load_state_dict_pre_hook(partial(_load_whole, held_here))
+    model.register_forward_pre_hook(_refuse_eager)
+    join_arguments(model, stated_arguments(plan, mesh))
+    model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
+    return model
+
+
+def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All qualified names of each parameter; tied ones have several."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, []).append(name)
+    return found
+
+
+def _stated(member: Parallelism, names: Mapping[nn.Parameter, list[str]]) -> dict[str, Any]:
+    """What the member states of each parameter, by its first name."""
+    found: dict[str, tuple[Site, Any]] = {}
+    every = [name for of in names.values() for name in of]
+    for site, placed in member.place.items():
+        if site.kind != "param":
+            continue
+        matching = [of[0] for of in names.values() if site.matches(of[0])]
+        tied = next((of for of in names.values() if any(map(site.matches, of))), None)
+        if not matching and tied is not None and not site.optional:
+            raise FxRewriteError(
+                f"{member.name}: {site} names a tied parameter by another of its names; write {tied[0]!r}"
+            )
+        if not matching and not site.optional:
+            near = did_you_mean(site.glob, every) or f"; the model has {', '.join(every[:3])} ..."
+            raise FxRewriteError(f"{member.name}: {site} matches no parameter{near}")
+        for name in matching:
+            before = found.setdefault(name, (site, placed))
+            if before[1] != placed:
+                raise FxRewriteError(
+                    f"{member.name}: {name} is stated as {before[1]} by {before[0]}, and as {placed} by {site}; "
+                    "let one glob match it"
+                )
+    if all(site.kind == "param" for site in member.place):
+        check_matches(member.name, member.place, every, "model")
+    return {name: placed for name, (_, placed) in found.items()}
+
+
+def _distributed(parameter: nn.Parameter, held: Mapping[str, Placement], mesh: DeviceMesh) -> nn.Parameter:
+    """The parameter as a DTensor over the whole mesh."""
+    made = _shards(parameter.detach(), held, mesh)
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _shards(whole: torch.Tensor, held: Mapping[str, Placement], mesh: DeviceMesh) -> DTensor:
+    """The whole value as a DTensor, of which this rank holds what is stated."""
+    names, position = mesh.mesh_dim_names or (), mesh.get_coordinate()
+    if position is None:
+        raise FxRewriteError("this rank is not in the mesh")
+    local = whole
+    for axis in reversed(names):
+        placement = held.get(axis)
+        if isinstance(placement, Shard):
+            local = _chunk(local, placement, mesh.size(names.index(axis)), position[names.index(axis)])
+    if any(isinstance(placement, Shard) for placement in held.values()):
+        local = local.clone(memory_format=torch.contiguous_format)  # the whole is freed
+    placements = torch_placements(held, mesh)
+    stride = whole.contiguous().stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
+
+
+def _load_whole(
+    held: Mapping[str, Mapping[str, Placement]], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
+    """Before `load_state_dict`: of whole tensors in the dictionary, a rank takes what it holds."""
+    for name, of_axes in held.items():
+        value, parameter = state.get(prefix + name), module._parameters[name]
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        if value.shape == parameter.shape:  # torch reports others
+            state[prefix + name] = _shards(value.detach(), of_axes, parameter.device_mesh)
+
+
+def _chunk(value: torch.Tensor, placement: Shard, ranks: int, rank: int) -> torch.Tensor:
+    """Rank's chunk of each run of the sharded dimension; an uneven one has no padding."""
+    if placement.uneven:
+        entries = value.shape[placement.dim]
+        start = min(rank * -(-entries // ranks), entries)
+        return value.narrow(placement.dim, start, min(-(-entries // ranks), entries - start))
+    runs = value.unflatten(placement.dim, (int(placement.outer), ranks, -1))
+    return runs.select(placement.dim + 1, rank).flatten(placement.dim, placement.dim + 1)
+
+
+def torch_placements(held: Mapping[str, AnyPlacement], mesh: DeviceMesh) -> list[TorchPlacement]:
+    """How a DTensor over the mesh is placed that the ranks of each axis hold so; inner axes cut first.
+
+    Raises:
+        FxRewriteError: torch has no name for it.
+    """
+    names = mesh.mesh_dim_names or ()
+    found: list[TorchPlacement] = []
+    for position, axis in enumerate(names):
+        placement = as_placement(held.get(axis, Replicate()))
+        if not isinstance(placement, Shard):
+            found.append(TorchReplicate())
+            continue
+        inner = [(other, as_placement(held[other])) for other in names[position + 1 :] if other in held]
+        cuts = [(other, p) for other, p in inner if isinstance(p, Shard) and p.dim == placement.dim]
+        runs = int(placement.outer)
+        for other, cut in cuts:
+            if runs != 1 or int(cut.outer) != 1:
+                raise FxRewriteError(
+                    f"{axis} and {other} both cut runs of dimension {placement.dim}; torch has no name for it"
+                )
+        for other, _ in cuts:
+            runs *= mesh.size(names.index(other))
+        found.append(TorchShard(placement.dim) if runs == 1 else _StridedShard(placement.dim, split_factor=runs))
+    return found
+
+
+@cache
+def _reading_whole(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
+    """The class, whose attributes of these names give whole values of the parameters."""
+
+    def reader(name: str) -> property:
+        def read(module: nn.Module) -> torch.Tensor | None:
+            parameter = module._parameters[name]
+            reads_whole = torch.compiler.is_compiling() or _reads_whole.get()
+            if not (reads_whole and isinstance(parameter, DTensor)):
+                return parameter
+            accumulation: Any = module._accumulation
+            return whole(parameter, accumulation.keeps)
+
+        return property(read)
+
+    def reduced(module: nn.Module, protocol: Any) -> Any:
+        return _unpickled, (cls, names), module.__getstate__()
+
+    made = type(cls.__name__, (cls,), {**{name: reader(name) for name in names}, "__reduce_ex__": reduced})
+    made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
+    return made
+
+
+def _unpickled(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
+    """A module of the class that reads whole values, without state."""
+    made = _reading_whole(cls, names)
+    return made.__new__(made)
+
+
+# at the border of a compiled program
+
+
+def local_value(value: Any) -> Any:
+    """What this rank holds of a DTensor, without a gradient; any other value itself."""
+    if not isinstance(value, DTensor):
+        return value
+    with torch.no_grad():
+        return value.to_local()
+
+
+def local_values(values: Sequence[Any], sizes: Mapping[int, torch.Size], differentiated: Container[int]) -> list[Any]:
+    """What this rank holds of DTensors, through which gradients flow, all of them at once; other values themselves.
+
+    Args:
+        values: what a program is called with.
+        sizes: by position, what the program reads of a DTensor; shards with fewer entries are filled up with zeros.
+        differentiated: positions of those through which gradients flow.
+    """
+    found = [_filled_up(local_value(x), sizes[i]) if isinstance(x, DTensor) else x for i, x in enumerate(values)]
+    where = [i for i in sizes if i in differentiated and values[i].requires_grad] if torch.is_grad_enabled() else []
+    if where:
+        for i, value in zip(where, _Local.apply([found[i] for i in where], *(values[i] for i in where)), strict=True):
+            found[i] = value
+    return found
+
+
+class _Local(torch.autograd.Function):
+    """One node for all parameters: `DTensor.to_local` makes one each, whose backward is slower."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Sequence[torch.Tensor], *given: DTensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.set_materialize_grads(False)
+        ctx.given = given
+        return tuple(value.view_as(value) for value in local)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        reduce_left(ctx.given)
+        given = zip(grads, ctx.given, strict=True)
+        return None, *(None if grad is None else reduced_gradient(grad, value) for grad, value in given)
+
+
+def _filled_up(held: torch.Tensor, size: torch.Size) -> torch.Tensor:
+    if held.shape == size:
+        return held
+    filled = held.new_zeros(size)
+    filled[tuple(map(slice, held.shape))] = held
+    return filled
+
+
+def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
+    """Afterwards the graph, as Dynamo captured it, starts from whole values of the parameters.
+
+    Returns:
+        the parameters that are DTensors when the program is called, by position, as Dynamo traced them.
+
+    Raises:
+        FxRewriteError: a DTensor is read otherwise than through `whole`.
+    """
+    found: dict[int, DTensor] = {}
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        held = node.meta.get("example_value")
+        if not isinstance(held, DTensor) or isinstance(held, ChunkedTensor):
+            continue
+        found[position] = held
+        value = _read_whole(gm, node)
+        if value is not None:
+            node.meta["example_value"] = value.detach().requires_grad_(held.requires_grad)
+            node.meta["is_parameter"] = True
+    gm.recompile()
+    return found
+
+
+def _read_whole(gm: fx.GraphModule, held: fx.Node) -> torch.Tensor | None:
+    """Make all that reads `whole(held)` read `held`, also in bodies of checkpoints; returns the whole value.
+
+    Raises:
+        FxRewriteError: it is read otherwise.
+    """
+    value: torch.Tensor | None = None
+    for user in list(held.users):
+        if user.target is whole:
+            value, (_, keeps) = user.meta["example_value"], user.args
+            held.meta[KEEPS] = keeps and user.meta["example_value"].requires_grad
+            user.replace_all_uses_with(held)
+            gm.graph.erase_node(user)
+            continue
+        body = _body(gm, user)
+        if body is None:
+            raise FxRewriteError(
+                f"{held.name} is read as a DTensor by {user.target}: a module keeps a reference to its parameter "
+                "besides its attribute, or runs inside of an operator of higher order; compile the model without it"
+            )
+        for operand, placeholder in zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
+            if operand is held:
+                inside = _read_whole(body, placeholder)
+                value = placeholder.meta["example_value"] if inside is None else inside
+                placeholder.meta["example_value"] = value
+                held.meta[KEEPS] = held.meta.get(KEEPS) or placeholder.meta.get(KEEPS)
+        body.recompile()
+    return value
+
+
+def _body(gm: fx.GraphModule, call: fx.Node) -> fx.GraphModule | None:
+    """The subgraph that a call runs on its other operands, as `torch.utils.checkpoint` does."""
+    first = call.args[0] if call.args else None
+    if not (isinstance(call.target, HigherOrderOperator) and isinstance(first, fx.Node) and first.op == "get_attr"):
+        return None
+    found = gm.get_submodule(str(first.target))
+    return found if isinstance(found, fx.GraphModule) else None

@@ -1,0 +1,221 @@
+"""Nodes with bodies over the axis: on chunks where their bodies can run on chunks as they are, else on whole values.
+
+    y = custom(x, w)        x: S(1), w: R    ->    y: S(1), and the bodies run on chunks, if
+      forward(x, w)    -> y                          nothing moves in it, and nothing that it gives is a sum
+      backward(dy, x)  -> dx, dw                     nothing moves here, dx lies as x does, dw is a sum over the ranks
+
+Bodies hold no redistribution: what they need whole is made whole in front of the call. An operand that every rank has
+whole, and of which the bodies read only chunks, is sliced there too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from fxrewrite.capture.custom_backward import CustomFunction, custom_function
+from fxrewrite.errors import RefusedError
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.linear import is_linear, is_linear_in
+from fxrewrite.graph.source import source_line
+from fxrewrite.ops import is_inexact, is_random, is_tensor, key, value
+from fxrewrite.report import Report
+from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.events import Summed
+from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.operators.shared_nodes import size_nodes
+from fxrewrite.spmd.operators.true_gradients import give_true_gradients
+from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
+from fxrewrite.spmd.propagation.decision import Decision, operands_of, replicated
+
+__all__ = ["CustomFunctions", "Propagate", "stays_a_sum"]
+
+R = Replicate()
+Propagate: TypeAlias = Callable[[Edit, Mapping[fx.Node, Placement]], dict[fx.Node, Decision]]
+"""How the nodes of a body run whose inputs lie as given."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A body, and how it runs on inputs that lie somehow."""
+
+    edit: Edit
+    decisions: dict[fx.Node, Decision]
+
+    def lies(self, given: Any) -> Placement:
+        return self.decisions[given].gives[0] if isinstance(given, fx.Node) else R
+
+    def wants_of(self, operand: fx.Node) -> Iterator[Placement]:
+        """How the body's operators want a value; its output takes it as it lies."""
+        for user in operand.users:
+            if user.op != "output":
+                wants = zip(operands_of(user), self.decisions[user].wants, strict=True)
+                yield from (want for found, want in wants if found is operand)
+
+    def why_not(self) -> str:
+        """Why the body cannot run so without communication, or ''."""
+        sizes = size_nodes(self.edit)
+        for node in self.edit.nodes():
+            decision = self.decisions[node]
+            if decision.gathered:
+                return decision.gathered
+            for operand, want in zip(operands_of(node), decision.wants, strict=False):  # inputs want nothing
+                if not is_same_placement(self.lies(operand), want):
+                    return f"{key(node)} wants %{operand.name} as {want}, and it is {self.lies(operand)}"
+            whole = value(node)
+            dims = [placement.dim for placement in decision.gives if isinstance(placement, Shard)]
+            if isinstance(whole, torch.Tensor) and not all(sizes.can_express(whole.shape[dim]) for dim in dims):
+                return f"the size of %{node.name} is not known in it"
+        return ""
+
+    def localize(self) -> None:
+        """Note on every node how its value lies."""
+        for node in self.edit.nodes():
+            gives = self.decisions[node].gives
+            if gives:
+                is_many = isinstance(value(node), (list, tuple))
+                self.edit.set_fact(node, PLACEMENT, gives if is_many else gives[0])
+
+
+@dataclass(frozen=True, slots=True)
+class _OnChunks:
+    """A custom function on operands that lie as `given`, by input of its forward body."""
+
+    function: CustomFunction
+    given: Mapping[fx.Node, Placement]
+    forward: _Body
+    backward: _Body
+
+    def asked(self) -> dict[fx.Node, Placement]:
+        """The inputs that every rank has whole and of which the bodies read, or give as a gradient, only chunks."""
+        found: dict[fx.Node, Placement] = {}
+        for operand, placement in self.given.items():
+            wants = list(self._wants_of(operand)) if placement == R else []
+            if wants and isinstance(wants[0], Shard) and all(is_same_placement(want, wants[0]) for want in wants):
+                found[operand] = wants[0]
+        return found
+
+    def _wants_of(self, operand: fx.Node) -> Iterator[Placement]:
+        yield from self.forward.wants_of(operand)
+        for saved, restored in zip(self.function.saved, self.function.restored, strict=True):
+            if saved is operand:
+                yield from self.backward.wants_of(restored)
+        for given, gradient in zip(self.function.inputs, self.function.outgoing, strict=True):
+            if given is operand and isinstance(placement := self.backward.lies(gradient), Shard):
+                yield placement
+
+    def why_not(self) -> str:
+        """Why the function cannot run so, or ''."""
+        function = self.function
+        if why := self.forward.why_not():
+            return f"in its forward, {why}"
+        if any(isinstance(self.forward.lies(given), Partial) for given in (*function.results, *function.saved)):
+            return "its forward gives a sum over the ranks"
+        if why := self.backward.why_not():
+            return f"in its backward, {why}"
+        if self._sums_padding():
+            return "its backward sums up padding, and is not linear in the gradients"
+        for position, result in enumerate(function.results):
+            if position not in function.non_differentiable and _is_float(result) and self.forward.lies(result) == R:
+                return "its forward gives a result that every rank has whole"
+        for operand, gradient in zip(function.inputs, function.outgoing, strict=True):
+            if isinstance(gradient, fx.Node):
+                have, lies = self.given[operand], self.backward.lies(gradient)
+                if lies not in (R, Partial()) if have == R else not is_same_placement(have, lies):
+                    return f"%{operand.name} is {have}, and its gradient {lies}"
+        return ""
+
+    def _sums_padding(self) -> bool:
+        """Whether padding counts in a gradient that is a sum: it does not where that is linear in what arrives, of
+        which padding gets zeros."""
+        lies = [
+            placement
+            for body in (self.forward, self.backward)
+            for d in body.decisions.values()
+            for placement in d.gives
+        ]
+        if not any(isinstance(placement, Shard) and placement.uneven for placement in lies):
+            return False
+        sums = any(self.backward.lies(gradient) == Partial() for gradient in self.function.outgoing)
+        arrives = [node for node in self.function.incoming if node.users]
+        return sums and not is_linear(self.function.backward.graph, arrives)
+
+
+class CustomFunctions:
+    """The custom functions that a graph calls, while placements are propagated through it."""
+
+    def __init__(self, edit: Edit, context: SpmdContext, propagate: Propagate) -> None:
+        self._edit, self._context, self._propagate = edit, context, propagate
+        self._on_chunks: dict[fx.Node, _OnChunks] = {}
+
+    def decide(self, node: fx.Node, function: CustomFunction, placements: list[Placement]) -> Decision:
+        """How a custom function runs whose tensor operands are seen as `placements`."""
+        self._on_chunks.pop(node, None)
+        why = "its bodies draw random numbers" if is_random(node) else ""
+        try:
+            found = None if why else self._settle(function, placements)
+            why = why if found is None else found.why_not()
+        except RefusedError as error:
+            if self._context.strict:
+                raise
+            found, why = None, error.refusal.reason
+        if found is None or why:
+            num_results = len(function.results)
+            return replace(
+                replicated(len(placements), num_results), gathered=f"a function with its own backward: {why}"
+            )
+        self._on_chunks[node] = found
+        gives = tuple(found.forward.lies(result) for result in function.results)
+        return Decision(tuple(found.given.values()), gives, gives, "its bodies run on chunks")
+
+    def _settle(self, function: CustomFunction, placements: list[Placement]) -> _OnChunks:
+        """How the bodies run, once every operand is sliced of which only chunks are read."""
+        forward, backward = self._part(function.forward), self._part(function.backward)
+        inputs = [given for given in function.inputs if isinstance(value(given), torch.Tensor)]
+        given = {
+            n: R if isinstance(placement, Partial) else placement
+            for n, placement in zip(inputs, placements, strict=True)
+        }
+        while True:
+            first = _Body(forward, self._propagate(forward, given))
+            lies = map(first.lies, (*function.results, *function.saved))
+            arrives = dict(zip((*function.incoming, *function.restored), lies, strict=True))
+            found = _OnChunks(function, given, first, _Body(backward, self._propagate(backward, arrives)))
+            asked = found.asked()
+            if not asked:
+                return found
+            given = given | asked
+
+    def _part(self, body: fx.GraphModule) -> Edit:
+        return next(part for part in self._edit.parts() if part.gm is body)
+
+    def write(self, report: Report) -> None:
+        """Note in the bodies how their values lie, and see to it that each backward is given what it may be given."""
+        for node in self._edit.nodes():
+            function = custom_function(node)
+            if function is None:
+                continue
+            on_chunks = self._on_chunks.get(node)
+            if on_chunks is not None:
+                on_chunks.forward.localize()
+                on_chunks.backward.localize()
+            if give_true_gradients(self._part(function.backward), function, self._context.axis) and on_chunks is None:
+                report.events.append(Summed(node=node.name, source=source_line(node)))
+
+
+def stays_a_sum(node: fx.Node, operands: Sequence[fx.Node], placements: Sequence[Placement]) -> bool:
+    """Whether a body's node may run on summands, where elsewhere they are added up first: it gives one result, and is
+    linear in its operands that are sums."""
+    if Partial() not in placements or not is_tensor(node):
+        return False
+    is_whole = all(placement in (R, Partial()) for placement in placements)
+    sums = [operand for operand, placement in zip(operands, placements, strict=True) if placement == Partial()]
+    return is_whole and is_linear_in(node, sums)
+
+
+def _is_float(given: Any) -> bool:
+    return isinstance(given, fx.Node) and is_tensor(given) and is_inexact(value(given))

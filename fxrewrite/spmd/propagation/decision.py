@@ -1,0 +1,88 @@
+"""How one node runs over the axis: what it wants of its operands and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
+from fxrewrite.spmd.layouts.rule import Call, Neutral
+from fxrewrite.spmd.placement import Partial, Placement, ReduceOp, Replicate
+
+__all__ = ["Decision", "is_getitem", "operands_of", "replicated", "spread", "values_of"]
+
+R = Replicate()
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How one node runs: its operands as `wants`, its results as `gives`, which its users see as `shows`."""
+
+    wants: tuple[Placement, ...]
+    gives: tuple[Placement, ...]
+    shows: tuple[Placement, ...]
+    why: str = ""
+    gathered: str = ""
+    """Why operands had to be made whole, where they had."""
+    neutral: Neutral | None = None
+    """The operand whose padded entries must count nothing in a sum, and what they are for that."""
+    preferred: bool = False
+    """Whether a result is shown sharded because that is preferred, and not because of its operands: that serves users
+    within the graph, and nobody outside."""
+
+    def item(self, index: int) -> Decision:
+        """The decision of a node that takes one of several results."""
+        return Decision((), (self.gives[index],), (self.shows[index],), "part of a result", preferred=self.preferred)
+
+
+def replicated(num_operands: int, num_results: int) -> Decision:
+    """The node runs whole on every rank."""
+    return Decision((R,) * num_operands, (R,) * num_results, (R,) * num_results)
+
+
+def spread(
+    indices: IndexMap, part: IndexPart, why: str, *, home: IndexPart | None = None, reduce_op: ReduceOp = "sum"
+) -> Decision:
+    """The node runs with `part` sharded; its results are shown sharded on `home` where they have that index.
+
+    A result without the index of `part` is partial: `reduce_op` combines what the ranks have of it.
+    """
+    wants = tuple(indices.placement(terms, part) for terms in indices.operands)
+    gives = tuple(
+        indices.placement(terms, part) if indices.has(terms, part.index) else Partial(reduce_op)
+        for terms in indices.results
+    )
+    if home is None:
+        return Decision(wants, gives, gives, why)
+    shows = tuple(
+        indices.placement(terms, home) if indices.has(terms, home.index) else give
+        for terms, give in zip(indices.results, gives, strict=True)
+    )
+    return Decision(wants, gives, shows, why)
+
+
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node: in schema order for an operator, in order of appearance for the output."""
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        return list(Call.of(node).operands)
+    found: list[fx.Node] = []
+    map_arg((node.args, node.kwargs), found.append)
+    return [n for n in found if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def values_of(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """The nodes that hold the results of `node`, each with the position of its result."""
+    if not isinstance(node.meta.get("val"), (list, tuple)):
+        yield node, 0
+        return
+    for user in node.users:
+        if is_getitem(user) and isinstance(user.args[1], int):
+            yield user, user.args[1]
+
+
+def is_getitem(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
