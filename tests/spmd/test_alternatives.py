@@ -21,7 +21,6 @@ from fxrewrite.spmd import (
     Parallelism,
     Price,
     Shard,
-    alternatives,
     choose,
     choose_alternatives,
     collective_bytes,
@@ -179,7 +178,7 @@ def test_the_chosen_way_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [event for event in found.report.events if isinstance(event, Chosen)]
     assert [event.way for event in events] == ["columns", "by class"], "half a head has half a gradient to average"
     assert found.sent == {"dp": {}, "tp": {"all_reduce": 6}}
-    monkeypatch.setattr(alternatives, "_MOST", 1)
+    monkeypatch.setattr("fxrewrite.spmd.parallelism.alternatives._MOST", 1)
     why = explain_placement(model, given(8), plan, sizes, "layers.0.down")
     assert why.startswith("\n".join(map(str, events)))
     assert "stated by param('layers.0.up.weight')" in why
