@@ -20,25 +20,16 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.bodies import bodies
+from fxrewrite.graph.node_keys import decided_names, key_of_node, look_of, operands_in_order
+from fxrewrite.graph.numbered_text import NumberedText
 from fxrewrite.graph.sizes import size_hint
-from fxrewrite.ops import (
-    held,
-    is_maybe_view,
-    is_view,
-    key,
-    memory_origins,
-    mutated,
-    tensors_of,
-    value,
-    without_gradients,
-)
+from fxrewrite.ops import is_maybe_view, is_view, memory_origins, mutated, tensors_of, value, without_gradients
 
 __all__ = ["Part", "Parts", "cut_repeats"]
 
@@ -87,10 +78,10 @@ def cut_repeats(gm: fx.GraphModule) -> Parts:
         gm: a graph with fake values under `meta["val"]` or `meta["example_value"]`.
     """
     nodes = [node for node in gm.graph.nodes if node.op.startswith("call_")]
-    texts = [_text(gm, node) for node in nodes]
+    texts = [key_of_node(gm, node) for node in nodes]
     make = _PartMaker(gm, nodes, texts)
     whole = Parts([make(0, len(nodes))] if nodes else [])
-    text = _Text(texts)
+    text = NumberedText(texts)
     cuts = _Cuts(nodes)
     chosen, left_out = _choose(text, cuts)
     if not chosen:
@@ -110,65 +101,6 @@ def _cost(parts: Iterator[tuple[Hashable, int]]) -> int:
         sizes[part_key] = num_nodes
         calls += 1
     return sum(sizes.values()) + _PART_COST * len(sizes) + _CALL_COST * calls
-
-
-class _Text:
-    """The nodes as a text; equal substrings have equal names."""
-
-    def __init__(self, letters: Sequence[Hashable]) -> None:
-        self._levels = [_numbered(letters)]
-        width = 1
-        while 4 * width <= len(letters):  # a repeat without overlap is at most half as long as the text
-            last = self._levels[-1]
-            self._levels.append(_numbered([(last[i], last[i + width]) for i in range(len(last) - width)]))
-            width *= 2
-        self._places: dict[int, dict[int, list[int]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._levels[0])
-
-    def name(self, start: int, end: int) -> Hashable:
-        """Equal for equal substrings."""
-        level = min((end - start).bit_length(), len(self._levels)) - 1
-        names, width = self._levels[level], 1 << level
-        return (end - start, *(names[i] for i in range(start, end - width, width)), names[end - width])
-
-    def occurrences(self, start: int, end: int) -> Iterator[int]:
-        """Yields where substrings equal to this one begin, in order; they may overlap."""
-        level = min((end - start).bit_length(), len(self._levels)) - 1
-        if level not in self._places:
-            places = self._places.setdefault(level, {})
-            for i, name in enumerate(self._levels[level]):
-                places.setdefault(name, []).append(i)
-        name, length = self.name(start, end), end - start
-        for i in self._places[level][self._levels[level][start]]:
-            if i + length <= len(self) and self.name(i, i + length) == name:
-                yield i
-
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yields (a, b) where equal substrings begin, b next after a, and what is before them differs."""
-        letters = self._levels[0]
-        for names in self._levels[2:] or self._levels[-1:]:
-            last: dict[int, int] = {}
-            for i, name in enumerate(names):
-                a = last.get(name, -1)
-                last[name] = i
-                if a == 0 or (a > 0 and letters[a - 1] != letters[i - 1]):
-                    yield a, i
-
-    def common(self, a: int, b: int) -> int:
-        """How many letters from `a` and from `b` on are equal."""
-        found = 0
-        for level in reversed(range(len(self._levels))):
-            names, width = self._levels[level], 1 << level
-            while b + found < len(names) and names[a + found] == names[b + found]:
-                found += width
-        return found
-
-
-def _numbered(items: Sequence[Hashable]) -> list[int]:
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(item, len(numbers)) for item in items]
 
 
 class _Cuts:
@@ -240,7 +172,7 @@ class _Candidate:
         return self.end - self.start - (self.period if self.is_periodic else 0)
 
 
-def _candidates(text: _Text) -> list[_Candidate]:
+def _candidates(text: NumberedText) -> list[_Candidate]:
     """The repeats that could save most, first."""
     found: dict[_Candidate, None] = {}
     for a, b in text.pairs():
@@ -253,7 +185,7 @@ def _candidates(text: _Text) -> list[_Candidate]:
     return sorted(found, key=lambda candidate: -candidate.could_save)[:_MOST_CANDIDATES]
 
 
-def _choose(text: _Text, cuts: _Cuts) -> tuple[list[tuple[int, int]], list[str]]:
+def _choose(text: NumberedText, cuts: _Cuts) -> tuple[list[tuple[int, int]], list[str]]:
     """The intervals that become parts of their own, and why candidates are none."""
     chosen: list[tuple[int, int]] = []
     left_out: dict[_Candidate, str] = {}
@@ -286,7 +218,7 @@ def _covered(chosen: Sequence[tuple[int, int]], length: int) -> list[bool]:
     return covered
 
 
-def _blocks(candidate: _Candidate, text: _Text, cuts: _Cuts, covered: Sequence[bool]) -> list[tuple[int, int]]:
+def _blocks(candidate: _Candidate, text: NumberedText, cuts: _Cuts, covered: Sequence[bool]) -> list[tuple[int, int]]:
     """The occurrences of a candidate that the graph can be cut at, without overlap."""
     first = _first_block(candidate, cuts)
     if first is None or first[1] - first[0] < _LEAST_NODES:
@@ -379,7 +311,7 @@ class _PartMaker:
         wiring: list[tuple[int, ...]] = []
         for node in nodes:
             wires: list[int] = []
-            for operand in _operands(node):
+            for operand in operands_in_order(node):
                 if operand in local:
                     wires.append(local[operand])
                 elif not (operand.op == "get_attr" and operand.target in self._bodies):
@@ -390,10 +322,10 @@ class _PartMaker:
                 if symbol in self._sizes:
                     reads.setdefault(self._sizes[symbol], len(reads))
         gives = tuple(node for node in nodes if any(user not in local for user in node.users))
-        looks = tuple(_look(value(node)) for node in reads)
+        looks = tuple(look_of(value(node)) for node in reads)
         texts = tuple(self._texts[start:end])
-        names = _names(nodes)
-        decided = tuple(_look(value(node), names) for node in nodes) if names else ()
+        names = decided_names(nodes)
+        decided = tuple(look_of(value(node), names) for node in nodes) if names else ()
         ids = [node.meta.get("ac_graph_id", -1) for node in nodes]
         order = {number: i for i, number in enumerate(sorted(set(ids)))}
         checkpoints = tuple(order[number] for number in ids)
@@ -401,114 +333,8 @@ class _PartMaker:
         return Part(tuple(nodes), tuple(reads), gives, part_key)
 
 
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments in order, one as often as it occurs: f(a, b, b) is not f(a, a, b)."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found
-
-
 def _symbols(node: fx.Node) -> set[Any]:
     sizes = [node_value for node_value in (value(node),) if isinstance(node_value, torch.SymInt)]
     for tensor in tensors_of(node):
         sizes += [s for s in (*tensor.shape, *tensor.stride(), tensor.storage_offset()) if isinstance(s, torch.SymInt)]
     return {symbol for size in sizes for symbol in size.node.expr.free_symbols}
-
-
-def _text(gm: fx.GraphModule, node: fx.Node) -> Hashable:
-    """What a node computes, without what it reads: operator, literals, the look of its result, tags."""
-    target: Any = node.target
-    if node.op == "call_module":
-        target = ("module", target)  # modules have parameters of their own
-    tags = node.meta.get("recompute"), repr(node.meta.get("custom"))
-    given = [node.args[0]] if key(node) in _CHECKS else [node.args, node.kwargs]  # a message names a symbol
-    return (node.op, target, _literal(gm, given), _look(value(node)), tags)
-
-
-_CHECKS = ("aten::_assert_scalar", "aten::_assert_async")
-
-
-def _literal(gm: fx.GraphModule, argument: Any) -> Hashable:
-    """An argument as a key; nodes are holes, except subgraphs."""
-    if isinstance(argument, fx.Node):
-        if argument.op == "get_attr":
-            body = held(gm, argument)
-            return _body_key(body) if isinstance(body, fx.GraphModule) else "%"
-        return "%"
-    if isinstance(argument, (tuple, list)):
-        items: Sequence[Any] = argument  # pyright: ignore[reportUnknownVariableType]
-        return (type(items).__name__, *(_literal(gm, item) for item in items))
-    if isinstance(argument, dict):
-        entries: dict[Any, Any] = argument  # pyright: ignore[reportUnknownVariableType]
-        return ("dict", *((name, _literal(gm, item)) for name, item in entries.items()))
-    if isinstance(argument, slice):
-        return ("slice", *(_literal(gm, item) for item in (argument.start, argument.stop, argument.step)))
-    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (type(argument).__name__, _size(argument, None))
-    if isinstance(argument, (float, complex)):
-        return (type(argument).__name__, repr(argument))  # nan and -0.0 are literals too
-    try:
-        hash(argument)
-    except TypeError:
-        return (type(argument).__name__, id(argument))
-    return (type(argument).__name__, argument)
-
-
-def _body_key(body: fx.GraphModule) -> Hashable:
-    """Equal for subgraphs that compute the same; tensors that they hold count by identity."""
-    at: dict[fx.Node, int] = {}
-    found: list[Hashable] = []
-    for i, node in enumerate(body.graph.nodes):
-        at[node] = i
-        attribute = None
-        if node.op == "get_attr":
-            found_there = held(body, node)
-            attribute = _body_key(found_there) if isinstance(found_there, fx.GraphModule) else id(found_there)
-        target = node.target if node.op in ("call_function", "call_method") else None
-        wires = tuple(at[operand] for operand in _operands(node))
-        literals = _literal(body, (node.args, node.kwargs))
-        found.append((node.op, target, literals, wires, attribute, _look(value(node))))
-    return tuple(found)
-
-
-def _look(found: Any, names: Mapping[Any, Any] | None = None) -> Hashable:
-    """What a compiler knows of a value: dtype, shape, strides, device; `names` are those of sizes that data decide."""
-    if isinstance(found, torch.Tensor):
-        kind = "" if type(found).__name__ in ("FakeTensor", "Parameter", "Tensor") else type(found).__name__
-        sizes = (found.shape, found.stride()) if found.layout is torch.strided else (found.shape,)
-        return (
-            kind,
-            found.dtype,
-            found.layout,
-            found.device,
-            *(tuple(_size(n, names) for n in size) for size in sizes),
-        )
-    if isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (type(found).__name__, _size(found, names))
-    if isinstance(found, (list, tuple)):
-        items: Sequence[Any] = found  # pyright: ignore[reportUnknownVariableType]
-        return tuple(_look(item, names) for item in items)
-    return type(found).__name__
-
-
-def _size(size: Any, names: Mapping[Any, Any] | None) -> Hashable:
-    if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return size
-    decided = free_unbacked_symbols(size)
-    return size.node.expr.xreplace({s: (names or {}).get(s, _DECIDED) for s in decided})
-
-
-_DECIDED = sympy.Symbol("decided_by_data")
-
-
-def _names(nodes: Sequence[fx.Node]) -> dict[Any, Any]:
-    """Numbers for the sizes that data decide, in the order in which the nodes make them."""
-    names: dict[Any, Any] = {}
-    for node in nodes:
-        found = value(node)
-        is_size = isinstance(found, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        for symbol in sorted(
-            free_unbacked_symbols([found] if is_size else tensors_of(node)), key=lambda s: (len(s.name), s.name)
-        ):
-            names.setdefault(symbol, sympy.Symbol(f"decided_{len(names)}"))
-    return names

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from autosp_rules import AutoSPConfig, dry_run
-from fxrewrite import Edit
+from fxrewrite.graph.fake_values import FakeValues
 
 
 def _operators_run(num_layers: int, attention: Any, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -27,7 +27,7 @@ def _operators_run(num_layers: int, attention: Any, monkeypatch: pytest.MonkeyPa
     model = transformers.LlamaForCausalLM(config)
     ids = torch.arange(32).reshape(2, 16)
     counted = 0
-    call: Callable[..., Any] = Edit._call
+    call: Callable[..., Any] = FakeValues._call
 
     def count(*args: Any) -> Any:
         nonlocal counted
@@ -35,7 +35,7 @@ def _operators_run(num_layers: int, attention: Any, monkeypatch: pytest.MonkeyPa
         return call(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Edit, "_call", count)
+        patch.setattr(FakeValues, "_call", count)
         dry_run(model, {"input_ids": ids, "labels": ids}, num_ranks=2, config=AutoSPConfig(attention=attention))
     return counted
 
