@@ -71,7 +71,7 @@ class ChunkedTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling():
-            return _eagerly(func, args, kwargs)
+            return _eagerly(func, args, kwargs)  # pyright: ignore[reportCallIssue]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 

@@ -83,7 +83,7 @@ class DeferredGather(torch.Tensor):
 
     @classmethod
     @torch.compiler.disable
-    def __torch_function__(
+    def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
