@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
@@ -70,11 +71,12 @@ class ChunkedTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling():
-            args, kwargs = _with_replicas(args, kwargs)
+            return _eagerly(func, args, kwargs)  # pyright: ignore[reportCallIssue]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -92,6 +94,18 @@ class ChunkedTensor(DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As that of a DTensor; the result can enter a program, too."""
         return chunked(super().redistribute(*args, **kwargs))
+
+
+# Where a function runs eagerly between programs, Dynamo would compile what Python calls for each operator, and run the
+# program of one operator for the next: it does not guard which one `__torch_function__` is called for.
+skip_code(ChunkedTensor.__torch_function__.__func__.__code__)
+
+
+@torch.compiler.disable
+def _eagerly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = _with_replicas(args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def check_dtensors() -> None:
