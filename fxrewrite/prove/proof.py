@@ -24,10 +24,12 @@ from fxrewrite import ops
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
+from fxrewrite.prove.arithmetic import Arithmetic
 from fxrewrite.prove.cases import Case, NoCaseError, cases, readings
 from fxrewrite.prove.indices import Expr, Indices, is_same
-from fxrewrite.prove.meaning import Meaning, UnknownError, Value
+from fxrewrite.prove.interpret import interpret
 from fxrewrite.prove.reals import branches, difference, expanded
+from fxrewrite.prove.value import At, UnknownError, Value
 from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS
@@ -215,13 +217,13 @@ def _either(values: Sequence[Any]) -> str:
 
 def _bitwise(case: Case) -> str:
     """Returns why the two sides are not the same floating-point operations; empty if they are."""
-    return _compared(case, lambda indices: Meaning(False, indices, case.symbols.simplified))[0]
+    return _compared(case, is_real=False)[0]
 
 
 def _over_reals(case: Case) -> tuple[str, list[str]]:
     """Returns why the two sides are not equal over the reals, or else what is assumed."""
-    outcome, before, after = _compared(case, lambda indices: Meaning(True, indices, case.symbols.simplified))
-    if outcome or before is None or after is None:
+    outcome, before, after = _compared(case, is_real=True)
+    if outcome:
         return outcome, []
     assumed = [need for need in {**before.needs, **after.needs} if (need in before.needs) != (need in after.needs)]
     stronger = {need.removesuffix("> 0") for need in assumed if need.endswith("> 0")}
@@ -229,27 +231,23 @@ def _over_reals(case: Case) -> tuple[str, list[str]]:
     return "", [*assumed, *before.roots, *(root for root in after.roots if root not in before.roots)]
 
 
-def _compared(case: Case, meaning: Callable[[Indices], Meaning]) -> tuple[str, Meaning | None, Meaning | None]:
+def _compared(case: Case, *, is_real: bool) -> tuple[str, Arithmetic, Arithmetic]:
+    """Returns where the two sides differ, which is empty if they do not, and what was assumed of each."""
     indices = Indices()
-    before, after = meaning(indices), meaning(indices)
+    before, after = (Arithmetic(is_real, indices, case.symbols.simplified) for _ in range(2))
     try:
-        was = _leaves(before.run(case.before.graph.nodes, _inputs(before, case.before)))
-        is_now = _leaves(after.run(case.after.graph.nodes, _inputs(after, case.after)))
-        if len(was) != len(is_now):
-            return f"{len(was)} outputs became {len(is_now)}", None, None
-        for number, (old, new) in enumerate(zip(was, is_now, strict=True)):
-            found = _difference(old, new, indices, is_real=before.real)
-            if found:
-                return f"output {number}: {found}" if len(was) > 1 else found, None, None
+        was = _leaves(interpret(case.before.graph.nodes, _inputs(before, case.before), before))
+        is_now = _leaves(interpret(case.after.graph.nodes, _inputs(after, case.after), after))
+        outcome = _difference_of_outputs(was, is_now, indices, is_real=is_real)
     except UnknownError as error:
-        return str(error), None, None
+        outcome = str(error)
     except (NotImplementedError, *TORCH_ERRORS) as error:
-        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}", None, None
-    return "", before, after
+        outcome = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return outcome, before, after
 
 
-def _inputs(meaning: Meaning, gm: fx.GraphModule) -> list[Value]:
-    def entry(name: str, shape: Sequence[Expr]) -> Callable[[Sequence[Any]], Any]:
+def _inputs(arithmetic: Arithmetic, gm: fx.GraphModule) -> list[Value]:
+    def entry(name: str, shape: Sequence[Expr]) -> At:
         ones = [size == 1 for size in shape]
         function = Function(name, real=True)
         return lambda index: function(*(0 if one else sympy.expand(i) for one, i in zip(ones, index, strict=True)))
@@ -257,13 +255,23 @@ def _inputs(meaning: Meaning, gm: fx.GraphModule) -> list[Value]:
     found: list[Value] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         fake, name = node.meta["val"], str(node.target)
-        shape = meaning.shape(fake)
+        shape = arithmetic.shape(fake)
         found.append(Value(shape, fake.dtype, entry(name, shape), name))
     return found
 
 
 def _leaves(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _difference_of_outputs(was: Sequence[Any], is_now: Sequence[Any], indices: Indices, *, is_real: bool) -> str:
+    if len(was) != len(is_now):
+        return f"{len(was)} outputs became {len(is_now)}"
+    for number, (old, new) in enumerate(zip(was, is_now, strict=True)):
+        found = _difference(old, new, indices, is_real=is_real)
+        if found:
+            return f"output {number}: {found}" if len(was) > 1 else found
+    return ""
 
 
 def _difference(old: Any, new: Any, indices: Indices, *, is_real: bool) -> str:

@@ -21,7 +21,7 @@ from sympy import Function, Symbol
 
 from fxrewrite.prove.indices import Expr, Indices, idiv, imod
 
-__all__ = ["branches", "difference", "expanded", "is_positive", "total"]
+__all__ = ["apply", "branches", "difference", "expanded", "is_positive", "total", "where"]
 
 _total = Function("total", real=True)
 _BOUND = re.compile(r"_k(\d+)$")
@@ -29,6 +29,11 @@ _MOST_CONDITIONS = 5
 """Most conditions of which all combinations are compared."""
 _MOST_ORDERED = 4
 """Most indices of one sum whose orders are all tried to find the smallest text."""
+
+
+def apply(name: str, *args: Any) -> Expr:
+    """Returns a real function of its operands that nobody interprets."""
+    return Function(name, real=True)(*args)
 
 
 def expanded(expr: Expr) -> Expr:
@@ -123,6 +128,11 @@ def _one(body: Expr, over: list[Symbol], indices: Indices) -> Expr:
     return min(forms, key=lambda found: found[0])[1]
 
 
+def where(condition: Expr, a: Expr, b: Expr) -> Expr:
+    """Returns `a` where a condition holds, else `b`."""
+    return a if a == b else apply("where", condition, expanded(a), expanded(b))
+
+
 def branches(a: Expr, b: Expr) -> Iterator[tuple[Expr, Expr]]:
     """Yields both expressions with the conditions of `where` decided, in every way; if there are many, undecided."""
     found = {
@@ -137,7 +147,7 @@ def branches(a: Expr, b: Expr) -> Iterator[tuple[Expr, Expr]]:
 
         def taken(condition: Expr, yes: Expr, no: Expr, decided: Any = decided) -> Expr:
             known = decided.get(condition)
-            return Function("where", real=True)(condition, yes, no) if known is None else yes if known else no
+            return apply("where", condition, yes, no) if known is None else yes if known else no
 
         is_where = Function("where", real=True)
         yield tuple(expr.replace(is_where, taken) if conditions else expr for expr in (a, b))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.text import graph_text
-from fxrewrite.plan import Member, RuleSet
+from fxrewrite.plan import RuleSet
+from fxrewrite.plan.members import Member, label_of
 from fxrewrite.report import Report
-from fxrewrite.rule import Rule
 
 __all__ = ["Recorder", "recorded"]
 
@@ -34,7 +34,7 @@ def recorded(rules: RuleSet) -> tuple[RuleSet, dict[str, Recorder]]:
     recorders: dict[str, Recorder] = {}
     members: list[Member] = []
     for member in rules.members:
-        name = member.id if isinstance(member, Rule) else member.name
+        name = label_of(member)
         recorders[name] = Recorder(f"after {name}")
         members += [member, recorders[name]]
     made = RuleSet(

@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
-from fxrewrite.plan import Member, Plan, RuleSet, Step
+from fxrewrite.plan import Plan, RuleSet, Step
+from fxrewrite.plan.members import Member
 from fxrewrite.registry import registered
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule

@@ -1,0 +1,151 @@
+"""Sizes and numbers as expressions, and what divisions and roots need.
+
+`Arithmetic(is_real=False)` interprets no arithmetic at all: two equal expressions are then the same floating-point
+operations on the same entries, and the same operators on operands that are the same value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from sympy import Integer, Symbol
+
+from fxrewrite.prove.indices import Expr, Indices
+from fxrewrite.prove.reals import apply, expanded, is_positive
+from fxrewrite.prove.symbolic import size_expression
+from fxrewrite.prove.value import UnknownError, dtype_name
+
+__all__ = ["Arithmetic", "cast", "is_integer"]
+
+_ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
+"""An entry at any index: what holds of it is said of the whole input, whatever its rank."""
+_ROOTS = {float(sympy.sqrt(q).evalf(30)): sympy.sqrt(q) for q in map(sympy.Rational, (2, 3, "1/2", "1/3"))}
+_ROOTS_OF_PI = {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
+
+_WITH_INFINITY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(slots=True)
+class Arithmetic:
+    """How numbers are read, and what was assumed of them.
+
+    Attributes:
+        is_real: whether arithmetic on floating-point entries is that of the reals; else it is uninterpreted.
+        indices: of all values.
+        simplify: rewrites sizes by what is known of them.
+        needs: conditions under which divisions and roots are defined, by text.
+        roots: numbers that were read as the roots that they round.
+    """
+
+    is_real: bool
+    indices: Indices = field(default_factory=Indices)
+    simplify: Callable[[Expr], Expr] = lambda expr: expr
+    needs: dict[str, None] = field(default_factory=dict[str, None])
+    roots: dict[str, None] = field(default_factory=dict[str, None])
+
+    def size(self, size: Any) -> Expr:
+        """The expression of a size."""
+        return self.simplify(size_expression(size))
+
+    def shape(self, tensor: torch.Tensor) -> tuple[Expr, ...]:
+        """The sizes of a fake tensor."""
+        return tuple(self.size(size) for size in tensor.shape)
+
+    def number(self, value: Any) -> Expr:
+        """A Python number, exactly; one that rounds a root of a small number is that root."""
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
+            expr = self.simplify(size_expression(value))
+            return expr.xreplace({part: self.number(float(part)) for part in expr.atoms(sympy.Float)})
+        if isinstance(value, (bool, int)):
+            return Integer(int(value))
+        if not isinstance(value, float):
+            raise UnknownError(f"{value!r} is not a real number")
+        if not self.is_real:
+            is_plain = math.isfinite(value) and (value or math.copysign(1.0, value) > 0)
+            return sympy.Rational(value) if is_plain else Symbol(repr(value), real=True)
+        if not math.isfinite(value):
+            raise UnknownError(f"{value} is not a real number")
+        root = _root(value)
+        if root is None:
+            return sympy.Rational(value)
+        self.roots[f"{value!r} is {root}"] = None
+        return root
+
+    def operand(self, number: Any, dtype: torch.dtype) -> Expr:
+        """A number as an operand of arithmetic in `dtype`, which does not round it."""
+        entry = self.number(number)
+        return entry if dtype.is_floating_point else apply(f"number_{dtype_name(dtype)}", entry)
+
+    def entry(self, number: Any, dtype: torch.dtype) -> Expr:
+        """A number as an entry of a tensor, rounded to its dtype, unless it is read as a root."""
+        if not dtype.is_floating_point:
+            return self.operand(number, dtype)
+        if isinstance(number, torch.SymFloat) and self.size(number).is_number:
+            number = float(self.size(number))
+        if isinstance(number, float) and math.isfinite(number) and _root(number) is None:
+            number = torch.full((), number, dtype=torch.float64).to(dtype).item()
+        return self.number(number)
+
+    def need(self, kind: str, expr: Expr) -> None:
+        """Notes that an expression must not be zero, or must not be negative."""
+        if is_positive(expr) or (expr.is_number and expr.is_nonzero):
+            return
+        bound = sorted(expr.free_symbols & self.indices.sizes.keys(), key=lambda s: int(s.name[1:]))
+        renamed = expr.xreplace({s: Symbol(f"j{n}", integer=True, nonnegative=True) for n, s in enumerate(bound)})
+        text = str(expanded(renamed))
+        entry = _ENTRY.fullmatch(text)
+        self.needs[f"{entry[1] if entry else text} {kind}"] = None
+
+    def power(self, base: Expr, exponent: Expr) -> Expr:
+        """Returns base ** exponent over the reals, with what that needs."""
+        base = expanded(base)
+        if exponent.is_Integer:
+            if exponent < 0:
+                self.need("!= 0", base)
+        elif exponent.is_Rational:
+            self.need(">= 0" if exponent > 0 else "> 0", base)
+        else:
+            return apply("pow", base, exponent)
+        return sympy.Pow(base, exponent)
+
+    def divide(self, a: Expr, b: Expr) -> Expr:
+        """Returns a / b over the reals."""
+        return a * self.power(b, Integer(-1))
+
+
+def cast(entry: Expr, old: torch.dtype, new: torch.dtype) -> Expr:
+    """A cast is an uninterpreted function, unless it changes nothing: a number that both dtypes have stays."""
+    if old == new:
+        return entry
+    number = entry.args[0] if is_integer(entry) else entry
+    is_in_both = (is_integer(entry) or _is_number_of(entry, old)) and _is_number_of(number, new)
+    return number if is_in_both else apply(f"cast_{dtype_name(old)}_{dtype_name(new)}", entry)
+
+
+def is_integer(entry: Expr) -> bool:
+    """Whether an entry is a number of a tensor of integers."""
+    return getattr(entry.func, "__name__", "").startswith("number_int") and bool(entry.args[0].is_Integer)
+
+
+def _is_number_of(entry: Expr, dtype: torch.dtype) -> bool:
+    """Whether an entry is a number that the floating-point dtype has, infinities included."""
+    if str(entry) in ("inf", "-inf"):
+        return dtype in _WITH_INFINITY
+    if dtype not in _WITH_INFINITY or not entry.is_Rational:
+        return False
+    return sympy.Rational(torch.full((), float(entry), dtype=torch.float64).to(dtype).item()) == entry
+
+
+def _root(value: float) -> Expr | None:
+    """The root of a small number, or of one by pi, that the number rounds; None if it rounds none."""
+    for sign in (1, -1):
+        root = _ROOTS.get(sign * value) or _ROOTS_OF_PI.get(sign * value)
+        if root is not None:
+            return sign * root
+    return None

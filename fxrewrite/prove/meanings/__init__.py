@@ -1,0 +1,1 @@
+"""What operators compute: a table of meanings for each family of operators."""

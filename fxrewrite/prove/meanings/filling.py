@@ -1,0 +1,91 @@
+"""Operators whose entries are numbers, copies, casts, or chosen by a condition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fxrewrite.prove.arithmetic import cast
+from fxrewrite.prove.call import Call, Meaning
+from fxrewrite.prove.indices import Expr
+from fxrewrite.prove.reals import apply, where
+from fxrewrite.prove.value import UnknownError, Value
+
+__all__ = ["FILLING", "convert"]
+
+
+def _fill(call: Call, number: Any) -> Any:
+    if isinstance(number, Value):
+        return NotImplemented
+    if call.result.layout is not torch.strided:
+        raise UnknownError("a sparse tensor")
+    entry = call.arithmetic.entry(number, call.dtype)
+    return call.value(lambda _: entry)
+
+
+# Copies and casts
+
+
+def _copy(call: Call) -> Value:
+    x = call.first
+    return Value(x.shape, x.dtype, x.at, call.text())
+
+
+def _alias(call: Call) -> Value:
+    return call.first
+
+
+def _detach(call: Call) -> Value:
+    x = call.first
+    return call.value(lambda i: apply("detach", x.at(i)), x.shape)  # other gradients: another function
+
+
+def _dropout(call: Call) -> Any:
+    return call.first if call.args["train"] is False or call.args["p"] == 0 else NotImplemented
+
+
+def convert(call: Call) -> Value:
+    """Returns the entries of the first operand in the dtype of the result."""
+    x = call.first
+    if x.dtype == call.dtype:
+        return x if call.name == "to" else _copy(call)
+    return call.value(lambda i: cast(x.at(i), x.dtype, call.dtype), x.shape)
+
+
+# Choices
+
+
+def _where(call: Call) -> Value:
+    condition, a, b = call.args["condition"], call.args["self"], call.args["other"]
+    return call.value(
+        lambda i: where(call.read(condition, i), _chosen(call, a, i, call.dtype), _chosen(call, b, i, call.dtype))
+    )
+
+
+def _masked_fill(call: Call) -> Value:
+    x, mask, value = call.args["self"], call.args["mask"], call.args["value"]
+    return call.value(lambda i: where(call.read(mask, i), _chosen(call, value, i, x.dtype), call.read(x, i)))
+
+
+def _chosen(call: Call, operand: Any, index: Sequence[Expr], dtype: torch.dtype) -> Expr:
+    """The entry of an operand, or a number, as an entry of `dtype`."""
+    if isinstance(operand, Value):
+        return call.read(operand, index, dtype)
+    return call.arithmetic.entry(operand, dtype)
+
+
+FILLING: Mapping[str, Meaning] = {
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), lambda call: _fill(call, 0)),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda call: _fill(call, 1)),
+    **dict.fromkeys(("full", "new_full", "full_like"), lambda call: _fill(call, call.args["fill_value"])),
+    **dict.fromkeys(("clone", "contiguous"), _copy),
+    "alias": _alias,
+    "detach": _detach,
+    "dropout": _dropout,
+    **dict.fromkeys(("to", "type_as"), convert),
+    "where": _where,
+    "masked_fill": _masked_fill,
+}
+"""Operators that make, copy or choose entries, of any dtype."""

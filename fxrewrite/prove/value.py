@@ -1,0 +1,59 @@
+"""A tensor as a function: the entry at any index, as an expression over entries of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from fxrewrite.prove.indices import Expr
+
+__all__ = ["At", "UnknownError", "Value", "dtype_name", "is_number", "items_of", "tensors_in"]
+
+At: TypeAlias = Callable[[Sequence[Expr]], Expr]
+"""Returns the entry at an index."""
+
+
+class UnknownError(Exception):
+    """Nothing can be said of a value; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A tensor.
+
+    Attributes:
+        shape: sizes.
+        dtype: of the entries.
+        at: the entry at an index.
+        name: the text of the call that makes it: equal names are equal values.
+    """
+
+    shape: tuple[Expr, ...]
+    dtype: torch.dtype
+    at: At
+    name: str
+
+
+def tensors_in(value: Any) -> list[Value]:
+    """All tensors of an argument, those in lists too."""
+    if isinstance(value, (list, tuple)):
+        return [found for item in value for found in tensors_in(item)]
+    return [value] if isinstance(value, Value) else []
+
+
+def items_of(value: Any) -> Sequence[Any]:
+    """The items of a list; anything else is one item."""
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+def is_number(value: Any) -> bool:
+    """Whether an argument is a number; a bool is not."""
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
