@@ -23,6 +23,7 @@ __all__ = [
     "RuleDefinitionError",
     "VerificationError",
     "did_you_mean",
+    "misread_context",
     "refuse",
 ]
 
@@ -55,6 +56,15 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
     """The end of a message about a word that is not among the `known`: "; did you mean relu or relu6?", or nothing."""
     near = difflib.get_close_matches(str(word), list(known), n=3)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def misread_context(error: Exception, context: object) -> str:
+    """What is wrong if an error is that of reading an attribute which a plan's context does not have; else empty."""
+    if not isinstance(error, AttributeError) or error.obj is not context:
+        return ""
+    if context is None:
+        return f"{error}; no context was given, as in apply(gm, context=...)"
+    return f"it reads context.{error.name}, which the {type(context).__name__} in apply(gm, context=...) does not have"
 
 
 class Reason(enum.StrEnum):

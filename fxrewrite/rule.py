@@ -6,25 +6,23 @@ import copy
 import inspect
 import itertools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, misread_context
 from fxrewrite.graph.bodies import nodes_of
-from fxrewrite.graph.edit import Edit, not_by_number
-from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
 from fxrewrite.match.once import compute_once
 from fxrewrite.match.program import Program
 from fxrewrite.match.replace import Replacer
+from fxrewrite.match.returned import returned_nodes, with_parts
 from fxrewrite.match.safety import (
     Effects,
     check_aliases,
@@ -35,15 +33,14 @@ from fxrewrite.match.safety import (
     check_writes,
     insertion_point,
 )
-from fxrewrite.match.strides import is_laid_out_alike, stride_reader
+from fxrewrite.match.same_value import check_dtypes, check_gradients, check_value
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
-from fxrewrite.pattern.terms import Term, has_parts
 from fxrewrite.pattern.where import Constraint
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Runner, Sampler, Verdict
 
-__all__ = ["Rule", "misread_context", "rule"]
+__all__ = ["Domain", "Numerics", "Rng", "Rule", "Shapes", "rule"]
 
 _log = logging.getLogger(__name__)
 Numerics = Literal["exact", "reassociates", "approximate"]
@@ -285,7 +282,7 @@ class Rule:
         if match.refused is not None:
             raise match.refused
         if not self.gradients:
-            _check_gradients(match)
+            check_gradients(match)
         if effects.writers:
             check_region(match, effects)
         place = insertion_point(match)
@@ -303,18 +300,15 @@ class Rule:
         if self._wrapped is None:
             self._wrapped = ops.wrapped_in(self.body)
         body = ops.with_globals(self.body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
-        results, through = self._results(body(**given), match, replacer)
+        results, through = returned_nodes(replacer.unwrap(body(**given)), self.pattern, match)
         created = replacer.created
         spread = [(old, new) for old, new in zip(match.outputs, results, strict=True) if isinstance(new, list)]
         if spread:
-            match, results = _with_parts(match, results)
+            match, results = with_parts(match, results)
         if self.shapes == "preserves":
             for old, new in (*zip(match.outputs, results, strict=True), *through):
-                was, is_now = ops.value(old), ops.value(new)
-                if was is not ops.MISSING and is_now is not ops.MISSING:
-                    _check_value(old, was, is_now)
-                    _check_strides(edit, old, was, is_now)
-        _check_dtypes(match, created)
+                check_value(edit, old, new)
+        check_dtypes(match, created)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
         for old, new in through:
@@ -342,47 +336,6 @@ class Rule:
                 edit.erase(node)
         effects.add(created, draws)
         replacer.close()
-
-    def _results(
-        self, returned: Any, match: Match, replacer: Replacer
-    ) -> tuple[list[Any], list[tuple[fx.Node, fx.Node]]]:
-        """The nodes that a replacement returned, one for each output; for a list that it gives, a list of nodes.
-
-        With them, what captures that are outputs become where that is another node.
-        """
-        found = replacer.unwrap(returned)
-        passed = self.pattern.through
-        number = len(match.outputs) + len(match.missing)
-        several = number + len(passed) > 1
-        results = list(found) if several and isinstance(found, (list, tuple)) else [found]
-        through: list[tuple[fx.Node, fx.Node]] = []
-        if passed and len(results) != number + len(passed):
-            results = []
-        elif passed:
-            pairs = [(match.captures[name], results[place]) for place, name in passed]
-            through = [(old, new) for old, new in pairs if isinstance(old, fx.Node) and isinstance(new, fx.Node)]
-            through = [(old, new) for old, new in through if old is not new]
-            results = [result for place, result in enumerate(results) if place not in dict(passed)]
-            if not all(old is new or (old, new) in through for old, new in pairs):
-                results = []
-        if len(results) == number:
-            results = [result for place, result in enumerate(results) if place not in match.missing]
-            kept = [output for place, output in enumerate(self.pattern.outputs) if place not in match.missing]
-            # siblings are as many outputs as the graph has
-            terms = kept if len(kept) == len(results) else [None] * len(results)
-            for place, (old, term) in enumerate(zip(match.outputs, terms, strict=True)):
-                items = results[place]
-                if isinstance(items, (list, tuple)):  # a tuple is no result
-                    results[place] = list(items) if _is_list(old, term) else tuple(items)
-        if len(results) != len(match.outputs) or not all(map(_is_result, results)):
-            several_in_one = isinstance(found, fx.Node) and isinstance(ops.value(found), (list, tuple))
-            hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""
-            raise RuleDefinitionError(
-                f"the replacement returned {found!r}; expected "
-                + (f"a tuple of {number + len(passed)} values of the graph" if several else "one value of the graph")
-                + hint
-            )
-        return results, through
 
     def _located(self, error: RefusedError, match: Match) -> RefusedError:
         node = error.located_at if isinstance(error.located_at, fx.Node) else None
@@ -451,145 +404,9 @@ def rule(
     return wrap
 
 
-def _is_result(found: Any) -> bool:
-    return isinstance(found, fx.Node) or (isinstance(found, list) and all(isinstance(item, fx.Node) for item in found))
-
-
-def _is_list(old: fx.Node, term: Term | None) -> bool:
-    """Whether the value that is replaced is a list or a tuple."""
-    value = ops.value(old)
-    return isinstance(value, (list, tuple)) if value is not ops.MISSING else term is not None and has_parts(term)
-
-
-def _with_parts(match: Match, results: Sequence[Any]) -> tuple[Match, list[fx.Node]]:
-    """The match whose outputs are the parts of lists that the graph takes, in place of the lists, and what they become.
-
-    Raises:
-        RefusedError: the lists have other lengths, or a reader does not say by a number which part it takes.
-    """
-    outputs: list[fx.Node] = []
-    nodes = dict.fromkeys(match.nodes)
-    found: list[fx.Node] = []
-    for old, new in zip(match.outputs, results, strict=True):
-        if not isinstance(new, list):
-            outputs.append(old)
-            found.append(new)
-            continue
-        value = ops.value(old)
-        if value is not ops.MISSING:
-            _check_value(old, value, [ops.value(item) for item in new])
-        for user in old.users:
-            why = not_by_number(user, old, len(new))
-            if why:
-                refuse(why, hint="the replacement gives a list", node=user, kind=Reason.VALUE)
-            if user.target is operator.getitem:
-                outputs.append(user)
-                nodes[user] = None
-                index: Any = user.args[1]
-                found.append(new[index])
-    return replace(match, outputs=tuple(outputs), nodes=tuple(nodes)), found
-
-
-def _check_gradients(match: Match) -> None:
-    """Refuse a match whose result requires gradients, where the graph says so."""
-    for node in match.outputs:
-        value = ops.value(node)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            hint = "compile under torch.no_grad(), or give the operator a derivative"
-            refuse("gradients are needed here, and the rule keeps none (gradients=False)", hint=hint, node=node)
-
-
-_INDICES = frozenset({"index", "indices", "target", "mask"})
-"""Names of operands whose dtype is their own."""
-
-
-def _check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
-    """Refuse a call that computes a fake value, and whose kernel would raise: it takes operands of one dtype."""
-    for node in created:
-        if not isinstance(node.target, torch._ops.OpOverload) or not ops.has_trait(node, "one_dtype"):
-            continue
-        bound = ops.bind(node)
-        found = {name: ops.value(given) for name, given in bound.items() if isinstance(given, fx.Node)}
-        dtypes = {n: v.dtype for n, v in found.items() if isinstance(v, torch.Tensor) and n not in _INDICES}
-        if len(set(dtypes.values())) > 1 and "out_dtype" not in bound:
-            said = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
-            refuse(
-                f"the replacement calls {ops.key(node)}, which takes one dtype, found {said}",
-                hint="cast the operands in the replacement, or add a constraint same_dtype(...)",
-                node=match.root,
-                kind=Reason.VALUE,
-            )
-
-
-def misread_context(error: Exception, context: object) -> str:
-    """What is wrong if the error is that of reading an attribute that the plan's context does not have; else ""."""
-    if not isinstance(error, AttributeError) or error.obj is not context:
-        return ""
-    if context is None:
-        return f"{error}; no context was given, as in apply(gm, context=...)"
-    return f"it reads context.{error.name}, which the {type(context).__name__} in apply(gm, context=...) does not have"
-
-
 def _node_text(node: fx.Node) -> str:
     source = source_line(node)
     return f"%{node.name}" + (f" ({source})" if source else "")
-
-
-def _check_value(old: fx.Node, was: Any, is_now: Any) -> None:
-    """Refuse a replacement with another shape, dtype or device."""
-    if isinstance(was, (list, tuple)) and isinstance(is_now, (list, tuple)):
-        if len(was) != len(is_now):
-            reason = f"the replacement gives {len(is_now)} values, the original {len(was)}"
-            refuse(reason, hint="repair the replacement", node=old, kind=Reason.VALUE)
-        for one, other in zip(was, is_now, strict=True):
-            _check_value(old, one, other)
-        return
-    if was is is_now:
-        return
-    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
-        if isinstance(was, (torch.Tensor, list, tuple)) or isinstance(is_now, (torch.Tensor, list, tuple)):
-            reason = f"the replacement gives {_kind(is_now)}, the original {_kind(was)}"
-            one_of_many = isinstance(was, torch.Tensor) and isinstance(is_now, (list, tuple))
-            hint = "return one of the values, result[0]" if one_of_many else "repair the replacement"
-            refuse(reason, hint=hint, node=old, kind=Reason.VALUE)
-        return
-    same_shape = was.ndim == is_now.ndim and all(
-        a is b or is_same_size(a, b) for a, b in zip(was.shape, is_now.shape, strict=True)
-    )
-    if same_shape and was.dtype == is_now.dtype and was.device == is_now.device:
-        return
-    refuse(
-        f"the replacement gives {_describe(is_now)}, the original {_describe(was)}",
-        hint='repair the replacement, or declare shapes="changes" on the rule',
-        node=old,
-        kind=Reason.VALUE,
-    )
-
-
-def _check_strides(edit: Edit, old: fx.Node, was: Any, is_now: Any) -> None:
-    """Refuse a replacement that lies in memory otherwise, where an operator below asks how it lies."""
-    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
-        return
-    if is_laid_out_alike(was, is_now):
-        return
-    reader = stride_reader(edit, old, is_now)
-    if reader is not None:
-        refuse(
-            f"the replacement has strides {tuple(is_now.stride())}, the original {tuple(was.stride())}, and "
-            f"%{reader.name} ({ops.key(reader)}) depends on them",
-            hint="make the replacement contiguous, or turn views into reshapes first (rules.canonical.normal_forms)",
-            node=old,
-            kind=Reason.VALUE,
-        )
-
-
-def _kind(value: Any) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    sizes = ", ".join(map(str, tensor.shape))
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}] on {tensor.device}"
 
 
 def _first_line(function: Callable[..., Any]) -> str:

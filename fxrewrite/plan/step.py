@@ -8,11 +8,10 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import fx
 
-from fxrewrite.errors import FxRewriteError, RefusedError
+from fxrewrite.errors import FxRewriteError, RefusedError, misread_context
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line
 from fxrewrite.report import Report
-from fxrewrite.rule import misread_context
 from fxrewrite.stages import Contract, Property
 
 __all__ = ["StagedStep", "Step", "contract_of", "provider_of", "run_step"]

@@ -49,8 +49,8 @@ from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
 from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
 from fxrewrite.spmd.price.price import bytes_held, collective_bytes
 from fxrewrite.spmd.propagation.decision import is_getitem
+from fxrewrite.spmd.propagation.fixed_point import memory_written
 from fxrewrite.spmd.propagation.place import RETURNED
-from fxrewrite.spmd.propagation.propagate import memory_written
 from fxrewrite.spmd.redistribute import redistribute
 
 __all__ = ["COMPLETE", "complete_cotangents", "write_gradients"]

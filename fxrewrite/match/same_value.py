@@ -1,0 +1,120 @@
+"""Checks whether a replacement gives what it replaces: shape, dtype, device, strides and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite import ops
+from fxrewrite.errors import Reason, refuse
+from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.match.match import Match
+from fxrewrite.match.strides import is_laid_out_alike, stride_reader
+
+__all__ = ["check_dtypes", "check_gradients", "check_parts", "check_value"]
+
+_INDICES = frozenset({"index", "indices", "target", "mask"})
+"""Names of operands whose dtype is their own."""
+
+
+def check_value(edit: Edit, old: fx.Node, new: fx.Node) -> None:
+    """Refuse a replacement with another shape, dtype or device, or with other strides if a reader depends on them."""
+    was, is_now = ops.value(old), ops.value(new)
+    if was is not ops.MISSING and is_now is not ops.MISSING:
+        _check_shape(old, was, is_now)
+        _check_strides(edit, old, was, is_now)
+
+
+def check_parts(old: fx.Node, new: Sequence[fx.Node]) -> None:
+    """Refuse nodes that replace a list, and whose values are not those of its items."""
+    was = ops.value(old)
+    if was is not ops.MISSING:
+        _check_shape(old, was, [ops.value(item) for item in new])
+
+
+def _check_shape(old: fx.Node, was: Any, is_now: Any) -> None:
+    """Refuse a replacement with another shape, dtype or device."""
+    if isinstance(was, (list, tuple)) and isinstance(is_now, (list, tuple)):
+        if len(was) != len(is_now):
+            reason = f"the replacement gives {len(is_now)} values, the original {len(was)}"
+            refuse(reason, hint="repair the replacement", node=old, kind=Reason.VALUE)
+        for one, other in zip(was, is_now, strict=True):
+            _check_shape(old, one, other)
+        return
+    if was is is_now:
+        return
+    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
+        if isinstance(was, (torch.Tensor, list, tuple)) or isinstance(is_now, (torch.Tensor, list, tuple)):
+            reason = f"the replacement gives {_kind(is_now)}, the original {_kind(was)}"
+            one_of_many = isinstance(was, torch.Tensor) and isinstance(is_now, (list, tuple))
+            hint = "return one of the values, result[0]" if one_of_many else "repair the replacement"
+            refuse(reason, hint=hint, node=old, kind=Reason.VALUE)
+        return
+    same_shape = was.ndim == is_now.ndim and all(
+        a is b or is_same_size(a, b) for a, b in zip(was.shape, is_now.shape, strict=True)
+    )
+    if same_shape and was.dtype == is_now.dtype and was.device == is_now.device:
+        return
+    refuse(
+        f"the replacement gives {_describe(is_now)}, the original {_describe(was)}",
+        hint='repair the replacement, or declare shapes="changes" on the rule',
+        node=old,
+        kind=Reason.VALUE,
+    )
+
+
+def _check_strides(edit: Edit, old: fx.Node, was: Any, is_now: Any) -> None:
+    """Refuse a replacement with other strides, where an operator after it depends on them."""
+    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
+        return
+    if is_laid_out_alike(was, is_now):
+        return
+    reader = stride_reader(edit, old, is_now)
+    if reader is not None:
+        refuse(
+            f"the replacement has strides {tuple(is_now.stride())}, the original {tuple(was.stride())}, and "
+            f"%{reader.name} ({ops.key(reader)}) depends on them",
+            hint="make the replacement contiguous, or turn views into reshapes first (rules.canonical.normal_forms)",
+            node=old,
+            kind=Reason.VALUE,
+        )
+
+
+def check_gradients(match: Match) -> None:
+    """Refuse a match whose result requires gradients, where the graph says so."""
+    for node in match.outputs:
+        value = ops.value(node)
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            hint = "compile under torch.no_grad(), or give the operator a derivative"
+            refuse("gradients are needed here, and the rule keeps none (gradients=False)", hint=hint, node=node)
+
+
+def check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
+    """Refuse a call that computes a fake value, and whose kernel would raise: it takes operands of one dtype."""
+    for node in created:
+        if not isinstance(node.target, torch._ops.OpOverload) or not ops.has_trait(node, "one_dtype"):
+            continue
+        bound = ops.bind(node)
+        found = {name: ops.value(given) for name, given in bound.items() if isinstance(given, fx.Node)}
+        dtypes = {n: v.dtype for n, v in found.items() if isinstance(v, torch.Tensor) and n not in _INDICES}
+        if len(set(dtypes.values())) > 1 and "out_dtype" not in bound:
+            said = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+            refuse(
+                f"the replacement calls {ops.key(node)}, which takes one dtype, found {said}",
+                hint="cast the operands in the replacement, or add a constraint same_dtype(...)",
+                node=match.root,
+                kind=Reason.VALUE,
+            )
+
+
+def _kind(value: Any) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    sizes = ", ".join(map(str, tensor.shape))
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}] on {tensor.device}"

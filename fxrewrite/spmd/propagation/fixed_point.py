@@ -1,0 +1,312 @@
+"""How every node of a graph runs: layout rules by worklist, forward, over regions that are relocated, and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxrewrite.capture.custom_backward import custom_function
+from fxrewrite.errors import RefusedError, refuse
+from fxrewrite.flow import Worklist, solve
+from fxrewrite.graph.edit import Edit
+from fxrewrite.ops import is_pure, is_random, is_view, key, memory_origins, mutated, mutates, updates_statistics
+from fxrewrite.spmd.context import SpmdContext
+from fxrewrite.spmd.facts import REQUIRED
+from fxrewrite.spmd.layouts.notation import IndexMap
+from fxrewrite.spmd.layouts.rule import Call, LayoutRule, LayoutRules
+from fxrewrite.spmd.placement import AnyPlacement, Partial, Placement, Replicate, Shard, as_placement, is_same_placement
+from fxrewrite.spmd.propagation.bodies import CustomFunctions, stays_a_sum
+from fxrewrite.spmd.propagation.decision import Decision, is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.propagation.indexed_call import IndexedCall, is_divided
+from fxrewrite.spmd.propagation.place import HELD, RETURNED
+from fxrewrite.spmd.propagation.relocate import relocate
+from fxrewrite.spmd.redistribute import redistribute, without_padding
+
+__all__ = ["Preference", "Propagation", "memory_written", "replicated_values"]
+
+R = Replicate()
+_BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
+"""Operators whose result depends on the strides of their operand, and not on its values alone."""
+Preference: TypeAlias = "Callable[[fx.Node, torch.Tensor, Mapping[fx.Node, Placement]], AnyPlacement]"
+"""The preferred placement of a result that was computed replicated from sharded operands; its arguments are the node,
+that result, and the placements of the node's operands."""
+
+
+def replicated_values(node: fx.Node, value: torch.Tensor, operands: Mapping[fx.Node, Placement]) -> Placement:
+    """A result that was computed replicated stays replicated."""
+    return R
+
+
+class Propagation:
+    """How the nodes of a graph, or of a body of a higher-order operator, run over an axis."""
+
+    def __init__(
+        self,
+        edit: Edit,
+        rules: LayoutRules,
+        context: SpmdContext,
+        prefer: Preference,
+        given: Mapping[fx.Node, Placement] | None = None,
+        own: AbstractSet[fx.Node] = frozenset(),
+    ) -> None:
+        self.graph, self.erased = edit.graph, edit.erased
+        self.functions = CustomFunctions(edit, context, self._in_body)
+        self._given = given
+        """The placements of the inputs of a higher-order operator's body; None for the graph itself."""
+        self._own = own
+        """Values of which each rank has its own: Replicate says that a rank has all of it."""
+        self.rules, self.context, self.axis = rules, context, context.axis
+        self._calls: dict[fx.Node, tuple[Call, LayoutRule | None, IndexMap | None]] = {}
+        self.decisions: dict[fx.Node, Decision] = {}
+        self._derived: set[fx.Node] = set()
+        """Nodes that are computed from sharded values, also where their own results are replicated."""
+        self._prefer = prefer
+        self._written = memory_written(self.graph)
+
+    def run(self) -> dict[fx.Node, Decision]:
+        """Returns how every node runs."""
+        solve(self.graph, self._forward, facts=self.decisions)
+        # Relocation reads produced and required placements of all nodes, so it runs once the forward pass is at its
+        # fixed point; and before the backward pass, which only moves what is replicated.
+        if self._given is None:  # a body holds no redistribution, so nothing in it can be relocated
+            relocate(self.graph, self.decisions, self._movable, self._derived, self.axis)
+        self._backward()
+        return self.decisions
+
+    # forward
+
+    def _forward(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
+        """How the node runs, given how the nodes before it run."""
+        decision = self._run(node, facts)
+        sharded = any(placement != R for placement in decision.gives + decision.shows)
+        if sharded or any(operand in self._derived for operand in node.all_input_nodes):
+            self._derived.add(node)
+            return self._as_preferred(node, decision)
+        return decision
+
+    def _as_preferred(self, node: fx.Node, decision: Decision) -> Decision:
+        """The decision, whose users see results that were computed replicated from shards as `prefer` places them.
+
+        Results are still produced replicated: the next step slices them for free where a user requires a shard. What is
+        written to in place keeps its placement, since a slice is a copy and would not see the write.
+        """
+        if any(placement != R for placement in decision.gives + decision.shows) or node in self._written:
+            return decision
+        if node.target is redistribute:
+            return decision  # its placement was stated
+        values = node.meta.get("val")
+        values = values if isinstance(values, (list, tuple)) else [values]
+        placed = {operand: self._shown(operand) for operand in operands_of(node)}
+        values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shows)]]
+        shows = tuple(R if value is None else as_placement(self._prefer(node, value, placed)) for value in values)
+        return replace(decision, shows=shows, preferred=any(placement != R for placement in shows))
+
+    def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
+        """How the node runs on its operands as their producers place them."""
+        if node.op == "output":
+            return self._output(node)
+        # Inputs have the placement that `Place` stated; an input of a body has that of the operand it stands for.
+        if node.op != "call_function" or node in self.erased:
+            held = HELD.of(node) if self._given is None else self._given.get(node)
+            return Decision((), (held or R,), (held or R,))
+        # A stated placement is a fixed point: it requires of its operand what it produces, and nothing moves it.
+        if node.target is redistribute:
+            dst: Any = node.args[2]
+            return Decision((dst,), (dst,), (dst,), "asked for")
+        if node.target is without_padding:
+            placement: Any = node.args[1]
+            return Decision((placement,), (placement,), (placement,), "asked for")
+        # One of several results has the placement that the operator produces it with.
+        if is_getitem(node):
+            source, index = node.args
+            if isinstance(source, fx.Node) and isinstance(index, int):
+                return facts[source].item(index)
+        operands = operands_of(node)
+        placements = [self._shown(operand) for operand in operands]
+        num_results = _num_results(node)
+        if key(node) in _BY_STRIDES and any(operand in self._derived for operand in operands):
+            refuse(
+                "it reads memory by strides, and those of values computed from shards differ from one device's",
+                node=node,
+                hint="write it with narrow, unfold, view or permute",
+            )
+        # Replicate operands need no layout rule: every rank computes the same as one device.
+        if all(placement == R for placement in placements) and not self._writes_through_a_copy(node):
+            return replicated(len(operands), num_results)
+        # Running statistics are buffers that every rank holds whole, so every rank must see all entries.
+        if updates_statistics(node):
+            return replace(replicated(len(operands), num_results), gathered="it writes statistics of all entries")
+        # A write in place must reach every later reader. It does where what is written is replicated; a shard was
+        # redistributed, which made a copy, and the write to the copy would be lost.
+        if mutates(node):
+            written = mutated(node)
+            is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
+            if is_whole and not self._writes_through_a_copy(node):
+                return replace(replicated(len(operands), num_results), gathered="it writes to what every rank holds")
+            refuse(
+                "an in-place operation on a sharded value",
+                node=node,
+                hint="write it out of place (x = x + 1, not x += 1)",
+            )
+        if node in self._own:
+            return self._on_own_values(node, placements, num_results)
+        # A function with its own backward runs on shards only if both of its bodies can.
+        function = custom_function(node)
+        if function is not None and self._given is None:
+            preferred = any(self.decisions[operand].preferred for operand in operands)
+            return replace(self.functions.decide(node, function, placements), preferred=preferred)
+        # A body cannot hold the collective that completes a sum, so there a sum may stay pending through linear steps.
+        if self._given is not None and stays_a_sum(node, operands, placements):
+            return Decision(tuple(placements), (Partial(),), (Partial(),), "a sum stays one")
+        # Without index map nothing is known of the operator: only replicated operands are certainly right.
+        call, rule, indices = self._call(node)
+        if rule is None or indices is None:
+            why = (
+                f"{call.key} has a size that depends on data" if call.reads_sizes else f"{call.key} has no layout rule"
+            )
+            if self.context.strict:
+                refuse(
+                    f"operator {why}",
+                    node=node,
+                    hint="add a LayoutRule for it, or drop strict=True to run it on the gathered value",
+                )
+            return replace(replicated(len(operands), num_results), gathered=why)
+        try:
+            return self._indexed(call, rule, indices, placements).decision()
+        except RefusedError as error:
+            raise error.filled(rule=rule.id) from error
+
+    def _indexed(self, call: Call, rule: LayoutRule, indices: IndexMap, placements: Sequence[Placement]) -> IndexedCall:
+        preferred = tuple(self.decisions[operand].preferred for operand in call.operands)
+        is_whole_graph = self._given is None
+        return IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=is_whole_graph)
+
+    def _on_own_values(self, node: fx.Node, placements: list[Placement], num_results: int) -> Decision:
+        """How an operator runs that reads a rank's own values beside shards of what all ranks have."""
+        _, rule, indices = self._call(node)
+        whole = replicated(len(placements), num_results)
+        if rule is None or indices is None or not rule.sends_own:
+            return replace(whole, gathered=f"{key(node)} reads values that each rank has of its own")
+        parts = zip(indices.operands, placements, strict=True)
+        part = next((found for terms, placed in parts if (found := indices.locate(terms, placed)) is not None), None)
+        if part is None or part.index in indices.whole or not is_divided(indices, part, self.axis):
+            return replace(whole, gathered=f"{key(node)}: its chunks fall between indices")
+        return replace(whole, wants=spread(indices, part, "").wants, why=f"sends values to where {part.index} is")
+
+    def _writes_through_a_copy(self, node: fx.Node) -> bool:
+        """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy."""
+        shown = {value for written in mutated(node) for value in memory_origins(written)} & self.decisions.keys()
+        return any(placement != R for value in shown for placement in self.decisions[value].shows)
+
+    def _output(self, node: fx.Node) -> Decision:
+        """What leaves the graph has the placement that is stated for it, else the one that the context decides on."""
+        operands = operands_of(node)
+        # A preferred placement is an optimization inside of the graph; the caller must not depend on it.
+        placements = [R if self.decisions[operand].preferred else self._shown(operand) for operand in operands]
+        stated = RETURNED.of(node) or {}
+        positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
+        wants = [
+            stated[position] if position in stated else as_placement(self.context.output_placement(operand, placement))
+            for position, operand, placement in zip(positions, operands, placements, strict=True)
+        ]
+        return Decision(tuple(wants), (), ())
+
+    # backward
+
+    def _backward(self) -> None:
+        """Produce replicated values sharded where all users require the same shard, from users to producers.
+
+        A slice after the operator is exact as well; this saves computing and holding what is then thrown away, such as
+        the rows of a mask or of position embeddings that belong to other ranks.
+        """
+        work = Worklist(self.graph, backward=True)
+        work.push(self.graph.nodes)
+        for node in work:
+            decision = self._demanded(node)
+            if decision is not None:
+                self.decisions[node] = decision
+                work.push(node.all_input_nodes)
+
+    def _demanded(self, node: fx.Node) -> Decision | None:
+        """The decision to produce a replicated value sharded, where every user requires the same shard; else None."""
+        if node.op != "call_function" or not node.users or node.target is redistribute:
+            return None
+        current = self.decisions[node]
+        operands = operands_of(node)
+        # Only what is replicated because its operands are: what was gathered has a reason to be whole.
+        if current.shows != (R,) or current.gives != (R,) or not operands or current.gathered:
+            return None
+        # Ranks that draw random numbers for their shards would draw others than one device.
+        if any(self._shown(operand) != R for operand in operands) or is_random(node) or not is_pure(node):
+            return None
+        wanted = [want for user in node.users for want in self._wants_of(user, node)]
+        if not wanted or not isinstance(wanted[0], Shard) or any(not is_same_placement(w, wanted[0]) for w in wanted):
+            return None
+        _, rule, indices = self._call(node)
+        if rule is None or indices is None or len(indices.results) != 1:
+            return None
+        part = indices.locate(indices.results[0], wanted[0])
+        if part is None or part.index in indices.whole or not is_divided(indices, part, self.axis):
+            return None
+        if not any(indices.has(terms, part.index) for terms in indices.operands):
+            return None  # broadcast along that dimension: nothing to save
+        return spread(indices, part, why="every user wants it so")
+
+    def _wants_of(self, user: fx.Node, value: fx.Node) -> list[Placement]:
+        decision = self.decisions[user]
+        operands = operands_of(user)
+        if len(decision.wants) != len(operands):
+            return [R]
+        return [want for operand, want in zip(operands, decision.wants, strict=True) if operand is value]
+
+    # shared
+
+    def _in_body(self, body: Edit, given: Mapping[fx.Node, Placement]) -> dict[fx.Node, Decision]:
+        context = replace(self.context, output_placement=_as_produced)
+        return Propagation(body, self.rules, context, replicated_values, given).run()
+
+    def _shown(self, node: fx.Node) -> Placement:
+        return self.decisions[node].shows[0]
+
+    def _movable(self, node: fx.Node) -> IndexMap | None:
+        """The index map of a node that relocation may move; None where its placement is required or its operand's was
+        stated, or where it shares memory that is written to in place."""
+        if not isinstance(node.target, torch._ops.OpOverload) or node in self.erased or node in self._own:
+            return None
+        if REQUIRED.of(node) is not None:
+            return None
+        if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
+            return None
+        return self._call(node)[2]
+
+    def _call(self, node: fx.Node) -> tuple[Call, LayoutRule | None, IndexMap | None]:
+        if node not in self._calls:
+            call = Call.of(node)
+            rule = self.rules.get(call.key)
+            indices = None if rule is None or call.reads_sizes else rule.map(call)
+            self._calls[node] = (call, rule, indices)
+        return self._calls[node]
+
+
+def memory_written(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that may share memory with what any node writes to."""
+    written = {origin for node in graph.nodes for value in mutated(node) for origin in memory_origins(value)}
+    if written:
+        for node in graph.nodes:
+            if is_view(node) and not written.isdisjoint(node.all_input_nodes):
+                written.add(node)
+    return written
+
+
+def _num_results(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return len(value) if isinstance(value, (list, tuple)) else 1
+
+
+def _as_produced(node: fx.Node, placement: Placement) -> Placement:
+    return placement

@@ -1,0 +1,95 @@
+"""Redistributions are inserted on every edge whose produced placement is not the required one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from fxrewrite.graph.edit import Edit
+from fxrewrite.ops import mutates
+from fxrewrite.spmd.facts import PLACEMENT
+from fxrewrite.spmd.layouts.rule import tensor_of
+from fxrewrite.spmd.placement import Axis, is_same_placement
+from fxrewrite.spmd.propagation.decision import Decision, operands_of
+from fxrewrite.spmd.propagation.legal import DECIDED
+from fxrewrite.spmd.redistribute import redistribute, without_padding
+
+__all__ = ["insert_redistributions"]
+
+
+def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str) -> int:
+    """Inserts the redistributions that decisions need, notes decisions on nodes, and returns the number of changes.
+
+    Users that require the same placement of a value share one: it is sent once.
+    """
+    made: dict[tuple[fx.Node, str, int], fx.Node] = {}
+    region = changes = 0
+    for node in edit.nodes():
+        if mutates(node):
+            region += 1  # a copy made before a write, or under another autograd mode, is not right for users after it
+        decision = decisions[node]
+        if decision.gives:
+            several = isinstance(node.meta.get("val"), (list, tuple))
+            edit.set_fact(node, PLACEMENT, decision.gives if several else decision.gives[0])
+        edit.set_fact(node, DECIDED, decision)
+        if node.target is redistribute:
+            changes += _settle(edit, node, decisions)
+        if not decision.wants or node.target is redistribute:
+            continue
+        swap: dict[fx.Node, list[fx.Node]] = {}
+        for position, (operand, want) in enumerate(zip(operands_of(node), decision.wants, strict=True)):
+            origin = operand
+            if operand.target is redistribute and not is_same_placement(decisions[operand].gives[0], want):
+                origin = operand.all_input_nodes[0]  # straight from the producer, not by way of the stated placement
+            have = decisions[origin].gives[0]
+            value = origin
+            if not is_same_placement(have, want):
+                at = (origin, str(want), region)
+                if at not in made:
+                    like = node if node.op != "output" else operand
+                    moved = (origin, have, want, axis)
+                    made[at] = edit.call(redistribute, moved, before=node, like=like, rule=name, val=tensor_of(operand))
+                    edit.set_fact(made[at], PLACEMENT, want)
+                    changes += 1
+                value = made[at]
+            neutral = decision.neutral
+            if neutral is not None and neutral.operand == position and value.target is not without_padding:
+                masked = (value, f"{want} with {neutral.fill}", region)
+                if masked not in made:
+                    cleared = (value, want, axis, neutral.fill)
+                    made[masked] = edit.call(
+                        without_padding, cleared, before=node, like=node, rule=name, val=tensor_of(operand)
+                    )
+                    edit.set_fact(made[masked], PLACEMENT, want)
+                    changes += 1
+                value = made[masked]
+            swap.setdefault(operand, []).append(value)
+        if any(value is not operand for operand, values in swap.items() for value in values):
+            edit.set_args(node, *_swapped(node, swap))
+    return changes
+
+
+def _settle(edit: Edit, node: fx.Node, decisions: dict[fx.Node, Decision]) -> int:
+    """Give a stated redistribution the placement that its operand is produced with; drop it where they are the same."""
+    value, _, dst, axis = node.args
+    assert isinstance(value, fx.Node)
+    have = decisions[value].gives[0]
+    if is_same_placement(have, dst):  # pyright: ignore[reportArgumentType]
+        edit.replace_uses(node, value)
+        edit.erase(node)
+    else:
+        edit.set_args(node, (value, have, dst, axis))
+    return 1
+
+
+def _swapped(node: fx.Node, swap: dict[fx.Node, list[fx.Node]]) -> tuple[Any, Any]:
+    """The node's arguments with each tensor operand replaced, occurrence by occurrence, in schema order."""
+    queues = {operand: list(values) for operand, values in swap.items()}
+
+    def take(n: fx.Node) -> fx.Node:
+        values = queues.get(n)
+        return values.pop(0) if values else n
+
+    return map_arg(node.args, take), map_arg(node.kwargs, take)
