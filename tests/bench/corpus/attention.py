@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from fxrewrite import Match
 from fxrewrite.verify import Draw
 from tests.bench.corpus.cases import Family
 
@@ -61,15 +62,18 @@ ATTENTION.pair(
 )
 
 
-def _seen(q: Any, k: Any, diagonal: int) -> Any:
-    return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(diagonal)
+def _seen(match: Match, q: Any, k: Any, diagonal: int) -> Any:
+    sizes = (q.shape[-2], k.shape[-2])
+    return match.call(torch.ones, sizes, dtype=torch.bool, device=q.device).tril(diagonal)
 
 
 ATTENTION.pair(
     "write_out_causal",
     lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-    true=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=_seen(q, k, 0)),
-    false=lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=_seen(q, k, k.shape[-2] - q.shape[-2])),
+    true=lambda match, q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=_seen(match, q, k, 0)),
+    false=lambda match, q, k, v: F.scaled_dot_product_attention(
+        q, k, v, attn_mask=_seen(match, q, k, k.shape[-2] - q.shape[-2])
+    ),
     why="torch aligns the causal mask at the top left",
     numerics="approximate",
     domain="moderate",

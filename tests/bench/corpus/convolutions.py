@@ -75,15 +75,16 @@ CONVOLUTIONS.false(
 )
 
 
-def _in_groups(inputs: Any, weights: Any) -> Any:
-    return torch.cat([F.conv1d(x, w) for x, w in zip(inputs, weights, strict=True)], 1)
+def _in_groups(x: Any, w: Any, first: int, second: int) -> Any:
+    parts, weights = x.chunk(2, 1), w.chunk(2, 0)
+    return torch.cat([F.conv1d(parts[0], weights[first]), F.conv1d(parts[1], weights[second])], 1)
 
 
 CONVOLUTIONS.pair(
     "split_groups",
     lambda x, w: F.conv1d(x, w, groups=2),
-    true=lambda x, w: _in_groups(x.chunk(2, 1), w.chunk(2, 0)),
-    false=lambda x, w: _in_groups(x.chunk(2, 1), w.chunk(2, 0)[::-1]),
+    true=lambda x, w: _in_groups(x, w, 0, 1),
+    false=lambda x, w: _in_groups(x, w, 1, 0),
     why="the weights of the groups are exchanged",
     numerics="approximate",
     domain="moderate",

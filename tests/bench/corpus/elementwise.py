@@ -91,6 +91,7 @@ ELEMENTWISE.false(
     lambda x: torch.floor(x + 0.5),
     lambda x: torch.round(x),
     "halves are rounded to even",
+    numerics="reassociates",
     domain="moderate",
     where=floats("x"),
 )

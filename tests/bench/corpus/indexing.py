@@ -22,8 +22,8 @@ def _picked(draw: Draw) -> dict[str, Any]:
 INDEXING.pair(
     "pick_of_rows",
     lambda x, i: x.gather(1, i.unsqueeze(1)).sum(1),
-    true=lambda x, i: x[torch.arange(x.shape[0], device=x.device), i],
-    false=lambda x, i: x[i, torch.arange(x.shape[0], device=x.device)],
+    true=lambda match, x, i: x[match.call(torch.arange, x.shape[0], device=x.device), i],
+    false=lambda match, x, i: x[i, match.call(torch.arange, x.shape[0], device=x.device)],
     why="i is a column of each row, not a row of each column",
     numerics="reassociates",
     sampler=_picked,

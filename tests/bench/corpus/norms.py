@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from tests.bench.corpus.cases import Family, floats
+from tests.bench.corpus.cases import Family
 
 NORMS = Family("norms")
 _WIDE = ["dtype(x) in {float32, float64}", "rank(x) >= 1", "size(x, -1) > 0"]

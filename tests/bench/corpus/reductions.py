@@ -61,6 +61,7 @@ REDUCTIONS.pair(
     false=lambda x: x.shape[-1] - 1 - x.flip(-1).argmax(-1),
     why="of equal entries the last is taken",
     where=_ROWS,
+    terminates=False,
 )
 
 REDUCTIONS.pair(
