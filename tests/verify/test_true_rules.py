@@ -101,6 +101,9 @@ TRUE: dict[str, Rule] = {
         where.size("x", -1, ">", 0),
         numerics="reassociates",
     ),
+    "a cast and back": rule_of(
+        op("to", op("to", X, torch.float32), torch.bfloat16), lambda x: x, where.dtype("x", torch.bfloat16)
+    ),
     "attention that saturates": rule_of(
         torch.matmul(torch.softmax(torch.matmul(X, Y), -1), cap("v")),
         lambda x, y, v: F.scaled_dot_product_attention(x, y.transpose(-1, -2), v, scale=1.0),
