@@ -63,6 +63,7 @@ CONVOLUTIONS.true(
     "relu_before_pool",
     lambda x: torch.relu(F.max_pool2d(x, 2)),
     lambda x: F.max_pool2d(torch.relu(x), 2),
+    numerics="reassociates",
     where=_IMAGE,
 )
 CONVOLUTIONS.false(
