@@ -19,7 +19,7 @@ from fxrewrite.ops.binding import BindingError, Signature, bind, signature_of
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.ops.traits import operators
-from fxrewrite.ops.value import held
+from fxrewrite.ops.value import held, value
 
 __all__ = [
     "called_overload",
@@ -106,6 +106,7 @@ _EFFECTS: ByTarget[tuple[bool, bool]] = ByTarget()
 _COMMUTATIVE = operators("commutative")
 _MAYBE_VIEWS = operators("maybe_view")
 _STATISTICS = operators("statistics")
+_CASTS = ("aten::to", "aten::type_as")
 _STATIC: dict[Any, tuple[bool, bool, bool]] = {}
 """(mutates, random, view) by overload."""
 
@@ -447,7 +448,16 @@ def is_view(node: fx.Node) -> bool:
         return node.target not in _PURE and keys.key(node) not in _CALLERS
     if keys.key(node) in _STATISTICS:
         return False  # the result is new, although running statistics are written
-    return _static(overload)[2] or bool(mutated(node))
+    return (_static(overload)[2] and not _is_new_dtype(node)) or bool(mutated(node))
+
+
+def _is_new_dtype(node: fx.Node) -> bool:
+    """True for a cast to another dtype, which copies."""
+    if keys.key(node) not in _CASTS or not node.all_input_nodes:
+        return False
+    source, result = value(node.all_input_nodes[0]), value(node)
+    are_known = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
+    return are_known and source.dtype != result.dtype
 
 
 def memory_origins(node: fx.Node) -> set[fx.Node]:
