@@ -17,8 +17,14 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch._jit_internal import boolean_dispatched
 
 __all__ = [
-    *("ALIASES", "CASTS", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS"),
-    *("Wrapper", "parameters_of"),
+    "ALIASES",
+    "CASTS",
+    "OPERATORS",
+    "RENAMED_KEYWORDS",
+    "VARARGS",
+    "WRAPPERS",
+    "Wrapper",
+    "parameters_of",
 ]
 
 OPERATORS: Mapping[Callable[..., Any], str] = {

@@ -28,7 +28,8 @@ _CONTENTS: tuple[Contents, ...] = (
 )
 """Contents by sample number. The cycles of 13 contents, 5 sizes (below) and 3 dtypes meet every combination in 195."""
 _MODERATE: dict[Contents, Contents] = {
-    **{"integers": "integers", "zeros": "zeros"},
+    "integers": "integers",
+    "zeros": "zeros",
     **dict.fromkeys(("boundary", "tens", "huge"), "mixed"),
 }
 """Contents of moderate entries; others become normal. All next to one number, they would cancel in a variance."""

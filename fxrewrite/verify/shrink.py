@@ -25,7 +25,7 @@ def shrunk(
 
     Inputs keep their contents, or get plainer ones that are `allowed`.
     """
-    plainer = tuple(contents for contents in PLAINER if contents in allowed)
+    plainer: tuple[Contents, ...] = tuple(contents for contents in PLAINER if contents in allowed)
     tried = skipped = 0
     while True:
         candidates = list(_smaller(sample, plainer))

@@ -48,8 +48,12 @@ def test_one_binding_for_every_spelling(bound: dict) -> None:
 )
 def test_a_function_that_torch_dispatches_by_a_flag_is_bound_as_its_operator(bound: dict) -> None:
     assert bound == {
-        **{"self": X, "kernel_size": [3, 3], "stride": [1, 1]},
-        **{"padding": [0, 0], "dilation": [1, 1], "ceil_mode": False},
+        "self": X,
+        "kernel_size": [3, 3],
+        "stride": [1, 1],
+        "padding": [0, 0],
+        "dilation": [1, 1],
+        "ceil_mode": False,
     }
     assert bind(F.max_pool2d, X, 3, None) == bind(aten.max_pool2d.default, X, [3, 3])
 

@@ -23,7 +23,7 @@ _LIMIT = 120.0
 """Longest time for a rule (seconds)."""
 
 
-class TimeIsUp(BaseException):  # noqa: N818  # no error: what handles exceptions of operators must not handle it
+class TimeIsUp(BaseException):  # no error: what handles exceptions of operators must not handle it
     """The rule took too long."""
 
 

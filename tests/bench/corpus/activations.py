@@ -125,9 +125,7 @@ ACTIVATIONS.false(
     where=floats("x"),
 )
 
-ACTIVATIONS.true(
-    "relu6", lambda x: torch.clamp(x, 0.0, 6.0), lambda x: F.relu6(x), where=floats("x"), gradients=False
-)
+ACTIVATIONS.true("relu6", lambda x: torch.clamp(x, 0.0, 6.0), lambda x: F.relu6(x), where=floats("x"), gradients=False)
 ACTIVATIONS.false(
     "relu_by_mask",
     lambda x: torch.relu(x),

@@ -23,9 +23,7 @@ INTEGERS.false(
     where=_INTEGER,
 )
 
-INTEGERS.true(
-    "remainder_by_mask", lambda x: torch.remainder(x, 8), lambda x: torch.bitwise_and(x, 7), where=_INTEGER
-)
+INTEGERS.true("remainder_by_mask", lambda x: torch.remainder(x, 8), lambda x: torch.bitwise_and(x, 7), where=_INTEGER)
 INTEGERS.false(
     "remainder_by_mask",
     lambda x: torch.fmod(x, 8),
