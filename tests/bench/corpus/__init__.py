@@ -1,7 +1,8 @@
 """A hundred true rules and a hundred false ones, as authors of kernels and compilers write them.
 
 Most are pairs: a true rule, and a twin that is false by one detail. `python -m tests.bench.corpus` says what `verify`
-finds of each; docs/proofs.md has the result. The rules were written without a look at what `verify` draws.
+finds of each; docs/proofs.md has the result. The rules were written without a look at what `verify` draws; a few were
+corrected afterwards, which docs/proofs.md names.
 """
 
 from __future__ import annotations

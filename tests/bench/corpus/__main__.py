@@ -1,4 +1,4 @@
-"""What `verify` says of the rules of the corpus: python -m tests.bench.corpus [--table docs/proofs.md].
+"""What `verify` says of the rules of the corpus: python -m tests.bench.corpus.
 
 Resumed where it was stopped: `--out` has a line for each rule.
 """
@@ -41,14 +41,14 @@ def _limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def judged(case: Case, limit: float) -> dict[str, Any]:
+def judged(case: Case, limit: float, seed: int = 0) -> dict[str, Any]:
     """What `verify` says of a rule."""
     begin = time.perf_counter()
     lines, steps = 0, 0
     try:
         with _limit(limit), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            verdict = case.rule.verify()
+            verdict = case.rule.verify(seed=seed)
         said = "true" if verdict.ok else "false" if verdict.counterexample is not None else "nothing"
         why = str(verdict).partition("\n")[0]
         if verdict.counterexample is not None:
@@ -87,6 +87,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("corpus.jsonl"))
     parser.add_argument("--rules", nargs="*", default=[], help="ids of rules, or parts of them; by default all")
+    parser.add_argument("--seed", type=int, default=0, help="of the samples; another one needs another --out")
     parser.add_argument("--limit", type=float, default=_LIMIT, help="seconds for a rule")
     arguments = parser.parse_args()
     known: dict[str, Any] = done(arguments.out)
@@ -94,7 +95,7 @@ def main() -> None:
     with arguments.out.open("a", encoding="utf-8") as out:
         for case in wanted:
             if case.rule.id not in known:
-                known[case.rule.id] = judged(case, arguments.limit)
+                known[case.rule.id] = judged(case, arguments.limit, arguments.seed)
                 print(json.dumps(known[case.rule.id]), file=out, flush=True)
     print(summary([known[case.rule.id] for case in wanted]))
 
