@@ -88,7 +88,12 @@ class ChunkedTensor(DTensor):
         values, named = pytree.tree_map_only(ChunkedTensor, _whole_fake if is_traced else _plain, given)
         if is_traced:
             return func(*values, **named)
-        found = _mean_loss(func, *values, **named) if func in _LOSSES else func(*values, **named)
+        if func in _LOSSES:
+            found = _mean_loss(func, *values, **named)
+        elif func in _LOSS_GRADIENTS:
+            found = _mean_loss_gradient(func, *values, **named)
+        else:
+            found = func(*values, **named)
         return pytree.tree_map_only(DTensor, _of, found)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
@@ -161,6 +166,23 @@ def _mean_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, igno
     whole = [TorchReplicate()] * x.device_mesh.ndim
     total, labels = (n.redistribute(placements=whole) for n in func(x, target, weight, _SUM, ignore_index))
     return total / labels, labels
+
+
+_LOSS_GRADIENTS = {
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+    aten.soft_margin_loss_backward.default,
+}
+
+
+def _mean_loss_gradient(func: Any, grad: Any, x: Any, *args: Any, **named: Any) -> Any:
+    """The gradient of a mean is that of the sum by the number of all ranks' elements; DTensor's is by a rank's own."""
+    given = dict(zip((argument.name for argument in func._schema.arguments[2:]), args, strict=False)) | named
+    if given.get("reduction", _MEAN) != _MEAN or not isinstance(x, DTensor):
+        return func(grad, x, *args, **named)
+    return func(grad, x, **given | {"reduction": _SUM}) / x.numel()
 
 
 _MEAN, _SUM = 1, 2
