@@ -37,7 +37,7 @@ PRIVATE_TORCH = {
     "fxrewrite/backends/": "outside compilers: Dynamo, inductor and export have no public hooks for passes",
     "fxrewrite/capture/autocast.py": "autocast's kernels, which know what is cast, and its switches in a graph",
     "fxrewrite/capture/functionalize.py": "schemas of operators, and how a graph switches autograd off",
-    "fxrewrite/graph/edit.py": "fake tensors, to propagate new nodes only",
+    "fxrewrite/graph/fake_values.py": "fake tensors, to propagate new nodes only",
     "fxrewrite/capture/normalize.py": "make_fx over Dynamo's graph, and its higher-order ops",
     "fxrewrite/match/once.py": "fake tensors, which have no entries to compute with",
     "fxrewrite/graph/other_sizes.py": "fake tensors, to run a program's calls at other sizes",

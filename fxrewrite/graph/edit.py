@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,22 +16,21 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError, RuleDefinitionError
+from fxrewrite.graph.attributes import add_attribute, drop_attribute
 from fxrewrite.graph.bodies import bodies
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.facts import Fact, facts_of, forget_facts
+from fxrewrite.graph.fake_values import FakeValues
+from fxrewrite.graph.journal import ABSENT, Journal
 from fxrewrite.graph.source import copied_meta
-from fxrewrite.torch_versions import symbolic_kernels
 
 __all__ = ["Edit"]
 
 T = TypeVar("T")
-_ABSENT: Any = object()
 _COMPUTE: Any = object()
 
 
@@ -64,16 +62,15 @@ class Edit:
         self._shared: dict[Any, Any] = {}
         self._checks: list[Callable[[Edit], None]] = []
         self.erased: set[fx.Node] = set()
-        self.fake_mode, self._value_key = _values_of(self.graph)
-        self._journal: list[tuple[Any, ...]] = []
+        self._values = FakeValues(gm)
+        self.fake_mode = self._values.mode
+        self._journal = Journal(gm, self.erased)
         body = next((n for n in self.graph.nodes if n.op != "placeholder"), None)
         if body is None:
             raise InvariantError("the graph has no output node; only complete graphs can be edited")
         self.body: fx.Node = body
-        self._attributes: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
         self.computed: dict[fx.Node, tuple[str, tuple[str, ...]]] = {}
-        self._runs: dict[Any, tuple[Any, Any, Any]] = {}
         self._bodies: list[Edit] | None = None if bodies else []
 
     def __enter__(self) -> Self:
@@ -209,9 +206,9 @@ class Edit:
             meta["fxrewrite"] = (rule,)
         if val is _COMPUTE:
             if self.fake_mode is not None:
-                meta[self._value_key] = self._run(node)
+                meta[self._values.key] = self._values.compute(node)
         else:
-            meta[self._value_key] = val
+            meta[self._values.key] = val
         for fact, derive in self._derived.items():
             found = derive(node)
             if found is not None:
@@ -226,12 +223,12 @@ class Edit:
                 buffer.
             name: of the attribute; a number is appended where the module has one of that name.
         """
-        path = self._add(value, name)
+        path = add_attribute(self.gm, value, name)
         with self.graph.inserting_before(self.body):
             node = self.graph.get_attr(path)
         self._journal.append(("attach", node))
         if isinstance(value, torch.Tensor) and self.fake_mode is not None:
-            node.meta[self._value_key] = self._attribute(path)
+            node.meta[self._values.key] = self._values.attribute(path)
         return node
 
     def read(self, path: str) -> fx.Node:
@@ -248,7 +245,7 @@ class Edit:
             node = self.graph.get_attr(path)
         self._journal.append(("create", node))
         if self.fake_mode is not None:
-            node.meta[self._value_key] = self._attribute(path)
+            node.meta[self._values.key] = self._values.attribute(path)
         return node
 
     def _call_module(
@@ -261,23 +258,12 @@ class Edit:
                 "the functions that it calls"
             )
         held = next((path for path, found in self.gm.named_modules() if found is module and path), None)
-        path = held or self._add(module, type(module).__name__.lower())
+        path = held or add_attribute(self.gm, module, type(module).__name__.lower())
         with self.graph.inserting_before(before):
             node = self.graph.call_module(path, args, dict(kwargs))
         self._journal.append(("create" if held else "attach", node))
         node.meta["fxrewrite"] = (rule,) if rule else ()
         return node
-
-    def _add(self, value: torch.nn.Module | torch.Tensor, name: str) -> str:
-        names = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(1)))
-        path = next(path for path in names if not hasattr(self.gm, path))
-        if isinstance(value, torch.nn.Module):
-            self.gm.add_module(path, value)
-        elif isinstance(value, torch.nn.Parameter):
-            self.gm.register_parameter(path, value)
-        else:
-            self.gm.register_buffer(path, value)
-        return path
 
     def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Sets the arguments of the node; its keyword arguments stay if `kwargs` is None."""
@@ -307,19 +293,19 @@ class Edit:
             self.set_args(user, map_arg(user.args, read), map_arg(user.kwargs, read))  # pyright: ignore[reportArgumentType]
 
     def move(self, node: fx.Node, before: fx.Node) -> None:
-        """Moves the node in front of another one; what it reads must be earlier, and what reads it later, at commit."""
+        """Moves the node before another one; at commit, what it reads must be earlier, and what reads it later."""
         self._journal.append(("move", node, node.next))
         before.prepend(node)
 
     def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
         """Sets `node.meta[key]` to `value`."""
-        self._journal.append(("meta", node, key, node.meta.get(key, _ABSENT)))
+        self._journal.append(("meta", node, key, node.meta.get(key, ABSENT)))
         node.meta[key] = value
 
     def set_fact(self, node: fx.Node, fact: Fact[T], value: T) -> None:
         """Sets `fact.of(node)` to `value`."""
         known = facts_of(self.graph).setdefault(fact, {})
-        self._journal.append(("fact", node, known, known.get(node, _ABSENT)))
+        self._journal.append(("fact", node, known, known.get(node, ABSENT)))
         known[node] = value
 
     def derive(self, fact: Fact[T], how: Callable[[fx.Node], T | None]) -> None:
@@ -387,8 +373,8 @@ class Edit:
                 if node not in self.erased and (node.args is not args or node.kwargs is not kwargs):
                     self._journal.append(("args", node, args, kwargs))
                 for key in meta.keys() | node.meta.keys():
-                    if node.meta.get(key, _ABSENT) is not meta.get(key, _ABSENT):
-                        self._journal.append(("meta", node, key, meta.get(key, _ABSENT)))
+                    if node.meta.get(key, ABSENT) is not meta.get(key, ABSENT):
+                        self._journal.append(("meta", node, key, meta.get(key, ABSENT)))
         if before:
             raise InvariantError(
                 f"%{next(iter(before)).name} was erased behind the transaction, which cannot undo that; "
@@ -396,69 +382,17 @@ class Edit:
             )
         for _, node, *_ in [record for record in self._journal[mark:] if record[0] == "create"]:
             if self.fake_mode is not None and node.op.startswith("call_") and ops.value(node) is ops.MISSING:
-                node.meta[self._value_key] = self._run(node)
-
-    def _run(self, node: fx.Node) -> Any:
-        """Computes the node's value by running its operator on fake values; equal calls are run once."""
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._input_value)  # pyright: ignore[reportArgumentType]
-        same = (node.target, identity_of(args), identity_of(kwargs))
-        if same in self._runs:
-            return self._runs[same][0]
-        result = self._call(node.target, args, kwargs)
-        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
-            self._runs[same] = (result, args, kwargs)  # keeps the arguments alive, because the key has their addresses
-        return result
+                node.meta[self._values.key] = self._values.compute(node)
 
     def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-        """Returns the node's result if some inputs had these values, and the others their own; changes nothing."""
+        """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
+        return self._values.run_with(node, values)
 
-        def value_of(used: fx.Node) -> Any:
-            return values[used] if used in values else self._input_value(used)
-
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
-        return self._call(node.target, args, kwargs)
-
-    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Calls the target on fake values, under the graph's own mode and without adding guards."""
-        mode = self.fake_mode
-        assert mode is not None
-        function = getattr(torch.Tensor, target) if isinstance(target, str) else target
-        quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-        with mode, quiet, symbolic_kernels():
-            return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
-
-    def _input_value(self, node: fx.Node) -> Any:
-        found = ops.value(node)
-        if found is not ops.MISSING:
-            return self._adopted(found) if isinstance(found, FakeTensor) else found
-        if node.op == "get_attr":
-            return self._attribute(str(node.target))
-        raise InvariantError(
-            f"%{node.name} has no value in its metadata, so none can be computed for its new user; "
-            "propagate fake values through the graph first, or pass val="
-        )
-
-    def _adopted(self, fake: FakeTensor) -> FakeTensor:
-        """Converts the value to the graph's mode, because make_fx with real inputs gives every node its own mode."""
-        mode = self.fake_mode
-        assert mode is not None
-        symbolic = any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride()))
-        if fake.fake_mode is mode or symbolic:
-            return fake
-        with mode:
-            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)  # pyright: ignore[reportReturnType]
-
-    def _attribute(self, path: str) -> Any:
-        """Returns the fake value of the parameter, buffer or submodule that a `get_attr` node reads."""
-        if path not in self._attributes:
-            found: Any = self.gm
-            for atom in path.split("."):
-                found = getattr(found, atom)
-            mode = self.fake_mode
-            if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) and mode is not None:
-                found = mode.from_tensor(found, static_shapes=True)
-            self._attributes[path] = found
-        return self._attributes[path]
+    def _undo(self, mark: int) -> None:
+        """Undoes the records of the journal from `mark` on."""
+        for node in self._journal.undo(mark):
+            self._values.forget(str(node.target))
+            self.computed.pop(node, None)
 
     def _check(self) -> None:
         """Checks that every touched node reads only earlier nodes of this graph, and that every new one has a value."""
@@ -490,83 +424,18 @@ class Edit:
             self.graph.erase_node(node)
         self.erased.clear()
         for path in called:
-            self._drop(path)
+            drop_attribute(self.gm, path)
         sources = (source for _, sources in self.computed.values() for source in sources)
         for path in {*(str(node.target) for node in self.computed), *sources}:
             readers = self.graph.find_nodes(op="get_attr", target=path)
             if not any(node.users for node in readers):
                 for node in readers:
                     self.graph.erase_node(node)
-                self._drop(path)
+                drop_attribute(self.gm, path)
         self.computed.clear()
-        changed, self._journal = bool(self._journal), []
-        if changed:
+        if self._journal:
+            self._journal.clear()
             self.gm.recompile()
-
-    def _drop(self, path: str) -> None:
-        """Removes an attribute that no node reads, unless it belongs to a module that some node uses.
-
-        A module with code of its own may be the user's: it leaves this module as a whole, and keeps its attributes.
-        """
-        read = [str(node.target) for op in ("get_attr", "call_module") for node in self.graph.find_nodes(op=op)]
-        owner: Any = self.gm
-        atoms = path.split(".")
-        for depth, atom in enumerate(atoms, 1):
-            child = getattr(owner, atom, None)
-            if depth == len(atoms) or type(child) is not torch.nn.Module:
-                dropped = ".".join(atoms[:depth])
-                if child is not None and not any(f"{one}.".startswith(f"{dropped}.") for one in read):
-                    delattr(owner, atom)
-                return
-            owner = child
-
-    def _undo(self, mark: int) -> None:
-        """Undoes the records from `mark` on, last first."""
-        journal = self._journal
-        while len(journal) > mark:
-            kind, node, *before = journal.pop()
-            if kind == "args":
-                node._update_args_kwargs(*before)
-            elif kind == "meta":
-                key, value = before
-                if value is _ABSENT:
-                    node.meta.pop(key, None)
-                else:
-                    node.meta[key] = value
-            elif kind == "fact":
-                known, value = before
-                if value is _ABSENT:
-                    del known[node]
-                else:
-                    known[node] = value
-            elif kind == "move":
-                before[0].prepend(node)
-            elif kind == "erase":
-                self.erased.discard(node)
-                node._update_args_kwargs(*before)
-            else:
-                for known in facts_of(self.graph).values():
-                    known.pop(node, None)
-                self.graph.erase_node(node)
-                _forget_name(self.graph, node)
-                if kind == "attach":
-                    self._attributes.pop(node.target, None)
-                    self.computed.pop(node, None)
-                    delattr(self.gm, node.target)
-
-
-def not_by_number(user: fx.Node, old: fx.Node, count: int) -> str:
-    """Returns why a reader of the list `old` cannot read `count` nodes in its place; empty if it can."""
-    if user.op == "output":
-        return f"the graph returns the list %{old.name} as one value"
-    if user.op == "call_method" and user.args[0] is old:
-        return f"%{user.name} calls the method {user.target} of the list %{old.name}"
-    if user.target is not operator.getitem:
-        return ""
-    index = user.args[1]
-    if type(index) is not int:
-        return f"%{user.name} takes {index!r} of the list %{old.name}, which is not a number"
-    return "" if -count <= index < count else f"%{user.name} takes number {index} of {count} values"
 
 
 class Savepoint:
@@ -586,46 +455,3 @@ class Savepoint:
     ) -> None:
         if error is not None:
             self._edit._undo(self._mark)  # pyright: ignore[reportPrivateUsage]
-
-
-def _values_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
-    """Returns the fake mode of the graph's values, and the metadata key that holds them.
-
-    Either all nodes have values or none has, so the search ends at the first call without one.
-    """
-    for node in graph.nodes:
-        found = ops.value(node)
-        if isinstance(found, FakeTensor):
-            return found.fake_mode, ops.value_key(node)
-        if found is ops.MISSING and node.op in ("call_function", "call_method", "call_module"):
-            break
-    return None, "val"
-
-
-def _leaf(value: torch.Tensor) -> torch.Tensor:
-    """Returns the value without its autograd history, but with its requires_grad."""
-    return value.detach().requires_grad_() if value.requires_grad else value
-
-
-def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
-    """Frees the name of an undone node, so that repeating the edit gives the same names."""
-    # FX has no public way to give a name back.
-    names = graph._graph_namespace
-    names._obj_to_name.pop(node, None)
-    names._used_names.discard(node.name)
-    base, _, number = node.name.rpartition("_")
-    if base and number.isdigit():
-        names._base_count[base] = int(number) - 1
-    else:
-        names._base_count.pop(node.name, None)
-
-
-def identity_of(value: Any) -> Any:
-    """Returns a key of arguments, tensors and symbols by address; layers that repeat the same call compute it once."""
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(map(identity_of, value))
-    if isinstance(value, dict):
-        return tuple((name, identity_of(item)) for name, item in value.items())
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
-        return type(value).__name__, value
-    return id(value)

@@ -11,7 +11,6 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.errors import Reason, RuleDefinitionError, refuse
-from fxrewrite.graph.edit import not_by_number
 from fxrewrite.match.match import Match
 from fxrewrite.match.same_value import check_parts
 from fxrewrite.pattern.pattern import Pattern
@@ -76,7 +75,7 @@ def with_parts(match: Match, results: Sequence[Any]) -> tuple[Match, list[fx.Nod
             continue
         check_parts(old, new)
         for user in old.users:
-            why = not_by_number(user, old, len(new))
+            why = _not_by_number(user, old, len(new))
             if why:
                 refuse(why, hint="the replacement gives a list", node=user, kind=Reason.VALUE)
             if user.target is operator.getitem:
@@ -95,3 +94,17 @@ def _is_list(old: fx.Node, term: Term | None) -> bool:
     """Whether the value that is replaced is a list or a tuple."""
     value = ops.value(old)
     return isinstance(value, (list, tuple)) if value is not ops.MISSING else term is not None and has_parts(term)
+
+
+def _not_by_number(user: fx.Node, old: fx.Node, count: int) -> str:
+    """Returns why a reader of the list `old` cannot read `count` nodes in its place; empty if it can."""
+    if user.op == "output":
+        return f"the graph returns the list %{old.name} as one value"
+    if user.op == "call_method" and user.args[0] is old:
+        return f"%{user.name} calls the method {user.target} of the list %{old.name}"
+    if user.target is not operator.getitem:
+        return ""
+    index = user.args[1]
+    if type(index) is not int:
+        return f"%{user.name} takes {index!r} of the list %{old.name}, which is not a number"
+    return "" if -count <= index < count else f"%{user.name} takes number {index} of {count} values"

@@ -10,38 +10,25 @@ from fxrewrite.ops.binding import (
     signature_of as signature_of,
     spelling as spelling,
 )
+from fxrewrite.ops.called import called_overload as called_overload
 from fxrewrite.ops.communicating import (
     bodies_of_communicating as bodies_of_communicating,
     communicates as communicates,
     differentiates as differentiates,
     differentiating as differentiating,
 )
+from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random
 from fxrewrite.ops.effects import (
-    called_overload as called_overload,
-    declare_per_rank as declare_per_rank,
     declare_pure as declare_pure,
-    declare_virtual as declare_virtual,
-    exchangeable as exchangeable,
     is_barrier as is_barrier,
-    is_commutative as is_commutative,
-    is_maybe_view as is_maybe_view,
-    is_per_rank as is_per_rank,
     is_pure as is_pure,
-    is_random as is_random,
-    is_view as is_view,
-    is_virtual as is_virtual,
-    may_be_random as may_be_random,
     may_draw as may_draw,
     may_have_effects as may_have_effects,
     may_take_out as may_take_out,
     may_write as may_write,
-    memory_origins as memory_origins,
     mutated as mutated,
     mutates as mutates,
-    sets_mode as sets_mode,
-    tested_by as tested_by,
     updates_statistics as updates_statistics,
-    without_gradients as without_gradients,
 )
 from fxrewrite.ops.keys import (
     call_key as call_key,
@@ -50,6 +37,13 @@ from fxrewrite.ops.keys import (
     key as key,
     possible_keys as possible_keys,
 )
+from fxrewrite.ops.memory import (
+    is_maybe_view as is_maybe_view,
+    is_view as is_view,
+    memory_origins as memory_origins,
+    memory_written as memory_written,
+)
+from fxrewrite.ops.modes import sets_mode as sets_mode, without_gradients as without_gradients
 from fxrewrite.ops.names import (
     is_of_a_library as is_of_a_library,
     named_operator as named_operator,
@@ -59,9 +53,11 @@ from fxrewrite.ops.names import (
 from fxrewrite.ops.traits import (
     DIM_ARGUMENTS as DIM_ARGUMENTS,
     Trait as Trait,
+    exchangeable as exchangeable,
     factors as factors,
     filled_with as filled_with,
     has_trait as has_trait,
+    is_commutative as is_commutative,
     operators as operators,
     traits_of as traits_of,
 )
@@ -76,5 +72,12 @@ from fxrewrite.ops.value import (
     tensors_of as tensors_of,
     value as value,
     value_key as value_key,
+)
+from fxrewrite.ops.virtual import (
+    declare_per_rank as declare_per_rank,
+    declare_virtual as declare_virtual,
+    is_per_rank as is_per_rank,
+    is_virtual as is_virtual,
+    tested_by as tested_by,
 )
 from fxrewrite.ops.wrapped import with_globals as with_globals, wrapped_in as wrapped_in

@@ -1,6 +1,6 @@
 """What kinds of operators there are: the one table of what neither schemas nor tags of torch say.
 
-Schemas and tags say what writes, draws and shows memory; `fxrewrite.ops.effects` reads them. That a reshape keeps the
+Schemas and tags say what writes, draws and shows memory; `fxrewrite.ops.called` reads them. That a reshape keeps the
 order of entries, that a product contracts a dimension, or what autograd saves, they do not say. An operator that a new
 torch brings gets its words here, and whoever asks for a trait knows it.
 
@@ -18,7 +18,17 @@ from torch import fx
 from fxrewrite.ops.binding import bind
 from fxrewrite.ops.keys import key
 
-__all__ = ["DIM_ARGUMENTS", "Trait", "factors", "filled_with", "has_trait", "operators", "traits_of"]
+__all__ = [
+    "DIM_ARGUMENTS",
+    "Trait",
+    "exchangeable",
+    "factors",
+    "filled_with",
+    "has_trait",
+    "is_commutative",
+    "operators",
+    "traits_of",
+]
 
 Trait: TypeAlias = Literal[
     "same",
@@ -153,3 +163,15 @@ def filled_with(node: fx.Node) -> Any:
     if "full" in found:
         return bind(node)["fill_value"]
     return 0 if "zeros" in found else 1 if "ones" in found else None
+
+
+def exchangeable(operator_key: str) -> tuple[str, str] | None:
+    """The two arguments of the operator that may trade places (its others at their defaults); else None."""
+    if operator_key in _OPERATORS["commutative"]:
+        return "self", "other"
+    return ("dim0", "dim1") if operator_key == "aten::transpose" else None
+
+
+def is_commutative(operator_key: str) -> bool:
+    """Whether `self` and `other` of the operator may trade places (its other arguments at their defaults)."""
+    return operator_key in _OPERATORS["commutative"]

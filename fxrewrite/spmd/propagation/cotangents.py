@@ -42,14 +42,13 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.ops import is_inexact, is_parameter, mutates, tensors_of
+from fxrewrite.ops import is_inexact, is_parameter, memory_written, mutates, tensors_of
 from fxrewrite.spmd.context import Reduction
 from fxrewrite.spmd.facts import PLACEMENT, placement_of
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
 from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
 from fxrewrite.spmd.price.price import bytes_held, collective_bytes
 from fxrewrite.spmd.propagation.decision import is_getitem
-from fxrewrite.spmd.propagation.fixed_point import memory_written
 from fxrewrite.spmd.propagation.place import RETURNED
 from fxrewrite.spmd.redistribute import redistribute
 

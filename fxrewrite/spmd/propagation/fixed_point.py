@@ -14,7 +14,7 @@ from fxrewrite.capture.custom_backward import custom_function
 from fxrewrite.errors import RefusedError, refuse
 from fxrewrite.flow import Worklist, solve
 from fxrewrite.graph.edit import Edit
-from fxrewrite.ops import is_pure, is_random, is_view, key, memory_origins, mutated, mutates, updates_statistics
+from fxrewrite.ops import is_pure, is_random, key, memory_origins, memory_written, mutated, mutates, updates_statistics
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap
@@ -27,7 +27,7 @@ from fxrewrite.spmd.propagation.place import HELD, RETURNED
 from fxrewrite.spmd.propagation.relocate import relocate
 from fxrewrite.spmd.redistribute import redistribute, without_padding
 
-__all__ = ["Preference", "Propagation", "memory_written", "replicated_values"]
+__all__ = ["Preference", "Propagation", "replicated_values"]
 
 R = Replicate()
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter"})
@@ -291,16 +291,6 @@ class Propagation:
             indices = None if rule is None or call.reads_sizes else rule.map(call)
             self._calls[node] = (call, rule, indices)
         return self._calls[node]
-
-
-def memory_written(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes that may share memory with what any node writes to."""
-    written = {origin for node in graph.nodes for value in mutated(node) for origin in memory_origins(value)}
-    if written:
-        for node in graph.nodes:
-            if is_view(node) and not written.isdisjoint(node.all_input_nodes):
-                written.add(node)
-    return written
 
 
 def _num_results(node: fx.Node) -> int:

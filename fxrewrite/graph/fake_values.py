@@ -1,0 +1,130 @@
+"""Fake values of nodes, computed by running one operator on the values of its operands."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
+
+from fxrewrite import ops
+from fxrewrite.errors import InvariantError
+from fxrewrite.torch_versions import symbolic_kernels
+
+__all__ = ["FakeValues", "identity_of"]
+
+
+class FakeValues:
+    """The fake values of a graph.
+
+    Attributes:
+        mode: the graph's own fake tensor mode; None if its nodes have no fake values.
+        key: the metadata key that holds values.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self.gm = gm
+        self.mode, self.key = _mode_of(gm.graph)
+        self._attributes: dict[str, Any] = {}
+        self._runs: dict[Any, tuple[Any, Any, Any]] = {}
+
+    def compute(self, node: fx.Node) -> Any:
+        """Computes the node's value by running its operator on fake values; equal calls are run once."""
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._of_input)  # pyright: ignore[reportArgumentType]
+        same = (node.target, identity_of(args), identity_of(kwargs))
+        if same in self._runs:
+            return self._runs[same][0]
+        result = self._call(node.target, args, kwargs)
+        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
+            self._runs[same] = (result, args, kwargs)  # keeps the arguments alive, because the key has their addresses
+        return result
+
+    def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
+
+        def value_of(used: fx.Node) -> Any:
+            return values[used] if used in values else self._of_input(used)
+
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
+        return self._call(node.target, args, kwargs)
+
+    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Calls the target on fake values, under the graph's own mode and without adding guards."""
+        mode = self.mode
+        assert mode is not None
+        function = getattr(torch.Tensor, target) if isinstance(target, str) else target
+        quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
+        with mode, quiet, symbolic_kernels():
+            return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
+
+    def _of_input(self, node: fx.Node) -> Any:
+        found = ops.value(node)
+        if found is not ops.MISSING:
+            return self._adopted(found) if isinstance(found, FakeTensor) else found
+        if node.op == "get_attr":
+            return self.attribute(str(node.target))
+        raise InvariantError(
+            f"%{node.name} has no value in its metadata, so none can be computed for its new user; "
+            "propagate fake values through the graph first, or pass val="
+        )
+
+    def _adopted(self, fake: FakeTensor) -> FakeTensor:
+        """Converts the value to the graph's mode, because make_fx with real inputs gives every node its own mode."""
+        mode = self.mode
+        assert mode is not None
+        symbolic = any(isinstance(size, torch.SymInt) for size in (*fake.shape, *fake.stride()))
+        if fake.fake_mode is mode or symbolic:
+            return fake
+        with mode:
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)  # pyright: ignore[reportReturnType]
+
+    def attribute(self, path: str) -> Any:
+        """Returns the fake value of the parameter, buffer or submodule that a `get_attr` node reads."""
+        if path not in self._attributes:
+            found: Any = self.gm
+            for atom in path.split("."):
+                found = getattr(found, atom)
+            mode = self.mode
+            if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) and mode is not None:
+                found = mode.from_tensor(found, static_shapes=True)
+            self._attributes[path] = found
+        return self._attributes[path]
+
+    def forget(self, path: str) -> None:
+        """Forgets the value of an attribute, which the module may have otherwise later."""
+        self._attributes.pop(path, None)
+
+
+def identity_of(value: Any) -> Any:
+    """Returns a key of arguments, tensors and symbols by address; layers that repeat the same call compute it once."""
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, tuple(map(identity_of, value))
+    if isinstance(value, dict):
+        return tuple((name, identity_of(item)) for name, item in value.items())
+    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
+        return type(value).__name__, value
+    return id(value)
+
+
+def _mode_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
+    """Returns the fake mode of the graph's values, and the metadata key that holds them.
+
+    Either all nodes have values or none has, so the search ends at the first call without one.
+    """
+    for node in graph.nodes:
+        found = ops.value(node)
+        if isinstance(found, FakeTensor):
+            return found.fake_mode, ops.value_key(node)
+        if found is ops.MISSING and node.op in ("call_function", "call_method", "call_module"):
+            break
+    return None, "val"
+
+
+def _leaf(value: torch.Tensor) -> torch.Tensor:
+    """Returns the value without its autograd history, but with its requires_grad."""
+    return value.detach().requires_grad_() if value.requires_grad else value

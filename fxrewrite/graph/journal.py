@@ -1,0 +1,81 @@
+"""The journal of a transaction: what was changed, and how that is undone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxrewrite.graph.facts import facts_of
+
+__all__ = ["ABSENT", "Journal"]
+
+ABSENT: Any = object()
+"""What was there before, if nothing was."""
+
+
+class Journal(list[tuple[Any, ...]]):
+    """Records of changes, in order. The first two items of a record are its kind and the node that was changed:
+
+    - ("create", node): a new node.
+    - ("attach", node): a new `get_attr` or `call_module` node, for an attribute that was added with it.
+    - ("args", node, args, kwargs): other arguments; these are the old ones.
+    - ("meta", node, key, value), ("fact", node, facts, value): another entry; this is the old one, or `ABSENT`.
+    - ("move", node, next): another place; this is the node that followed.
+    - ("erase", node, args, kwargs): marked as erased; these are the arguments that it had.
+
+    Args:
+        gm: the module.
+        erased: its nodes that are marked as erased.
+    """
+
+    def __init__(self, gm: fx.GraphModule, erased: set[fx.Node]) -> None:
+        super().__init__()
+        self._gm, self._erased = gm, erased
+
+    def undo(self, mark: int) -> list[fx.Node]:
+        """Undoes the records from `mark` on, last first; returns the nodes whose attributes were removed with them."""
+        detached: list[fx.Node] = []
+        while len(self) > mark:
+            kind, node, *before = self.pop()
+            if kind == "args":
+                node._update_args_kwargs(*before)
+            elif kind == "meta":
+                key, value = before
+                if value is ABSENT:
+                    node.meta.pop(key, None)
+                else:
+                    node.meta[key] = value
+            elif kind == "fact":
+                known, value = before
+                if value is ABSENT:
+                    del known[node]
+                else:
+                    known[node] = value
+            elif kind == "move":
+                before[0].prepend(node)
+            elif kind == "erase":
+                self._erased.discard(node)
+                node._update_args_kwargs(*before)
+            else:
+                for known in facts_of(self._gm.graph).values():
+                    known.pop(node, None)
+                self._gm.graph.erase_node(node)
+                _forget_name(self._gm.graph, node)
+                if kind == "attach":
+                    delattr(self._gm, node.target)
+                    detached.append(node)
+        return detached
+
+
+def _forget_name(graph: fx.Graph, node: fx.Node) -> None:
+    """Frees the name of an undone node, so that repeating the edit gives the same names."""
+    # FX has no public way to give a name back.
+    names = graph._graph_namespace
+    names._obj_to_name.pop(node, None)
+    names._used_names.discard(node.name)
+    base, _, number = node.name.rpartition("_")
+    if base and number.isdigit():
+        names._base_count[base] = int(number) - 1
+    else:
+        names._base_count.pop(node.name, None)

@@ -1,0 +1,97 @@
+"""Random draws: whether a call of an operator draws from a generator."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxrewrite.ops import keys
+from fxrewrite.ops.binding import Signature, signature_of
+from fxrewrite.ops.called import (
+    CALLERS,
+    FUNCTIONAL_BODIES,
+    bodies_of,
+    called_overload,
+    overload_that_runs,
+    schema_effects,
+)
+
+__all__ = ["is_random", "may_be_random"]
+
+_RANDOM_FUNCTIONS = frozenset(
+    f"torch.nn.functional.{name}"
+    for name in [
+        "alpha_dropout",
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "feature_alpha_dropout",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "gumbel_softmax",
+        "multi_head_attention_forward",
+        "rrelu",
+    ]
+)
+"""Python functions of torch without a schema that draw random numbers."""
+_SWITCHES = frozenset({"train", "training", "dropout_p", "p", "dropout"})
+_SWITCHED_OFF: dict[Signature, bool] = {}
+
+
+def is_random(node: fx.Node) -> bool:
+    """True if the node draws from a random number generator. Dropout in evaluation or with p = 0 does not draw, nor
+    does a recurrent network without dropout."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    overload = overload_that_runs(node)
+    if keys.key(node) in CALLERS:
+        return may_be_random(keys.key(node), called_overload(node.args))
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _body_draws(node)
+    if overload is None:
+        return keys.key(node) in _RANDOM_FUNCTIONS
+    return schema_effects(overload).draws and not _is_switched_off(node)
+
+
+@functools.cache
+def may_be_random(operator_key: str, called: torch._ops.OpOverload | None = None) -> bool:
+    """True if some call of the operator draws random numbers; `called` is what a higher-order operator runs."""
+    if operator_key in CALLERS:
+        return called is None or schema_effects(called).draws
+    if operator_key in _RANDOM_FUNCTIONS:
+        return True
+    namespace, separator, name = operator_key.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return separator != ""  # unknown, because the subgraph of a higher-order operator decides
+    return any(schema_effects(getattr(packet, overload)).draws for overload in packet.overloads())
+
+
+def _body_draws(node: fx.Node) -> bool:
+    """Whether a subgraph of a higher-order operator draws random numbers, or that is unknown."""
+    bodies = bodies_of(node) if keys.key(node) in FUNCTIONAL_BODIES else None
+    return not bodies or any(is_random(inner) for body in bodies for inner in body.graph.nodes)
+
+
+def _is_switched_off(node: fx.Node) -> bool:
+    """True if the arguments, or by default the schema, switch the randomness off; cached per spelling."""
+    signature = signature_of(node.target, node.args, node.kwargs)
+    if not _SWITCHES.isdisjoint(signature.given):
+        return _switches_off(signature.bind(node.args, node.kwargs))
+    found = _SWITCHED_OFF.get(signature)
+    if found is None:
+        found = _SWITCHED_OFF[signature] = _switches_off(signature.bind(node.args, node.kwargs))
+    return found
+
+
+def _switches_off(bound: dict[str, Any]) -> bool:
+    if bound.get("train", True) is False or bound.get("training", True) is False:
+        return True
+    probability = bound.get("dropout_p", bound.get("p") if "train" in bound or "training" in bound else None)
+    if "num_layers" in bound:  # recurrent networks draw between layers
+        probability = bound["dropout"]
+    return isinstance(probability, (int, float)) and probability == 0

@@ -1,0 +1,72 @@
+"""Shared memory: whether a result is a view of an argument, and what a write to it may change."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fxrewrite.ops import keys
+from fxrewrite.ops.called import CALLERS, MAYBE_VIEW, overload_that_runs, schema_effects
+from fxrewrite.ops.effects import is_declared_pure, mutated
+from fxrewrite.ops.traits import operators
+from fxrewrite.ops.value import value
+
+__all__ = ["is_maybe_view", "is_view", "memory_origins", "memory_written"]
+
+_MAYBE_VIEWS = operators("maybe_view")
+_STATISTICS = operators("statistics")
+_CASTS = ("aten::to", "aten::type_as")
+
+
+def is_view(node: fx.Node) -> bool:
+    """True if the result may share memory with an argument: views, `reshape`, `getitem`, dropout in evaluation,
+    and operators that write to an argument.
+    """
+    if node.op not in ("call_function", "call_method"):
+        return False
+    overload = overload_that_runs(node)
+    if overload is None:
+        return not is_declared_pure(node.target) and keys.key(node) not in CALLERS
+    if keys.key(node) in _STATISTICS:
+        return False  # the result is new, although running statistics are written
+    return (schema_effects(overload).is_view and not _is_new_dtype(node)) or bool(mutated(node))
+
+
+def _is_new_dtype(node: fx.Node) -> bool:
+    """True for a cast to another dtype, which copies."""
+    if keys.key(node) not in _CASTS or not node.all_input_nodes:
+        return False
+    source, result = value(node.all_input_nodes[0]), value(node)
+    are_known = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
+    return are_known and source.dtype != result.dtype
+
+
+def memory_origins(node: fx.Node) -> set[fx.Node]:
+    """Returns the node and everything of which it may be a view."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current not in found:
+            found.add(current)
+            if is_view(current):
+                stack += current.all_input_nodes
+    return found
+
+
+def is_maybe_view(node: fx.Node) -> bool:
+    """True if strides or arguments at run time decide whether the result shares memory, or nothing is known."""
+    if not is_view(node) or mutated(node) or keys.key(node) == "operator.getitem":
+        return False
+    overload = overload_that_runs(node)
+    return overload is None or MAYBE_VIEW in overload.tags or keys.key(node) in _MAYBE_VIEWS
+
+
+def memory_written(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes that may share memory with what any node writes to."""
+    written = {origin for node in graph.nodes for value in mutated(node) for origin in memory_origins(value)}
+    if written:
+        for node in graph.nodes:
+            if is_view(node) and not written.isdisjoint(node.all_input_nodes):
+                written.add(node)
+    return written
