@@ -46,3 +46,13 @@ def test_operators_of_a_function_that_dynamo_leaves_alone_are_their_own(one_rank
         assert isinstance(result, DTensor)
         assert torch.equal(result.full_tensor(), expected)
     assert not graphs
+
+
+def test_chunks_of_rows_that_were_a_view_enter_a_trace(one_rank: DeviceMesh) -> None:
+    """torch's placement for them, and its own order of shards, which it refuses when it makes one for a trace."""
+    value = torch.arange(24.0).view(2, 4, 3)
+    given = chunked(distribute_tensor(value, one_rank, [Shard(1)])).reshape(-1, 3)
+    assert "_StridedShard" in str(given.placements)
+    torch._dynamo.reset()
+    found = torch.compile(lambda x: x * 2, backend="eager", fullgraph=True)(given)
+    assert torch.equal(found.full_tensor(), value.reshape(-1, 3) * 2)

@@ -27,7 +27,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
@@ -62,6 +62,8 @@ class ChunkedTensor(DTensor):
             ranks = _num_chunks(placements, mesh, dim)
             if ranks > 1 and whole % ranks == 0:
                 size[dim] = local.shape[dim] * ranks
+        if any(isinstance(placed, _StridedShard) for placed in placements) and isinstance(flatten_spec[2], tuple):
+            flatten_spec = (*flatten_spec[:2], None, *flatten_spec[3:])  # an order of shards, which torch then refuses
         made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, torch.Size(size), outer_stride)
         return _of(made, requires_grad=made.requires_grad)
 
