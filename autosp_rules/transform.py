@@ -37,8 +37,9 @@ from fxrewrite.spmd import (
 __all__ = ["NO_SEQUENCE_HINT", "Border", "Chunk", "NoSequenceError", "transform"]
 
 NO_SEQUENCE_HINT = (
-    "pass token ids with the sequence as their last dimension, or hidden states with features as the last; if this is "
-    "a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks"
+    "pass token ids with the sequence as their last dimension, or hidden states with features as the last, and weights "
+    "that are arguments, as of torch.func.functional_call, as nn.Parameters; if this is a part of a model, "
+    "torch.compile(..., fullgraph=True) shows where its graph breaks"
 )
 
 

@@ -300,3 +300,20 @@ def test_an_optimizer_alone_has_no_sequence() -> None:
     optimizer = torch.optim.SGD([weight], lr=0.1)
     with fake_mesh((2,), ("sp",)) as mesh, pytest.raises(Exception, match="the step of an optimizer, which writes to"):
         torch.compile(optimizer.step, backend=autosp("eager", mesh=mesh))()
+
+
+def test_weights_that_are_arguments_are_parameters() -> None:
+    """Other tensors of a call may be hidden states, so that nothing tells which one has the sequence."""
+    model = Tiny()
+
+    def function(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (IDS,))
+
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    with fake_mesh((2,), ("sp",)) as mesh:
+        backend = autosp("eager", mesh=mesh)
+        with pytest.raises(Exception, match=r"as of torch\.func\.functional_call, as nn\.Parameters"):
+            torch.compile(function, backend=backend)({name: w.requires_grad_() for name, w in weights.items()})
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend)({name: nn.Parameter(w) for name, w in weights.items()})
+    assert backend.reports[-1].tokens_per_rank == 16
