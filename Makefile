@@ -87,7 +87,7 @@ third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of 
 	.venv-third-party/bin/python -m pytest tests/backends/test_third_party.py
 
 clean:  ## remove the environment and every cache
-	rm -rf .venv .venv-* dist wheels gpu.json .constraints-without-torch zoo.jsonl zoo-mesh.jsonl cells.jsonl proofs.jsonl mutants.jsonl .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* dist wheels gpu.json .constraints-without-torch zoo.jsonl zoo-mesh.jsonl cells.jsonl proofs.jsonl mutants.jsonl corpus.jsonl .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import fx
+from torch import fx, nn
 from torch.utils._pytree import tree_leaves
 
 from autosp_rules.config import AutoSPConfig
@@ -20,7 +20,7 @@ from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Event, FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
 from fxrewrite.graph import check_sizes
-from fxrewrite.ops import is_parameter
+from fxrewrite.ops import is_parameter, mutated
 from fxrewrite.spmd import (
     Axis,
     Crossing,
@@ -37,8 +37,9 @@ from fxrewrite.spmd import (
 __all__ = ["NO_SEQUENCE_HINT", "Border", "Chunk", "NoSequenceError", "transform"]
 
 NO_SEQUENCE_HINT = (
-    "pass token ids with the sequence as their last dimension, or hidden states with features as the last; if this is "
-    "a part of a model, torch.compile(..., fullgraph=True) shows where its graph breaks"
+    "pass token ids with the sequence as their last dimension, or hidden states with features as the last, and weights "
+    "that are arguments, as of torch.func.functional_call, as nn.Parameters; if this is a part of a model, "
+    "torch.compile(..., fullgraph=True) shows where its graph breaks"
 )
 
 
@@ -71,6 +72,12 @@ class Border:
     """Bytes of the outputs that are gathered, whole on each rank."""
 
 
+def _written_parameter(gm: fx.GraphModule) -> fx.Node | None:
+    """A parameter that the graph holds, as Dynamo captures an optimizer's step, and writes to; a model's are inputs."""
+    written = (value for node in gm.graph.nodes for value in mutated(node) if value.op == "get_attr")
+    return next((value for value in written if isinstance(getattr(gm, str(value.target), None), nn.Parameter)), None)
+
+
 def transform(
     gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border | None = None
 ) -> tuple[fx.GraphModule, AutoSPReport]:
@@ -84,6 +91,11 @@ def transform(
     """
     border = border or Border()
     started = time.perf_counter()
+    if (written := _written_parameter(gm)) is not None:
+        raise NoSequenceError.of(
+            f"no sequence found: the graph is the step of an optimizer, which writes to parameter {written.target}",
+            hint="compile the model, or the model and its loss",
+        )
     try:
         normal = normalized(gm)
         outputs = _OutputPolicy(normal, config, axis, border)

@@ -203,7 +203,7 @@ def test_a_counterexample_imports_the_library_of_its_operator(run: Any, folder: 
     assert result.status == 1
     program = re.search(r"^# lib.twice is false.*?^print\(\"rewritten.*?$", result.out, re.MULTILINE | re.DOTALL)
     assert program is not None, result.out
-    assert "\nimport lib_false\n" in program[0]
+    assert re.search(r"^import .*\blib_false\b", program[0], re.MULTILINE)
     ran = subprocess.run([sys.executable, "-c", program[0]], cwd=folder, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "rewritten: " in ran.stdout

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         RewritingBackend as RewritingBackend,
         capture as capture,
         find_backend as find_backend,
+        given_up as given_up,
         graph_break_hint as graph_break_hint,
         graph_break_reason as graph_break_reason,
         inner_compiler as inner_compiler,

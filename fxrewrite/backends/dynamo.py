@@ -25,6 +25,7 @@ __all__ = [
     "RewritingBackend",
     "capture",
     "find_backend",
+    "given_up",
     "graph_break_hint",
     "graph_break_reason",
     "inner_compiler",
@@ -115,6 +116,20 @@ def untraced_callers() -> list[str]:
             found.append(f"{code.co_name} ({code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno})")
         frame = frame.f_back
     return found[::-1] if frame is not None else []
+
+
+def given_up() -> str:
+    """Says why the calling code runs uncompiled although `torch.compile` called it, or returns ''."""
+    frame = sys._getframe(1)
+    while frame is not None and not _is_in(frame, "_dynamo/eval_frame.py"):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    limit = torch._dynamo.config.recompile_limit
+    return (
+        f"torch.compile runs it uncompiled: its code breaks the graph, or was compiled {limit} times already "
+        "(torch._dynamo.config.recompile_limit; between models, call torch.compiler.reset())"
+    )
 
 
 _WRAPPERS = (f"{Path(torch.__file__).parent}/", "/contextlib.py")

@@ -14,7 +14,7 @@ from torch import fx
 from fxrewrite.ops import keys
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, schema_of, schemas_of
-from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper
+from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper, parameters_of
 from fxrewrite.ops.value import value
 
 __all__ = ["BindingError", "Signature", "bind", "is_settled", "overload_of", "signature_of", "spelling"]
@@ -370,7 +370,7 @@ def _split_size(keyword: str, names: tuple[str, ...]) -> str:
 def _wrapped_signature(target: Any, wrapper: Wrapper, count: int, keywords: tuple[str, ...]) -> Signature:
     """Returns the signature of a Python wrapper, in terms of the operator that it wraps."""
     schema = schemas_of(getattr(torch.ops.aten, wrapper.name))[0]
-    signature = inspect.signature(target).parameters
+    signature = parameters_of(target)
     python_names = tuple(signature)
     if count > len(python_names) or any(k not in signature for k in keywords):
         raise BindingError(f"{keys.key(target)} does not take {count} positional arguments and {list(keywords)}")
@@ -388,6 +388,8 @@ def _wrapped_signature(target: Any, wrapper: Wrapper, count: int, keywords: tupl
             by_keyword.append((name, source))
         elif source in signature:
             base[name] = signature[source].default
+            if type(base[name]) is int and parameter.kind == "List[int]":
+                base[name] = [base[name]] * parameter.repeats
     given_names = {name for name, _ in positions} | {name for name, _ in by_keyword}
     # The wrapper's own default may differ from the schema's (dropout's `training`): then the call passes it.
     given = tuple(

@@ -15,7 +15,7 @@ from torch import fx
 from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.names import operator_of
-from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS, Wrapper
+from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS, Wrapper, parameters_of
 from fxrewrite.ops.value import is_scalar
 
 __all__ = ["callee", "key", "wrapper_of"]
@@ -164,7 +164,7 @@ def possible_keys(target: Any) -> tuple[str, ...]:
     if target in OPERATORS:
         return found, f"operator.{target.__name__}"
     if target in WRAPPERS:
-        return found, f"{found}_", f"{target.__module__}.{target.__qualname__}"
+        return found, f"{found}_", _python_name(target)
     return (found, "aten::split_with_sizes") if found == "aten::split" else (found,)
 
 
@@ -190,7 +190,14 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> s
         return found + "_"
     other = any(given.get(name) is not None for name in wrapper.needs_default)
     other = other or any(test(given[name]) for name, test in wrapper.unless.items() if name in given)
-    return f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}" if other else found
+    return _python_name(target) if other else found
+
+
+def _python_name(target: Any) -> str:
+    """Returns the name under which a wrapper of torch is found."""
+    module, name = target.__module__, target.__name__
+    own = getattr(sys.modules.get(module), name, None)
+    return f"{module}.{name if own is target else target.__qualname__}"
 
 
 def _by_argument(found: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -210,7 +217,7 @@ def wrapper_of(target: Any) -> Wrapper | None:
 def _parameter_names(target: Any) -> tuple[str, ...]:
     names = _SIGNATURES.get(target)
     if names is None:
-        names = _SIGNATURES[target] = tuple(inspect.signature(target).parameters)
+        names = _SIGNATURES[target] = tuple(parameters_of(target))
     return names
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from fxrewrite.ops import keys
 from fxrewrite.ops.called import CALLERS, MAYBE_VIEW, overload_that_runs, schema_effects
 from fxrewrite.ops.effects import is_declared_pure, mutated
 from fxrewrite.ops.traits import operators
+from fxrewrite.ops.value import value
 
 __all__ = ["is_maybe_view", "is_view", "memory_origins", "memory_written"]
 
 _MAYBE_VIEWS = operators("maybe_view")
 _STATISTICS = operators("statistics")
+_CASTS = ("aten::to", "aten::type_as")
 
 
 def is_view(node: fx.Node) -> bool:
@@ -26,7 +29,16 @@ def is_view(node: fx.Node) -> bool:
         return not is_declared_pure(node.target) and keys.key(node) not in CALLERS
     if keys.key(node) in _STATISTICS:
         return False  # the result is new, although running statistics are written
-    return schema_effects(overload).is_view or bool(mutated(node))
+    return (schema_effects(overload).is_view and not _is_new_dtype(node)) or bool(mutated(node))
+
+
+def _is_new_dtype(node: fx.Node) -> bool:
+    """True for a cast to another dtype, which copies."""
+    if keys.key(node) not in _CASTS or not node.all_input_nodes:
+        return False
+    source, result = value(node.all_input_nodes[0]), value(node)
+    are_known = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
+    return are_known and source.dtype != result.dtype
 
 
 def memory_origins(node: fx.Node) -> set[fx.Node]:

@@ -5,15 +5,27 @@ A differential test (tests/ops/test_tables.py) runs both spellings of every entr
 
 from __future__ import annotations
 
+import inspect
 import operator
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+from torch._jit_internal import boolean_dispatched
 
-__all__ = ["ALIASES", "CASTS", "OPERATORS", "RENAMED_KEYWORDS", "VARARGS", "WRAPPERS", "Wrapper"]
+__all__ = [
+    "ALIASES",
+    "CASTS",
+    "OPERATORS",
+    "RENAMED_KEYWORDS",
+    "VARARGS",
+    "WRAPPERS",
+    "Wrapper",
+    "parameters_of",
+]
 
 OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.add: "add",
@@ -155,6 +167,16 @@ def _has_none(value: Any) -> bool:
     return value is None or (isinstance(value, (list, tuple)) and None in value)
 
 
+def _stride(value: Any) -> Any:
+    return [] if value is None else value
+
+
+def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Returns the parameters of a Python function; of one that torch dispatches by a flag, those without the flag."""
+    by_flag = boolean_dispatched.get(target) if isinstance(target, types.FunctionType) else None
+    return inspect.signature(by_flag["if_false"] if by_flag is not None else target).parameters
+
+
 @dataclass(frozen=True, slots=True)
 class Wrapper:
     """A Python function that is one ATen operator with other argument names.
@@ -209,6 +231,10 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
     F.batch_norm: Wrapper("batch_norm", constants={"cudnn_enabled": True}),
     F.instance_norm: Wrapper("instance_norm", constants={"cudnn_enabled": True}),
     F.adaptive_avg_pool2d: Wrapper("adaptive_avg_pool2d", _UNARY, unless={"output_size": _has_none}),
+    **{
+        getattr(F, name): Wrapper(name, _UNARY, unless={"return_indices": bool}, convert={"stride": _stride})
+        for name in ("max_pool1d", "max_pool2d", "max_pool3d")
+    },
     F.embedding: Wrapper(
         "embedding",
         {"indices": "input"},

@@ -19,7 +19,7 @@ magnitude. NaN and infinities must be those of the original or of float64, for a
 lost a finite result itself, as by an overflow. Integers and bools may differ where those of the original change with
 the last place of its inputs; for "exact", never. A gradient that is further off is a remark if the difference almost
 vanishes in float64: then both sides are equal but for rounding, which intermediate values of an operator may amplify
-unseen.
+unseen. That of an approximation must be small too: relative * magnitude, or relative if the magnitude is below 1.
 
 Strides are compared where size and memory make them meaningful; a difference is a remark unless strides are promised:
 the strides of `x * y` follow the first operand, so a rule whose operands may be swapped cannot keep them. Graphs are
@@ -29,7 +29,7 @@ rewritten as by a plan, which copies a result that would newly share the memory 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -38,7 +38,7 @@ import torch
 from fxrewrite.verify.observe import Observation
 from fxrewrite.verify.oracle import Oracle
 
-__all__ = ["Difference", "Kind", "RulePromise", "compare", "compare_gradients"]
+__all__ = ["Difference", "Kind", "RulePromise", "compare", "compare_gradients", "relative_bound"]
 
 Kind: TypeAlias = Literal[
     "value",
@@ -98,6 +98,11 @@ class RulePromise:
     shapes: str = "preserves"
     strides: bool = False
     tolerance: float | None = None
+
+
+def relative_bound(dtypes: Iterable[torch.dtype]) -> float:
+    """Returns the relative error that an approximation of values of these dtypes may have."""
+    return max((_APPROXIMATE.get(dtype, 5e-2) for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
 
 def compare(
@@ -203,8 +208,7 @@ def _beyond(
     if promise.tolerance is not None:
         allowed = allowed + promise.tolerance * magnitude
     elif promise.numerics == "approximate" and eps:
-        relative = max(_APPROXIMATE.get(dtype, 5e-2) for dtype in (was.dtype, *dtypes) if dtype.is_floating_point)
-        allowed = allowed + relative * largest + eps
+        allowed = allowed + relative_bound((was.dtype, *dtypes)) * largest + eps
     if eps and reference.exact is None:
         allowed = allowed + max(_FLOAT64, _COARSE_ULPS * max(eps, oracle.eps)) * magnitude
     elif was.dtype in (torch.float64, torch.complex128):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
-from fxrewrite.verify.tensors import Contents, InputSpec, MemoryLayout
+from fxrewrite.verify.tensors import PLAINER, Contents, InputSpec, MemoryLayout
 
-__all__ = ["Domain", "Draw", "Sampler"]
+__all__ = ["Domain", "Draw", "Sampler", "contents_within"]
 
 T = TypeVar("T")
 _MOST = 8
@@ -23,17 +24,32 @@ Domain: TypeAlias = Literal["all", "finite", "moderate"]
 """The values for which a rule holds, as in `fxrewrite.Rule.domain`."""
 _CONTENTS: tuple[Contents, ...] = (
     *("normal", "special", "hundreds", "small", "integers", "far_from_zero", "boundary"),
-    *("ten_thousands", "zeros", "normal", "close", "huge", "tiny"),
+    *("ten_thousands", "zeros", "tens", "close", "huge", "tiny"),
 )
 """Contents by sample number. The cycles of 13 contents, 5 sizes (below) and 3 dtypes meet every combination in 195."""
+_MODERATE: dict[Contents, Contents] = {
+    "integers": "integers",
+    "zeros": "zeros",
+    **dict.fromkeys(("boundary", "tens", "huge"), "mixed"),
+}
+"""Contents of moderate entries; others become normal. All next to one number, they would cancel in a variance."""
+_MODERATE_POINTS = (0.1, 8.0)
+"""The least and the largest number next to which moderate entries are."""
 _SIZES: tuple[Literal["small", "long", "empty"], ...] = ("small", "long", "small", "empty", "small")
+
+
+def contents_within(domain: Domain) -> tuple[Contents, ...]:
+    """Returns the contents that a domain admits."""
+    if domain == "moderate":
+        return "ones", "normal", *_MODERATE.values()
+    return tuple(contents for contents in PLAINER if domain == "all" or contents != "special")
 
 
 def _contents_of(index: int, domain: Domain) -> Contents:
     contents = _CONTENTS[index % len(_CONTENTS)]
     if domain == "all" or (domain == "finite" and contents != "special"):
         return contents
-    return contents if contents in ("integers", "zeros") else "normal"
+    return _MODERATE.get(contents, "normal")
 
 
 class Draw:
@@ -67,7 +83,8 @@ class Draw:
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most
         self.contents: Contents = _contents_of(index, domain)
-        self.points = tuple(points)
+        low, high = (0.0, math.inf) if domain != "moderate" else _MODERATE_POINTS
+        self.points = tuple(point for point in points if low <= point <= high)
         self._near = self.rng.gauss(0.0, 1.0)
         """What all tensors of this sample are close to, so that differences between them cancel."""
         pool = [self._size(sizes, often) for _ in range(self.rng.choice((1, 1, 2, 3)))]
@@ -93,11 +110,17 @@ class Draw:
         if self._rare is not None and self._rare >= least and self.flag():
             rare, self._rare = self._rare, None
             return rare
+        return self._common(least)
+
+    def _common(self, least: int) -> int:
         return max(least, self.rng.choice(self._pool))
 
     def shape(self, rank: int, *, least: int = 1) -> tuple[int, ...]:
-        """Draws `rank` sizes."""
-        return tuple(self.size(least=least) for _ in range(rank))
+        """Draws `rank` sizes; a special one is in any place."""
+        sizes = [self._common(least) for _ in range(rank)]
+        if self._rare is not None and self._rare >= least and self.flag(1 - 0.5**rank):
+            sizes[self.rng.randrange(rank)], self._rare = self._rare, None
+        return tuple(sizes)
 
     def integer(self, low: int, high: int) -> int:
         """Draws an integer from low to high, both included."""

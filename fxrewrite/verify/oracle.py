@@ -93,10 +93,15 @@ class Oracle:
                 error = torch.maximum(gap, torch.as_tensor(error, dtype=gap.dtype))
         return Reference(found if isinstance(found, torch.Tensor) else None, error)
 
-    def explains(self, after: fx.GraphModule, was: Any, is_now: Any) -> bool:
-        """Whether the difference of two results almost vanishes in float64, so that it is rounding."""
+    def explains(self, after: fx.GraphModule, was: Any, is_now: Any, relative: float | None = None) -> bool:
+        """Whether the difference of two results almost vanishes in float64, so that it is rounding.
+
+        With `relative`, only a difference that is as small, relative to the magnitude, or to 1 if that is smaller.
+        """
         exact = self._runs[1]
         if exact is None or not isinstance(is_now, Sequence) or not all(map(_are_finite_alike, was, is_now)):
+            return False
+        if relative is not None and _distance(was, is_now) > relative * max(1.0, self.magnitude):
             return False
         try:
             finer = self._evaluate(in_float64(after), [widened(value) for value in self._inputs()])

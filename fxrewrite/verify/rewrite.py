@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
-from fxrewrite.ops import is_virtual, tested_by
+from fxrewrite.ops import is_virtual, key, tested_by, value
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, is_size, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
 from fxrewrite.verify.compare import RulePromise
-from fxrewrite.verify.draw import Domain, Draw, Sampler
+from fxrewrite.verify.draw import Domain, Draw, Sampler, contents_within
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
@@ -46,6 +47,9 @@ _RARE = 6
 _POINTS = 32
 """Most numbers of a rule's code and graphs next to which entries are drawn."""
 _LARGEST_POINT = 1e30
+_ROUNDING = frozenset(f"aten::{name}" for name in ("round", "floor", "ceil", "trunc", "frac"))
+_HALVES = {0.5, 1.0, 2.0}
+"""Where operators that round jump, as they do at the named numbers and at half of these."""
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -159,6 +163,15 @@ def _dtype(name: str) -> torch.dtype:
     return found
 
 
+def _rounds(node: fx.Node) -> bool:
+    """Whether a call rounds to integers: by its name, or as a cast."""
+    if key(node) != "aten::to" or not node.all_input_nodes:
+        return key(node) in _ROUNDING
+    source, result = value(node.all_input_nodes[0]), value(node)
+    are_known = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
+    return are_known and source.is_floating_point() and not result.is_floating_point()
+
+
 @dataclass(slots=True)
 class _Search:
     """Proposes samples, preferring alternatives that occurred least, and counts the outcomes."""
@@ -173,6 +186,7 @@ class _Search:
     imports: tuple[str, ...]
     long_sizes: tuple[int, ...]
     points: set[float] = field(default_factory=set[float])
+    rounds: bool = False
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
     proposed: Counter[Alternative] = field(default_factory=Counter[Alternative])
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -215,7 +229,7 @@ class _Search:
             sizes=self.trials.bed.sizes if self.trials.bed is not None else self.facts.sizes,
             often=0.9 if self.trials.bed is not None else 0.4,
             long_sizes=self.long_sizes,
-            points=sorted(self.points)[:_POINTS],
+            points=self._points()[:_POINTS],
         )
 
         def choose(site: ChoiceSite) -> int:
@@ -248,6 +262,10 @@ class _Search:
         """Adds numbers next to which entries of further samples are drawn."""
         self.points.update(abs(float(n)) for n in numbers if type(n) in (int, float) and 0 < abs(n) < _LARGEST_POINT)
 
+    def _points(self) -> list[float]:
+        """Returns numbers next to which entries are drawn: those that are named; where a graph rounds, also halves."""
+        return sorted(self.points | {point / 2 for point in self.points} | _HALVES if self.rounds else self.points)
+
     def _given(self, draw: Draw) -> dict[str, Any]:
         given: Mapping[str, Any] = self.sampler(draw) if self.sampler is not None else {}
         names = {capture.name for capture in self.trials.pattern.captures}
@@ -275,6 +293,7 @@ class _Search:
         for gm in (trial.before, trial.after):
             nodes = gm.graph.nodes if gm is not None else ()
             self.name(n for node in nodes if node.op != "output" for n in pytree.tree_leaves((node.args, node.kwargs)))
+            self.rounds = self.rounds or any(map(_rounds, nodes))
         self.counts.update(proposed=1, raised=trial.raised, graded=trial.graded, drawn=trial.drawn and not trial.raised)
         for kind in {remark.kind for remark in trial.remarks}:
             number, example = self.allowed.get(kind, (0, ""))
@@ -298,7 +317,7 @@ class _Search:
 
         assert latest.sample is not None
         is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
-        _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING)
+        _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
         assert latest.sample is not None
         assert latest.before is not None
         assert latest.after is not None

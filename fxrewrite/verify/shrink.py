@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,11 +18,17 @@ _MOST_ENTRIES = 12
 """Largest tensor, in entries, whose entries are simplified one by one."""
 
 
-def shrunk(sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int) -> tuple[Sample, int]:
-    """Returns the smallest sample found for which `is_wrong` holds, and the number of trials, at most `steps`."""
+def shrunk(
+    sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int, allowed: Collection[Contents] = PLAINER
+) -> tuple[Sample, int]:
+    """Returns the smallest sample found for which `is_wrong` holds, and the number of trials, at most `steps`.
+
+    Inputs keep their contents, or get plainer ones that are `allowed`.
+    """
+    plainer: tuple[Contents, ...] = tuple(contents for contents in PLAINER if contents in allowed)
     tried = skipped = 0
     while True:
-        candidates = list(_smaller(sample))
+        candidates = list(_smaller(sample, plainer))
         for index in range(len(candidates)):
             place = (skipped + index) % len(candidates)  # candidates that failed for the previous sample come last
             if tried == steps:
@@ -35,17 +41,18 @@ def shrunk(sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int) ->
             return sample, tried
 
 
-def _smaller(sample: Sample) -> Iterator[Sample]:
+def _smaller(sample: Sample, plainer: tuple[Contents, ...]) -> Iterator[Sample]:
     """Yields samples that are one step simpler, the biggest steps first."""
     if sample.twice or sample.exposed:
         yield replace(sample, twice=False, exposed=False)
-    for contents in PLAINER[:-1]:
+    for contents in plainer:
         changed = {name: _with_contents(spec, contents) for name, spec in _free_specs(sample)}
         if any(spec is not sample.bindings[name] for name, spec in changed.items()):
             yield replace(sample, bindings={**sample.bindings, **changed})
+    yield from _halved(sample)
     yield from _with_sizes(sample)
     for name, spec in _free_specs(sample):
-        yield from (sample.with_binding(name, simpler) for simpler in _simpler_spec(spec))
+        yield from (sample.with_binding(name, simpler) for simpler in _simpler_spec(spec, plainer))
     for name, value in sample.bindings.items():
         if isinstance(value, list) and len(value) > 1 and isinstance(value[0], InputSpec):
             yield sample.with_binding(name, value[:-1])
@@ -59,6 +66,20 @@ def _free_specs(sample: Sample) -> Iterator[tuple[str, InputSpec]]:
     for name, value in sample.bindings.items():
         if isinstance(value, InputSpec) and not value.is_given:
             yield name, value
+
+
+def _halved(sample: Sample) -> Iterator[Sample]:
+    """Yields samples with half of the entries, in one row, where all tensors have as many."""
+    free = dict(_free_specs(sample))
+    shapes = {spec.shape for spec in free.values()}
+    if len(shapes) != 1 or math.prod(*shapes) < 2 or all(spec.contents in ("zeros", "ones") for spec in free.values()):
+        return
+    (shape,) = shapes
+    count, ones = math.prod(shape), (1,) * (len(shape) - 1)
+    for part in (slice(count // 2), slice(count // 2, count)):
+        rows = {name: spec.tensor().flatten()[part].reshape(*ones, -1) for name, spec in free.items()}
+        cut = {name: replace(free[name], shape=tuple(row.shape), data=row) for name, row in rows.items()}
+        yield replace(sample, bindings={**sample.bindings, **cut})
 
 
 def _with_sizes(sample: Sample) -> Iterator[Sample]:
@@ -108,12 +129,13 @@ def _with_contents(spec: InputSpec, contents: Contents) -> InputSpec:
     return spec if is_plain else replace(spec, contents=contents)
 
 
-def _simpler_spec(spec: InputSpec) -> Iterator[InputSpec]:
+def _simpler_spec(spec: InputSpec, plainer: tuple[Contents, ...]) -> Iterator[InputSpec]:
     if spec.data is None:
         if spec.layout != "contiguous":
             yield replace(spec, layout="contiguous")
-        for contents in PLAINER[: PLAINER.index(spec.contents)]:
-            yield replace(spec, contents=contents)
+        for contents in plainer:
+            if PLAINER.index(contents) < PLAINER.index(spec.contents):
+                yield replace(spec, contents=contents)
         if spec.layout == "contiguous" and math.prod(spec.shape) <= _MOST_ENTRIES and spec.contents != "zeros":
             yield replace(spec, data=spec.tensor())
         return

@@ -35,12 +35,13 @@ def outcome(function):
     torch.manual_seed(0)
     given = [x.requires_grad_(x.is_floating_point()) for x in inputs()]
     results = [torch.zeros((), requires_grad=True), *(r for r in function(*given) if r.requires_grad)]
-    weights = [torch.randn(r.shape).to(r.dtype) for r in results]
-    leaves = [x for x in given if x.requires_grad]
+    weights, leaves = [torch.randn(r.shape).to(r.dtype) for r in results], [x for x in given if x.requires_grad]
     return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
 """
 _WIDTH = 110
 """Longest line that several short ones are joined to."""
+_WIDTH_OF_RETURN = 200
+"""The same for a function that only returns something: a program of few lines is read first."""
 
 
 def snippet(
@@ -71,7 +72,7 @@ def snippet(
     tensors = [_tensor_text(spec.tensor()) for _, spec in inputs]
     joined = f"def inputs(): return [{', '.join(tensors)}]"
     if len(joined) > _WIDTH:
-        joined = "\n".join(["def inputs():", "    return [", *(f"        {text}," for text in tensors), "    ]"])
+        joined = "def inputs(): return [\n    " + ",\n    ".join(tensors) + "]"
     run = ""
     if difference.kind == "gradient":
         run = _GRADIENT_RUN
@@ -87,10 +88,11 @@ def snippet(
         run = run.replace("function(*given)", f"{runner}(function, given)")
         calls = calls if run else [f"{runner}({name}, inputs())" for name in graphs]
     shown = ["expected", "found"][: len(calls)]
-    prints = [f'print("{name + ":":10}", {value})' for name, value in zip(graphs, shown, strict=True)]
+    results = zip(graphs, shown, calls, strict=True)
+    prints = [f'print("{name + ":":10}", {value} := {call})' for name, value, call in results]
     lines = [_imports(modules), joined, *functions, *run.splitlines()]
     comment = [f"# {title}", *(f"# {line}" for line in str(difference).splitlines())]
-    return "\n".join([*comment, *lines, f"{', '.join(shown)} = {', '.join(calls)}", *prints]) + "\n"
+    return "\n".join([*comment, *lines, *prints]) + "\n"
 
 
 def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Sequence[str]) -> str:
@@ -102,7 +104,8 @@ def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Se
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    is_any_order = all(ops.is_pure(node) and not ops.is_random(node) for node in calls)
+    ordered = [node for node in calls if not ops.is_pure(node)]  # one that draws may be computed at any time
+    is_any_order = not ordered or (len(ordered) == 1 and not ops.mutates(ordered[0]))
     returned = ""
     for node in gm.graph.nodes:
         if node.op == "placeholder" or (node.op == "get_attr" and node.target in given):
@@ -114,13 +117,14 @@ def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Se
             returned = f"return {_text(node.args[0], names)}"
         else:
             text = _call_text(node, names, modules)
-            if is_any_order and len(node.users) == 1 and len(text) <= _WIDTH:
+            width = _WIDTH_OF_RETURN if any(user.op == "output" for user in node.users) else _WIDTH
+            if is_any_order and len(node.users) == 1 and len(text) <= width:
                 names[node] = text
             else:
                 names[node] = f"v{next(numbers)}"
                 lines.append(f"    {names[node]} = {text}")
     header = f"def {name}({', '.join(given)}):"
-    if not lines and len(header) + len(returned) <= _WIDTH:
+    if not lines and len(header) + len(returned) <= _WIDTH_OF_RETURN:
         return f"{header} {returned}"
     return "\n".join([header, *lines, f"    {returned}"])
 
@@ -151,12 +155,13 @@ def _target_text(target: Any, modules: dict[str, None]) -> str:
 
 
 def _imports(modules: Iterable[str]) -> str:
-    """Returns one line for each of "module" and of the modules in "module:name"."""
+    """Returns one line for all entries "module", and one for each of the modules in "module:name"."""
     names = defaultdict[str, list[str]](list)
     for module, _, name in (entry.partition(":") for entry in modules):
         names[module] += [name] if name else []
-    lines = (f"from {m} import {', '.join(sorted(of))}" if of else f"import {m}" for m, of in sorted(names.items()))
-    return "\n".join(lines)
+    plain = [module for module, of in sorted(names.items()) if not of]
+    lines = [f"import {', '.join(plain)}"] if plain else []
+    return "\n".join(lines + [f"from {m} import {', '.join(sorted(of))}" for m, of in sorted(names.items()) if of])
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:

@@ -14,8 +14,8 @@ __all__ = ["PLAINER", "Contents", "InputSpec", "MemoryLayout", "stride_of", "wit
 MemoryLayout = Literal["contiguous", "transposed", "expanded", "sliced"]
 # fmt: off
 Contents = Literal[
-    "zeros", "ones", "integers", "normal", "small", "close", "hundreds",
-    "ten_thousands", "far_from_zero", "tiny", "huge", "boundary", "special",
+    "zeros", "ones", "integers", "normal", "small", "tens", "close", "hundreds",
+    "ten_thousands", "far_from_zero", "tiny", "huge", "mixed", "boundary", "special",
 ]
 # fmt: on
 PLAINER: tuple[Contents, ...] = get_args(Contents)
@@ -23,16 +23,20 @@ PLAINER: tuple[Contents, ...] = get_args(Contents)
 _SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0)
 _SCALED: dict[Contents, tuple[float, float]] = {
     "small": (1e-4, 0.0),
+    "tens": (4.0, 16.0),
     "hundreds": (1e2, 0.0),
     "ten_thousands": (1e4, 0.0),
     "far_from_zero": (1.0, 1e6),
     "tiny": (1e-25, 0.0),
     "huge": (1e25, 0.0),
 }
-"""Scale and mean of normal entries. exp overflows from 89 on in float32 and from 710 on in float64; exp(x) - 1 cancels
-if x is small; a mean of squares minus a squared mean cancels in float32 if the mean is large; a square underflows, or
-overflows, in float32 if x is tiny, or huge.
+"""Scale and mean of normal entries; tens have one sign. exp overflows from 89 on in float32 and from 710 on in float64;
+exp(x) - 1 cancels if x is small; 1 - sigmoid(x) cancels in tens, and is 0 where x is larger; a mean of squares minus a
+squared mean cancels in float32 if the mean is large; a square underflows, or overflows, in float32 if x is tiny, or
+huge.
 """
+_TRUE = (0.5, 0.5, 0.05, 0.95, 1.0)
+"""Probabilities of True, of which a tensor of bools has one: a count of them overflows a byte only if most are."""
 _INTEGERS: dict[Contents, tuple[int, int]] = {
     "special": (0, 2),
     "ten_thousands": (-(10**4), 10**4),
@@ -53,9 +57,10 @@ class InputSpec:
         layout: "contiguous", "transposed" (the last two dimensions are swapped in memory), "expanded" (the first
             dimension with a size above 1 has stride 0) or "sliced" (every second entry, from the fourth on).
         contents: "normal"; "special" (with NaN, infinities and zeros of both signs); "integers", "ones", "zeros";
-            "small" (normal times 1e-4), "hundreds" (times 1e2), "ten_thousands" (times 1e4), "far_from_zero" (with a
-            mean of 1e6), "tiny" (times 1e-25), "huge" (times 1e25); "close" (they differ in the last place); "boundary"
-            (`points` of either sign, and what is next to them).
+            "small" (normal times 1e-4), "tens" (about 16, or about -16), "hundreds" (times 1e2), "ten_thousands" (times
+            1e4), "far_from_zero" (with a mean of 1e6), "tiny" (times 1e-25), "huge" (times 1e25); "close" (they differ
+            in the last place); "boundary" (`points` of either sign, and what is next to them);
+            "mixed" (normal, and some of these).
         seed: of the entries.
         points: numbers that the rule compares with, or that its graphs name; for "close", what entries are close to.
         bounds: the first integer that the operator takes, and the first after it that it does not; None: it takes any.
@@ -157,12 +162,14 @@ def _entries(
 ) -> torch.Tensor:
     if contents in ("ones", "zeros"):
         return torch.full((count,), int(contents == "ones"), dtype=dtype)
+    if dtype is torch.bool:
+        probability = _TRUE[int(torch.randint(0, len(_TRUE), (1,), generator=generator))]
+        return torch.rand(count, generator=generator) < probability
     if not (dtype.is_floating_point or dtype.is_complex):
-        low, high = (0, 2) if dtype is torch.bool else _INTEGERS.get(contents, (-3, 8))
-        if dtype is not torch.bool:
-            range_of = torch.iinfo(dtype)
-            low, high = (low, high) if low < range_of.max else (range_of.max // 2, range_of.max)
-            low, high = max(low, range_of.min), min(high, range_of.max)
+        low, high = _INTEGERS.get(contents, (-3, 8))
+        range_of = torch.iinfo(dtype)
+        low, high = (low, high) if low < range_of.max else (range_of.max // 2, range_of.max)
+        low, high = max(low, range_of.min), min(high, range_of.max)
         return torch.randint(low, high, (count,), generator=generator).to(dtype)
     if contents == "integers":
         return torch.randint(-3, 4, (count,), generator=generator).to(dtype)
@@ -170,16 +177,23 @@ def _entries(
     largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps  # the largest float16 is 65504
     if contents in _SCALED:
         scale, mean = _SCALED[contents]
+        if contents == "tens" and torch.rand(1, generator=generator) < 0.5:
+            mean = -mean
         return (entries * scale + mean).clamp(-largest, largest).to(dtype)
     if contents == "close" and count:
         steps = torch.randint(0, 4, (count,), generator=generator)
         base = torch.tensor(points[0] if points else 1.0, dtype=torch.float64).to(dtype).to(torch.float64)
         return (base * (1 + steps * eps)).to(dtype)
-    if contents == "boundary" and points:
+    if contents in ("boundary", "mixed") and points and count:
         chosen = torch.tensor(points, dtype=torch.float64)[torch.randint(0, len(points), (count,), generator=generator)]
-        steps = torch.tensor([0.0, eps, -eps, 0.01, -0.01], dtype=torch.float64)
+        step = 4 * eps if contents == "mixed" else eps  # x + 3 may round to 6 where x is one step from 3
+        steps = torch.tensor([0.0, step, -step, 0.01, -0.01], dtype=torch.float64)
         signs = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
         near = chosen * (1 + steps[torch.randint(0, len(steps), (count,), generator=generator)]) * signs
+        if contents == "mixed":
+            replaced = torch.rand(count, generator=generator) < 0.3
+            replaced[int(torch.randint(0, count, (1,), generator=generator))] = True
+            near = torch.where(replaced, near, entries)
         return near.clamp(-largest, largest).to(dtype)
     if contents == "special" and count:
         chosen = torch.randint(0, len(_SPECIAL), (count,), generator=generator)

@@ -20,7 +20,7 @@ from fxrewrite.match.explain import explain
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
-from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients
+from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients, relative_bound
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.held import holds, run_rewritten, with_attributes
 from fxrewrite.verify.observe import (
@@ -219,7 +219,9 @@ class Trials:
 
                 exact = oracle(backward)
                 found = compare_gradients(grads, others, names, self.promise, exact)
-                is_rounding = found and self.promise.numerics != "approximate" and exact.explains(after, grads, others)
+                bound = relative_bound(grad.dtype for grad in grads if grad is not None)
+                relative = bound if self.promise.numerics == "approximate" else None
+                is_rounding = found and exact.explains(after, grads, others, relative)
                 (rounding if is_rounding else differences).extend(found)
         else:
             graded = False

@@ -175,7 +175,34 @@ def evaluated(mesh: DeviceMesh) -> dict[str, Any]:
     return {"errors": {"result": result}, "said": said}
 
 
-CASES = {case.__name__: case for case in (trained, collectives, entered, evaluated)}
+LOSSES: list[Callable[..., Tensor]] = [
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.soft_margin_loss,
+    F.poisson_nll_loss,
+]
+
+
+def losses(mesh: DeviceMesh) -> dict[str, Any]:
+    """Losses of each element of a value in chunks, and their gradients, by every reduction."""
+    x, target = (torch.arange(2.0 * 16, dtype=torch.float64).reshape(2, 16).add(n).sin() / 3 + 0.5 for n in range(2))
+    errors: dict[str, float] = {}
+    for loss in LOSSES:
+        for reduction in ("mean", "sum", "none"):
+            alone, given = x.clone().requires_grad_(), distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+            expected, found = (loss(value, target, reduction=reduction) for value in (alone, chunked(given)))
+            expected.sum().backward()
+            found.sum().backward()
+            name = f"{loss.__name__}, {reduction}"
+            errors[name] = max(error(found, expected), error(given.grad, torch.as_tensor(alone.grad)))
+    return {"errors": errors}
+
+
+CASES = {case.__name__: case for case in (trained, collectives, entered, evaluated, losses)}
 
 
 def run(cases: list[str]) -> dict[str, Any]:

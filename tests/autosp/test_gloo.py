@@ -73,7 +73,7 @@ JOBS: dict[str, tuple[int, str, list[Any]]] = {
     "two_ranks": (2, "gloo_worker", TWO_RANKS),
     "inductor": (2, "gloo_worker", INDUCTOR),
     "wrappers_of_two": (2, "gloo_wrappers", [name for name, case in CASES.items() if case.ranks == 2]),
-    "borders_of_two": (2, "gloo_borders", ["trained", "collectives", "entered", "evaluated"]),
+    "borders_of_two": (2, "gloo_borders", ["trained", "collectives", "entered", "evaluated", "losses"]),
     "refusals": (2, "gloo_refusals", REFUSALS),
     "four_ranks": (4, "gloo_worker", FOUR_RANKS),
     "borders_of_four": (4, "gloo_borders", ["trained", "collectives"]),
@@ -360,6 +360,18 @@ def _check_borders(ranks: list[dict[str, Any]]) -> None:
         fewer = {"all_gather_into_tensor": 3, "reduce_scatter_tensor": 3, "all_to_all_single": 0, "all_reduce": 0}
         gathered, kept = found["collectives"]["gather"], found["collectives"]["dtensor"]
         assert {kind: count - kept[kind] for kind, count in gathered.items()} == fewer
+
+
+@OF_TORCH_2_12
+@pytest.mark.some(0)
+@pytest.mark.gloo
+@pytest.mark.slow
+def test_losses_of_values_in_chunks_are_those_of_one_device(borders_of_two: list[dict[str, Any]]) -> None:
+    """torch's DTensor gives the gradient of a mean as that of a rank's own mean."""
+    for rank in borders_of_two:
+        errors = rank["losses"]["errors"]
+        assert len(errors) == 24
+        assert {name: error for name, error in errors.items() if error > 1e-12} == {}
 
 
 @OF_TORCH_2_12

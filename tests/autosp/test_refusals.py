@@ -261,3 +261,59 @@ def test_buffers_are_written_to_late(length: int, dynamic: bool) -> None:
         run = run_on_ranks(program, inputs, 2)
     for outputs in run.outputs:
         torch.testing.assert_close(outputs, expected)
+
+
+def _training(backend: Any, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    model = Tiny()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **options)
+
+    def step(ids: torch.Tensor) -> torch.Tensor:
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    torch._dynamo.reset()
+    return torch.compile(step, backend=backend)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's guards
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own call
+def test_an_optimizer_that_is_compiled_with_its_model_runs_whole(foreach: bool) -> None:
+    """Dynamo breaks the graph at `backward`, and captures the parameters that the optimizer writes to as attributes."""
+    with fake_mesh((2,), ("sp",)) as mesh:
+        backend = autosp("aot_eager", mesh=mesh, compare_ranks=False)
+        step = _training(backend, foreach=foreach)
+        step(IDS)
+        step(IDS)
+    first, *others = backend.reports
+    assert first.tokens_per_rank == 16
+    assert len(others) >= 1
+    assert all("no sequence found" in str(report) for report in others)
+
+
+def test_an_optimizer_alone_has_no_sequence() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.ones(4)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with fake_mesh((2,), ("sp",)) as mesh, pytest.raises(Exception, match="the step of an optimizer, which writes to"):
+        torch.compile(optimizer.step, backend=autosp("eager", mesh=mesh))()
+
+
+def test_weights_that_are_arguments_are_parameters() -> None:
+    """Other tensors of a call may be hidden states, so that nothing tells which one has the sequence."""
+    model = Tiny()
+
+    def function(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (IDS,))
+
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    with fake_mesh((2,), ("sp",)) as mesh:
+        backend = autosp("eager", mesh=mesh)
+        with pytest.raises(Exception, match=r"as of torch\.func\.functional_call, as nn\.Parameters"):
+            torch.compile(function, backend=backend)({name: w.requires_grad_() for name, w in weights.items()})
+        torch._dynamo.reset()
+        torch.compile(function, backend=backend)({name: nn.Parameter(w) for name, w in weights.items()})
+    assert backend.reports[-1].tokens_per_rank == 16

@@ -37,6 +37,28 @@ def test_one_binding_for_every_spelling(bound: dict) -> None:
 
 
 @pytest.mark.parametrize(
+    "bound",
+    [
+        bind(F.max_pool2d, X, 3, 1),
+        bind(F.max_pool2d, X, kernel_size=(3, 3), stride=1, return_indices=False),
+        bind(F.max_pool2d, X, 3, 1, 0, 1, False),
+        bind(torch.max_pool2d, X, 3, 1),
+        bind(aten.max_pool2d.default, X, [3, 3], [1, 1]),
+    ],
+)
+def test_a_function_that_torch_dispatches_by_a_flag_is_bound_as_its_operator(bound: dict) -> None:
+    assert bound == {
+        "self": X,
+        "kernel_size": [3, 3],
+        "stride": [1, 1],
+        "padding": [0, 0],
+        "dilation": [1, 1],
+        "ceil_mode": False,
+    }
+    assert bind(F.max_pool2d, X, 3, None) == bind(aten.max_pool2d.default, X, [3, 3])
+
+
+@pytest.mark.parametrize(
     ("bound", "expected"),
     [
         (bind("view", X, 2, 3), {"self": X, "size": [2, 3]}),

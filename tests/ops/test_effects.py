@@ -93,6 +93,17 @@ def test_what_may_share_memory(node: fx.Node, view: bool) -> None:
     assert ops.is_view(node) == view
 
 
+def test_a_cast_to_another_dtype_is_a_copy() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.ones(2, device="meta")
+    same, other = graph.call_method("to", (x, torch.float32)), graph.call_method("to", (x, torch.float64))
+    assert ops.is_view(other), "nothing is known of its dtype"
+    same.meta["val"], other.meta["val"] = x.meta["val"], x.meta["val"].double()
+    assert ops.is_view(same)
+    assert not ops.is_view(other)
+
+
 def test_changes_of_torch_state_are_barriers_and_checks_are_not() -> None:
     assert ops.mutates(call(torch._C._set_grad_enabled, False))
     check = call(aten._assert_scalar.default, X, "message")

@@ -58,6 +58,13 @@ SPELLINGS = {
     ],
     "aten::split": [("split", "x", 2), (torch.split, "x", 2), (aten.split.Tensor, "x", 2)],
     "aten::cross_entropy_loss": [(F.cross_entropy, "x", "y"), (aten.cross_entropy_loss.default, "x", "y")],
+    "aten::max_pool2d": [
+        (F.max_pool2d, "x", 2),
+        (F.max_pool2d, "x", 2, None, 0, 1, False, False),
+        (torch.max_pool2d, "x", 2),
+        (aten.max_pool2d.default, "x", [2, 2]),
+    ],
+    "torch.nn.functional.max_pool2d": [(F.max_pool2d, "x", 2, None, 0, 1, False, True)],
     "aten::clamp": [(torch.clip, "x", 0, 1), ("clamp", "x", 0, 1)],
 }
 
@@ -96,7 +103,7 @@ def redistribute(x, source, destination): ...
         (operator.getitem, "operator.getitem"),
         (redistribute, f"{__name__}.redistribute"),
         (F.normalize, "torch.nn.functional.normalize"),
-        (F.max_pool2d, "torch.nn.functional.max_pool2d"),
+        (F.fractional_max_pool2d, "torch.nn.functional.fractional_max_pool2d"),
         (torch.ops.higher_order.cond, "higher_order::cond"),
     ],
 )

@@ -84,6 +84,9 @@ def test_commutative_operators_commute(key: str) -> None:
 
 
 CALLS = {
+    F.max_pool1d: [(A, 2), (A, 3, 1, 1), (A, 2, None, 0, 2)],
+    F.max_pool2d: [(A[None], 2), (A[None], (2, 3), 1, 1), (A[None], 2, None, 0, 1, True)],
+    F.max_pool3d: [(A[None, None], 1, 2), (A[None, None], (1, 2, 2), None)],
     F.elu: [(A - 0.5,), (A - 0.5, 0.5)],
     F.leaky_relu: [(A - 0.5,), (A - 0.5, 0.3)],
     F.celu: [(A - 0.5,), (A - 0.5, 0.5)],

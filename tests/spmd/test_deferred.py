@@ -138,3 +138,41 @@ def test_an_unused_one_takes_no_part_in_the_backward_pass(one_rank: Axis) -> Non
     deferred(one_rank, chunk)
     chunk.sum().backward()
     assert torch.equal(chunk.grad, torch.ones_like(WHOLE))  # pyright: ignore[reportArgumentType]
+
+
+def _loop(x: Tensor) -> Tensor:
+    total = x.new_zeros(())
+    for _ in range(2):
+        torch._dynamo.graph_break()
+        total = total + x.abs().mean() + x[:, -1].sum()
+    return total
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo's guards
+@pytest.mark.parametrize("needs_grad", [True, False])
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: x.logsumexp(-1).pow(2).mean() + x[:, -1].sum(), lambda x: x.mul_(2).sum() + x.exp().sum(), _loop],
+    ids=["reads", "writes", "loop with a break"],
+)
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x[:, :-1]], ids=["itself", "a view"])
+def test_a_function_that_is_compiled_by_itself_reads_it(
+    view: Callable[[Tensor], Tensor], function: Callable[[Tensor], Tensor], needs_grad: bool, one_rank: Axis
+) -> None:
+    """Such as a loss on `out.logits[:, :-1]`; and nothing that gathers it is compiled."""
+    graphs: list[str] = []
+
+    def record(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(gm.print_readable(print_output=False))
+        return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+    torch._dynamo.reset()
+    chunk, whole = WHOLE.clone().requires_grad_(needs_grad), WHOLE.clone().requires_grad_(needs_grad)
+    found = torch.compile(function, backend=record)(view(deferred(one_rank, chunk * 1)))
+    expected = function(view(whole * 1))
+    torch.testing.assert_close(found, expected)
+    assert not any("all_gather" in graph for graph in graphs)
+    if needs_grad:
+        found.backward()
+        expected.backward()
+        torch.testing.assert_close(chunk.grad, whole.grad)

@@ -248,8 +248,12 @@ def test_a_model_that_is_held_otherwise_is_refused(mesh: DeviceMesh) -> None:
     model = shard_parameters(Model(), TENSOR, mesh)
     with pytest.raises(FxRewriteError, match="a DTensor already"):
         shard_parameters(model, TENSOR, mesh)
-    with pytest.raises(FxRewriteError, match="Model has its parameters in shards"):
+    with pytest.raises(FxRewriteError, match="Model has its parameters in shards: train and evaluate it through"):
         model(X)
+    compiled: Any = torch.compile(model, backend=spmd(TENSOR, mesh=mesh, inner="eager"))
+    said = r"in shards: torch.compile runs it uncompiled: .* compiled 0 times already \(torch._dynamo.config"
+    with torch._dynamo.config.patch(recompile_limit=0), pytest.raises(FxRewriteError, match=said):
+        compiled(X)
 
 
 class Weighted(nn.Module):

@@ -199,12 +199,29 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
         lambda match, w, i: torch.nn.functional.embedding(torch.clamp(i, max=match["w"].meta["val"].shape[0] - 2), w),
         (where.size("w", 0, ">", 1),), {"numerics": "exact"},
     ),
+    "a threshold that the code names, among moderate values": (
+        torch.log1p(torch.exp(X)), lambda x: torch.nn.functional.softplus(x, 1.0, 5.0), (),
+        {"numerics": "approximate", "domain": "moderate"},
+    ),
+    "a half is rounded up, not to even": (
+        op("to", torch.floor(X + 0.5), torch.int32), lambda x: torch.round(x).to(torch.int32), (),
+        {"numerics": "exact", "domain": "moderate"},
+    ),
+    "a cast that rounds up first": (
+        op("to", op("to", X, torch.float32), torch.int32), lambda x: x.to(torch.int32),
+        (where.dtype("x", torch.float64),), {"numerics": "exact", "domain": "moderate"},
+    ),
+    "the difference from one cancels": (torch.sigmoid(-X), lambda x: 1.0 - torch.sigmoid(x), (), {}),
+    "most of a long row is true": (
+        torch.sum(X, -1), lambda x: torch.sum(x.to(torch.int8), -1, dtype=torch.int8).to(torch.int64),
+        (where.dtype("x", torch.bool),), {"numerics": "exact"},
+    ),
     "half precision inside": (
         torch.sum(X, -1), lambda x: torch.sum(x.to(torch.bfloat16), -1).to(torch.float32),
         (where.dtype("x", torch.float32),), {},
     ),
 }  # fmt: skip
-"""Each is true but for one detail, which moderate values and small contiguous tensors do not show."""
+"""Each is true but for one detail, which normal values and small contiguous tensors do not show."""
 
 
 @pytest.mark.parametrize("name", IN_A_DETAIL)
@@ -214,6 +231,15 @@ def test_a_rule_that_is_false_in_a_detail_is_caught(name: str) -> None:
     verdict = Rule("test.detail", Pattern((pattern,), conditions), replacement, **options).verify()
     assert verdict.counterexample is not None, str(verdict)
     assert verdict.counterexample.difference.kind in ("value", "gradient"), str(verdict)
+
+
+def test_a_counterexample_to_a_rule_of_moderate_values_is_moderate() -> None:
+    pattern, replacement, _, promises = IN_A_DETAIL["a threshold that the code names, among moderate values"]
+    verdict = Rule("test.detail", Pattern((pattern,)), replacement, **promises).verify()
+    assert verdict.counterexample is not None
+    (x,) = execute(verdict.counterexample.snippet)["inputs"]()
+    assert x.numel() == 1
+    assert 5 <= x.item() < 8
 
 
 def test_what_only_overflows_is_true_of_moderate_values() -> None:
@@ -273,16 +299,25 @@ def test_a_counterexample_is_small() -> None:
     verdict = verify(FALSE["true but for NaN and infinities"][1])
     assert verdict.counterexample is not None
     *comments, last = verdict.counterexample.snippet.splitlines()
-    assert last == 'print("rewritten:", found)'
+    assert comments[-1] == 'print("original: ", expected := original(*inputs()))'
+    assert last == 'print("rewritten:", found := rewritten(*inputs()))'
     assert str(verdict).splitlines()[2:4] == comments[:2]
     assert comments[2:-1] == [
         "import torch",
-        'def inputs(): return [torch.tensor(float("nan"), dtype=torch.float64)]',
+        'def inputs(): return [torch.tensor(float("-inf"), dtype=torch.float64)]',
         "def original(x): return (torch.ops.aten.sub.Tensor(x, x),)",
         "def rewritten(x): return (torch.ops.aten.zeros_like.default(x),)",
-        "expected, found = original(*inputs()), rewritten(*inputs())",
     ]
     assert "To reproduce: run this program, or verify(samples=2, seed=0)." in str(verdict).splitlines()
+
+
+def test_one_entry_is_left_wherever_it_was() -> None:
+    rule = rule_of(torch.relu(X), lambda x: torch.where(x == 7.5, 0.0, torch.relu(x)), where.rank("x", 2))
+    verdict = rule.verify(samples=200, terminates=False)
+    assert verdict.counterexample is not None
+    assert "[[7.5" in verdict.counterexample.snippet
+    (x,) = execute(verdict.counterexample.snippet)["inputs"]()
+    assert x.shape == (1, 1)
 
 
 def test_the_snippet_is_the_program_that_one_would_write() -> None:

@@ -101,6 +101,9 @@ TRUE: dict[str, Rule] = {
         where.size("x", -1, ">", 0),
         numerics="reassociates",
     ),
+    "a cast and back": rule_of(
+        op("to", op("to", X, torch.float32), torch.bfloat16), lambda x: x, where.dtype("x", torch.bfloat16)
+    ),
     "attention that saturates": rule_of(
         torch.matmul(torch.softmax(torch.matmul(X, Y), -1), cap("v")),
         lambda x, y, v: F.scaled_dot_product_attention(x, y.transpose(-1, -2), v, scale=1.0),
@@ -206,8 +209,26 @@ def test_half_of_the_samples_hold_fewer_sizes_than_dimensions_and_some_are_strid
     assert any(0 < m < 10 for m in greatest), "most are moderate"
 
 
+def test_the_gradient_of_a_norm_of_one_entry_is_zero_but_for_rounding() -> None:
+    normed = F.layer_norm(X, [X.shape[-1]])
+    rule = rule_of(
+        normed * cap("w") + cap("b"),
+        lambda x, w, b: F.layer_norm(x, [x.shape[-1]], w, b),
+        where.dtype("x", torch.float32),
+        where.same_dtype("x", "w", "b"),
+        *(where.parse(f"rank({name}) == 1") for name in "xwb"),
+        *(where.parse(f"size({name}, 0) == size(x, 0)") for name in "wb"),
+        where.size("x", 0, ">", 0),
+        numerics="approximate",
+    )
+    verdict = verify(rule, domain="moderate")
+    assert verdict.ok, str(verdict)
+    assert any("gradient: gradient of " in remark for remark in verdict.remarks)
+
+
 def test_moderate_values_are_finite_and_small() -> None:
-    seen = drawn(samples=64, grad=False, domain="moderate")
+    seen = drawn(samples=64, grad=False, domain="moderate", constants=[0.5, 5.0, 100.0])
+    assert any((tensor == 5).any() for tensor in seen), "numbers that the code names"
     assert all(tensor.abs().max() < 10 for tensor in seen if tensor.numel())
 
 

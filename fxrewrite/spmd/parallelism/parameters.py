@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
 
+from fxrewrite.backends import given_up
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient
@@ -86,8 +87,12 @@ def _refuse_eager(module: nn.Module, args: Any) -> None:
     """Refuse a forward pass that would mix shards with whole activations."""
     if not torch.compiler.is_compiling() and not _reads_whole.get():
         raise FxRewriteError(
-            f"{type(module).__name__} has its parameters in shards: train and evaluate it through torch.compile(model, "
-            "backend=spmd(plan, mesh=mesh)), or evaluate it with fxrewrite.spmd.whole_parameters()"
+            f"{type(module).__name__} has its parameters in shards: "
+            + (
+                given_up()
+                or "train and evaluate it through torch.compile(model, backend=spmd(plan, mesh=mesh)), or evaluate it "
+                "with fxrewrite.spmd.whole_parameters()"
+            )
         )
 
 

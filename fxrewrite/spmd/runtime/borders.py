@@ -23,10 +23,11 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._dynamo.eval_frame import skip_code
 from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
-from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +62,8 @@ class ChunkedTensor(DTensor):
             ranks = _num_chunks(placements, mesh, dim)
             if ranks > 1 and whole % ranks == 0:
                 size[dim] = local.shape[dim] * ranks
+        if any(isinstance(placed, _StridedShard) for placed in placements) and isinstance(flatten_spec[2], tuple):
+            flatten_spec = (*flatten_spec[:2], None, *flatten_spec[3:])  # an order of shards, which torch then refuses
         made = DTensor.__tensor_unflatten__(inner_tensors, flatten_spec, torch.Size(size), outer_stride)
         return _of(made, requires_grad=made.requires_grad)
 
@@ -70,11 +73,12 @@ class ChunkedTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if not torch.compiler.is_compiling():
-            args, kwargs = _with_replicas(args, kwargs)
+            return _eagerly(func, args, kwargs)  # pyright: ignore[reportCallIssue]
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -86,12 +90,29 @@ class ChunkedTensor(DTensor):
         values, named = pytree.tree_map_only(ChunkedTensor, _whole_fake if is_traced else _plain, given)
         if is_traced:
             return func(*values, **named)
-        found = _mean_loss(func, *values, **named) if func in _LOSSES else func(*values, **named)
+        if func in _LOSSES:
+            found = _mean_loss(func, *values, **named)
+        elif func in _LOSS_GRADIENTS:
+            found = _mean_loss_gradient(func, *values, **named)
+        else:
+            found = func(*values, **named)
         return pytree.tree_map_only(DTensor, _of, found)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As that of a DTensor; the result can enter a program, too."""
         return chunked(super().redistribute(*args, **kwargs))
+
+
+# Where a function runs eagerly between programs, Dynamo would compile what Python calls for each operator, and run the
+# program of one operator for the next: it does not guard which one `__torch_function__` is called for.
+skip_code(ChunkedTensor.__torch_function__.__func__.__code__)
+
+
+@torch.compiler.disable
+def _eagerly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    args, kwargs = _with_replicas(args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def check_dtensors() -> None:
@@ -147,6 +168,23 @@ def _mean_loss(func: Any, x: Any, target: Any, weight: Any, reduction: int, igno
     whole = [TorchReplicate()] * x.device_mesh.ndim
     total, labels = (n.redistribute(placements=whole) for n in func(x, target, weight, _SUM, ignore_index))
     return total / labels, labels
+
+
+_LOSS_GRADIENTS = {
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.huber_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+    aten.soft_margin_loss_backward.default,
+}
+
+
+def _mean_loss_gradient(func: Any, grad: Any, x: Any, *args: Any, **named: Any) -> Any:
+    """The gradient of a mean is that of the sum by the number of all ranks' elements; DTensor's is by a rank's own."""
+    given = dict(zip((argument.name for argument in func._schema.arguments[2:]), args, strict=False)) | named
+    if given.get("reduction", _MEAN) != _MEAN or not isinstance(x, DTensor):
+        return func(grad, x, *args, **named)
+    return func(grad, x, **given | {"reduction": _SUM}) / x.numel()
 
 
 _MEAN, _SUM = 1, 2

@@ -82,16 +82,20 @@ class DeferredGather(torch.Tensor):
         return self._memory.gathered()
 
     @classmethod
-    def __torch_function__(
+    @torch.compiler.disable
+    def __torch_function__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func in _OUTSIDE_THE_DISPATCHER:  # they read memory, which the wrapper has not
             args = pytree.tree_map_only(DeferredGather, _whole, args)
+        elif func in _OF_MEMORY:
+            args = pytree.tree_map_only(DeferredGather, DeferredGather.gathered, args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     @classmethod
+    @torch.compiler.disable
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -138,10 +142,9 @@ _OUTSIDE_THE_DISPATCHER = {
     torch.Tensor.__reduce_ex__,
     torch.Tensor.__deepcopy__,
     torch.Tensor.__format__,
-    torch.Tensor.data_ptr,
-    torch.Tensor.untyped_storage,
-    torch.Tensor.storage,
 }
+_OF_MEMORY = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
+"""What asks for the memory alone, without autograd: Dynamo does of the base of a view, where operators are fake."""
 
 
 def deferred_gather(
