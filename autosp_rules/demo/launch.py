@@ -82,6 +82,7 @@ def _run_rank(folder: Path, function: Callable[..., T], *args: Any) -> T:
     if loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     dist.init_process_group("gloo")
+    dist.barrier()  # gloo connects late: a rank that returned at once would close what another one connects to
     try:
         return function(*args)
     except Exception as error:
