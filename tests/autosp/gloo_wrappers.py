@@ -19,6 +19,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -159,6 +160,12 @@ class Case:
     ranks: int = 2
     """4 where the case is about replicas."""
     inner: str = "aot_eager"
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    """Of the wrapped model; one device has SGD."""
+
+
+def _zero1(parameters: list[nn.Parameter], lr: float) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.SGD, lr=lr)
 
 
 def _over_dp(run: Run) -> Any:
@@ -177,6 +184,7 @@ CASES: dict[str, Case] = {
     "DDP, unused parameters": Case(lambda run: _ddp(run, find_unused_parameters=True), graphs=1),
     "DDP over dp alone, accumulation, clipping": Case(_over_dp, accumulate=2, clip=0.5, graphs=1, ranks=4),
     "DDP over dp alone, gradients='mean'": Case(_over_dp, options={"gradients": "mean"}, ranks=4),
+    "DDP, optimizer states in shards": Case(_ddp, optimizer=_zero1, clip=0.5, graphs=1),
     "FSDP, accumulation, clipping": Case(_fsdp, accumulate=2, clip=0.5, graphs=1),
     "FSDP over dp alone": Case(lambda run: _fsdp(run, run.mesh["dp"]), graphs=1, ranks=4),
     "HSDP": Case(lambda run: _fsdp(run, run.mesh), graphs=1, ranks=4),
@@ -279,9 +287,9 @@ def batches(case: Case) -> list[list[dict[str, Tensor]]]:
     return [[{"input_ids": one, "labels": one.clone()} for one in micro] for micro in ids]
 
 
-def train(case: Case, step: Callable[..., Any], parameters: list[nn.Parameter], feed: Any, finish: Any) -> None:
+def train(case: Case, step: Callable[..., Any], optimizer: torch.optim.Optimizer, feed: Any, finish: Any) -> None:
     """`feed` gives the batches of a micro-step that this process computes; `finish` averages gradients, if need be."""
-    optimizer = torch.optim.SGD(parameters, lr=RATE)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     micro = batches(case)
     for at, replicas in enumerate(micro):
         is_last = at % case.accumulate == case.accumulate - 1
@@ -316,7 +324,7 @@ def compare(case: Case) -> float:
     mesh = init_device_mesh("cpu", (case.ranks // 2, 2), mesh_dim_names=("dp", "sp"))
     alone = build(case.layers)
     start = [whole(p) for p in alone.parameters()]
-    train(case, alone, list(alone.parameters()), lambda replicas: replicas, lambda: None)
+    train(case, alone, torch.optim.SGD(alone.parameters(), lr=RATE), lambda replicas: replicas, lambda: None)
     model = build(case.layers)
     backend = autosp(case.inner, mesh=mesh, **(case.options or {}))
     step = case.wrap(Run(model, mesh, backend))
@@ -329,7 +337,10 @@ def compare(case: Case) -> float:
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
 
-    train(case, step, parameters, lambda replicas: [replicas[mesh.get_local_rank("dp")]], average)
+    def feed(replicas: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        return [replicas[mesh.get_local_rank("dp")]]
+
+    train(case, step, case.optimizer(parameters, lr=RATE), feed, average)
     assert any(report.tokens_per_rank for report in backend.reports), str(backend)
     assert case.graphs in (None, len(backend.reports)), str(backend)
     with gathered(model):
