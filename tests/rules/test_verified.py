@@ -37,7 +37,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "collectives.all_to_all": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "collectives.all_reduce": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "collectives.reduce_scatter": (ON_RANKS, "../spmd/lower/test_collectives.py"),
-    "collectives.own_summand": (ON_RANKS, "../spmd/test_legal.py"),
+    "collectives.own_summand": (ON_RANKS, "../spmd/propagation/test_legal.py"),
     "biases.add_after_linear": (WITH_LAYOUT, "fusions/test_biases.py"),
     "biases.add_after_mm": (WITH_LAYOUT, "fusions/test_biases.py"),
     "collectives.clear_padding": (ON_RANKS, "../autosp/test_lengths.py"),

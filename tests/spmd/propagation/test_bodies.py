@@ -19,7 +19,7 @@ from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.one_device import captured
 from tests.capture.test_custom_backward import Thrice
-from tests.spmd.test_propagate import IDS, Body, check, gathers
+from tests.spmd.propagation.test_propagate import IDS, Body, check, gathers
 
 # Dynamo makes the context of a custom function by calling its class, which torch warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

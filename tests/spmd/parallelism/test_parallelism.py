@@ -346,7 +346,7 @@ def test_a_page_shows_the_method() -> None:
 @pytest.mark.gloo
 def test_on_real_processes(tmp_path: Path) -> None:
     """Steps of training equal those of one device; so do evaluation, and a checkpoint resumed on another mesh."""
-    for text in launch("../spmd/parallel_worker.py", "", 4, tmp_path):
+    for text in launch("../spmd/parallelism/parallel_worker.py", "", 4, tmp_path):
         cells = json.loads(text)
         weights, values, sizes = cells.pop("ranks that differ")["said"]
         assert "differ in parameter down_proj.weight of call 1" in weights

@@ -35,7 +35,7 @@ from fxrewrite.testing import explain_placement, fake_mesh, simulate
 from rules.parallel import DATA, ZERO2, ZERO3
 from rules.parallel.heads import WHOLE_HEADS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
-from tests.spmd.test_accumulate import Sent
+from tests.spmd.parallelism.test_accumulate import Sent
 
 
 class Block(nn.Module):

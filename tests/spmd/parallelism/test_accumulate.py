@@ -30,7 +30,7 @@ from fxrewrite.spmd import no_sync, reduce_gradients, shard_parameters, spmd
 from fxrewrite.spmd.parallelism.accumulate import is_unreduced
 from fxrewrite.testing import fake_mesh
 from rules.parallel import DATA, ZERO2, ZERO3
-from tests.spmd.test_parallelism import TENSOR, Autocast, Model
+from tests.spmd.parallelism.test_parallelism import TENSOR, Autocast, Model
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from torch import fx, nn
 from fxrewrite import Edit, FxRewriteError, Report
 from fxrewrite.spmd import LocalizeShapes, PropagatePlacements
 from rules.layouts import LAYOUTS
-from tests.spmd.on_ranks import on_ranks
+from tests.spmd.propagation.on_ranks import on_ranks
 
 IDS = torch.arange(32).reshape(2, 16) % 8
 

@@ -29,7 +29,7 @@ from fxrewrite.spmd import (
 from rules.layouts import LAYOUTS
 
 aten = torch.ops.aten
-DOCUMENT = Path(__file__).parents[2] / "docs" / "layouts.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "layouts.md"
 KNOWN: list[tuple[Any, str | None, str]] = [
     (aten.relu, None, "n... -> n..."),
     (aten.add, None, "n..., n... -> n..."),

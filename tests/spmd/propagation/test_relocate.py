@@ -14,7 +14,7 @@ from autosp_rules.transform import transform
 from fxrewrite.backends import capture
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import Axis
-from tests.spmd.on_ranks import on_ranks
+from tests.spmd.propagation.on_ranks import on_ranks
 
 HIDDEN, ITEM = 8, 8
 """Features of a token, and bytes of one of them."""
