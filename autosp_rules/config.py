@@ -163,6 +163,11 @@ class AutoSPConfig(BaseModel):
     def _bytes(cls, value: Any) -> int | None:
         return None if value is None else bytes_from(value)
 
+    @field_validator("checkpoint", "loss_tile", "mlp_tile", mode="before")
+    @classmethod
+    def _bytes_as_text(cls, value: Any) -> Any:
+        return bytes_from(value) if isinstance(value, str) and value[:1].isdigit() else value
+
     @field_validator("rules", mode="before")
     @classmethod
     def _listed_rules(cls, value: Any) -> tuple[Any, ...]:
