@@ -22,6 +22,7 @@ from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, tr
 from fxrewrite import FxRewriteError, graph_text
 from fxrewrite.backends import (
     OVERLAP,
+    RECOMPUTE_LATE,
     capture,
     compile_regions,
     find_backend,
@@ -73,7 +74,7 @@ class AutoSPBackend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
-        compile_inner = self._inner(**options)
+        compile_whole = self._inner(**options)
         with raised_as_autosp_error():
             refuse_precompile()
             axis = axis_of(self.mesh, self.config.axis)
@@ -82,7 +83,7 @@ class AutoSPBackend:
         # One rank, or evaluation: compile the graph unchanged.
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
-            run = compile_inner(gm, crossing.examples(gm, example_inputs))
+            run = compile_whole(gm, crossing.examples(gm, example_inputs))
             return (lambda *inputs: run(*crossing.entered(inputs))) if crossing.entries else run
         _refuse_dtensors(gm)
         border = _border(gm, crossing)
@@ -105,16 +106,18 @@ class AutoSPBackend:
                 raise
             self._report_whole(axis, border)
             whole = WholeProgram(gm, self.config, axis, border, self._whole_calls, self._refuse_no_sequence)
-            whole.run = compile_inner(gm, crossing.examples(gm, example_inputs))
+            whole.run = compile_whole(gm, crossing.examples(gm, example_inputs))
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
-        text = f"{_order_of(self.config)}\n{checkpoint_text(program)}{graph_text(program)}"
+        recomputed = checkpoint_text(program)
+        text = f"{_order_of(self.config)}\n{recomputed}{graph_text(program)}"
         with raised_as_autosp_error():
             agree(axis, text, timeout=self.config.timeout)
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
         self._programs.append(sharded)
         fix_rank(program)
+        compile_inner = self._inner(**options, recomputes=bool(recomputed))
         try:
             examples = crossing.examples(program, example_inputs)
             if self.config.regions == "once":
@@ -177,9 +180,13 @@ class AutoSPBackend:
             rows += [f"  {report.graph_break}: {report.bytes_gathered_at_break:,} bytes" for report in breaks]
         return "\n".join(rows)
 
-    def _inner(self, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    def _inner(
+        self, *, mode: str | None = None, options: Mapping[str, Any] | None = None, recomputes: bool = False
+    ) -> Callable[..., Any]:
         if self.config.overlap:
             options = {**OVERLAP, **(options or {})}
+        if recomputes and self.config.inner == "inductor":
+            options = {**RECOMPUTE_LATE, **(options or {})}
         return inner_compiler(self.config.inner, mode=mode, options=options)
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fxrewrite.backends.forms import decomposed_in as decomposed_in, forms as forms
     from fxrewrite.backends.inductor import (
         OVERLAP as OVERLAP,
+        RECOMPUTE_LATE as RECOMPUTE_LATE,
         GraphPass as GraphPass,
         Slot as Slot,
         installed as installed,

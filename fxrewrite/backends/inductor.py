@@ -33,7 +33,7 @@ from fxrewrite.errors import FxRewriteError, InvariantError
 from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.torch_versions import PickledByUuid, passes_of_slot
 
-__all__ = ["OVERLAP", "SLOTS", "GraphPass", "Slot", "installed"]
+__all__ = ["OVERLAP", "RECOMPUTE_LATE", "SLOTS", "GraphPass", "Slot", "installed"]
 
 _log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -61,6 +61,12 @@ OVERLAP: Mapping[str, Any] = MappingProxyType(
 """Options of `torch.compile` with which collectives start early and are waited for late, without more peak memory.
 
 Source: PyTorch, torch/_inductor/config.py, which recommends these passes in this order.
+"""
+RECOMPUTE_LATE: Mapping[str, Any] = MappingProxyType({"score_fusion_memory_threshold": 2**14})
+"""Options of `torch.compile` with which kernels are not fused that share less than 16 KiB of what they read or write.
+
+Otherwise inductor fuses a kernel of a layer's backward pass with one that recomputes the layer below, as soon as both
+read a table of frequencies of a few numbers, and then holds both layers at once.
 """
 
 

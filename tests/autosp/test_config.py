@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
 from autosp_rules import AutoSPConfig, AutoSPError, autosp
-from fxrewrite.backends import OVERLAP
+from fxrewrite.backends import OVERLAP, RECOMPUTE_LATE
 from fxrewrite.testing import fake_mesh
 
 NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -74,11 +74,13 @@ def test_an_inner_backend_that_does_not_exist_is_refused_at_once() -> None:
         autosp("indutcor")
 
 
-def test_overlap_is_set_for_what_this_backend_compiles_and_nothing_else() -> None:
+def test_options_of_inductor_are_set_for_what_this_backend_compiles_and_nothing_else() -> None:
     before = torch._inductor.config.reorder_for_compute_comm_overlap
     compiler = autosp(overlap=True)._inner(options={"max_autotune": True})
     assert compiler.config == {**OVERLAP, "max_autotune": True}
     assert not autosp()._inner().config
+    assert autosp()._inner(recomputes=True).config == RECOMPUTE_LATE
+    assert autosp()._inner(recomputes=True, options={"score_fusion_memory_threshold": 10}).config != RECOMPUTE_LATE
     assert before is torch._inductor.config.reorder_for_compute_comm_overlap is False
 
 
