@@ -20,7 +20,7 @@ def input_name(placeholder: fx.Node) -> str:
     Dynamo says where an input comes from; in the placeholder's name, which is read where that is lost, the path is in
     lower case: `L_self_modules_layers_modules_0_..._parameters_weight_`, with `G_` where the model is a global of the
     compiled function. Inputs of other graphs keep their names. A symbolic size is named by its symbol. An input that
-    is known as an argument of a module (`meta["argument"]`) has its name.
+    is known by a name in the model (`meta["argument"]`) has it.
     """
     if argument := placeholder.meta.get("argument"):
         return argument

@@ -108,7 +108,7 @@ class SpmdBackend:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
-        dtensors = without_whole(gm)
+        dtensors = without_whole(gm, example_inputs)
         crossing = Crossing(entering(gm, example_inputs, self._shared), self._shared)
         self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
         chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import fx, nn
@@ -96,6 +97,10 @@ def _refuse_eager(module: nn.Module, args: Any) -> None:
         )
 
 
+_SHARDED: WeakSet[nn.Module] = WeakSet()
+"""Models whose parameters are in shards, which know the qualified names of those."""
+
+
 def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> M:
     """The same module, each parameter of which is a DTensor that holds what the plan says, in place.
 
@@ -140,6 +145,7 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
             held_here = {name: placements[parameter] for name, parameter in own.items()}
             module.register_load_state_dict_pre_hook(partial(_load_whole, held_here))
     model.register_forward_pre_hook(_refuse_eager)
+    _SHARDED.add(model)
     join_arguments(model, stated_arguments(plan, mesh))
     model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
     return model
@@ -334,8 +340,11 @@ def _filled_up(held: torch.Tensor, size: torch.Size) -> torch.Tensor:
     return filled
 
 
-def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
+def without_whole(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int, DTensor]:
     """Afterwards the graph, as Dynamo captured it, starts from whole values of the parameters.
+
+    They have the names that they have in the model. Dynamo's are relative to the module whose forward it captured, and
+    where the graph breaks, that is a part of the model.
 
     Returns:
         the parameters that are DTensors when the program is called, by position, as Dynamo traced them.
@@ -344,11 +353,14 @@ def without_whole(gm: fx.GraphModule) -> dict[int, DTensor]:
         FxRewriteError: a DTensor is read otherwise than through `whole`.
     """
     found: dict[int, DTensor] = {}
+    names = {id(p): of[0] for model in list(_SHARDED) for p, of in _names(model).items()}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         held = node.meta.get("example_value")
         if not isinstance(held, DTensor) or isinstance(held, ChunkedTensor):
             continue
         found[position] = held
+        if name := names.get(id(example_inputs[position])):
+            node.meta["argument"] = name
         value = _read_whole(gm, node)
         if value is not None:
             node.meta["example_value"] = value.detach().requires_grad_(held.requires_grad)
