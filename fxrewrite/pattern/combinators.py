@@ -94,7 +94,7 @@ def captures_of(function: Callable[..., Any]) -> tuple[Capture, ...]:
         if parameter.default is not parameter.empty:
             raise RuleDefinitionError(
                 f"pattern {name}: parameter {parameter.name} is a capture, and its default {parameter.default!r} is "
-                f"not read; write that value in the pattern, or {parameter.name}: Literal to capture whatever value is there"
+                f"not read; write that value in the pattern, or {parameter.name}: Literal to capture any value"
             )
         captures.append(Capture(parameter.name, kind))
     return tuple(captures)
