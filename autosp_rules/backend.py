@@ -220,7 +220,11 @@ def dry_run(
     Raises:
         AutoSPError: the model cannot be run exactly, or cannot be called so; `num_ranks` is not an int of 1 or more.
     """
-    config = config or AutoSPConfig()
+    config = AutoSPConfig() if config is None else config
+    if not isinstance(config, AutoSPConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise AutoSPError.of(f"config is a {type(config).__name__}", hint="pass an AutoSPConfig(...)")
+    if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]
+        raise AutoSPError.of(f"the model is a {type(model).__name__}", hint="pass a module or a function")
     try:
         axis, gm = Axis(config.axis, num_ranks), capture(model, inputs)
     except FxRewriteError as error:

@@ -148,7 +148,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         RuleSet(
             "canonicalize",
             *(NORMAL_FORMS, LOSSES, ATTENTION_UNBIASED),
-            *((RuleSet("own_rules", *config.rules),) if config.rules else ()),
+            *_own_rules(config),
             *(MASKS, RAISE_ATTENTION, SHARE_HEADS, DeadCode()),
             gives=(CANONICAL,),
         ),
@@ -183,6 +183,13 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         *((staged(SKIP_ALL_BUT_LAST, needs=(CHECKPOINTS,)),) if config.skip_all_but_last_attention else ()),
         atomic=True,
     )
+
+
+def _own_rules(config: AutoSPConfig) -> tuple[RuleSet, ...]:
+    """The rules of the user, and attention again, in the spellings that these give."""
+    if not config.rules:
+        return ()
+    return RuleSet("own_rules", *config.rules), RuleSet("attention_of_own_rules", ATTENTION_UNBIASED)
 
 
 def _memory(config: AutoSPConfig) -> tuple[RuleSet | Step, ...]:

@@ -301,7 +301,9 @@ class _Tracing:
             return None
         dim = trace.dim if trace.dim is not None else len(shape) - 1
         pairs = sum(is_same_size(size, shape[dim]) for size in shape[1:]) > 1  # an id for each pair of tokens
-        if pairs or is_same_size(shape[dim], 1):  # or one id for a whole sequence: a language, a task
+        if (
+            pairs or is_same_size(shape[dim], 1) or _is_empty(shape)
+        ):  # or one id for a whole sequence: a language, a task
             return None
         return Start(node, node, ids, dim)
 
@@ -311,12 +313,16 @@ class _Tracing:
         while len(_shape(value)) == 2 and has_trait(value, *_SAME_NUMBERS):
             reader, value = value, value.all_input_nodes[0]
         shape, trace = _shape(value), self._trace(value)
-        if trace.origin != Origin.CALL or len(shape) != 3 or not _is_floating(value):
+        if trace.origin != Origin.CALL or len(shape) != 3 or not _is_floating(value) or _is_empty(shape):
             return None
         if any(self._trace(other).origin != Origin.MODEL for other in others):
             return None
         likely = (trace.dim if trace.dim in (0, 1) else 1, 0)
         return next((Start(node, reader, value, dim) for dim in likely if not is_same_size(shape[dim], 1)), None)
+
+
+def _is_empty(shape: Sequence[Size]) -> bool:
+    return any(is_same_size(size, 0) for size in shape)
 
 
 def _is_one_token(edit: Edit) -> bool:

@@ -153,7 +153,8 @@ class Rule:
             RuleDefinitionError: the rule has none.
         """
         if self._replacement is None:
-            raise RuleDefinitionError(f"rule {self.id} has no replacement; write one with @{self.id}.replacement")
+            name = self.id.rpartition(".")[2]
+            raise RuleDefinitionError(f"rule {self.id} has no replacement; write one with @{name}.replacement")
         return self._replacement
 
     def explain(self, gm: fx.GraphModule) -> Explanation:

@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from fxrewrite import FxRewriteError, Pattern, Rule, RuleSet, cap, op, rule
-from fxrewrite.spmd import LayoutRule
+from fxrewrite.backends import capture
+from fxrewrite.spmd import LayoutRule, Parallelism, Shard, param, sends
+from fxrewrite.testing import simulate
 
 NEG = Pattern((op("neg", cap("x")),))
 DROP = Rule("signs.drop_two", Pattern((op("neg", op("neg", cap("x"))),)), lambda x: x)
@@ -45,6 +47,13 @@ class Reads:
 
 def layout_rule(op: str, notation: str, **options: Any) -> LayoutRule:
     return LayoutRule("mine.rule", (op,), notation, **options)
+
+
+MINE = Parallelism("mine", axis="tp")
+
+
+def simulated(plan: Any, mesh: Any) -> object:
+    return simulate(torch.nn.Linear(2, 2), {"input": torch.rand(2, 2)}, plan, mesh)
 
 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
@@ -131,6 +140,51 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a layout rule of no argument": (
         lambda: layout_rule("aten::view", "b... -> b...", shape_arg="shape"),
         "layout rule mine.rule: aten::view has no argument 'shape'; it has self, size",
+    ),
+    "a default of a capture": (
+        lambda: rule("signs.scaled")(lambda x, k=2: torch.neg(x) * k),
+        "parameter k is a capture, and its default 2 is not read; write that value in the pattern, or k: Literal",
+    ),
+    "a layout rule of an overload": (
+        lambda: LayoutRule("mine.rule", (torch.ops.aten.relu.default,), "b... -> b..."),
+        r'layout rule mine.rule: ops has <OpOverload\(.*; an operator is named, "aten::relu"',
+    ),
+    "a layout rule that says nothing": (
+        lambda: LayoutRule("mine.rule", ("aten::relu",), None),
+        "layout rule mine.rule: None is neither a notation nor a function of a call",
+    ),
+    "a layout rule without a name": (
+        lambda: LayoutRule("", ("aten::relu",), "b... -> b..."),
+        "a layout rule has a name, as in layout.relu, not ''",
+    ),
+    "padding that is not zeros": (
+        lambda: layout_rule("aten::relu", "b... -> b...", neutral="zero"),
+        "layout rule mine.rule: neutral='zero' is neither 'zeros' nor a function",
+    ),
+    "a move to an index that is not there": (
+        lambda: layout_rule("aten::relu", "b !s -> b s", move_to=("h",)),
+        "layout rule mine.rule: move_to names 'h', and no operand of 'b !s -> b s' has it",
+    ),
+    "a parallelism over no axis": (
+        lambda: Parallelism("mine", axis=None),
+        "a parallelism has a name and the name of its axis, not axis=None",
+    ),
+    "a plan that is a list": (lambda: simulated([MINE], {"tp": 2}), "the plan is a list; pass a Parallelism, or sev"),
+    "a mesh that is a number": (lambda: simulated(MINE, 2), "the mesh is a int; pass a DeviceMesh, or for simulated"),
+    "a mesh without numbers": (lambda: simulated(MINE, {"tp": "2"}), "'2' is no number of ranks; pass an int"),
+    "a glob that is None": (lambda: param(None), r"param\(None\): a glob is a text, as in param\('"),
+    "a dimension that is a text": (
+        lambda: simulated(Parallelism("mine", axis="tp", place={param("weight"): Shard("0")}), {"tp": 2}),
+        r"weight: Shard\('0'\): a dimension is an int",
+    ),
+    "a number of collectives that is a text": (
+        lambda: sends(all_reduce="1"),
+        "sends: all_reduce='1' is not a number of collectives",
+    ),
+    "capture of a number": (lambda: capture(3, {}), "the model is a int; pass a module or a function"),
+    "capture of a model that raises": (
+        lambda: capture(torch.nn.Linear(3, 3), {"input": torch.rand(2, 4)}),
+        r"the model raises on these inputs: RuntimeError\('a and b must have same reduction dim.*'\)",
     ),
     "a layout rule of a text": (
         lambda: LayoutRule("mine.rule", "aten::relu", "b... -> b..."),  # pyright: ignore[reportArgumentType]

@@ -112,14 +112,15 @@ def test_two_providers_of_one_id_are_both_named() -> None:
 
 
 def test_sets_that_share_a_rule_are_used_together() -> None:
-    """As NORMAL_FORMS and ATTENTION: their counts add up. In one set a rule is once."""
-    shared = swap("relu", "exp")
+    """As NORMAL_FORMS and ATTENTION: their counts add up. In one set a rule or a step is once."""
+    shared, step = swap("relu", "exp"), Tag("tag")
     again = RuleSet("t", swap("tanh", "relu"), RuleSet("u", shared))
     gm = traced(lambda x: torch.tanh(torch.relu(x)))
     report = RuleSet("s", RuleSet("r", shared), again).apply(gm)
     assert names(gm) == ["exp", "exp"]
     assert report[shared.id].rewrites == 2
-    for members in ((shared, shared), (again, again)):
+    RuleSet("s", RuleSet("r", step), RuleSet("t", step))
+    for members in ((shared, shared), (again, again), (step, step)):
         with pytest.raises(RuleDefinitionError, match="is defined twice"):
             RuleSet("s", *members)
 

@@ -299,7 +299,7 @@ def _cost(call: AttentionCall, axis: Axis, per_group: int) -> Price:
     """Returns the cost: keys of a group go around the ring, q, k, v and the result are exchanged, dk and dv return in
     float32."""
     num_groups, heads = axis.size // per_group, math.lcm(size_hint(call.kv_heads), per_group)
-    share, halves = _rows(call, axis) / size_hint(call.q.shape[2]), _halves(call, axis, per_group)
+    share, halves = _rows(call, axis) / max(1, size_hint(call.q.shape[2])), _halves(call, axis, per_group)
     qo, chunk = call.qo_bytes * share, call.kv_bytes(heads) * share  # U times the rows, 1 / U of the heads
     to_heads = collective_bytes("all_to_all", qo + chunk, per_group)
     to_halves = qo + chunk if halves == "traded" else 0

@@ -57,7 +57,7 @@ class AttentionCall:
         q, k, v, mask, sinks, dropout_p, is_causal, _, enable_gqa = bind(node).values()
         q, k, v = (x.meta["val"] for x in (q, k, v))
         # In a sequence `longer` times as long, a token sends as much but computes `longer` times as much.
-        longer = planned_size(k.shape[-2]) / size_hint(k.shape[-2])
+        longer = planned_size(k.shape[-2]) / max(1, size_hint(k.shape[-2]))  # it may be empty
         hides, flops = hides_later_keys(node), ATTENTION_PASSES * attention_flops(node, size_hint) * longer
         return AttentionCall(q, k, v, mask, sinks, dropout_p, is_causal, enable_gqa, hides, flops)
 

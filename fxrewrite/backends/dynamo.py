@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 from torch import fx
 from torch._dynamo import lookup_backend
-from torch._dynamo.exc import InvalidBackend
+from torch._dynamo.exc import InvalidBackend, TorchRuntimeError
 from torch._dynamo.source import EphemeralSource
 
 from fxrewrite.backends.outputs import Apply, rewrite
@@ -62,8 +63,10 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
     Sizes are symbols where they are marked as dynamic, and nowhere else, whatever was compiled before.
 
     Raises:
-        FxRewriteError: the model does not compile to one graph; has Dynamo's reason.
+        FxRewriteError: the model raises on these inputs, or does not compile to one graph; has Dynamo's reason.
     """
+    if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]
+        raise FxRewriteError(f"the model is a {type(model).__name__}; pass a module or a function")
     graphs: list[fx.GraphModule] = []
 
     def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -77,9 +80,21 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
             torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
         if not graphs:
+            if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, TorchRuntimeError):
+                line = _user_line(error)
+                raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
             hint = graph_break_hint(str(error))
             raise FxRewriteError(f"the model does not compile to one graph: {_first_line(error)}; {hint}") from error
     return graphs[0]
+
+
+_FROM_MODEL = re.compile(r"\bgot ([A-Z]\w*\(.*\))$", re.MULTILINE)
+"""What an operator raised on fake tensors, in Dynamo's message."""
+
+
+def _user_line(error: TorchRuntimeError) -> str:
+    own = [frame for frame in error.real_stack or () if not frame.filename.startswith(_WRAPPERS[0])]
+    return f" at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno}" if own else ""
 
 
 class _Captured(Exception):  # noqa: N818  # not an error: the way in which a backend can end a compilation

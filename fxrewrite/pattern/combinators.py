@@ -75,7 +75,7 @@ def captures_of(function: Callable[..., Any]) -> tuple[Capture, ...]:
     """Returns the captures that the parameters of a pattern function are.
 
     Raises:
-        RuleDefinitionError: an annotation is not supported, or the function has no signature.
+        RuleDefinitionError: an annotation or a default is not supported, or the function has no signature.
     """
     name = getattr(function, "__qualname__", repr(function))
     try:
@@ -90,6 +90,11 @@ def captures_of(function: Callable[..., Any]) -> tuple[Capture, ...]:
         if kind is None or parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise RuleDefinitionError(
                 f"pattern {name}: parameter {parameter} must be plain, or annotated Literal, Maybe, Param or Any"
+            )
+        if parameter.default is not parameter.empty:
+            raise RuleDefinitionError(
+                f"pattern {name}: parameter {parameter.name} is a capture, and its default {parameter.default!r} is "
+                f"not read; write that value in the pattern, or {parameter.name}: Literal to capture any value"
             )
         captures.append(Capture(parameter.name, kind))
     return tuple(captures)

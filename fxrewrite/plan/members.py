@@ -63,8 +63,7 @@ class MemberSet:
         for member, provider in self.leaves():
             label = label_of(member)
             first, place = seen.get(label, (None, ""))
-            is_shared = first is member and isinstance(member, Rule) and not is_repeated
-            if first is not None and not is_shared:
+            if first is not None and (first is not member or is_repeated):
                 raise RuleDefinitionError(f"set {self.name}: {label} is defined twice, in {place} and in {provider}")
             seen[label] = member, provider
 

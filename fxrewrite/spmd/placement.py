@@ -172,6 +172,8 @@ def check_placement(placement: object, shape: Sequence[Size], of: str) -> None:
     """
     if not isinstance(placement, (Replicate, Shard, Partial)):
         raise MisstatedError(f"{of}: {placement!r} is no placement; there are Replicate(), Shard(dim) and Partial()")
+    if isinstance(placement, Shard) and not isinstance(placement.dim, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MisstatedError(f"{of}: Shard({placement.dim!r}): a dimension is an int, counted from the front, from 0")
     if isinstance(placement, Shard) and placement.dim not in range(len(shape)):
         raise MisstatedError(
             f"{of}: {placement} of a value with {len(shape)} dimensions; a dimension is counted from the front, from 0"

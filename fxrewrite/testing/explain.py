@@ -44,7 +44,7 @@ def explain_placement(
         FxRewriteError: the glob names nothing; says the nearest names. Or the plan refuses the model before any value
             has a placement.
     """
-    check_axes(plan, tuple(mesh))
+    check_axes(plan, mesh)
     program = normalized(captured_call(model, inputs, plan, mesh).program)
     found: list[str] = []
 

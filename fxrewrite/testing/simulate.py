@@ -78,7 +78,7 @@ def simulate(
     Raises:
         FxRewriteError: the plan does not fit the model, or an axis of the plan has no size.
     """
-    check_axes(plan, tuple(mesh))
+    check_axes(plan, mesh)
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
     call = captured_call(model, inputs, plan, mesh)
     given, names, called_with = call.given, call.names, call.is_cut

@@ -16,7 +16,7 @@ from autosp_rules import AutoSPConfig, AutoSPError, dry_run
 from autosp_rules.events import AttentionRuns
 from autosp_rules.rule_set import layouts_with
 from fxrewrite import RuleSet, refuse, rule
-from fxrewrite.spmd import LayoutRule, LayoutRules
+from fxrewrite.spmd import IndexMap, LayoutRule, LayoutRules
 from tests.autosp.one_device import assert_equal_to_one_device
 
 
@@ -101,6 +101,51 @@ def test_an_own_layout_rule_shards_an_own_operator() -> None:
         assert not gathered(assert_equal_to_one_device(model, inputs, config=AutoSPConfig(layouts=rules)))
 
 
+def _fails(call: Any) -> Any:
+    return call.args["axis"]
+
+
+@pytest.mark.parametrize(
+    ("says", "why"),
+    [
+        ("b... !s -> b... s", "leaves free what the call names as its dim"),
+        ("b !s d -> b s", "that has other ranks or sizes"),
+        ("b !s d -> b d s", "that has other ranks or sizes"),
+    ],
+)
+def test_a_notation_that_a_call_does_not_fit_is_not_used(says: str, why: str) -> None:
+    """It would shard what the operator runs along, or say which dimension of the result is sharded, and be wrong."""
+
+    class Renormed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.up = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.up(torch.renorm(self.embed(input_ids), 2.0, 0, 1.0)).square().mean()
+
+    config = AutoSPConfig(layouts=[LayoutRule("own.renorm", ("aten::renorm",), says)])
+    report = assert_equal_to_one_device(Renormed().double(), {"input_ids": IDS}, config=config)
+    (line,) = (line for line in report.lines if line.startswith("gathered") and "renorm" in line)
+    assert f"aten::renorm does not fit its layout rule own.renorm, {says}: " in line
+    assert why in line
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (_fails, "raised KeyError: 'axis'"),
+        (lambda call: "a... -> a...", "gave 'a... -> a...'; it gives an IndexMap, or None where it cannot tell"),
+        (lambda call: IndexMap((), ((),), {}), r"gave indices of \[\] dimensions; its operands have \[3\]"),
+    ],
+)
+def test_a_function_of_a_layout_rule_that_fails_is_named(function: Any, said: str) -> None:
+    config = AutoSPConfig(layouts=[LayoutRule("own.gate", ("own_rules::gate",), function)])
+    message = rf"layout rule own\.gate: its function, for own_rules::gate at %gate, {said}"
+    with pytest.raises(AutoSPError, match=message):
+        dry_run(Gated(fused=True), {"input_ids": IDS}, num_ranks=2, config=config)
+
+
 @rule("own.fuse_temperature", numerics="reassociates", where=["rank(q) == 4", "rank(t) == 3", "size(t, -1) == 1"])
 def fuse_temperature(q, k, v, t, mask):
     scores = torch.matmul(q, k.transpose(-2, -1)) * t + mask
@@ -134,6 +179,38 @@ def test_attention_that_an_own_rule_finds_is_served_like_any_other() -> None:
     )  # which takes no mask that is added, unless it is read
     report = assert_equal_to_one_device(Cosine().double(), {"input_ids": IDS}, config=config)
     assert [event.strategy for event in report.events_of(AttentionRuns)] == ["ring"]
+
+
+@rule("own.to_softmax", numerics="approximate", domain="finite", where=["size(x, -1) > 0"])
+def to_softmax(x):
+    return torch.exp(x - torch.logsumexp(x, -1, keepdim=True))
+
+
+@to_softmax.replacement
+def _(x):
+    """softmax(x)"""
+    return torch.softmax(x, -1)
+
+
+class ByLogSumExp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(16, 8), nn.Linear(8, 24)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (2, 4)) for x in self.qkv(self.embed(input_ids)).chunk(3, -1))
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k * 0.5)
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+        weights = torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True))
+        return torch.einsum("bhqk,bkhd->bqhd", weights, v).square().mean()
+
+
+def test_an_own_rule_may_give_a_spelling_of_attention_that_is_known() -> None:
+    assert to_softmax.verify(samples=8).ok
+    model, inputs = ByLogSumExp().double(), {"input_ids": IDS}
+    assert not assert_equal_to_one_device(model, inputs).events_of(AttentionRuns)
+    report = assert_equal_to_one_device(model, inputs, ranks=(2,), config=AutoSPConfig(rules=to_softmax))
+    assert [event.strategy for event in report.events_of(AttentionRuns)] == ["ulysses"]
 
 
 def test_own_rules_run_before_anything_is_sharded() -> None:
@@ -184,7 +261,7 @@ def test_registered_layout_rules_are_read(tmp_path: Path, monkeypatch: pytest.Mo
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-gate\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[fxrewrite.layouts]\nown = own_gate_layouts:LAYOUTS\n")
     (tmp_path / "own_gate_layouts.py").write_text(
-        "from fxrewrite.spmd import LayoutRule, LayoutRules\n"
+        "from fxrewrite.spmd import IndexMap, LayoutRule, LayoutRules\n"
         "LAYOUTS = LayoutRules([LayoutRule('own.gate', ('own_rules::gate',), 'a... -> a...')])\n"
     )
     monkeypatch.syspath_prepend(tmp_path)

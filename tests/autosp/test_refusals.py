@@ -185,6 +185,17 @@ def test_number_of_ranks(num_ranks: Any) -> None:
         run_on_ranks(torch.fx.symbolic_trace(nn.ReLU()), [torch.ones(2)], num_ranks)
 
 
+def test_what_is_no_model_no_configuration_and_no_sequence() -> None:
+    for model, config, message in (
+        ("llama", None, "the model is a str; pass a module or a function"),
+        (Tiny(), {"strict": True}, r"config is a dict; pass an AutoSPConfig"),
+    ):
+        with pytest.raises(AutoSPError, match=message):
+            dry_run(model, {"ids": IDS}, num_ranks=2, config=config)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(AutoSPError, match="no sequence found"):
+        dry_run(Tiny(), {"ids": IDS[:, :0]}, num_ranks=2)
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

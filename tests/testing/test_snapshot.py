@@ -1,8 +1,15 @@
 """A graph is compared by its canonical text, one file a stage, and a failure names the first line and its rule."""
 
+import re
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import fx, nn
+
+from fxrewrite.testing.snapshot import FxTextExtension
 
 pytest_plugins = ["pytester"]
 
@@ -60,3 +67,61 @@ def test_a_snapshot_is_compared_by_its_text_and_must_be_used(
     unused = run()
     assert unused.ret == 1
     unused.stdout.fnmatch_lines(["*1 snapshot unused*"])
+
+
+class _Text(FxTextExtension):
+    def __init__(self) -> None:
+        """Needs no session of syrupy to write text."""
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(3, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("calls").add_(1)
+        return self.up(x)
+
+
+def test_an_exported_program_and_a_graph_are_canonical_text_as_well() -> None:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of torch's own export
+        program = torch.export.export(Counts(), (torch.rand(5, 3),), dynamic_shapes=({0: torch.export.Dim("rows")},))
+        program = program.run_decompositions({})
+    assert _Text().serialize(program) == (
+        "%p_up_weight: f32[4, 3] = input\n"
+        "%p_up_bias: f32[4] = input\n"
+        "%b_calls: f32[] = input\n"
+        "%x: f32[s0, 3] = input\n"
+        "%0: f32[] = aten.add.Tensor(%b_calls, 1)\n"
+        "%1: f32[s0, 4] = aten.linear(%x, %p_up_weight, %p_up_bias)\n"
+        "return (%0, %1)\n"
+        "%p_up_weight is up.weight\n"
+        "%p_up_bias is up.bias\n"
+        "%b_calls is calls\n"
+        "output 0 is written to calls\n"
+    )
+    gm = fx.symbolic_trace(nn.ReLU())
+    assert _Text().serialize(gm.graph) == _Text().serialize(gm)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (None, "this NoneType: it is None, as what a pass returns that changes its graph in place"),
+        ([fx.symbolic_trace(nn.ReLU())], "this list: a list shows the names of the graphs in it alone; compare each"),
+        ({"a": fx.Graph()}, "this dict: a dict shows"),
+        (object(), "this object: its text has an address, at 0x"),
+    ],
+)
+def test_what_has_no_text_that_says_something_is_an_error(data: Any, why: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"fx_snapshot cannot compare {why}")):
+        _Text().serialize(data)
+
+
+def test_a_failure_shows_why_something_cannot_be_compared(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(test_none="def test_none(fx_snapshot):\n    assert None == fx_snapshot\n")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--snapshot-update")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["*fx_snapshot cannot compare this NoneType*"])

@@ -9,12 +9,12 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import fx
 
-from fxrewrite.errors import RuleDefinitionError, did_you_mean
+from fxrewrite.errors import FxRewriteError, RuleDefinitionError, did_you_mean
 from fxrewrite.graph.differentiable import is_differentiable
-from fxrewrite.graph.sizes import Size, is_read_from_data, product, size_hint
+from fxrewrite.graph.sizes import Size, is_read_from_data, is_same_size, product, size_hint
 from fxrewrite.ops import bind, key, named_operator, no_operator
 from fxrewrite.ops.schemas import Schema, schemas_of
-from fxrewrite.spmd.layouts.notation import IndexMap, Notation, parse
+from fxrewrite.spmd.layouts.notation import Dim, IndexMap, Notation, parse
 from fxrewrite.spmd.placement import ReduceOp
 
 __all__ = ["Call", "LayoutRule", "LayoutRules", "Neutral"]
@@ -134,12 +134,31 @@ class LayoutRule:
     global count. Where that rule did not run, making shapes local is refused."""
 
     def __post_init__(self) -> None:
+        if not self.id or not isinstance(self.id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(f"a layout rule has a name, as in layout.relu, not {self.id!r}")
         if not self.ops or isinstance(self.ops, str):
             raise RuleDefinitionError(f'layout rule {self.id}: ops is a tuple of keys, as in ("aten::relu",)')
+        if wrong := [op for op in self.ops if not isinstance(op, str)]:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(
+                f'layout rule {self.id}: ops has {wrong[0]!r}; an operator is named, "aten::relu"'
+            )
+        if not isinstance(self.index_map, str) and not callable(self.index_map):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: {self.index_map!r} is neither a notation nor a function of a call"
+            )
+        if not callable(self.neutral) and self.neutral not in ("zeros", ""):
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: neutral={self.neutral!r} is neither 'zeros' nor a function"
+            )
         try:
             notation = parse(self.index_map) if isinstance(self.index_map, str) else None
         except ValueError as error:
             raise RuleDefinitionError(f"layout rule {self.id}: {error}") from error
+        names = {name.removesuffix("...") for terms in notation.operands for name in terms} if notation else set[str]()
+        if notation and (missing := [index for index in self.move_to if index not in names]):
+            raise RuleDefinitionError(
+                f"layout rule {self.id}: move_to names {missing[0]!r}, and no operand of {notation.text!r} has it"
+            )
         for op in self.ops:
             self._check_operator(op, notation)
 
@@ -167,14 +186,39 @@ class LayoutRule:
 
     def map(self, call: Call) -> IndexMap | None:
         """The indices of a call, None where the rule cannot tell them."""
-        if callable(self.index_map):
-            indices = self.index_map(call)
-        else:
-            indices = parse(self.index_map).bind(call.optional_shapes(), call.result_shapes())
+        indices = self._of_function(call) if callable(self.index_map) else self._of_notation(call)
         if indices is None or self.reduce_op == "sum" or not is_differentiable(call.node):
             return indices
         kept = {index for terms in indices.results for dim in terms for index in dim}
         return replace(indices, whole=indices.whole | (set(indices.sizes) - kept))
+
+    def _of_function(self, call: Call) -> IndexMap | None:
+        assert callable(self.index_map)
+        where = f"layout rule {self.id}: its function, for {call.key} at %{call.node.name},"
+        try:
+            indices = self.index_map(call)
+        except FxRewriteError:
+            raise
+        except Exception as error:
+            raise RuleDefinitionError(f"{where} raised {type(error).__name__}: {error}") from error
+        if indices is None:
+            return None
+        if not isinstance(indices, IndexMap):  # pyright: ignore[reportUnnecessaryIsInstance]  # it is the user's
+            raise RuleDefinitionError(f"{where} gave {indices!r}; it gives an IndexMap, or None where it cannot tell")
+        ranks, stated = [len(tensor_of(operand).shape) for operand in call.operands], [*map(len, indices.operands)]
+        if ranks != stated:
+            raise RuleDefinitionError(f"{where} gave indices of {stated} dimensions; its operands have {ranks}")
+        return indices
+
+    def _of_notation(self, call: Call) -> IndexMap | None:
+        """The indices by the notation; None where ranks or sizes do not fit, or `dim` names what it says is free."""
+        assert isinstance(self.index_map, str)
+        indices = parse(self.index_map).bind(call.optional_shapes(), call.result_shapes())
+        if indices is None or not _gives_results_of(call, indices):
+            return None
+        free = {index for index in indices.sizes if index not in indices.whole}
+        kept = free & {index for terms in indices.results for dim in terms for index in dim}
+        return None if any(kept.intersection(dim) for dim in _named_dims(call, indices)) else indices
 
     def neutral_of(self, call: Call, indices: IndexMap, index: str) -> Neutral | None:
         """How padded entries of `index` count nothing in a sum over it; None where the rule does not say."""
@@ -206,6 +250,30 @@ def _num_tensors(schema: Schema) -> int:
 
 def _takes_list(schema: Schema) -> bool:
     return any(parameter.kind.startswith("List[") and "Tensor" in parameter.kind for parameter in schema.parameters)
+
+
+def _gives_results_of(call: Call, indices: IndexMap) -> bool:
+    """Whether the results of the notation have the dimensions and sizes that those of the call have."""
+    value = call.node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if len(values) != len(indices.results):
+        return False
+    return all(
+        len(terms) == len(result.shape)
+        and all(is_same_size(indices.sizes[dim[0]], size) for dim, size in zip(terms, result.shape, strict=True))
+        for terms, result in zip(indices.results, values, strict=True)
+        if isinstance(result, torch.Tensor)
+    )
+
+
+def _named_dims(call: Call, indices: IndexMap) -> Iterator[Dim]:
+    """The dimensions of the first operand that the call names as those along which it runs."""
+    terms = indices.operands[0] if indices.operands else ()
+    for name in ("dim", "dims", "axis", "axes"):
+        named = call.args.get(name)
+        for dim in named if isinstance(named, (list, tuple)) else [named]:
+            if isinstance(dim, int) and not isinstance(dim, bool) and -len(terms) <= dim < len(terms):
+                yield terms[dim]
 
 
 class LayoutRules:

@@ -78,9 +78,9 @@ def choose_alternatives(
         FxRewriteError: every way of some alternatives is impossible; says why, of each. The plan does not fit the
             model, or an axis of the plan has no size.
     """
+    check_axes(plan, mesh)
     if isinstance(mesh, DeviceMesh):
         mesh = {name: mesh.size(i) for i, name in enumerate(mesh.mesh_dim_names or ())}
-    check_axes(plan, tuple(mesh))
     if not any(member.alternatives for member in plan.members):
         return plan
     program = normalized(captured_call(model, inputs, plan, mesh).program)

@@ -87,7 +87,7 @@ class SpmdBackend:
             raise FxRewriteError(f"breaks={breaks!r} is not one of {get_args(Breaks)}")
         if breaks == "dtensor":
             check_dtensors()
-        check_axes(plan, mesh.mesh_dim_names or ())
+        check_axes(plan, mesh)
         require_chosen(plan)
         self.__name__ = "spmd"
         self.plan, self.mesh, self.inner = plan, mesh, inner

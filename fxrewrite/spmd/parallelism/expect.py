@@ -32,6 +32,9 @@ class Sends:
     """The step that counts collectives over its axis in the forward program, and refuses any other number."""
 
     def __init__(self, within: str, counts: Mapping[str, int]) -> None:
+        for kind, count in counts.items():
+            if not isinstance(count, int) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise FxRewriteError(f"sends: {kind}={count!r} is not a number of collectives")
         self.within, self.counts = within, counts
         self.name = f"expect {self.text()}"
         self.needs = (COLLECTIVE_CALLS,)
@@ -75,6 +78,9 @@ class Sends:
         if not self.within:
             return ""
         return next((name for name in module_names(node) if matches_glob(name, self.within)), None)
+
+    def __repr__(self) -> str:
+        return f"<Sends: {self.text()}>"
 
     def text(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items() if count) or "nothing"

@@ -22,6 +22,8 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, get_args
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.plan import Plan, RuleSet, Step
@@ -37,7 +39,7 @@ from fxrewrite.spmd.lower.means import REDUCTIONS
 from fxrewrite.spmd.operators.draws import RefuseShardedDraws
 from fxrewrite.spmd.parallelism.expect import Sends
 from fxrewrite.spmd.parallelism.schedule import SCHEDULE
-from fxrewrite.spmd.placement import Replicate, as_placement
+from fxrewrite.spmd.placement import Replicate, as_placement, check_num_ranks
 from fxrewrite.spmd.price.choice import Chosen
 from fxrewrite.spmd.propagation.place import Place, Placed, Site, Stored
 from fxrewrite.spmd.propagation.propagate import PropagatePlacements
@@ -180,6 +182,9 @@ class Parallelism:
     chosen: Sequence[Chosen] = ()
 
     def __post_init__(self) -> None:
+        for field_name, text in (("name", self.name), ("axis", self.axis)):
+            if not isinstance(text, str) or not text:  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise FxRewriteError(f"a parallelism has a name and the name of its axis, not {field_name}={text!r}")
         if self.data not in get_args(Data):
             raise FxRewriteError(f"{self.name}: data={self.data!r} is not one of {get_args(Data)}")
         kinds = {
@@ -292,6 +297,8 @@ class Parallelism:
 
     def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
         """Both, over their axes: `other` is applied first, and this to what its ranks compute together."""
+        if not isinstance(other, (Parallelism, Parallelisms)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return NotImplemented
         return Parallelisms((*self.members, *other.members))
 
     def __str__(self) -> str:
@@ -323,6 +330,8 @@ class Parallelisms:
         return _plan(self.members)
 
     def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
+        if not isinstance(other, (Parallelism, Parallelisms)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            return NotImplemented
         return Parallelisms((*self.members, *other.members))
 
     def __str__(self) -> str:
@@ -361,8 +370,18 @@ def _page(members: Sequence[Parallelism]) -> str:
     return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"])
 
 
-def check_axes(plan: Parallelism | Parallelisms, axes: Sequence[str]) -> None:
-    """Raise FxRewriteError where the mesh lacks an axis of the plan, or has its axes in another order."""
+def check_axes(plan: Parallelism | Parallelisms, mesh: Mapping[str, int] | DeviceMesh) -> None:
+    """Raise FxRewriteError where the mesh lacks an axis of the plan, has them in another order, or is no mesh."""
+    if not isinstance(plan, (Parallelism, Parallelisms)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise FxRewriteError(f"the plan is a {type(plan).__name__}; pass a Parallelism, or several, a | b")
+    if not isinstance(mesh, (Mapping, DeviceMesh)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise FxRewriteError(
+            f'the mesh is a {type(mesh).__name__}; pass a DeviceMesh, or for simulated ranks their numbers, {{"tp": 2}}'
+        )
+    if isinstance(mesh, Mapping):
+        for size in mesh.values():
+            check_num_ranks(size)
+    axes = tuple(mesh) if isinstance(mesh, Mapping) else mesh.mesh_dim_names or ()
     stated = [member.axis for member in plan.members]
     missing = [axis for axis in stated if axis not in axes]
     if missing:

@@ -113,7 +113,7 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
         FxRewriteError: a glob matches no parameter; says the nearest names. A placement does not fit a shape. The model
             is sharded already, or the mesh lacks an axis of the plan.
     """
-    check_axes(plan, mesh.mesh_dim_names or ())
+    check_axes(plan, mesh)
     require_chosen(plan)
     names = _names(model)
     sharded = next((names[p][0] for p in names if isinstance(p, DTensor)), None)

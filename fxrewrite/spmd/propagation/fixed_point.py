@@ -166,9 +166,7 @@ class Propagation:
         # Without index map nothing is known of the operator: only replicated operands are certainly right.
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
-            why = (
-                f"{call.key} has a size that depends on data" if call.reads_sizes else f"{call.key} has no layout rule"
-            )
+            why = _why_unknown(call, rule)
             if self.context.strict:
                 refuse(
                     f"operator {why}",
@@ -291,6 +289,17 @@ class Propagation:
             indices = None if rule is None or call.reads_sizes else rule.map(call)
             self._calls[node] = (call, rule, indices)
         return self._calls[node]
+
+
+def _why_unknown(call: Call, rule: LayoutRule | None) -> str:
+    if call.reads_sizes:
+        return f"{call.key} has a size that depends on data"
+    if rule is not None and isinstance(rule.index_map, str):
+        return (
+            f"{call.key} does not fit its layout rule {rule.id}, {rule.index_map}: that has other ranks or sizes, or "
+            "leaves free what the call names as its dim"
+        )
+    return f"{call.key} has no layout rule"
 
 
 def _num_results(node: fx.Node) -> int:

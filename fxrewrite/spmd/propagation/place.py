@@ -149,6 +149,11 @@ class Site:
     optional: bool = False
     but: str = ""
 
+    def __post_init__(self) -> None:
+        for glob in (self.glob, self.but):
+            if not isinstance(glob, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise FxRewriteError(f"{self.kind}({glob!r}): a glob is a text, as in param('*.up.weight')")
+
     def matches(self, name: str) -> bool:
         """Whether the placement is stated of what has this qualified name."""
         return matches_glob(name, self.glob) and not (self.but and matches_glob(name, self.but))

@@ -134,9 +134,9 @@ def test_gradients_are_compared_too() -> None:
 
 
 def test_a_false_rule_is_found_out() -> None:
-    pointwise = LayoutRules([LayoutRule("mine.cumsum", ("aten::cumsum",), "b... s -> b... s")])
-    known = compare(found(aten.cumsum, "f(4, 6), 1"), pointwise)
-    assert str(known) == "registered as mine.cumsum: b... s -> b... s\n  WRONG: it shards self dim 1"
+    pointwise = LayoutRules([LayoutRule("mine.tril", ("aten::tril",), "b... s -> b... s")])
+    known = compare(found(aten.tril, "f(4, 6)"), pointwise)
+    assert str(known) == "registered as mine.tril: b... s -> b... s\n  WRONG: it shards self dim 0, self dim 1"
 
 
 def test_indices_that_go_together_apart_are_a_false_rule() -> None:
@@ -224,7 +224,7 @@ WRONG = """
 import torch
 from fxrewrite.spmd import LayoutRule, LayoutRules
 
-RULES = LayoutRules([LayoutRule("mine.cumsum", ("aten::cumsum",), "b... -> b...")])
+RULES = LayoutRules([LayoutRule("mine.tril", ("aten::tril",), "b... -> b...")])
 
 
 @torch.library.custom_op("fxrewrite_test::twice", mutates_args=())
@@ -239,8 +239,8 @@ def test_the_command_ends_with_1_for_a_false_rule_and_2_for_a_mistake(
     file = tmp_path / "wrong_layouts.py"
     file.write_text(WRONG)
     layouts = ["--layouts", f"{file}:RULES"]
-    status, out, _ = command(capsys, "discover", "cumsum", "--args", "f(4, 6), 0", *layouts)
-    assert (status, out.splitlines()[-1]) == (1, "  WRONG: it shards self dim 0")
+    status, out, _ = command(capsys, "discover", "tril", "--args", "f(4, 6)", *layouts)
+    assert (status, out.splitlines()[-1]) == (1, "  WRONG: it shards self dim 0, self dim 1")
     status, out, _ = command(capsys, "discover", f"{file}:twice", *layouts)
     assert (status, out.splitlines()[0]) == (0, "fxrewrite_test::twice  n... -> n...")
     assert "note: gradients were not compared: RuntimeError: Trying to backward through" in out
