@@ -301,9 +301,8 @@ class _Tracing:
             return None
         dim = trace.dim if trace.dim is not None else len(shape) - 1
         pairs = sum(is_same_size(size, shape[dim]) for size in shape[1:]) > 1  # an id for each pair of tokens
-        if (
-            pairs or is_same_size(shape[dim], 1) or _is_empty(shape)
-        ):  # or one id for a whole sequence: a language, a task
+        of_whole = is_same_size(shape[dim], 1)  # one id for a whole sequence: a language, a task
+        if pairs or of_whole or _is_empty(shape):
             return None
         return Start(node, node, ids, dim)
 
