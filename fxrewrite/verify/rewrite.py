@@ -74,6 +74,7 @@ def verify_rewrite(
     terminates: bool = True,
     constants: Sequence[float] = (),
     imports: Sequence[str] = (),
+    shrink: bool = True,
 ) -> Verdict:
     """Tests a rule on graphs in which its pattern matches; equal arguments give equal verdicts in every process.
 
@@ -100,6 +101,7 @@ def verify_rewrite(
         terminates: whether the rule promises not to fire on its own result again and again.
         constants: numbers that the rule's code names; sizes and entries next to them are drawn.
         imports: modules that define operators of the rule, for counterexamples that call one.
+        shrink: whether a counterexample is made small, which takes longer than to find it.
 
     Raises:
         FxRewriteError: there is no such dtype, or `samples` is not positive.
@@ -132,7 +134,9 @@ def verify_rewrite(
     )
     sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
     long_sizes = sorted({size for n in sizes for size in (n, n + 1)})
-    search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes))
+    search = _Search(
+        rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink
+    )
     search.name(constants)
     with quiet():
         return search.verdict(samples)
@@ -185,6 +189,7 @@ class _Search:
     facts: Facts
     imports: tuple[str, ...]
     long_sizes: tuple[int, ...]
+    shrink: bool
     points: set[float] = field(default_factory=set[float])
     rounds: bool = False
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
@@ -302,8 +307,8 @@ class _Search:
 
     def _counterexample(self, index: int, first: Trial) -> Counterexample:
         """Returns the same kind of difference on the smallest sample found."""
-        latest = self._seen_in_values(first)
-        if self.sampler is not None:
+        latest = self._seen_in_values(first) if self.shrink else first
+        if self.shrink and self.sampler is not None:
             latest = self._drawn_smaller(index, latest)
         kind = latest.differences[0].kind
 
@@ -316,8 +321,10 @@ class _Search:
             return True
 
         assert latest.sample is not None
-        is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
-        _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
+        tried = 0
+        if self.shrink:
+            is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
+            _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
         assert latest.sample is not None
         assert latest.before is not None
         assert latest.after is not None

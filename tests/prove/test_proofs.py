@@ -53,6 +53,21 @@ BITWISE: dict[str, tuple[Any, ...]] = {
         "dtype(c) == bool",
         "shape(x) == shape(c)",
     ),
+    "a cast in the graph of a trace": (
+        lambda x: torch.neg(op("_to_copy", x, dtype=torch.bfloat16)),
+        lambda x: -x.to(torch.bfloat16),
+        "dtype(x) == float32",
+    ),
+    "a copy in the graph of a trace": (
+        lambda x: op("_to_copy", x, dtype=torch.float32),
+        lambda x: x.clone(),
+        "dtype(x) == float32",
+    ),
+    "a number whose cast rounds nothing": (
+        lambda x: op("_to_copy", op("full", [], 0.5, dtype=torch.float32), dtype=torch.float64) * x,
+        lambda x: x.new_full([], 0.5) * x,
+        "dtype(x) == float64",
+    ),
     "operands of a product": (lambda x, y: torch.relu(x) * y, lambda x, y: y * torch.relu(x), "shape(x) == shape(y)"),
 }
 REAL: dict[str, tuple[Any, ...]] = {
@@ -134,6 +149,16 @@ FALSE: dict[str, tuple[Any, ...]] = {
     "a narrower intermediate": (
         lambda x: x * 2.0,
         lambda x: (x.to(torch.bfloat16) * 2.0).to(torch.float32),
+        "dtype(x) == float32",
+    ),
+    "a narrower copy in the graph of a trace": (
+        lambda x: op("_to_copy", x * 2.0, dtype=torch.float32),
+        lambda x: aten._to_copy(aten._to_copy(x * 2.0, dtype=torch.bfloat16), dtype=torch.float32),
+        "dtype(x) == float32",
+    ),
+    "a cast to another dtype in the graph of a trace": (
+        lambda x: op("_to_copy", op("_to_copy", x, dtype=torch.bfloat16), dtype=torch.float32),
+        lambda x: aten._to_copy(aten._to_copy(x, dtype=torch.float16), dtype=torch.float32),
         "dtype(x) == float32",
     ),
     "integers that overflow": (
