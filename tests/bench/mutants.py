@@ -31,7 +31,7 @@ import torch
 from torch import fx
 
 from fxrewrite import Edit, Pattern, Rule, RuleSet, ops
-from fxrewrite.errors import FxRewriteError, Refusal, RefusedError
+from fxrewrite.errors import FxRewriteError, Refusal, RefusedError, RuleDefinitionError
 from fxrewrite.prove import Proof, prove
 from fxrewrite.spmd import SpmdContext
 from fxrewrite.verify import Verdict, verify_rewrite
@@ -51,6 +51,8 @@ _SAMPLES, _PROBES = 24, 6
 """Samples of a mutant, as of a rule in test_verified.py; of a rule, to see which places it has."""
 _CHANGED = ("constant", "dimension", "operand", "cast")
 _NOTHING, _NO_CALL = "nothing to change", "the changed call cannot be made"
+_REFUSALS = 20
+"""Graphs in a row that are refused before a mutant is given up: no graph is rewritten wrongly."""
 _OF_MEMORY = ("pin_memory", "non_blocking")
 """Flags that no value depends on, and which need a device."""
 _LARGEST = 2**31
@@ -183,18 +185,24 @@ def _swapped(target: Any, args: Args) -> Iterator[Args]:
 # Mutants
 
 
+class NoMutantError(RuleDefinitionError):
+    """Nothing can be changed, or the engine refuses each rewrite that is."""
+
+
 class Mutated(Rule):
     """A rule whose replacement makes one call otherwise, or whose pattern lacks a constraint.
 
     Attributes:
         places: the largest number of places of each kind in one rewrite, where they are counted.
         inputs: the inputs of the graph that was rewritten last.
+        refusals: graphs that were refused; none are counted any more once one was not.
     """
 
     kind: str
     number: int | None
     places: Counter[str]
     inputs: list[torch.Tensor]
+    refusals: int | None
 
     @classmethod
     def of(cls, rule: Rule, pattern: Pattern, kind: str, number: int | None) -> Mutated:
@@ -202,7 +210,7 @@ class Mutated(Rule):
         new = cls.__new__(cls)
         new.__dict__.update(copy.copy(rule).__dict__)
         new.pattern, new.forms = pattern, (pattern,)
-        new.kind, new.number, new.places, new.inputs = kind, number, Counter(), []
+        new.kind, new.number, new.places, new.inputs, new.refusals = kind, number, Counter(), [], 0
         return new
 
     def rewrite(self, edit: Edit, match: Any, effects: Any) -> None:
@@ -228,8 +236,14 @@ class Mutated(Rule):
                 super().rewrite(edit, match, effects)
                 if self.kind and not changes[0].is_done:
                     raise _refused(_NOTHING)
+        except RefusedError as error:
+            self.refusals = None if self.refusals is None else self.refusals + 1
+            if self.kind and self.refusals == _REFUSALS:
+                raise NoMutantError(error.reason) from error
+            raise
         finally:
             del edit.call  # pyright: ignore[reportAttributeAccessIssue]
+        self.refusals = None
         for change in changes:
             self.places[change.kind] = max(self.places[change.kind], change.seen)
 
