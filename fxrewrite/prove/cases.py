@@ -215,7 +215,9 @@ class _Seen:
     def add(self, case: Case) -> bool:
         """Returns whether a case has a pair that none had before."""
         literals = sorted((name, str(value)) for name, value in case.literals.items())
-        dtypes = [(f"dtype of {number}", str(fake.dtype)) for number, fake in enumerate(case.inputs)] if literals else []
+        dtypes = (
+            [(f"dtype of {number}", str(fake.dtype)) for number, fake in enumerate(case.inputs)] if literals else []
+        )
         new = {*itertools.combinations([*literals, *dtypes], 2), *((one, one) for one in literals)} - self._pairs
         self._pairs |= new
         self._idle = 0 if new else self._idle + 1

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
 from fxrewrite.ops import is_virtual, key, tested_by, value
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import Op, is_size, subterms
+from fxrewrite.pattern.terms import Capture, Op, is_size, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
 from fxrewrite.verify.compare import RulePromise
@@ -28,7 +28,7 @@ from fxrewrite.verify.draw import Domain, Draw, Sampler, contents_within
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
-from fxrewrite.verify.readings import Alternative, ChoiceSite, by_item, read, sites
+from fxrewrite.verify.readings import Alternative, ChoiceSite, Reading, by_item, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
@@ -50,6 +50,8 @@ _LARGEST_POINT = 1e30
 _ROUNDING = frozenset(f"aten::{name}" for name in ("round", "floor", "ceil", "trunc", "frac"))
 _HALVES = {0.5, 1.0, 2.0}
 """Where operators that round jump, as they do at the named numbers and at half of these."""
+_VARIED = 0.5
+"""Probability that a wide sample is not what its sampler gave."""
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -75,6 +77,7 @@ def verify_rewrite(
     constants: Sequence[float] = (),
     imports: Sequence[str] = (),
     shrink: bool = True,
+    wide: bool = False,
 ) -> Verdict:
     """Tests a rule on graphs in which its pattern matches; equal arguments give equal verdicts in every process.
 
@@ -102,6 +105,8 @@ def verify_rewrite(
         constants: numbers that the rule's code names; sizes and entries next to them are drawn.
         imports: modules that define operators of the rule, for counterexamples that call one.
         shrink: whether a counterexample is made small, which takes longer than to find it.
+        wide: whether inputs are drawn that the constraints alone must refuse: integers in place of other numbers, and
+            guesses and smaller tensors in place of what the sampler gives, whose integers and bools mean something.
 
     Raises:
         FxRewriteError: there is no such dtype, or `samples` is not positive.
@@ -135,7 +140,7 @@ def verify_rewrite(
     sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
     long_sizes = sorted({size for n in sizes for size in (n, n + 1)})
     search = _Search(
-        rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink
+        rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink, wide
     )
     search.name(constants)
     with quiet():
@@ -176,6 +181,35 @@ def _rounds(node: fx.Node) -> bool:
     return are_known and source.is_floating_point() and not result.is_floating_point()
 
 
+def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, Any]:
+    """Returns, at times, other values than the sampler gave, or fewer, which are guessed: it may give only what fits.
+
+    Entries that are integers or bools have a meaning that a guess does not know; their tensors may only get smaller.
+    """
+    read_ones = {t.name for output in reading.outputs for t in subterms(output) if isinstance(t, Capture)}
+    names = [name for name in given if name in read_ones]
+    if not names or not draw.flag(_VARIED):
+        return given
+    first = draw.choice(*names)
+    chosen = {first} if draw.flag(0.7) else {first, *(name for name in names if draw.flag())}
+    found = dict(given)
+    for name in chosen:
+        value = found.pop(name)
+        if isinstance(value, str) and value:
+            place = draw.integer(0, len(value) - 1)
+            found[name] = value[:place] + value[place + 1 :]
+        elif isinstance(value, InputSpec) and value.data is not None:
+            dims = [dim for dim, size in enumerate(value.shape) if size > 1]
+            if dims and (draw.flag() or not value.dtype.is_floating_point):
+                data = value.data.narrow(draw.choice(*dims), 0, 1)
+                found[name] = replace(value, data=data, shape=tuple(data.shape))
+            elif not value.dtype.is_floating_point:
+                found[name] = value
+        elif isinstance(value, list) and any(isinstance(item, InputSpec) for item in value):
+            found[name] = value
+    return found
+
+
 @dataclass(slots=True)
 class _Search:
     """Proposes samples, preferring alternatives that occurred least, and counts the outcomes."""
@@ -190,6 +224,7 @@ class _Search:
     imports: tuple[str, ...]
     long_sizes: tuple[int, ...]
     shrink: bool
+    wide: bool
     points: set[float] = field(default_factory=set[float])
     rounds: bool = False
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
@@ -235,6 +270,7 @@ class _Search:
             often=0.9 if self.trials.bed is not None else 0.4,
             long_sizes=self.long_sizes,
             points=self._points()[:_POINTS],
+            wide=self.wide,
         )
 
         def choose(site: ChoiceSite) -> int:
@@ -256,6 +292,8 @@ class _Search:
         given = by_item(reading, self._given(draw) if given is None else given)
         if given is None:
             return Trial("impossible", f"{self.rule_id}: the sampler gives lists of different lengths under one name")
+        if self.wide:
+            given = _varied(given, reading, draw)
         twice = draw.flag(0.25)
         size_calls = any(map(is_size, terms)) and draw.flag()
         sample = Sample(reading, form, twice, exposed, given, size_calls)

@@ -32,7 +32,8 @@ from torch import fx
 
 from fxrewrite import Edit, Pattern, Rule, RuleSet, ops
 from fxrewrite.errors import FxRewriteError, Refusal, RefusedError, RuleDefinitionError
-from fxrewrite.prove import Proof, prove
+from fxrewrite.prove import prove
+from fxrewrite.prove.indices import LEAST
 from fxrewrite.spmd import SpmdContext
 from fxrewrite.verify import Verdict, verify_rewrite
 from tests.bench.proofs import done, replaced, shipped
@@ -47,16 +48,38 @@ from tests.rules.test_verified import (
 )
 
 _BEGIN, _END = "<!-- mutants -->", "<!-- end of mutants -->"
-_SAMPLES, _PROBES = 24, 6
-"""Samples of a mutant, as of a rule in test_verified.py; of a rule, to see which places it has."""
+_SAMPLES, _FEW = 64, 12
+"""Samples of a mutant, as of a rule by default; of a rule, and of a mutant that is equal by meaning."""
+_RULES = 2
+"""Most rules in which one and the same constraint is dropped, but for rules that would have no such mutant."""
 _CHANGED = ("constant", "dimension", "operand", "cast")
 _NOTHING, _NO_CALL = "nothing to change", "the changed call cannot be made"
 _REFUSALS = 20
 """Graphs in a row that are refused before a mutant is given up: no graph is rewritten wrongly."""
 _OF_MEMORY = ("pin_memory", "non_blocking")
 """Flags that no value depends on, and which need a device."""
+_LONGEST = 300
+"""Of what is written of a mutant (characters)."""
 _LARGEST = 2**31
 """Larger numbers are no sizes; the last int64 has no successor."""
+
+_REFUSED = "the engine refuses a result of another dtype or shape"
+_NEARER = "the original rounds to a narrower dtype, and the replacement does not, which `reassociates` allows"
+_SAME_CALL = "the replacement makes the same sum, product or quotient with any number that the operator takes"
+EQUAL = {
+    "dtype(x) in {float16, bfloat16, float32, float64}": _REFUSED,
+    "changes_nothing(x, root)": _REFUSED,
+    "is_no_narrower(x, wide)": _NEARER,
+    "is_no_narrower(x, dtype)": _NEARER,
+    "is_no_narrower(q, wide)": _NEARER,
+    "is_no_narrower(q, dtype)": _NEARER,
+    "is_no_narrower(q, cast)": _NEARER,
+    "is_number(alpha)": _SAME_CALL,
+    "is_number(beta)": _SAME_CALL,
+    "attention.split_scores: is_number(scale)": _SAME_CALL,
+    "attention.split_scores: divides(divisor)": _SAME_CALL,
+}
+"""Why mutants are equal by meaning: by their ids, by the constraint that is dropped, or by that of one rule."""
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -171,15 +194,17 @@ def _other_number(value: Any) -> Any:
 
 def _swapped(target: Any, args: Args) -> Iterator[Args]:
     """Yields the arguments with two neighbours exchanged, also in a list of tensors."""
-    is_commutative = ops.is_commutative(ops.call_key(target, args, {}))
-    for place, (one, other) in enumerate(zip(args, args[1:], strict=False)):
-        if isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other:
-            if not (is_commutative and place == 0):
-                yield (*args[:place], other, one, *args[place + 2 :])
+    first = 1 if ops.is_commutative(ops.call_key(target, args, {})) else 0
+    for place in range(first, len(args) - 1):
+        if _are_different(*args[place : place + 2]):
+            yield (*args[:place], args[place + 1], args[place], *args[place + 2 :])
     for place, arg in enumerate(args):
-        if isinstance(arg, (list, tuple)) and len(arg) > 1 and arg[0] is not arg[1]:
-            if all(isinstance(item, fx.Node) for item in arg[:2]):
-                yield (*args[:place], [arg[1], arg[0], *arg[2:]], *args[place + 1 :])
+        if isinstance(arg, (list, tuple)) and len(arg) > 1 and _are_different(*arg[:2]):
+            yield (*args[:place], [arg[1], arg[0], *arg[2:]], *args[place + 1 :])
+
+
+def _are_different(one: Any, other: Any) -> bool:
+    return isinstance(one, fx.Node) and isinstance(other, fx.Node) and one is not other
 
 
 # Mutants
@@ -256,31 +281,71 @@ class Mutant:
     kind: str
     number: int
     verify: Callable[..., Verdict] = field(repr=False)
+    way: Pattern = field(repr=False)
     pattern: Pattern = field(repr=False)
 
     @property
     def id(self) -> str:
         return f"{self.rule.id}/{self.kind} {self.number}"
 
+    @property
+    def guard(self) -> str:
+        """The constraint that is dropped; empty if it is another kind."""
+        return str(self.way.where[self.number]) if self.kind == "guard" else ""
+
+    @property
+    def equal(self) -> str:
+        """Why it is equal by meaning; empty if it is not known to be."""
+        return _equal({"id": self.id, "guard": self.guard})
+
     def mutated(self) -> Mutated:
         """The rule that does it."""
         return Mutated.of(self.rule, self.pattern, self.kind, self.number)
 
 
-def mutants(rule: Rule) -> Iterator[Mutant]:
-    """Yields the mutants of a rule."""
+def places_of(rule: Rule) -> dict[str, Any]:
+    """Whether a rule is true, and how many places of each kind its replacement has, in the rewrite that has most."""
     way = ways_of(rule)
+    row: dict[str, Any] = {"id": rule.id, "said": "rule"}
     if way is None:
+        return row | {"places": None}
+    verify, pattern = way
+    begin = time.process_time()
+    counting = Mutated.of(rule, pattern, "", None)
+    verdict = verify(counting, samples=_FEW, shrink=False, wide=True)
+    row |= {"places": counting.places, "is_true": verdict.ok, "why": "" if verdict.ok else _line(verdict)[:_LONGEST]}
+    return row | {"seconds": round(time.process_time() - begin, 1)}
+
+
+def guards_of(rules: Sequence[Rule]) -> dict[str, list[int]]:
+    """Which constraints of each rule are dropped: one that many rules have, in some of them, and each rule drops one."""
+    dropped: Counter[str] = Counter()
+    chosen: dict[str, list[int]] = {}
+    for rule in rules:
+        way = ways_of(rule)
+        where = [str(one) for one in way[1].where] if way is not None else []
+        most = max(_RULES, 1 + min((dropped[one] for one in where), default=0))
+        chosen[rule.id] = []
+        for number, one in enumerate(where):
+            if dropped[one] < most:
+                dropped[one] += 1
+                chosen[rule.id].append(number)
+    return chosen
+
+
+def mutants(rule: Rule, places: Mapping[str, int] | None, guards: Sequence[int]) -> Iterator[Mutant]:
+    """Yields the mutants of a rule; `guards` are the places of constraints that are dropped."""
+    way = ways_of(rule)
+    if way is None or places is None:
         return
     verify, pattern = way
-    counting = Mutated.of(rule, pattern, "", None)
-    verify(counting, samples=_PROBES, shrink=False, grad=False)
     for kind in _CHANGED:
-        for number in sorted({0, counting.places[kind] - 1} if counting.places[kind] else ()):
-            yield Mutant(rule, kind, number, verify, pattern)
-    for number in range(len(pattern.where)):
+        count = places.get(kind, 0)
+        for number in sorted({0, count - 1} if count else ()):
+            yield Mutant(rule, kind, number, verify, pattern, pattern)
+    for number in guards:
         kept = (*pattern.where[:number], *pattern.where[number + 1 :])
-        yield Mutant(rule, "guard", number, verify, Pattern(pattern.outputs, kept))
+        yield Mutant(rule, "guard", number, verify, pattern, Pattern(pattern.outputs, kept))
 
 
 def ways_of(rule: Rule) -> tuple[Callable[..., Verdict], Pattern] | None:
@@ -307,40 +372,104 @@ def _verified_where_chosen(rule: Rule, **options: Any) -> Verdict:
 
 
 def judged(mutant: Mutant) -> dict[str, Any]:
-    """What is said of a mutant."""
+    """What `verify` says of a mutant, and on which inputs."""
     begin = time.process_time()
     mutated = mutant.mutated()
     row: dict[str, Any] = {"id": mutant.id}
     try:
-        verdict = mutant.verify(mutated, samples=_SAMPLES, shrink=False)
+        verdict = mutant.verify(mutated, samples=_FEW if mutant.equal else _SAMPLES, shrink=False, wide=True)
     except FxRewriteError as error:
-        return row | {"said": "no mutant", "why": _line(error)}
-    inputs = mutated.inputs
-    middle = time.process_time()
+        return row | {"said": "no mutant", "why": _line(error)[:_LONGEST]}
     example = verdict.counterexample
-    why = _line(verdict).partition(": ")[2]
-    if example is None and not verdict.samples:
-        return row | {"said": "no mutant", "why": why, "verified": round(middle - begin, 1)}
-    proof = prove(mutated)
-    said = "not found"
-    if example is not None:
-        said = "found"
-        row["kind"] = example.difference.kind
-    elif verdict.error:
-        why = f"{verdict.error} ({why})"
-    row |= {"said": said, "proved": proof.strength, "why": why[:300], "proof": proof.summary[:300]}
-    if example is not None and proof.is_proved:
-        row["denied"] = _denies(proof, example.difference.kind, inputs)
-    return row | {"verified": round(middle - begin, 1), "tried": round(time.process_time() - middle, 1)}
+    why = _line(verdict).partition(": ")[2][:_LONGEST]
+    said = "found" if example is not None else "not found" if verdict.samples else "no mutant"
+    row |= {"said": said, "why": why, "seconds": round(time.process_time() - begin, 1)}
+    row |= {"guard": mutant.guard} if mutant.guard else {}
+    if example is None:
+        return row
+    sizes = [size for fake in mutated.inputs for size in fake.shape]
+    dtypes = sorted({str(fake.dtype).removeprefix("torch.") for fake in mutated.inputs})
+    ranks = sorted({fake.ndim for fake in mutated.inputs})
+    return row | {
+        "difference": example.difference.kind,
+        "dtypes": dtypes,
+        "ranks": ranks,
+        "least": min(sizes, default=2),
+    }
 
 
-def _denies(proof: Proof, kind: str, inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether a counterexample is one of the inputs that the proof speaks of, and differs in what it speaks of."""
-    is_of_values = kind in ("value", "shape", "dtype", "raises", "outputs")
-    dtypes = {str(fake.dtype).removeprefix("torch.") for fake in inputs}
-    sizes = {size for fake in inputs for size in fake.shape}
-    is_looked_at = dtypes <= set(proof.dtypes) and {fake.ndim for fake in inputs} <= set(proof.ranks)
-    return is_of_values and is_looked_at and all(size >= 2 for size in sizes)
+def attacked(mutant: Mutant, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What `prove` says of a mutant, and whether a counterexample denies it: differs in what the proof speaks of."""
+    begin = time.process_time()
+    proof = prove(mutant.mutated())
+    told = {"id": f"{mutant.id}/proof", "said": "proof", "proved": proof.strength, "why": proof.summary[:_LONGEST]}
+    if row["said"] == "found" and proof.is_proved:
+        is_of_values = row["difference"] in ("value", "shape", "dtype", "raises", "outputs")
+        is_looked_at = set(row["dtypes"]) <= set(proof.dtypes) and set(row["ranks"]) <= set(proof.ranks)
+        told["denied"] = is_of_values and is_looked_at and row["least"] >= LEAST
+    return told | {"seconds": round(time.process_time() - begin, 1)}
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return row["id"].rpartition("/")[2].partition(" ")[0]
+
+
+def _equal(row: Mapping[str, Any]) -> str:
+    """Why a mutant is equal by meaning; empty if it is not known to be."""
+    rule, guard = row["id"].partition("/")[0], row.get("guard", "")
+    return EQUAL.get(row["id"]) or EQUAL.get(f"{rule}: {guard}") or EQUAL.get(guard, "")
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    proofs = {row["id"].removesuffix("/proof"): row for row in rows if row["said"] == "proof"}
+    rules = [row for row in rows if row["said"] == "rule"]
+    changed = [row for row in rows if row["said"] in ("found", "not found", "no mutant")]
+    found = [row for row in changed if row["said"] == "found"]
+    equal = [row for row in changed if row["said"] == "not found" and _equal(row)]
+    missed = [row for row in changed if row["said"] == "not found" and not _equal(row)]
+    none = [row for row in changed if row["said"] == "no mutant"]
+    share = 100 * len(found) / max(1, len(found) + len(missed))
+    mutated = {row["id"].partition("/")[0] for row in changed}
+    denied = [name for name, row in proofs.items() if row.get("denied")]
+    beyond = [row for row in found if proofs.get(row["id"], {}).get("proved") and row["id"] not in denied]
+    lines = [
+        f"{len(changed)} mutants of {len(mutated)} rules (torch {torch.__version__.partition('+')[0]}, "
+        f"{date.today().isoformat()}): {len(found)} of the {len(found) + len(missed)} that differ are found, "
+        f"{share:.1f} %. {sum(row.get('seconds', 0) for row in rows) / 60:.0f} minutes of processor time.",
+        "",
+        "| changed | mutants | found | equal by meaning | missed | refused |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind in (*_CHANGED, "guard"):
+        counts = [sum(_kind(row) == kind for row in of) for of in (changed, found, equal, missed, none)]
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} |")
+    tried = [row for row in found if row["id"] in proofs]
+    lines += [
+        "",
+        f"Refused: the changed call cannot be made, or the engine refuses each result of it. {len(tried)} mutants that "
+        f"are found, of rules that are proved, were given to `prove`: {len(beyond) + len(denied)} are proved, of which "
+        f"{len(denied)} are denied by their counterexample"
+        + (f": {', '.join(f'`{name}`' for name in denied)}." if denied else ".")
+        + (f" The others differ in what a proof does not speak of: {_listed(beyond, 'difference')}." if beyond else ""),
+        "",
+        "| equal by meaning | why |",
+        "|---|---|",
+    ]
+    for why in dict.fromkeys(map(_equal, equal)):
+        lines.append(f"| {_listed([row for row in equal if _equal(row) == why], 'guard')} | {why} |")
+    lines += ["", f"Missed: {_listed(missed, 'guard') or 'none'}."]
+    alone = [row["id"] for row in rules if row["places"] is not None and row["id"] not in mutated]
+    elsewhere = [row["id"] for row in rules if row["places"] is None]
+    false = [row["id"] for row in rules if row.get("is_true") is False]
+    lines += ["", f"Nothing to change: {', '.join(f'`{name}`' for name in alone) or 'no rule'}."]
+    lines += ["", f"Not mutated, as `verify` cannot test them: {', '.join(f'`{name}`' for name in elsewhere)}."]
+    if false:
+        lines += ["", f"False of wide samples, unchanged: {', '.join(f'`{name}`' for name in false)}."]
+    return "\n".join(lines)
+
+
+def _listed(rows: Sequence[Mapping[str, Any]], more: str) -> str:
+    return ", ".join(f"`{row['id']}`" + (f" ({row[more]})" if row.get(more) else "") for row in rows)
 
 
 def _line(text: Any) -> str:
@@ -350,22 +479,39 @@ def _line(text: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("mutants.jsonl"))
+    parser.add_argument("--proofs", type=Path, default=Path("proofs.jsonl"), help="of the rules, by tests.bench.proofs")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--rules", nargs="*", default=[], help="ids of rules, or parts of them; by default all")
+    parser.add_argument("--without", nargs="*", default=[], help="the same, of rules that are left out")
     arguments = parser.parse_args()
     known = done(arguments.out)
+    proved = {row["id"] for row in done(arguments.proofs).values() if row["proved"]}
     wanted = [r for r in shipped() if not arguments.rules or any(part in r.id for part in arguments.rules)]
+    wanted = [r for r in wanted if not any(part in r.id for part in arguments.without)]
     with arguments.out.open("a", encoding="utf-8") as out:
+
+        def note(row: dict[str, Any]) -> None:
+            known[row["id"]] = row
+            print(json.dumps(row), file=out, flush=True)
+
+        changed: list[Mutant] = []
+        guards = guards_of(shipped())
         for rule in wanted:
-            if rule.id in known:
-                continue
-            begin = time.process_time()
-            for mutant in mutants(rule):
+            places = known.get(rule.id)
+            if places is None:
+                note(places_of(rule))
+            for mutant in mutants(rule, known[rule.id]["places"], guards[rule.id]):
+                changed.append(mutant)
                 if mutant.id not in known:
-                    known[mutant.id] = judged(mutant)
-                    print(json.dumps(known[mutant.id]), file=out, flush=True)
-            known[rule.id] = {"id": rule.id, "said": "rule", "seconds": round(time.process_time() - begin, 1)}
-            print(json.dumps(known[rule.id]), file=out, flush=True)
+                    note(judged(mutant))
+        for mutant in changed:
+            row = known[mutant.id]
+            is_open = row["said"] == "not found" or (row["said"] == "found" and mutant.rule.id in proved)
+            if is_open and f"{mutant.id}/proof" not in known:
+                note(attacked(mutant, row))
+    if arguments.table is not None:
+        names = {name for mutant in changed for name in (mutant.id, f"{mutant.id}/proof")} | {r.id for r in wanted}
+        replaced(arguments.table, _BEGIN, _END, _table([row for name, row in known.items() if name in names]))
 
 
 if __name__ == "__main__":
