@@ -181,6 +181,10 @@ def _rounds(node: fx.Node) -> bool:
     return are_known and source.is_floating_point() and not result.is_floating_point()
 
 
+def _is_real(value: Any) -> bool:
+    return not isinstance(value, InputSpec) or value.dtype.is_floating_point
+
+
 def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, Any]:
     """Returns, at times, other values than the sampler gave, or fewer, which are guessed: it may give only what fits.
 
@@ -200,12 +204,12 @@ def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, An
             found[name] = value[:place] + value[place + 1 :]
         elif isinstance(value, InputSpec) and value.data is not None:
             dims = [dim for dim, size in enumerate(value.shape) if size > 1]
-            if dims and (draw.flag() or not value.dtype.is_floating_point):
+            if dims and (draw.flag() or not _is_real(value)):
                 data = value.data.narrow(draw.choice(*dims), 0, 1)
                 found[name] = replace(value, data=data, shape=tuple(data.shape))
-            elif not value.dtype.is_floating_point:
+            elif not _is_real(value):
                 found[name] = value
-        elif isinstance(value, list) and any(isinstance(item, InputSpec) for item in value):
+        elif isinstance(value, list) and not all(map(_is_real, value)):
             found[name] = value
     return found
 

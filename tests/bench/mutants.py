@@ -65,6 +65,8 @@ _LARGEST = 2**31
 
 _REFUSED = "the engine refuses a result of another dtype or shape"
 _NEARER = "the original rounds to a narrower dtype, and the replacement does not, which `reassociates` allows"
+_NO_COPY = "these operators have no argument `copy`"
+_EXACT = "every dtype has 0 and 1"
 _SAME_CALL = "the replacement makes the same sum, product or quotient with any number that the operator takes"
 EQUAL = {
     "dtype(x) in {float16, bfloat16, float32, float64}": _REFUSED,
@@ -74,6 +76,20 @@ EQUAL = {
     "is_no_narrower(q, wide)": _NEARER,
     "is_no_narrower(q, dtype)": _NEARER,
     "is_no_narrower(q, cast)": _NEARER,
+    "normal_forms.drop_slice: copies_nothing(root)": _NO_COPY,
+    "normal_forms.drop_expand: copies_nothing(root)": _NO_COPY,
+    "normal_forms.drop_alias: copies_nothing(root)": _NO_COPY,
+    "normal_forms.drop_narrow: copies_nothing(root)": _NO_COPY,
+    "normal_forms.new_zeros_to_zeros/cast 0": _EXACT,
+    "normal_forms.new_ones_to_ones/cast 0": _EXACT,
+    "normal_forms.drop_output_size/dimension 0": f"{_REFUSED}; without repeats, every dimension is the same",
+    "attention.round_scores_once: dtype(q) in {float16, bfloat16, float32, float64}": (
+        "softmax casts integers to the wide dtype as the original does"
+    ),
+    **{
+        f"losses.mean_of_{name}_loss/operand 0": "the loss is symmetric"
+        for name in ("mse", "l1", "smooth_l1", "huber", "cosine_embedding")
+    },
     "is_number(alpha)": _SAME_CALL,
     "is_number(beta)": _SAME_CALL,
     "attention.split_scores: is_number(scale)": _SAME_CALL,
@@ -318,7 +334,7 @@ def places_of(rule: Rule) -> dict[str, Any]:
 
 
 def guards_of(rules: Sequence[Rule]) -> dict[str, list[int]]:
-    """Which constraints of each rule are dropped: one that many rules have, in some of them, and each rule drops one."""
+    """Which constraints of each rule are dropped: one that many have in some of them; at least one of each rule."""
     dropped: Counter[str] = Counter()
     chosen: dict[str, list[int]] = {}
     for rule in rules:
@@ -371,13 +387,13 @@ def _verified_where_chosen(rule: Rule, **options: Any) -> Verdict:
     return verify_rewrite(rule.id, rule.pattern, rewrite, sampler=rule._sampler, **promised | options)
 
 
-def judged(mutant: Mutant) -> dict[str, Any]:
-    """What `verify` says of a mutant, and on which inputs."""
+def judged(mutant: Mutant, *, wide: bool) -> dict[str, Any]:
+    """What `verify` says of a mutant, and on which inputs; in wide samples, if its rule is true of them."""
     begin = time.process_time()
     mutated = mutant.mutated()
     row: dict[str, Any] = {"id": mutant.id}
     try:
-        verdict = mutant.verify(mutated, samples=_FEW if mutant.equal else _SAMPLES, shrink=False, wide=True)
+        verdict = mutant.verify(mutated, samples=_FEW if mutant.equal else _SAMPLES, shrink=False, wide=wide)
     except FxRewriteError as error:
         return row | {"said": "no mutant", "why": _line(error)[:_LONGEST]}
     example = verdict.counterexample
@@ -503,7 +519,7 @@ def main() -> None:
             for mutant in mutants(rule, known[rule.id]["places"], guards[rule.id]):
                 changed.append(mutant)
                 if mutant.id not in known:
-                    note(judged(mutant))
+                    note(judged(mutant, wide=known[rule.id]["is_true"]))
         for mutant in changed:
             row = known[mutant.id]
             is_open = row["said"] == "not found" or (row["said"] == "found" and mutant.rule.id in proved)

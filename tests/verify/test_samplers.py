@@ -152,3 +152,21 @@ def test_wide_samples_leave_integers_with_a_meaning_alone() -> None:
     assert verdict.ok, str(verdict)
     anywhere = verify(SUM_OF_LOGS, sampler=classes, wide=True)  # the classes are not in the last dimension
     assert not anywhere.ok, str(anywhere)
+
+
+def test_labels_of_1_are_not_measured_next_to_1() -> None:
+    pattern = op("cosine_embedding_loss", cap("x"), cap("y"), cap("label"), 0.25, 1)
+    narrow = rule_of(
+        pattern,
+        lambda x, y, label: aten.cosine_embedding_loss(x, y, label, 0.25, 1).to(torch.bfloat16).to(x.dtype),
+        numerics="reassociates",
+    )
+
+    def pairs(draw: Draw) -> dict[str, Any]:
+        rows, width = draw.shape(2)
+        label = draw.choice(1.0, -1.0) * torch.ones(rows)
+        return {"x": draw.tensor(rows, width), "y": draw.tensor(rows, width), "label": label}
+
+    verdict = verify(narrow, sampler=pairs, dtypes=["float32"], terminates=False)
+    assert verdict.counterexample is not None, str(verdict)
+    assert verdict.counterexample.difference.kind == "value"
