@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -438,7 +439,7 @@ def _equal(row: Mapping[str, Any]) -> str:
     return EQUAL.get(row["id"]) or EQUAL.get(f"{rule}: {guard}") or EQUAL.get(guard, "")
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
+def _table(rows: list[dict[str, Any]], later: Sequence[str]) -> str:
     proofs = {row["id"].removesuffix("/proof"): row for row in rows if row["said"] == "proof"}
     rules = [row for row in rows if row["said"] == "rule"]
     changed = [row for row in rows if row["said"] in ("found", "not found", "no mutant")]
@@ -483,6 +484,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     lines += ["", f"Not mutated, as `verify` cannot test them: {', '.join(f'`{name}`' for name in elsewhere)}."]
     if false:
         lines += ["", f"False of wide samples, unchanged: {', '.join(f'`{name}`' for name in false)}."]
+    if later:
+        lines += ["", f"Not in this table yet: {', '.join(f'`{name}`' for name in later)}."]
     return "\n".join(lines)
 
 
@@ -500,6 +503,7 @@ def main() -> None:
     parser.add_argument("--proofs", type=Path, default=Path("proofs.jsonl"), help="of the rules, by tests.bench.proofs")
     parser.add_argument("--table", type=Path)
     parser.add_argument("--rules", nargs="*", default=[], help="ids of rules, or parts of them; by default all")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of processor time, after which it stops")
     parser.add_argument("--without", nargs="*", default=[], help="the same, of rules that are left out")
     arguments = parser.parse_args()
     known = done(arguments.out)
@@ -514,23 +518,28 @@ def main() -> None:
 
         changed: list[Mutant] = []
         guards = guards_of(shipped())
+        complete: list[str] = []
         for rule in wanted:
-            places = known.get(rule.id)
-            if places is None:
+            if time.process_time() > arguments.seconds:
+                break
+            if rule.id not in known:
                 note(places_of(rule))
-            for mutant in mutants(rule, known[rule.id]["places"], guards[rule.id]):
+            places = known[rule.id]
+            for mutant in mutants(rule, places["places"], guards[rule.id]):
                 changed.append(mutant)
                 if mutant.id not in known:
                     note({"id": mutant.id, "said": "no mutant", "why": "the process ends in a kernel"})  # if it does
-                    note(judged(mutant, wide=known[rule.id]["is_true"]))
+                    note(judged(mutant, wide=places["is_true"]))
+            complete.append(rule.id)
         for mutant in changed:
             row = known[mutant.id]
             is_open = row["said"] == "not found" or (row["said"] == "found" and mutant.rule.id in proved)
-            if is_open and f"{mutant.id}/proof" not in known:
+            if is_open and f"{mutant.id}/proof" not in known and time.process_time() < arguments.seconds:
                 note(attacked(mutant, row))
     if arguments.table is not None:
-        names = {name for mutant in changed for name in (mutant.id, f"{mutant.id}/proof")} | {r.id for r in wanted}
-        replaced(arguments.table, _BEGIN, _END, _table([row for name, row in known.items() if name in names]))
+        rows = [row for name, row in known.items() if name.partition("/")[0] in complete]
+        later = [rule.id for rule in shipped() if rule.id not in complete]
+        replaced(arguments.table, _BEGIN, _END, _table(rows, later))
 
 
 if __name__ == "__main__":
