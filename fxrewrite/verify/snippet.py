@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -39,22 +38,10 @@ def outcome(function):
     weights, leaves = [torch.randn(r.shape).to(r.dtype) for r in results], [x for x in given if x.requires_grad]
     return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
 """
-_WIDTH = 120
-"""Longest line (characters), as PEP 8 lets a team agree on; longer is only what has no place to break at."""
-_AROUND = 20
-"""Characters of a line around the expression that it returns."""
-
-
-def _wrapped(tensor: str) -> str:
-    """Returns the text of a tensor in lines of entries."""
-    return textwrap.fill(
-        tensor,
-        _WIDTH,
-        initial_indent="    ",
-        subsequent_indent="        ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+_WIDTH = 110
+"""Longest line that several short ones are joined to."""
+_WIDTH_OF_RETURN = 200
+"""The same for a function that only returns something: a program of few lines is read first."""
 
 
 def snippet(
@@ -85,7 +72,7 @@ def snippet(
     tensors = [_tensor_text(spec.tensor()) for _, spec in inputs]
     joined = f"def inputs(): return [{', '.join(tensors)}]"
     if len(joined) > _WIDTH:
-        joined = "def inputs(): return [\n" + ",\n".join(map(_wrapped, tensors)) + "]"
+        joined = "def inputs(): return [\n    " + ",\n    ".join(tensors) + "]"
     run = ""
     if difference.kind == "gradient":
         run = _GRADIENT_RUN
@@ -130,13 +117,14 @@ def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Se
             returned = f"return {_text(node.args[0], names)}"
         else:
             text = _call_text(node, names, modules)
-            if is_any_order and len(node.users) == 1 and len(text) <= _WIDTH - _AROUND:
+            width = _WIDTH_OF_RETURN if any(user.op == "output" for user in node.users) else _WIDTH
+            if is_any_order and len(node.users) == 1 and len(text) <= width:
                 names[node] = text
             else:
                 names[node] = f"v{next(numbers)}"
                 lines.append(f"    {names[node]} = {text}")
     header = f"def {name}({', '.join(given)}):"
-    if not lines and len(header) + len(returned) < _WIDTH:
+    if not lines and len(header) + len(returned) <= _WIDTH_OF_RETURN:
         return f"{header} {returned}"
     return "\n".join([header, *lines, f"    {returned}"])
 
@@ -167,12 +155,12 @@ def _target_text(target: Any, modules: dict[str, None]) -> str:
 
 
 def _imports(modules: Iterable[str]) -> str:
-    """Returns a line for each entry "module", and one for each of the modules in "module:name"."""
+    """Returns one line for all entries "module", and one for each of the modules in "module:name"."""
     names = defaultdict[str, list[str]](list)
     for module, _, name in (entry.partition(":") for entry in modules):
         names[module] += [name] if name else []
     plain = [module for module, of in sorted(names.items()) if not of]
-    lines = [f"import {module}" for module in plain]
+    lines = [f"import {', '.join(plain)}"] if plain else []
     return "\n".join(lines + [f"from {m} import {', '.join(sorted(of))}" for m, of in sorted(names.items()) if of])
 
 

@@ -150,8 +150,6 @@ def test_wide_samples_leave_integers_with_a_meaning_alone() -> None:
     rule = rule_of(LOSS, SUM_OF_LOGS.body, where.rank("logits", 2), numerics="reassociates")
     verdict = verify(rule, sampler=classes, wide=True)
     assert verdict.ok, str(verdict)
-    anywhere = verify(SUM_OF_LOGS, sampler=classes, wide=True)  # the classes are not in the last dimension
-    assert not anywhere.ok, str(anywhere)
 
 
 def test_labels_of_1_are_not_measured_next_to_1() -> None:
