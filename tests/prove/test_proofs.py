@@ -264,6 +264,17 @@ def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
     assert not short.is_proved or "size(x, 0) < 100" in short.summary, str(short)
 
 
+def test_a_number_that_the_rule_reads_is_no_other_number() -> None:
+    """A rule over filled tensors was proved without its condition that the number is one of their dtype."""
+
+    def product(x: torch.Tensor, number: Literal) -> Any:
+        return torch.mul(x, op("full", [], number, dtype=torch.bfloat16))
+
+    pattern = trace(product, ["dtype(x) == float32", "rank(x) >= 1"])
+    proof = prove(Rule("a.rule", pattern, lambda x, number: x * float(number), numerics="reassociates"))
+    assert not proof.is_proved or "number=" in proof.summary, str(proof)
+
+
 def test_conditions_that_always_hold_are_not_shown_and_others_are() -> None:
     a, b = sympy.symbols("a b", integer=True, positive=True)
     half, most = idiv(a, 2), sympy.Function("Max")(1, a - idiv(a, 2))
