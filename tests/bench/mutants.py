@@ -421,7 +421,12 @@ def attacked(mutant: Mutant, row: Mapping[str, Any]) -> dict[str, Any]:
     """What `prove` says of a mutant, and whether a counterexample denies it: differs in what the proof speaks of."""
     begin = time.process_time()
     proof = prove(mutant.mutated())
-    told = {"id": f"{mutant.id}/proof", "said": "proof", "proved": proof.strength, "why": proof.summary[:_LONGEST]}
+    told: dict[str, Any] = {
+        "id": f"{mutant.id}/proof",
+        "said": "proof",
+        "proved": proof.strength,
+        "why": proof.summary[:_LONGEST],
+    }
     if row["said"] == "found" and proof.is_proved:
         is_of_values = row["difference"] in ("value", "shape", "dtype", "raises", "outputs")
         is_looked_at = set(row["dtypes"]) <= set(proof.dtypes) and set(row["ranks"]) <= set(proof.ranks)
@@ -506,7 +511,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="of processor time, after which it stops")
     parser.add_argument("--without", nargs="*", default=[], help="the same, of rules that are left out")
     arguments = parser.parse_args()
-    known = done(arguments.out)
+    known: dict[str, Any] = done(arguments.out)
     proved = {row["id"] for row in done(arguments.proofs).values() if row["proved"]}
     wanted = [r for r in shipped() if not arguments.rules or any(part in r.id for part in arguments.rules)]
     wanted = [r for r in wanted if not any(part in r.id for part in arguments.without)]
