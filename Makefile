@@ -80,7 +80,7 @@ proofs: env  ## the table of docs/proofs.md: which shipped rules are proved, res
 peers: env  ## the table of docs/peers.md: the test suites of other rewriters
 	$(BIN)/python -m tests.peers.suites
 
-mutate: env  ## the mutants of docs/proofs.md: shipped rules with one thing changed, resumed where it was stopped (mutants.jsonl)
+mutate: env  ## the mutants of docs/proofs.md: shipped rules with one thing changed, after `make proofs`; resumed where it was stopped (mutants.jsonl)
 	nice $(BIN)/python -m tests.bench.mutants --table docs/proofs.md
 
 third-party: .venv-third-party/stamp  ## a rule plan and AutoSP in compilers of others, in .venv-third-party (two gigabytes)

@@ -34,8 +34,10 @@ from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["Case", "NoCaseError", "cases", "readings"]
 
-_TRIES = 14
-"""Samples that are drawn for a reading before it is given up."""
+_TRIES = 24
+"""Most samples that are drawn for a reading."""
+_IDLE = 4
+"""Cases in a row without a new pair of literals, after which no more are drawn."""
 Sizes: TypeAlias = 'Literal["any", "those of inputs", ""]'
 _GENERAL: tuple[tuple[Sizes, bool, bool], ...] = (
     ("any", True, False),
@@ -159,8 +161,9 @@ def cases(
     found: dict[str, Case] = {}
     special: dict[str, Case] = {}
     problem = "no sample"
+    literals = _Seen()
     for attempt in range(_TRIES):
-        if len(found) >= most and any(case.is_open for case in found.values()):
+        if len(found) >= most and any(case.is_open for case in found.values()) and literals.are_enough:
             break
         draw = (_LargerDraw if attempt % 2 else Draw)(
             f"{number}/{attempt}", floats[attempt % 3], floats, index=0, sizes=facts.sizes
@@ -193,12 +196,37 @@ def cases(
                 problem = f"with symbolic sizes: {(str(error).strip().splitlines() or [''])[0]}"
                 continue
             if case is not None:
-                (found if case.is_general else special).setdefault(case.shown, case)
+                if literals.add(case) or len(found) < most or not any(other.is_open for other in found.values()):
+                    (found if case.is_general else special).setdefault(case.shown, case)
                 if case.is_general:
                     break
     if not found and not special:
         raise NoCaseError(problem)
-    return [*found.values(), *list(special.values())[: most - len(found)]]
+    return [*found.values(), *list(special.values())[: max(0, most - len(found))]]
+
+
+class _Seen:
+    """Values of literals that are no symbols, and of dtypes, in pairs: a rule may be true of some of them alone."""
+
+    def __init__(self) -> None:
+        self._pairs: set[Any] = set()
+        self._idle = _IDLE
+
+    def add(self, case: Case) -> bool:
+        """Returns whether a case has a pair that none had before."""
+        literals = sorted((name, str(value)) for name, value in case.literals.items())
+        dtypes = (
+            [(f"dtype of {number}", str(fake.dtype)) for number, fake in enumerate(case.inputs)] if literals else []
+        )
+        new = {*itertools.combinations([*literals, *dtypes], 2), *((one, one) for one in literals)} - self._pairs
+        self._pairs |= new
+        self._idle = 0 if new else self._idle + 1
+        return bool(new)
+
+    @property
+    def are_enough(self) -> bool:
+        """Whether the last cases had no new pair."""
+        return self._idle >= _IDLE
 
 
 def _apart(sample: Sample) -> Sample:
@@ -284,8 +312,17 @@ class _Literals:
         self.shown = {name.rpartition(".")[2]: value for name, value in self._bound.items() if value is not ...}
 
     def fixed(self) -> dict[str, Any]:
-        """What is shown, without symbols and lists that have one."""
-        return {name: value for name, value in self.shown.items() if not any(map(_is_symbol, _items(value)))}
+        """What is shown, without symbols and lists that have one; a symbol that the rule read as a number is that."""
+        found = {name: self._read(value) for name, value in self.shown.items()}
+        return {name: value for name, value in found.items() if not any(map(_is_symbol, _items(value)))}
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._read(item) for item in value]
+        if not _is_symbol(value):
+            return value
+        expr = self._symbols.simplified(size_expression(value))
+        return value if expr.free_symbols else float(expr) if isinstance(value, torch.SymFloat) else int(expr)
 
     def generalize(self, node: fx.Node, first: torch.Tensor | None) -> None:
         """Replaces literals among the arguments of a call on a tensor."""

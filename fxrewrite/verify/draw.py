@@ -62,6 +62,7 @@ class Draw:
             is drawn again with a small limit.
         contents: what most tensors of this sample contain; see `InputSpec.contents`.
         points: numbers that the rule compares with, or that its graphs name; see `InputSpec.points`.
+        wide: whether guessed tensors are at times of integers, or of another dtype than the sample.
     """
 
     def __init__(
@@ -77,11 +78,13 @@ class Draw:
         often: float = 0.4,
         long_sizes: Sequence[int] = (),
         points: Sequence[float] = (),
+        wide: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.dtype = dtype
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most
+        self.wide = wide
         self.contents: Contents = _contents_of(index, domain)
         low, high = (0.0, math.inf) if domain != "moderate" else _MODERATE_POINTS
         self.points = tuple(point for point in points if low <= point <= high)

@@ -86,6 +86,8 @@ class Facts:
         if allowed is not None:
             wanted = [dtype for dtype in draw.dtypes if dtype in allowed]
             return draw.dtype if draw.dtype in allowed and draw.flag(0.9) else draw.choice(*(wanted or allowed))
+        if draw.wide and draw.flag(0.15):
+            return draw.choice(*draw.dtypes, *_ALSO)
         if draw.flag(0.1):
             return draw.choice(*draw.dtypes)
         return draw.choice(*_ALSO) if attempt > 3 and draw.flag(0.4) else draw.dtype

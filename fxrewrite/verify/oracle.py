@@ -180,8 +180,11 @@ def widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _in_last_place(value: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
-    """Changes each floating-point entry by about one unit in the last place of the coarsest dtype, up or down."""
-    if not value.is_floating_point():
+    """Changes each floating-point entry by about one unit in the last place of the coarsest dtype, up or down.
+
+    A tensor of signs stays: losses ask whether a label is 1, and next to 1 it is no label.
+    """
+    if not value.is_floating_point() or bool((value.abs() == 1).all()):
         return value
 
     def change(entries: torch.Tensor) -> torch.Tensor:

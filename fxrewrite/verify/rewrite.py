@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
 from fxrewrite.ops import is_virtual, key, tested_by, value
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import Op, is_size, subterms
+from fxrewrite.pattern.terms import Capture, Op, is_size, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
 from fxrewrite.verify.compare import RulePromise
@@ -28,7 +28,7 @@ from fxrewrite.verify.draw import Domain, Draw, Sampler, contents_within
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
-from fxrewrite.verify.readings import Alternative, ChoiceSite, by_item, read, sites
+from fxrewrite.verify.readings import Alternative, ChoiceSite, Reading, by_item, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
@@ -50,6 +50,8 @@ _LARGEST_POINT = 1e30
 _ROUNDING = frozenset(f"aten::{name}" for name in ("round", "floor", "ceil", "trunc", "frac"))
 _HALVES = {0.5, 1.0, 2.0}
 """Where operators that round jump, as they do at the named numbers and at half of these."""
+_VARIED = 0.5
+"""Probability that a wide sample is not what its sampler gave."""
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -74,6 +76,8 @@ def verify_rewrite(
     terminates: bool = True,
     constants: Sequence[float] = (),
     imports: Sequence[str] = (),
+    shrink: bool = True,
+    wide: bool = False,
 ) -> Verdict:
     """Tests a rule on graphs in which its pattern matches; equal arguments give equal verdicts in every process.
 
@@ -100,6 +104,9 @@ def verify_rewrite(
         terminates: whether the rule promises not to fire on its own result again and again.
         constants: numbers that the rule's code names; sizes and entries next to them are drawn.
         imports: modules that define operators of the rule, for counterexamples that call one.
+        shrink: whether a counterexample is made small, which takes longer than to find it.
+        wide: whether inputs are drawn that the constraints alone must refuse: integers in place of other numbers, and
+            guesses and smaller tensors in place of what the sampler gives, whose integers and bools mean something.
 
     Raises:
         FxRewriteError: there is no such dtype, or `samples` is not positive.
@@ -132,7 +139,9 @@ def verify_rewrite(
     )
     sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
     long_sizes = sorted({size for n in sizes for size in (n, n + 1)})
-    search = _Search(rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes))
+    search = _Search(
+        rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink, wide
+    )
     search.name(constants)
     with quiet():
         return search.verdict(samples)
@@ -172,6 +181,39 @@ def _rounds(node: fx.Node) -> bool:
     return are_known and source.is_floating_point() and not result.is_floating_point()
 
 
+def _is_real(value: Any) -> bool:
+    return not isinstance(value, InputSpec) or value.dtype.is_floating_point
+
+
+def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, Any]:
+    """Returns, at times, other values than the sampler gave, or fewer, which are guessed: it may give only what fits.
+
+    Entries that are integers or bools have a meaning that a guess does not know; their tensors may only get smaller.
+    """
+    read_ones = {t.name for output in reading.outputs for t in subterms(output) if isinstance(t, Capture)}
+    names = [name for name in given if name in read_ones]
+    if not names or not draw.flag(_VARIED):
+        return given
+    first = draw.choice(*names)
+    chosen = {first} if draw.flag(0.7) else {first, *(name for name in names if draw.flag())}
+    found = dict(given)
+    for name in chosen:
+        value = found.pop(name)
+        if isinstance(value, str) and value:
+            place = draw.integer(0, len(value) - 1)
+            found[name] = value[:place] + value[place + 1 :]
+        elif isinstance(value, InputSpec) and value.data is not None:
+            dims = [dim for dim, size in enumerate(value.shape) if size > 1]
+            if dims and (draw.flag() or not _is_real(value)):
+                data = value.data.narrow(draw.choice(*dims), 0, 1)
+                found[name] = replace(value, data=data, shape=tuple(data.shape))
+            elif not _is_real(value):
+                found[name] = value
+        elif isinstance(value, list) and not all(map(_is_real, value)):
+            found[name] = value
+    return found
+
+
 @dataclass(slots=True)
 class _Search:
     """Proposes samples, preferring alternatives that occurred least, and counts the outcomes."""
@@ -185,6 +227,8 @@ class _Search:
     facts: Facts
     imports: tuple[str, ...]
     long_sizes: tuple[int, ...]
+    shrink: bool
+    wide: bool
     points: set[float] = field(default_factory=set[float])
     rounds: bool = False
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
@@ -230,6 +274,7 @@ class _Search:
             often=0.9 if self.trials.bed is not None else 0.4,
             long_sizes=self.long_sizes,
             points=self._points()[:_POINTS],
+            wide=self.wide,
         )
 
         def choose(site: ChoiceSite) -> int:
@@ -251,6 +296,8 @@ class _Search:
         given = by_item(reading, self._given(draw) if given is None else given)
         if given is None:
             return Trial("impossible", f"{self.rule_id}: the sampler gives lists of different lengths under one name")
+        if self.wide:
+            given = _varied(given, reading, draw)
         twice = draw.flag(0.25)
         size_calls = any(map(is_size, terms)) and draw.flag()
         sample = Sample(reading, form, twice, exposed, given, size_calls)
@@ -302,8 +349,8 @@ class _Search:
 
     def _counterexample(self, index: int, first: Trial) -> Counterexample:
         """Returns the same kind of difference on the smallest sample found."""
-        latest = self._seen_in_values(first)
-        if self.sampler is not None:
+        latest = self._seen_in_values(first) if self.shrink else first
+        if self.shrink and self.sampler is not None:
             latest = self._drawn_smaller(index, latest)
         kind = latest.differences[0].kind
 
@@ -316,8 +363,10 @@ class _Search:
             return True
 
         assert latest.sample is not None
-        is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
-        _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
+        tried = 0
+        if self.shrink:
+            is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
+            _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
         assert latest.sample is not None
         assert latest.before is not None
         assert latest.after is not None

@@ -38,7 +38,8 @@ from fxrewrite import (
     shared,
     where,
 )
-from fxrewrite.ops import bind, key, value
+from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.spmd import is_same_size
 from rules.attention.operator import ATTEND
 from rules.attention.parts import (
     DIVISOR,
@@ -82,9 +83,19 @@ def _is_product(equation: str) -> bool | str:
     return True
 
 
+@where.predicate("equation", "x", "y", text="repeats_nothing")
+def _repeats_nothing(equation: str, x: fx.Node, y: fx.Node) -> bool | str:
+    """A product of matrices does not repeat an operand along the index that it sums over, as einsum does."""
+    a, b, result = _indices(equation)
+    (summed,) = (set(a) & set(b)) - set(result)
+    sizes = fake_value(x).shape[a.index(summed)], fake_value(y).shape[b.index(summed)]
+    return is_same_size(*sizes) or f"index {summed} has sizes {sizes[0]} and {sizes[1]}"
+
+
+_OF_EINSUM = (_is_product, where.same_dtype("x", "y"), _repeats_nothing)
 einsum_to_matmul = Rule(
     "attention.einsum_to_matmul",
-    Pattern((op("einsum", cap("equation", Literal), [cap("x"), cap("y")]),), (_is_product,)),
+    Pattern((op("einsum", cap("equation", Literal), [cap("x"), cap("y")]),), _OF_EINSUM),
     numerics="reassociates",
     optional=True,
 )

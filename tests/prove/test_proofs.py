@@ -53,6 +53,21 @@ BITWISE: dict[str, tuple[Any, ...]] = {
         "dtype(c) == bool",
         "shape(x) == shape(c)",
     ),
+    "a cast in the graph of a trace": (
+        lambda x: torch.neg(op("_to_copy", x, dtype=torch.bfloat16)),
+        lambda x: -x.to(torch.bfloat16),
+        "dtype(x) == float32",
+    ),
+    "a copy in the graph of a trace": (
+        lambda x: op("_to_copy", x, dtype=torch.float32),
+        lambda x: x.clone(),
+        "dtype(x) == float32",
+    ),
+    "a number whose cast rounds nothing": (
+        lambda x: op("_to_copy", op("full", [], 0.5, dtype=torch.float32), dtype=torch.float64) * x,
+        lambda x: x.new_full([], 0.5) * x,
+        "dtype(x) == float64",
+    ),
     "operands of a product": (lambda x, y: torch.relu(x) * y, lambda x, y: y * torch.relu(x), "shape(x) == shape(y)"),
 }
 REAL: dict[str, tuple[Any, ...]] = {
@@ -134,6 +149,16 @@ FALSE: dict[str, tuple[Any, ...]] = {
     "a narrower intermediate": (
         lambda x: x * 2.0,
         lambda x: (x.to(torch.bfloat16) * 2.0).to(torch.float32),
+        "dtype(x) == float32",
+    ),
+    "a narrower copy in the graph of a trace": (
+        lambda x: op("_to_copy", x * 2.0, dtype=torch.float32),
+        lambda x: aten._to_copy(aten._to_copy(x * 2.0, dtype=torch.bfloat16), dtype=torch.float32),
+        "dtype(x) == float32",
+    ),
+    "a cast to another dtype in the graph of a trace": (
+        lambda x: op("_to_copy", op("_to_copy", x, dtype=torch.bfloat16), dtype=torch.float32),
+        lambda x: aten._to_copy(aten._to_copy(x, dtype=torch.float16), dtype=torch.float32),
         "dtype(x) == float32",
     ),
     "integers that overflow": (
@@ -237,6 +262,17 @@ def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
         lambda x: torch.relu(x), lambda x: torch.relu(x) if x.shape[0] < 100 else torch.neg(x), "rank(x) == 1"
     )
     assert not short.is_proved or "size(x, 0) < 100" in short.summary, str(short)
+
+
+def test_a_number_that_the_rule_reads_is_no_other_number() -> None:
+    """A rule over filled tensors was proved without its condition that the number is one of their dtype."""
+
+    def product(x: torch.Tensor, number: Literal) -> Any:
+        return torch.mul(x, op("full", [], number, dtype=torch.bfloat16))
+
+    pattern = trace(product, ["dtype(x) == float32", "rank(x) >= 1"])
+    proof = prove(Rule("a.rule", pattern, lambda x, number: x * float(number), numerics="reassociates"))
+    assert not proof.is_proved or "number=" in proof.summary, str(proof)
 
 
 def test_conditions_that_always_hold_are_not_shown_and_others_are() -> None:

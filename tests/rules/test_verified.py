@@ -92,7 +92,7 @@ def test_what_is_verified_elsewhere_is_registered_and_cannot_be_verified_here() 
         assert (Path(__file__).parent / file).is_file()
 
 
-def _interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
+def interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]:
     """Placements are no literals of Python: a graph that holds them is not run as code."""
     return pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
 
@@ -103,10 +103,10 @@ OF_STRATEGIES = (causal_to_mask, gather_keys, repeat_kv_heads, ring_of_ranks)
 @pytest.mark.parametrize("rule", OF_STRATEGIES, ids=lambda rule: rule.id)
 def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
     def rewrite(gm: fx.GraphModule) -> int:
-        return RuleSet("one", _ChooseEverywhere(rule.id), rule).apply(gm, context=SpmdContext(AXIS)).rewrites
+        return RuleSet("one", ChooseEverywhere(rule.id), rule).apply(gm, context=SpmdContext(AXIS)).rewrites
 
     anywhere = Pattern(rule.pattern.outputs)
-    options: dict[str, Any] = {"numerics": rule.numerics, "domain": rule.domain, "run": _interpreted}
+    options: dict[str, Any] = {"numerics": rule.numerics, "domain": rule.domain, "run": interpreted}
     options |= {"sampler": rule._sampler}  # pyright: ignore[reportPrivateUsage]
     verdict = verify_rewrite(rule.id, anywhere, rewrite, samples=SAMPLES, seed=SEED, **options)
     verdict.raise_if_false()
@@ -114,7 +114,7 @@ def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
     assert verdict.gradients, str(verdict)
 
 
-class _ChooseEverywhere:
+class ChooseEverywhere:
     """Leaves every call of attention to one rule, but for those that it made: choices end with their transaction."""
 
     name = "choose"

@@ -120,3 +120,51 @@ def test_what_an_operator_writes_is_compared_where_the_graph_is_functional() -> 
     namespace: dict[str, Any] = {}
     exec(verdict.counterexample.snippet, namespace)
     assert str(namespace["expected"]) != str(namespace["found"])
+
+
+def test_wide_samples_show_what_a_sampler_hides() -> None:
+    rule = rule_of(
+        op("div", op("matmul", cap("x"), cap("y")), cap("divisor", Literal)),
+        lambda x, y, divisor: torch.matmul(x * (1.0 / divisor), y),
+        where.rank("x", 2),
+        where.rank("y", 2),
+        numerics="reassociates",
+        domain="moderate",
+    )
+
+    def divisors(draw: Draw) -> dict[str, Any]:
+        rows, inner, columns = draw.shape(3)
+        return {
+            "x": draw.tensor(rows, inner),
+            "y": draw.tensor(inner, columns),
+            "divisor": draw.choice(8.0, -2.0),
+        }
+
+    options: dict[str, Any] = {"sampler": divisors, "domain": "moderate", "grad": False}
+    assert verify(rule, **options).ok
+    wide = verify(rule, wide=True, **options)
+    assert "ZeroDivisionError" in str(wide), str(wide)
+
+
+def test_wide_samples_leave_integers_with_a_meaning_alone() -> None:
+    rule = rule_of(LOSS, SUM_OF_LOGS.body, where.rank("logits", 2), numerics="reassociates")
+    verdict = verify(rule, sampler=classes, wide=True)
+    assert verdict.ok, str(verdict)
+
+
+def test_labels_of_1_are_not_measured_next_to_1() -> None:
+    pattern = op("cosine_embedding_loss", cap("x"), cap("y"), cap("label"), 0.25, 1)
+    narrow = rule_of(
+        pattern,
+        lambda x, y, label: aten.cosine_embedding_loss(x, y, label, 0.25, 1).to(torch.bfloat16).to(x.dtype),
+        numerics="reassociates",
+    )
+
+    def pairs(draw: Draw) -> dict[str, Any]:
+        rows, width = draw.shape(2)
+        label = draw.choice(1.0, -1.0) * torch.ones(rows)
+        return {"x": draw.tensor(rows, width), "y": draw.tensor(rows, width), "label": label}
+
+    verdict = verify(narrow, sampler=pairs, dtypes=["float32"], terminates=False)
+    assert verdict.counterexample is not None, str(verdict)
+    assert verdict.counterexample.difference.kind == "value"

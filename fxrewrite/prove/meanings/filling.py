@@ -47,8 +47,10 @@ def _dropout(call: Call) -> Any:
 
 
 def convert(call: Call) -> Value:
-    """Returns the entries of the first operand in the dtype of the result."""
+    """Returns the entries of the first operand in the dtype of the result; only `to` may give the operand itself."""
     x = call.first
+    if call.result.layout is not torch.strided:
+        raise UnknownError("a sparse tensor")
     if x.dtype == call.dtype:
         return x if call.name == "to" else _copy(call)
     return call.value(lambda i: cast(x.at(i), x.dtype, call.dtype), x.shape)
@@ -84,7 +86,7 @@ FILLING: Mapping[str, Meaning] = {
     "alias": _alias,
     "detach": _detach,
     "dropout": _dropout,
-    **dict.fromkeys(("to", "type_as"), convert),
+    **dict.fromkeys(("to", "_to_copy", "type_as"), convert),
     "where": _where,
     "masked_fill": _masked_fill,
 }

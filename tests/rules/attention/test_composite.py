@@ -313,6 +313,16 @@ KEPT: dict[str, tuple[Function, str, str]] = {
         "einsum_to_matmul",
         "bhqe,bhkd->bhqk sums over an index of one operand",
     ),
+    "einsum that repeats an operand": (
+        lambda q, k, v, m, h: torch.einsum("bhqd,bhkd->bhqk", q[..., :1], k).sum(),
+        "einsum_to_matmul",
+        "index d has sizes 1 and ",
+    ),
+    "einsum of two dtypes": (
+        lambda q, k, v, m, h: torch.einsum("bhqd,bhkd->bhqk", q[..., :1].long(), k[..., :1] > 0).sum(),
+        "einsum_to_matmul",
+        "same_dtype(x, y)",
+    ),
     "einsum with an ellipsis": (
         lambda q, k, v, m, h: torch.einsum("...qd,...kd->...qk", q, k).sum(),
         "einsum_to_matmul",
