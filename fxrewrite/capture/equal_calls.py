@@ -33,7 +33,7 @@ from fxrewrite.capture.running import Running
 from fxrewrite.capture.traced_values import Value, current_tracer, slot_of
 from fxrewrite.graph.fake_values import look_of
 from fxrewrite.graph.sizes import is_read_from_data
-from fxrewrite.ops import memory_written, mutated, sets_mode, tensors_of
+from fxrewrite.ops import is_barrier, memory_written, mutated, sets_mode, tensors_of
 
 __all__ = ["EqualCalls", "Once"]
 
@@ -150,10 +150,11 @@ class Once(Running):
             return self._values(super().run_node(n))
         operands: dict[Value, int] = {}
         try:
-            if n in self._written or not self._written.isdisjoint(n.all_input_nodes):
+            if is_barrier(n) or n in self._written or not self._written.isdisjoint(n.all_input_nodes):
                 raise _UnknownError
             arguments = super().fetch_args_kwargs_from_env(n)
-            key = n.op, n.target, calls.key(arguments, operands), _modes()
+            target = n.target if isinstance(n.target, str) else id(n.target)
+            key = n.op, target, calls.key(arguments, operands), _modes()
         except _UnknownError:
             return self._traced(n)
         if key not in calls.known:
@@ -184,13 +185,19 @@ class Once(Running):
         assert self.calls is not None
         tracer = current_tracer()
         before = [slot_of(operand.tensor(), tracer) for operand in operands]
-        last = next(iter(reversed(tracer.graph.nodes)))
+        looks = [operand.look for operand in operands]
+        last = next(iter(reversed(tracer.graph.nodes)), None)
         result = super().run_node(n)
         made: list[fx.Node] = []
-        while last.next.op != "root":
-            last = last.next
-            made.append(last)
-        self.calls.known[key] = call = _learned(self.calls, made, result, operands, before, tracer)
+        for node in reversed(tracer.graph.nodes):
+            if node is last:
+                break
+            made.insert(0, node)
+        for operand in operands:
+            operand.forget_look()
+        is_changed = [self.calls.look(operand) for operand in operands] != looks
+        call = None if is_changed else _learned(self.calls, made, result, operands, before, tracer)
+        self.calls.known[key] = call
         if call is None:
             self._forget_calls(n, result)
         return self._values(result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -44,8 +45,8 @@ class FakeValues:
         if same in self._runs:
             return self._runs[same][0]
         result = self._call(target, args, kwargs)
-        is_plain = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
-        if is_plain and not _has_data_sizes(result):
+        is_operator = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        if (is_operator or target is operator.getitem) and not _has_data_sizes(result):
             self._runs[same] = (result, args, kwargs)  # keeps the arguments alive, because the key may have addresses
         return result
 
