@@ -62,6 +62,7 @@ bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hou
 	$(BIN)/python tests/bench/checks.py
 	$(BIN)/python tests/bench/shards.py
 	$(BIN)/python tests/bench/regions.py
+	$(BIN)/python tests/bench/passes.py
 	$(BIN)/python tests/bench/long_context.py --table steps longest
 	$(BIN)/python tests/bench/long_context.py --table layers lengths --ways "Ulysses by hand" "autosp, layers checkpointed" "autosp, equal layers once"
 

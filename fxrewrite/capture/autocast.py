@@ -23,7 +23,7 @@ from fxrewrite.capture.running import Running
 from fxrewrite.errors import refuse
 from fxrewrite.graph.bodies import nodes_of
 
-__all__ = ["ENTER", "EXIT", "Casting", "Regions", "casts", "drop_regions", "shield", "without_autocast"]
+__all__ = ["ENTER", "EXIT", "Casting", "Regions", "casting", "casts", "drop_regions", "shield", "without_autocast"]
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _KEYS = {
@@ -35,10 +35,10 @@ _KEYS = {
 
 def casts(gm: fx.GraphModule) -> bool:
     """Whether autocast is on while the graph is compiled, or is switched on in it."""
-    return bool(_enabled()) or any(node.target is ENTER for node in nodes_of(gm))
+    return bool(casting()) or any(node.target is ENTER for node in nodes_of(gm))
 
 
-def _enabled() -> dict[str, torch.dtype]:
+def casting() -> dict[str, torch.dtype]:
     """Returns the device types whose operators currently cast, with the dtypes that they cast to."""
     kinds = [kind for kind in torch._C._autocast_supported_devices() if torch.is_autocast_enabled(kind)]
     if unknown := [kind for kind in kinds if kind not in _KEYS]:
@@ -50,7 +50,7 @@ def _enabled() -> dict[str, torch.dtype]:
 def without_autocast() -> Generator[None]:
     """Disables autocast for the duration of the block."""
     with contextlib.ExitStack() as stack:
-        for kind in _enabled():
+        for kind in casting():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
@@ -65,7 +65,7 @@ def drop_regions(graph: fx.Graph) -> None:
 def shield(graph: fx.Graph) -> None:
     """Makes the graph run without autocast, even if its caller, as now, is under autocast."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
-    for kind, dtype in _enabled().items():
+    for kind, dtype in casting().items():
         with graph.inserting_before(first):
             region = graph.call_function(ENTER, (kind, dtype, False, torch.is_autocast_cache_enabled()))
         with graph.inserting_before(graph.output_node()):
@@ -98,17 +98,17 @@ class Casting(Running):
 
     def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self._outside = _enabled()
+        self._outside = casting()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the operator's autocast kernel if it has one; decomposes it if an operator inside has one."""
-        if isinstance(target, HigherOrderOperator) and _enabled() != self._outside:
+        if isinstance(target, HigherOrderOperator) and casting() != self._outside:
             refuse(
                 f"the higher-order op {target.name()} in an autocast region has no normal form",
                 node=self.current,
                 hint="compile the model within torch.autocast, not with a region of it inside",
             )
-        if isinstance(target, OpOverload) and (enabled := _enabled()):
+        if isinstance(target, OpOverload) and (enabled := casting()):
             kind = next((kind for kind in enabled if _has_kernel(target, kind, args, kwargs)), None)
             if kind is not None:
                 with torch._C.DisableTorchFunction():  # a tracer's mode would call the operator, not its kernel

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.capture.autocast import ENTER, EXIT, Casting, Regions, casts, drop_regions, shield
 from fxrewrite.capture.custom_backward import APPLY, NormalBodies
+from fxrewrite.capture.equal_calls import EqualCalls, Once
 from fxrewrite.capture.functionalize import Functional, functional_writes
-from fxrewrite.capture.running import Running
 from fxrewrite.capture.vmap import without_vmap
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph.copy import copy_module
@@ -80,12 +80,17 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
     placeholders = gm.graph.find_nodes(op="placeholder")
-    inliner = _Inliner(gm)
-    inliner.bodies = NormalBodies.of(gm, functools.partial(_normalized, is_body=True))
-    normal = _traced(inliner, placeholders)
+    bodies = NormalBodies.of(gm, functools.partial(_normalized, is_body=True))
+
+    def inliner() -> _Inliner:
+        made = _Inliner(gm)
+        made.bodies = bodies
+        return made
+
+    normal = _traced_once(inliner, placeholders)
     # Casts become visible only when the ATen graph runs under autocast, so it is traced a second time.
     if casts(normal):
-        normal = _traced(_CastingInliner(normal), placeholders)
+        normal = _traced_once(functools.partial(_CastingInliner, normal), placeholders)
         drop_regions(normal.graph)
         if not is_body:  # the graph that calls the subgraph is shielded
             shield(normal.graph)
@@ -98,6 +103,14 @@ def _normalized(gm: fx.GraphModule, *, is_body: bool = False) -> fx.GraphModule:
     normal.graph.eliminate_dead_code()
     normal.recompile()
     return normal
+
+
+def _traced_once(program: Callable[[], _Inliner], placeholders: Sequence[fx.Node]) -> fx.GraphModule:
+    """Traces the program, with calls that are equal traced once where that is known to make no difference."""
+    made = program()
+    made.calls = EqualCalls()
+    traced = _traced(made, placeholders)
+    return _traced(program(), placeholders) if made.calls.is_written(traced.graph) else traced
 
 
 def _traced(program: _Inliner, placeholders: Sequence[fx.Node]) -> fx.GraphModule:
@@ -131,7 +144,7 @@ def _fake_value(node: fx.Node) -> Any:
     return node.meta[key]
 
 
-class _Inliner(Running):
+class _Inliner(Once):
     """Runs a Dynamo graph with subgraphs of wrappers inlined; those of plain activation checkpoints are also tagged.
 
     Attributes:
@@ -147,7 +160,7 @@ class _Inliner(Running):
         self.regions = Regions()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tag_new_nodes()
+        self.tag_new_nodes()
         if target is _CHECKPOINT:
             body, *operands = args
             if "_checkpoint_context_fn" in body.meta or kwargs.get("context_fn") is not None:
@@ -199,16 +212,16 @@ class _Inliner(Running):
 
     def _inlined(self, body: fx.GraphModule, *operands: Any, tags: Mapping[str, Any] | None = None) -> Any:
         inner = _Inliner(body)
-        inner.bodies, inner.regions, inner.tags = self.bodies, self.regions, tags or {}
+        inner.bodies, inner.regions, inner.calls, inner.tags = self.bodies, self.regions, self.calls, tags or {}
         return inner.run(*operands)
 
-    def _tag_new_nodes(self) -> None:
+    def tag_new_nodes(self) -> None:
         """Adds the tags to the current metadata, which torch sets per node and the tracer copies to new nodes."""
         if self.tags and self.current.meta:
             fx_traceback.get_current_meta().update(self.tags)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._tag_new_nodes()
+        self.tag_new_nodes()
         value = self.current.meta.get("example_value")
         if target == "item" and isinstance(value, torch.SymFloat):
             return float(value)  # with dynamic=True a Python float is a 0-dim tensor; it is a guarded constant

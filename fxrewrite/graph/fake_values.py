@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
+from fxrewrite.graph.sizes import is_read_from_data
 from fxrewrite.torch_versions import symbolic_kernels
 
-__all__ = ["FakeValues", "identity_of"]
+__all__ = ["FakeValues", "identity_of", "look_of"]
 
 
 class FakeValues:
@@ -32,17 +34,36 @@ class FakeValues:
         self.mode, self.key = _mode_of(gm.graph)
         self._attributes: dict[str, Any] = {}
         self._runs: dict[Any, tuple[Any, Any, Any]] = {}
+        self._seen: dict[int, tuple[FakeTensor, Any]] = {}
+        """Fake values, kept alive, and what they look like, by their address."""
 
     def compute(self, node: fx.Node) -> Any:
         """Computes the node's value by running its operator on fake values; equal calls are run once."""
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._of_input)  # pyright: ignore[reportArgumentType]
-        same = (node.target, identity_of(args), identity_of(kwargs))
+        target = node.target
+        same = (target, self._looks(args), self._looks(kwargs))
         if same in self._runs:
             return self._runs[same][0]
-        result = self._call(node.target, args, kwargs)
-        if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable:
-            self._runs[same] = (result, args, kwargs)  # keeps the arguments alive, because the key has their addresses
+        result = self._call(target, args, kwargs)
+        is_operator = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
+        if (is_operator or target is operator.getitem) and not _has_data_sizes(result):
+            self._runs[same] = (result, args, kwargs)  # keeps the arguments alive, because the key may have addresses
         return result
+
+    def _looks(self, value: Any) -> Any:
+        """A key of arguments that is equal if operators run in the same way on them."""
+        if isinstance(value, (list, tuple)):
+            return type(value).__name__, tuple(map(self._looks, value))
+        if isinstance(value, dict):
+            return tuple((name, self._looks(item)) for name, item in value.items())
+        if isinstance(value, torch.SymInt):
+            return "SymInt", value.node.expr
+        if not isinstance(value, FakeTensor):
+            return identity_of(value)
+        if id(value) not in self._seen:
+            look = look_of(value)
+            self._seen[id(value)] = value, id(value) if look is None else look
+        return self._seen[id(value)][1]
 
     def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
@@ -59,7 +80,9 @@ class FakeValues:
         assert mode is not None
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
         quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
-        with mode, quiet, symbolic_kernels():
+        # torch's own cache makes every new result twice, which takes most of the time where sizes are expressions
+        uncached = disable_fake_tensor_cache(mode) if _has_symbols((args, kwargs)) else contextlib.nullcontext()
+        with mode, quiet, uncached, symbolic_kernels():
             return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
 
     def _of_input(self, node: fx.Node) -> Any:
@@ -98,6 +121,27 @@ class FakeValues:
     def forget(self, path: str) -> None:
         """Forgets the value of an attribute, which the module may have otherwise later."""
         self._attributes.pop(path, None)
+
+
+def look_of(tensor: torch.Tensor) -> Any:
+    """A key that is equal for tensors on which operators run, and are traced, in the same way; None if not known."""
+    if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return None
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    terms = tuple(size if isinstance(size, int) else size.node.expr for size in sizes)
+    flags = tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference()
+    return type(tensor), isinstance(tensor, torch.nn.Parameter), tensor.dtype, tensor.device, tensor.dim(), terms, flags
+
+
+def _has_symbols(arguments: Any) -> bool:
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
+    return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
+
+
+def _has_data_sizes(result: Any) -> bool:
+    """Whether a result has sizes that data decide: the same ones twice would be taken for equal."""
+    leaves = tree_leaves(result)
+    return any(is_read_from_data(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.SymInt)))
 
 
 def identity_of(value: Any) -> Any:

@@ -154,6 +154,8 @@ class _Check:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._evaluated: dict[Any, Any] = {}
         self._tensors: dict[Any, torch.Tensor] = {}
+        self._seen: dict[int, torch.Tensor] = {}
+        """The tensors of fake values by the address of these, which the graph keeps alive."""
         self._results: dict[Any, Any] = {}
         self._kept: list[Any] = []
 
@@ -220,12 +222,15 @@ class _Check:
             return self._number(value)
         if not isinstance(value, torch.Tensor):
             return value
+        if id(value) in self._seen:
+            return self._seen[id(value)]
         if value.layout != torch.strided:
             raise _UnknownError
         shape, strides = (tuple(map(self._number, sizes)) for sizes in (value.shape, value.stride()))
         looks = (shape, strides, value.dtype, value.device)
         if looks not in self._tensors:
             self._tensors[looks] = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+        self._seen[id(value)] = self._tensors[looks]
         return self._tensors[looks]
 
     def _number(self, size: Any) -> Any:

@@ -6,6 +6,7 @@ This file and `other_sizes` alone use torch's symbolic-shape machinery.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -45,11 +46,50 @@ _GUESS = 1024
 """The hint of a size that is read from data (entries)."""
 _LARGE: WeakKeyDictionary[Any, dict[tuple[sympy.Expr, int], int]] = WeakKeyDictionary()
 """Hints of `size_hint(size, at_least)` by shape environment: costs ask for few of them often, and sympy is slow."""
+_PROOFS: WeakKeyDictionary[Any, _Proofs] = WeakKeyDictionary()
+"""What is known of sizes by shape environment: equal layers ask the same, and sympy is slow."""
 
 
 def is_same_size(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for every length that the graph admits; never adds a guard."""
-    return bool(a == b) if isinstance(a, int) and isinstance(b, int) else statically_known_true(a == b)
+    if isinstance(a, int) and isinstance(b, int):
+        return bool(a == b)
+    return _is_known("equal", a, b, lambda: a == b)
+
+
+@dataclass
+class _Proofs:
+    """Relations of sizes, as expressions. What is true stays true, and what is not known may become so by a guard."""
+
+    true: set[Any] = field(default_factory=set[Any])
+    unknown: set[Any] = field(default_factory=set[Any])
+    guards: Any = None
+    """The state of the shape environment in which relations were not known."""
+
+
+def _is_known(relation: str, a: Size, b: Size, condition: Callable[[], Any]) -> bool:
+    """Whether two sizes, of which one is symbolic, are in a relation for every length; never adds a guard."""
+    symbolic: Any = b if isinstance(a, int) else a
+    shapes = getattr(symbolic.node, "shape_env", None)
+    if shapes is None:  # sizes of nested tensors
+        return statically_known_true(condition())
+    claim = (relation, *(size if isinstance(size, int) else size.node.expr for size in (a, b)))
+    if relation == "equal" and claim[1] == claim[2]:
+        return True
+    proofs = _PROOFS.get(shapes)
+    if proofs is None:
+        proofs = _PROOFS[shapes] = _Proofs()
+    if claim in proofs.true:
+        return True
+    guards = shapes._version_counter, len(shapes.guards)
+    if guards != proofs.guards:
+        proofs.guards = guards
+        proofs.unknown.clear()
+    if claim in proofs.unknown:
+        return False
+    holds = statically_known_true(condition())
+    (proofs.true if holds else proofs.unknown).add(claim)
+    return holds
 
 
 def is_always(condition: bool | torch.SymBool) -> bool:
@@ -57,8 +97,8 @@ def is_always(condition: bool | torch.SymBool) -> bool:
     return condition if isinstance(condition, bool) else statically_known_true(condition)
 
 
-def is_read_from_data(size: Size | torch.SymFloat) -> bool:
-    """Whether a size is only known when the graph runs, such as the number of nonzero elements."""
+def is_read_from_data(size: Size | torch.SymFloat | torch.Tensor) -> bool:
+    """Whether a size, or one of a tensor, is only known when the graph runs, as the number of nonzero elements."""
     return bool(free_unbacked_symbols(size))
 
 
@@ -86,8 +126,8 @@ def divide_exactly(a: Size, b: Size) -> Size | None:
         return a // b if b and a % b == 0 else None
     if isinstance(b, int) and b == 1:
         return a
-    quotient: Any = a // b  # torch's stubs say that it may be a float
-    return quotient if statically_known_true(quotient * b == a) else None
+    dividend: Any = a  # torch's stubs say that a quotient may be a float
+    return dividend // b if _is_known("divided", a, b, lambda: dividend // b * b == a) else None
 
 
 def written_factor(size: Size) -> int:
@@ -99,7 +139,7 @@ def product(sizes: Iterable[Size]) -> Size:
     """Returns the product of sizes; 1 if there are none."""
     result: Size = 1
     for size in sizes:
-        result = result * size
+        result = size if isinstance(result, int) and result == 1 else result * size
     return result
 
 
@@ -139,6 +179,8 @@ def _is_inner(symbol: sympy.Basic, shapes: Any) -> bool:
 def require_divisible(size: Size, by: int) -> bool:
     """Whether `by` divides the traced size. A symbolic size gets a guard, so that a length for which the answer
     differs is compiled anew instead of running the wrong graph."""
+    if not isinstance(size, int) and _is_known("multiple", size, by, lambda: size % by == 0):
+        return True  # by a guard that exists
     return bool(size % by == 0)
 
 

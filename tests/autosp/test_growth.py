@@ -1,4 +1,4 @@
-"""What the transform does grows with the number of layers, not with its square."""
+"""Equal layers are done once: a further one runs no operator on fake values."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ def _operators_run(num_layers: int, attention: Any, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("attention", ["ulysses", "gather_kv", "ring"])
 @pytest.mark.some(1)
-def test_operators_run_on_fake_values_grow_with_layers(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    two, three, four = (_operators_run(n, attention, monkeypatch) for n in (2, 3, 4))
-    assert 0 < four - three == three - two
+def test_a_further_layer_runs_no_operator_on_fake_values(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    three, four = (_operators_run(n, attention, monkeypatch) for n in (3, 4))
+    assert 0 < three == four

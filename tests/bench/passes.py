@@ -1,0 +1,67 @@
+"""CPU seconds of AutoSP's own passes on a Llama, from Dynamo's graph to what the inner backend gets, by layers.
+
+    python tests/bench/passes.py [--layers 2 8 32]
+
+One process and one thread; no process group is needed. The length is a number, or a symbol as `mark_dynamic` makes it.
+Of each, the least of several rounds, which take turns: other jobs on the machine only add.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import fx
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from autosp_rules import AutoSPConfig
+from autosp_rules.transform import transform
+from fxrewrite.spmd import Axis
+from tests.bench.measure import row
+from tests.bench.ways import llama
+
+
+def seconds(layers: int, *, symbolic: bool) -> float:
+    torch._dynamo.reset()
+    model = transformers.LlamaForCausalLM(llama(layers, 128, 128)).train()
+    ids = torch.randint(128, (1, 64))
+    if symbolic:
+        torch._dynamo.mark_dynamic(ids, 1)
+    found: list[float] = []
+
+    def passes(gm: fx.GraphModule, _: Sequence[Any]) -> fx.GraphModule:
+        started = time.process_time()
+        transform(gm, AutoSPConfig(), Axis("sp", 2))
+        found.append(time.process_time() - started)
+        return gm
+
+    torch.compile(model, backend=passes, fullgraph=True)(input_ids=ids, labels=ids)
+    return found[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32])
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}\n")
+    print(row(["layers", "static, CPU s", "symbolic, CPU s", "symbolic / static"]))
+    print(row(["---"] * 4))
+    for kind in (False, True):
+        seconds(2, symbolic=kind)  # what is loaded and compiled once
+    for layers in arguments.layers:
+        rounds = [[seconds(layers, symbolic=kind) for kind in (False, True)] for _ in range(arguments.rounds)]
+        static, symbolic = (min(some) for some in zip(*rounds, strict=True))
+        print(row([f"{layers}", f"{static:.2f}", f"{symbolic:.2f}", f"{symbolic / static:.2f}"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
