@@ -471,7 +471,7 @@ def _table(rows: list[dict[str, Any]], later: Sequence[str]) -> str:
     lines += [
         "",
         f"Refused: the changed call cannot be made, or the engine refuses each result of it. {len(tried)} mutants that "
-        f"are found, of rules that are proved, were given to `prove`: {len(beyond) + len(denied)} are proved, of which "
+        f"are found were given to `prove`: {len(beyond) + len(denied)} are proved, of which "
         f"{len(denied)} are denied by their counterexample"
         + (f": {', '.join(f'`{name}`' for name in denied)}." if denied else ".")
         + (f" The others differ in what a proof does not speak of: {_listed(beyond, 'difference')}." if beyond else ""),
