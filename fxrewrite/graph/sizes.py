@@ -52,8 +52,8 @@ _PROOFS: WeakKeyDictionary[Any, _Proofs] = WeakKeyDictionary()
 
 def is_same_size(a: Size, b: Size) -> bool:
     """Whether two sizes are equal for every length that the graph admits; never adds a guard."""
-    if isinstance(a, int) and isinstance(b, int):
-        return bool(a == b)
+    if not (isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt)):
+        return statically_known_true(a == b)  # pyright: ignore[reportArgumentType]  # numbers, which may be floats
     return _is_known("equal", a, b, lambda: a == b)
 
 
@@ -69,11 +69,11 @@ class _Proofs:
 
 def _is_known(relation: str, a: Size, b: Size, condition: Callable[[], Any]) -> bool:
     """Whether two sizes, of which one is symbolic, are in a relation for every length; never adds a guard."""
-    symbolic: Any = b if isinstance(a, int) else a
+    symbolic: Any = a if isinstance(a, torch.SymInt) else b
     shapes = getattr(symbolic.node, "shape_env", None)
     if shapes is None:  # sizes of nested tensors
         return statically_known_true(condition())
-    claim = (relation, *(size if isinstance(size, int) else size.node.expr for size in (a, b)))
+    claim = (relation, *(size.node.expr if isinstance(size, torch.SymInt) else size for size in (a, b)))
     if relation == "equal" and claim[1] == claim[2]:
         return True
     proofs = _PROOFS.get(shapes)
