@@ -305,6 +305,8 @@ def test_an_optimizer_that_is_compiled_with_its_model_runs_whole(foreach: bool) 
     assert all("no sequence found" in str(report) for report in others)
 
 
+# Dynamo imports a module of torch for it that warns, unless another test has: torch.utils.mkldnn
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
 def test_an_optimizer_alone_has_no_sequence() -> None:
     weight = nn.Parameter(torch.ones(4))
     weight.grad = torch.ones(4)
