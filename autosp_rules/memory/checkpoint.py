@@ -26,6 +26,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
@@ -35,6 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autosp_rules.memory.costs import (
     ATTENTION,
+    base_of,
     bytes_of,
     bytes_sent,
     computed_again,
@@ -97,18 +99,26 @@ class _Choice:
         return self.cost / max(self.num_bytes, 1)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Layer:
     """The nodes of a layer that may run twice, in order, and those of them that are saved."""
 
     nodes: list[fx.Node]
     kept: set[fx.Node] = field(default_factory=set[fx.Node])
 
-    @property
+    @cached_property
+    def inside(self) -> frozenset[fx.Node]:
+        return frozenset(self.nodes)
+
+    @cached_property
+    def read(self) -> list[fx.Node]:
+        """The values that the backward pass reads, inside the layer and outside."""
+        return read_in_backward(self.nodes)
+
+    @cached_property
     def results(self) -> list[fx.Node]:
         """The values that are read outside the layer."""
-        inside = set(self.nodes)
-        return [node for node in self.nodes if any(user not in inside for user in node.users)]
+        return [node for node in self.nodes if not self.inside.issuperset(node.users)]
 
     @property
     def input_bytes(self) -> int:
@@ -117,8 +127,7 @@ class _Layer:
 
     def again(self, kept: set[fx.Node]) -> set[fx.Node]:
         """Returns what the backward pass recomputes if only `kept` is saved."""
-        inside = set(self.nodes)
-        return computed_again(self.nodes, lambda node: node in kept or node not in inside)
+        return computed_again(self.read, lambda node: node in kept or node not in self.inside)
 
     def cost(self, kept: set[fx.Node]) -> float:
         return sum(map(cost_of, self.again(kept)))
@@ -136,9 +145,8 @@ class _Layer:
 
     def read_bytes(self) -> int:
         """Bytes that the backward pass reads of the layer, which is what is saved if nothing is recomputed."""
-        inside = set(self.nodes)
-        read = read_in_backward(self.nodes)
-        return sum(kept_bytes(node) for node in (read & inside) | set(self.results))
+        made = self.inside.intersection(map(base_of, self.read))
+        return sum(map(kept_bytes, made.union(self.results)))
 
 
 class Recomputation(BaseModel, frozen=True, extra="forbid"):
@@ -313,7 +321,8 @@ def _choices(layer: _Layer) -> list[_Choice]:
     cost = layer.cost(kept)
     while cost > 0:
         # Only values that cost FLOPs or communication are worth saving; saving one may make others free.
-        options = [n for n in layer.nodes if n in layer.again(kept) and (flops_of(n) or is_received(n))]
+        again = layer.again(kept)
+        options = [node for node in layer.nodes if node in again and (flops_of(node) or is_received(node))]
         made = [_Choice(node, cost - layer.cost(kept | _parts(node)), kept_bytes(node)) for node in options]
         best = max(made, key=lambda choice: choice.worth, default=None)
         if best is None or best.cost <= 0:

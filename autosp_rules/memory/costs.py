@@ -188,14 +188,13 @@ def backward_reads(node: fx.Node) -> list[fx.Node]:
     return node.all_input_nodes if is_known else [*node.all_input_nodes, node]
 
 
-def read_in_backward(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Returns what the backward passes of the nodes read, as the nodes that made its memory."""
-    return {base_of(read) for node in nodes for read in backward_reads(node)}
+def read_in_backward(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Returns the values that the backward passes of the nodes read, each once."""
+    return list(dict.fromkeys(read for node in nodes for read in backward_reads(node)))
 
 
-def computed_again(nodes: Iterable[fx.Node], is_kept: Callable[[fx.Node], bool]) -> set[fx.Node]:
-    """What the backward passes of the nodes compute again, when they find what is kept."""
-    reads = (read for node in nodes for read in backward_reads(node))
+def computed_again(reads: Iterable[fx.Node], is_kept: Callable[[fx.Node], bool]) -> set[fx.Node]:
+    """Returns what backward passes that read these values compute again, when they find what is kept."""
     walk = reached(reads, lambda node: [] if is_kept(node) else node.all_input_nodes)
     return {node for node in walk if not is_kept(node)}
 

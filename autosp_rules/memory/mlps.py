@@ -100,6 +100,10 @@ class ChooseMlps:
         nodes = edit.nodes()
         found = {node: mlp_of(node) for node in nodes if flops_of(node)}
         large = {node: mlp for node, mlp in found.items() if isinstance(mlp, Mlp) and self._is_large(mlp)}
+        if not large:
+            if self.option != "auto":
+                report.events.append(MlpsWhole(option=self.option, num_mlps=0, why=_why_none(found)))
+            return 0
         held, found_alike, planned = _Held(nodes), Counter[MlpsTiled | MlpsWhole](), planned_for(large)
         for node, mlp in large.items():
             why_whole = held.why_whole(node, mlp) if self.option == "auto" else ""
@@ -109,8 +113,6 @@ class ChooseMlps:
             else:
                 found_alike[self._tiled(mlp, held.inside(mlp), planned)] += 1
         report.events += [event.model_copy(update={"num_mlps": count}) for event, count in found_alike.items()]
-        if not large and self.option != "auto":
-            report.events.append(MlpsWhole(option=self.option, num_mlps=0, why=_why_none(found)))
         return 0
 
     def text(self) -> str:
@@ -131,8 +133,9 @@ class _Held:
     """Bytes that backward passes read: of the inside of an MLP, and of the rest of its layer."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
-        self._again = computed_again(nodes, _is_kept)
-        self._read = read_in_backward(nodes)
+        reads = read_in_backward(nodes)
+        self._again = computed_again(reads, _is_kept)
+        self._read = set(map(base_of, reads))
         self._of_layers = Counter[Any]()
         for node in self._read:
             self._of_layers[node.meta.get("ac_graph_id")] += kept_bytes(node)

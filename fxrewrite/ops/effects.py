@@ -69,10 +69,12 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the argument nodes that the node writes to; empty for a barrier, whose effects are unknown."""
     if node.op not in ("call_function", "call_method"):
         return ()
+    if node.kwargs.get("out") is not None and may_take_out(node.target):
+        return _nodes_in(node.kwargs["out"])
+    if not may_write(node.target):
+        return ()
     if keys.key(node).startswith("operator.set") or node.target == "__setitem__":
         return _nodes_in(node.args[0])
-    if may_take_out(node.target) and node.kwargs.get("out") is not None:
-        return _nodes_in(node.kwargs["out"])
     if node.target in _INPLACE_OPERATORS:
         return _nodes_in(node.args[0])
     written = _written_by_function(node)
