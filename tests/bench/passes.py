@@ -2,8 +2,8 @@
 
     python tests/bench/passes.py [--layers 2 8 32]
 
-One process and one thread; no process group is needed, and the step is not run. The length is 32,768 tokens, as a number
-or as a symbol (`mark_dynamic`), so that both decide the same about what layers keep.
+One process and one thread; no process group is needed, and the step is not run. The length is 32,768 tokens, as a
+number or as a symbol (`mark_dynamic`), so that both decide the same about what layers keep.
 Of each, the least of several rounds, which take turns: other jobs on the machine only add.
 """
 
