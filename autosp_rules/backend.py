@@ -17,7 +17,7 @@ from autosp_rules.inputs import why_not_called
 from autosp_rules.memory.checkpoint import checkpoint_text
 from autosp_rules.memory.offload import offloaded
 from autosp_rules.program import ADVICE, ShardedProgram, WholeProgram
-from autosp_rules.report import AutoSPReport
+from autosp_rules.report import AutoSPReport, ProgramIsLast
 from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, transform
 from fxrewrite import FxRewriteError, graph_text
 from fxrewrite.backends import (
@@ -30,6 +30,7 @@ from fxrewrite.backends import (
     graph_break_reason,
     inner_compiler,
     keep_graph_whole_under_ddp,
+    reached_recompile_limit,
     refuse_precompile,
     untraced_callers,
 )
@@ -113,6 +114,9 @@ class AutoSPBackend:
         text = f"{_order_of(self.config)}\n{recomputed}{graph_text(program)}"
         with raised_as_autosp_error():
             agree(axis, text, timeout=self.config.timeout)
+        if limit := reached_recompile_limit():
+            report.events.append(ProgramIsLast(limit=limit))
+            log.warning("autosp: %s", report.events[-1])
         self.reports.append(report)
         sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
         self._programs.append(sharded)

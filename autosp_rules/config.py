@@ -37,7 +37,9 @@ class AutoSPConfig(BaseModel):
     inner: str | Callable[..., Any] = Field(
         default="inductor", description="backend that compiles the rewritten graph: a registered name or a callable"
     )
-    axis: str = Field(default="sp", description="name of the mesh axis over which the sequence is sharded")
+    axis: str = Field(
+        default="sp", min_length=1, description="name of the mesh axis over which the sequence is sharded"
+    )
     strict: bool = Field(
         default=False,
         description="refuse an operator without a layout rule instead of running it on the gathered value, and a model "
@@ -217,7 +219,7 @@ def _first_mistake(error: ValidationError) -> AutoSPError:
         return AutoSPError.of(f"{name} is not a setting", hint=_nearest(name, known) or f"there are {', '.join(known)}")
     problems = [first, *(other for other in others if other["loc"][0] == name)]
     said = (problem["msg"].removeprefix("Value error, ") for problem in problems)
-    why = ", or ".join(text.replace("Input should", "it should") for text in said)
+    why = ", or ".join(re.sub("^(Input|String) should", "it should", text) for text in said)
     known = [word for problem in problems for word in re.findall("'(.*?)'", problem.get("ctx", {}).get("expected", ""))]
     return AutoSPError.of(f"{name}={value!r}: {why}", hint=_nearest(str(value), known))
 

@@ -7,7 +7,7 @@ from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import Checkpointed, Recomputation, TagsUnread
 from autosp_rules.memory.logits import LogitsDropped, LogitsHeld, LogitsNoOutput
 from autosp_rules.memory.mlps import MlpsTiled, MlpsWhole
-from autosp_rules.report import LeftAlone
+from autosp_rules.report import LeftAlone, ProgramIsLast
 from autosp_rules.sequence import OneToken, Padded, TooShort
 from autosp_rules.transform import Offloaded, OutputSharded
 from fxrewrite.spmd import AtBorder, Drawn, Gathered, ProductsWhole, RegionsCompiled, Summed
@@ -33,6 +33,7 @@ __all__ = [
     "OutputSharded",
     "Padded",
     "ProductsWhole",
+    "ProgramIsLast",
     "Recomputation",
     "RegionsCompiled",
     "Summed",

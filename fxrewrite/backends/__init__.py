@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         graph_break_reason as graph_break_reason,
         inner_compiler as inner_compiler,
         normalized as normalized,
+        reached_recompile_limit as reached_recompile_limit,
         refuse_precompile as refuse_precompile,
         rewriting_backend as rewriting_backend,
         untraced_callers as untraced_callers,

@@ -15,6 +15,7 @@ from torch import fx
 from torch._dynamo import lookup_backend
 from torch._dynamo.exc import InvalidBackend, TorchRuntimeError
 from torch._dynamo.source import EphemeralSource
+from torch._guards import CompileContext
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
@@ -31,6 +32,7 @@ __all__ = [
     "graph_break_reason",
     "inner_compiler",
     "normalized",
+    "reached_recompile_limit",
     "refuse_precompile",
     "rewriting_backend",
     "untraced_callers",
@@ -145,6 +147,17 @@ def given_up() -> str:
         f"torch.compile runs it uncompiled: its code breaks the graph, or was compiled {limit} times already "
         "(torch._dynamo.config.recompile_limit; between models, call torch.compiler.reset())"
     )
+
+
+def reached_recompile_limit() -> int | None:
+    """Returns Dynamo's `recompile_limit` if the function being compiled now reaches it, else None.
+
+    Dynamo then makes no other program of the function, and a call that needs one runs uncompiled.
+    """
+    current = CompileContext.current_compile_id()
+    count = None if current is None else current.frame_compile_id  # from 0, of this function
+    limit = torch._dynamo.config.recompile_limit
+    return limit if count is not None and count + 1 >= limit else None
 
 
 _WRAPPERS = (f"{Path(torch.__file__).parent}/", "/contextlib.py")

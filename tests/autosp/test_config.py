@@ -26,6 +26,7 @@ NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "did you mean 'full'?",
     ),
     "range": ({"loss_tile": 0}, "loss_tile=0: it should be greater than 0"),
+    "no name": ({"axis": ""}, "axis='': it should have at least 1 character"),
     "bytes": (
         {"memory": "24 gigs"},
         'memory=\'24 gigs\': it takes bytes, as an int of 1 or more or as a text with a unit: "24 GiB", "500 MB"',
