@@ -233,6 +233,15 @@ def test_rules_of_a_set_are_its_text(run: Any) -> None:
     assert [rule["id"] for rule in run("rules", "aa_mine", "--json").data["rules"]] == ["mine.use_silu", "mine.never"]
 
 
+def test_a_listing_cuts_long_patterns_and_show_does_not(run: Any) -> None:
+    row = next(line for line in run("rules", "attention").out.splitlines() if "  attention.fuse " in line)
+    assert len(row) < 300
+    assert row.endswith(" ... -> (sdpa(q, k, v, bias + mask, scale))")
+    whole = run("show", "attention.fuse").out
+    assert "lit(divisor))" in whole
+    assert " ... " not in whole
+
+
 def test_show_says_what_rules_promise_and_where_they_stand(run: Any) -> None:
     done = run("show", "more.py:ENDLESS")
     assert done.status == 0

@@ -50,7 +50,11 @@ def rules(arguments: Namespace, say: Say) -> Answer:
     sets = registered()
     if arguments.name:
         found = load(arguments.name)
-        say(str(found))
+        lines = str(found).splitlines()
+        shown = [_cut(line) for line in lines] if isinstance(found, RuleSet) else lines
+        say("\n".join(shown))
+        if shown != lines:
+            say("\n`...` stands for the rest of a long pattern; `fxrewrite show ID` prints one rule whole")
         return Answer({"name": arguments.name, "rules": [_facts(rule) for rule in _distinct(found)]})
     rows: list[dict[str, Any]] = []
     for name in sets:
@@ -67,6 +71,16 @@ def rules(arguments: Namespace, say: Say) -> Answer:
         what = row.get("error") or f"{row['rules']:3} rule{'s' if row['rules'] != 1 else ' '}  {row['distribution']}"
         say(f"{row['name']:{width}}  {what}")
     return Answer(rows)
+
+
+_PATTERN = 160
+"""Characters of a line of a listing up to the end of the pattern: ids stay in view, and half a screen of it is enough."""
+
+
+def _cut(line: str) -> str:
+    """A line `id   pattern -> (replacement)` with what a listing shows of the pattern."""
+    pattern, arrow, replacement = line.rpartition(" -> (")
+    return f"{pattern[:_PATTERN]} ...{arrow}{replacement}" if len(pattern) > _PATTERN else line
 
 
 def show(arguments: Namespace, say: Say) -> Answer:
