@@ -74,7 +74,7 @@ def rules(arguments: Namespace, say: Say) -> Answer:
 
 
 _PATTERN = 160
-"""Characters of a line of a listing up to the end of the pattern: ids stay in view, and half a screen of it is enough."""
+"""Characters of a line of a listing up to the end of the pattern: that of most rules is shown whole."""
 
 
 def _cut(line: str) -> str:
