@@ -9,6 +9,10 @@ INSTALL = $(BIN)/python -m pip install --constraint constraints.txt --editable
 
 TRAINERS := .venv-trainers/bin
 
+# What `make bench` measures of long contexts, and the plots that are made of it
+FIGURES := docs/figures/long-context
+COMPARED := "Ulysses by hand" "Ulysses by hand, tuned" autosp "autosp, layers checkpointed" "autosp, all, MLPs tiled"
+
 GPU_PYTHON ?= python3
 # What `make gpu` needs beside torch; none of it asks for a torch.
 GPU_NEEDS := editables hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
@@ -53,7 +57,7 @@ wheels:  ## the folder wheels/, from which `make gpu` installs without an index;
 	grep -v -e '^torch==' constraints.txt > .constraints-without-torch
 	$(PYTHON) -m pip download --dest wheels --only-binary=:all: --constraint .constraints-without-torch $(FOR) $(GPU_NEEDS)
 
-bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hour on a quiet machine
+bench: .venv/bench.stamp  ## the tables of docs/benchmarks.md and docs/long-context.md, an hour on a quiet machine
 	$(BIN)/python tests/bench/engines.py
 	$(BIN)/python tests/bench/masks.py
 	$(BIN)/python tests/bench/saved.py
@@ -63,8 +67,12 @@ bench: env  ## the tables of docs/benchmarks.md and docs/long-context.md, an hou
 	$(BIN)/python tests/bench/shards.py
 	$(BIN)/python tests/bench/regions.py
 	$(BIN)/python tests/bench/passes.py
-	$(BIN)/python tests/bench/long_context.py --table steps longest
+	$(BIN)/python tests/bench/long_context.py --table steps longest --out $(FIGURES).jsonl
 	$(BIN)/python tests/bench/long_context.py --table layers lengths --ways "Ulysses by hand" "autosp, layers checkpointed" "autosp, equal layers once"
+	$(BIN)/python tests/bench/long_context.py --table lengths --out $(FIGURES).jsonl --ways $(COMPARED)
+	for ranks in 2 4 8; do $(BIN)/python tests/bench/long_context.py --table lengths --ranks $$ranks --alone --rounds 1 \
+		--out $(FIGURES).jsonl --ways $(COMPARED); done
+	$(BIN)/python tests/bench/plots.py $(FIGURES).jsonl $(FIGURES).svg
 
 zoo: env  ## the table of docs/zoo.md: every model against one device, resumed where it was stopped (zoo.jsonl)
 	$(BIN)/python -m tests.zoo --table docs/zoo.md
@@ -103,6 +111,10 @@ clean:  ## remove the environment and every cache
 
 .venv/test.stamp: pyproject.toml constraints.txt | .venv/bin/python
 	$(INSTALL) '.[test]'
+	@touch $@
+
+.venv/bench.stamp: .venv/test.stamp
+	$(INSTALL) '.[bench]'
 	@touch $@
 
 .venv/dev.stamp: .venv/test.stamp

@@ -22,7 +22,6 @@ with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing i
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -30,12 +29,12 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -44,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules.demo.launch import RankError, launch
 from fxrewrite.testing import fake_mesh
+from tests.bench.figures import Figures, Measured, append
 from tests.bench.measure import profiled, row, with_quartiles
 from tests.bench.turns import Turns, run_in_turns
 from tests.bench.ways import WAYS, Step, is_installed, llama
@@ -70,18 +70,6 @@ DEEP = Setting(layers=2, hidden=128, vocab=512, length=256, rounds=1)
 LAYERS = (2, 16, 32)
 LENGTHS = (2048, 4096, 8192)
 _BLOCK = 128
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What one step of one way cost on rank 0; bytes and seconds."""
-
-    seconds: float
-    peak: int
-    saved: int
-    sent: int
-    compile: float
-    transform: float
 
 
 def _batch(setting: Setting, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +105,7 @@ def _train_in_turns(way: str, setting: Setting, turns: Turns) -> tuple[Figures, 
     with turns.take(turns.rounds - 1):
         memory = _profiled(step, setting, setting.length)
     first, _, *rest = seconds
-    return Figures(statistics.median(rest), *memory, first, step.transform_seconds()), rest
+    return _figures(rest, memory, first, step), rest
 
 
 def _train(way: str, setting: Setting, lengths: Sequence[int]) -> list[Figures]:
@@ -128,10 +116,17 @@ def _train(way: str, setting: Setting, lengths: Sequence[int]) -> list[Figures]:
     for length in lengths:
         seconds = _steps(step, setting, length)
         next(seconds)
-        median = statistics.median(next(seconds) for _ in range(setting.rounds))
-        peak, saved, sent = _profiled(step, setting, length)
-        found.append(Figures(median, peak, saved, sent, first, step.transform_seconds()))
+        rounds = [next(seconds) for _ in range(setting.rounds)]
+        found.append(_figures(rounds, _profiled(step, setting, length), first, step))
     return found
+
+
+def _figures(seconds: Sequence[float], memory: tuple[int, int, int], first: float, step: Step) -> Figures:
+    peak, saved, sent = memory
+    transform = step.transform_seconds()
+    return Figures(
+        seconds=statistics.median(seconds), peak=peak, saved=saved, sent=sent, compile=first, transform=transform
+    )
 
 
 def _longest(way: str, setting: Setting, budget: int) -> int:
@@ -185,63 +180,91 @@ def _headline(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _print_steps(setting: Setting, ways: list[str], ranks: int, alone: bool) -> None:
-    print(f"\n### {setting.layers} layers, {setting.length:,} tokens, {ranks} ranks\n")
+@dataclass(frozen=True)
+class Run:
+    """Where the ways run, and the file that gets what was measured."""
+
+    ranks: int
+    alone: bool
+    out: Path | None
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"ranks": self.ranks, "alone": self.alone}
+
+    def keep(self, table: Any, way: str, setting: Setting, **found: Any) -> None:
+        model = {"layers": setting.layers, "hidden": setting.hidden, "vocab": setting.vocab, "length": setting.length}
+        append(self.out, Measured(table=table, way=way, **self.where, **{**model, **found}, machine=_machine()))
+
+
+def _machine() -> str:
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, {time.strftime('%Y-%m-%d')}"
+
+
+def _print_steps(setting: Setting, ways: list[str], run: Run) -> None:
+    print(f"\n### {setting.layers} layers, {setting.length:,} tokens, {run.ranks} ranks\n")
     to = "Ulysses by hand" if "Ulysses by hand" in ways else ways[-1]
     ratio = f"/ {to.removeprefix('Ulysses ')}"
     head = ["way", "step, s", ratio, "peak, MiB", ratio, "saved a token and layer, x hidden"]
     print(row([*head, "sent, MiB", "compile, s", "own passes, s"]))
     print(row(["---"] * 9))
-    runs = [partial(_on_ranks, _train_in_turns, way, setting, ranks=ranks, alone=alone) for way in ways]
-    by_way = dict(zip(ways, run_in_turns(runs, 1 if alone else ranks, setting.rounds + 3), strict=True))
+    runs = [partial(_on_ranks, _train_in_turns, way, setting, **run.where) for way in ways]
+    by_way = dict(zip(ways, run_in_turns(runs, 1 if run.alone else run.ranks, setting.rounds + 3), strict=True))
     base = by_way[to]
     for way, trained in by_way.items():
         if isinstance(trained, Exception):
             print(row([way, _headline(trained), *[""] * 7]), flush=True)
             continue
         found, seconds = trained
-        print(json.dumps({"way": way, **asdict(setting), **asdict(found), "steps": seconds}), file=sys.stderr)
+        run.keep("steps", way, setting, figures=found)
         of_base, memory_of_base = "", ""
         if isinstance(base, tuple):
             of_base = with_quartiles([a / b for a, b in zip(seconds, base[1], strict=True)])
             memory_of_base = f"{found.peak / base[0].peak:.2f}"
-        held = setting.length if way == "one device" else setting.length // ranks
+        held = setting.length if way == "one device" else setting.length // run.ranks
         hidden_sizes = found.saved / 4 / held / setting.layers / setting.hidden
         cells = [way, f"{found.seconds:.2f}", of_base, f"{found.peak / 2**20:.0f}", memory_of_base]
         cells += [f"{hidden_sizes:.1f}", f"{found.sent / 2**20:.1f}", f"{found.compile:.1f}", f"{found.transform:.2f}"]
         print(row(cells), flush=True)
 
 
-def _print_growth(of: str, sizes: Sequence[int], settings: Sequence[Setting], ways: list[str], **where: Any) -> None:
+def _print_growth(
+    table: Literal["layers", "lengths"], sizes: Sequence[int], settings: Sequence[Setting], ways: list[str], run: Run
+) -> None:
     """A row for each way and size; settings are those of the sizes, or one for all of them, which are lengths then."""
-    print(f"\n### By {of}, {where['ranks']} ranks\n")
+    of = "tokens" if table == "lengths" else table
+    print(f"\n### By {of}, {run.ranks} ranks\n")
     print(row(["way", of, "step, s", "peak, MiB", "saved, MiB", "sent, MiB", "compile, s", "own passes, s"]))
     print(row(["---"] * 8))
     for way in ways:
         found: list[Figures] = []
         for setting in settings:
             lengths = sizes if len(settings) == 1 else [setting.length]
-            trained = _outcome(_train, way, setting, lengths, **where)
+            trained = _outcome(_train, way, setting, lengths, **run.where)
             if isinstance(trained, Exception):
                 print(row([way, _headline(trained), *[""] * 6]), flush=True)
                 break
             found.extend(trained)
+            for length, one in zip(lengths, trained, strict=True):
+                run.keep(table, way, replace(setting, length=length), figures=one)
         for size, one in zip(sizes, found, strict=False):
             cells = [f"{one.seconds:.2f}", *(f"{n / 2**20:.1f}" for n in (one.peak, one.saved, one.sent))]
             print(row([way, f"{size:,}", *cells, f"{one.compile:.1f}", f"{one.transform:.2f}"]), flush=True)
         if len(found) == len(sizes):
-            first, last = asdict(found[0]), asdict(found[-1])
+            first, last = found[0].model_dump(), found[-1].model_dump()
             span = math.log(sizes[-1] / sizes[0])
             grown = {name: math.log(last[name] / first[name]) / span if first[name] else None for name in first}
             print(row([way, "growth", *("" if n is None else f"{n:.2f}" for n in grown.values())]), flush=True)
 
 
-def _print_longest(setting: Setting, ways: list[str], budget: int, ranks: int, alone: bool) -> None:
-    print(f"\n### The longest sequence within {budget >> 20} MiB a rank, {setting.layers} layers, {ranks} ranks\n")
+def _print_longest(setting: Setting, ways: list[str], budget: int, run: Run) -> None:
+    print(f"\n### The longest sequence within {budget >> 20} MiB a rank, {setting.layers} layers, {run.ranks} ranks\n")
     print(row(["way", "tokens"]))
     print(row(["---"] * 2))
     for way in ways:
-        found = _outcome(_longest, way, setting, budget, ranks=ranks, alone=alone)
+        found = _outcome(_longest, way, setting, budget, **run.where)
+        if not isinstance(found, Exception):
+            run.keep("longest", way, replace(setting, length=found), budget=budget)
         print(row([way, _headline(found) if isinstance(found, Exception) else f"{found:,}"]), flush=True)
 
 
@@ -252,6 +275,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=[way for way in WAYS if is_installed(way)])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--alone", action="store_true", help="rank 0 of --ranks, over torch's fake process group")
+    parser.add_argument("--out", type=Path, help="file that gets a line of JSON for each row, for plots.py")
     parser.add_argument("--budget", type=int, default=128, help="MiB of peak memory above weights and gradients")
     for field in fields(Setting):
         parser.add_argument(f"--{field.name}", type=int, help="of the model and batch; each table has its own")
@@ -259,17 +283,17 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     given = {field.name: getattr(options, field.name) for field in fields(Setting)}
     given = {name: value for name, value in given.items() if value is not None}
-    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {time.strftime('%Y-%m-%d')}")
-    where = {"ranks": options.ranks, "alone": options.alone}
+    print(_machine())
+    run = Run(options.ranks, options.alone, options.out)
     if "steps" in options.table:
-        _print_steps(replace(STEPS, **given), options.ways, **where)
+        _print_steps(replace(STEPS, **given), options.ways, run)
     if "longest" in options.table:
-        _print_longest(replace(LONGEST, **given), options.ways, options.budget << 20, **where)
+        _print_longest(replace(LONGEST, **given), options.ways, options.budget << 20, run)
     if "layers" in options.table:
         settings = [replace(DEEP, **{**given, "layers": layers}) for layers in LAYERS]
-        _print_growth("layers", LAYERS, settings, options.ways, **where)
+        _print_growth("layers", LAYERS, settings, options.ways, run)
     if "lengths" in options.table:
-        _print_growth("tokens", LENGTHS, [replace(STEPS, **given)], options.ways, **where)
+        _print_growth("lengths", LENGTHS, [replace(STEPS, **given)], options.ways, run)
 
 
 if __name__ == "__main__":
