@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib as mpl
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.figures import Measured, read
 
-matplotlib.use("svg")
+mpl.use("svg")
 from matplotlib import pyplot  # noqa: E402  # it reads the backend when it is imported
 
 _MIB = 2**20
@@ -41,7 +41,7 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
     alone = [m for m in measured if m.table == "lengths" and m.alone]
     longest_length = max((m.length for m in alone), default=0)
     by_ranks = [m for m in alone if m.length == longest_length]
-    with matplotlib.rc_context(_STYLE):
+    with mpl.rc_context(_STYLE):
         figure, panels = pyplot.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
         ranks = ", ".join(f"{n} ranks" for n in sorted({m.ranks for m in by_length}))
         _lines(panels[0, 0], by_length, lambda m: m.length, _seconds, colours)
@@ -101,7 +101,9 @@ def _bars(panel: Any, measured: Sequence[Measured], colours: dict[str, Any]) -> 
 
 
 def _legend(panels: Any, ways: Sequence[str]) -> tuple[list[Any], list[str]]:
-    lines = {label: line for panel in panels.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    lines = {
+        label: line for panel in panels.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
     known = [way for way in ways if way in lines]
     return [lines[way] for way in known], known
 
