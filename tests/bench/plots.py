@@ -12,14 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+from matplotlib import pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.figures import Measured, read
-
-mpl.use("svg")
-from matplotlib import pyplot  # noqa: E402  # it reads the backend when it is imported
 
 _MIB = 2**20
 _STYLE = {
@@ -36,13 +33,13 @@ _STYLE = {
 def draw(measured: Sequence[Measured], path: Path) -> None:
     """Writes one SVG with four panels; a way has one colour in all of them."""
     ways = list(dict.fromkeys(m.way for m in measured))
-    colours = {way: pyplot.get_cmap("tab10")(i % 10) for i, way in enumerate(ways)}
+    colours = {way: plt.get_cmap("tab10")(i % 10) for i, way in enumerate(ways)}
     by_length = [m for m in measured if m.table == "lengths" and not m.alone]
     alone = [m for m in measured if m.table == "lengths" and m.alone]
     longest_length = max((m.length for m in alone), default=0)
     by_ranks = [m for m in alone if m.length == longest_length]
-    with mpl.rc_context(_STYLE):
-        figure, panels = pyplot.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
+    with plt.rc_context(_STYLE):
+        figure, panels = plt.subplots(2, 2, figsize=(10, 7.5), layout="constrained")
         ranks = ", ".join(f"{n} ranks" for n in sorted({m.ranks for m in by_length}))
         _lines(panels[0, 0], by_length, lambda m: m.length, _seconds, colours)
         panels[0, 0].set(title=f"A training step, {ranks}", xlabel="tokens", ylabel="seconds")
