@@ -33,8 +33,9 @@ import torch
 from pydantic import Field
 from torch import fx
 
+from autosp_rules.errors import AutoSPError
 from fxrewrite import Edit, Event, Report
-from fxrewrite.graph import Fact, source_line
+from fxrewrite.graph import Fact, input_name, source_line
 from fxrewrite.ops import Trait, bind, factors, has_trait, is_parameter, is_tensor, key
 from fxrewrite.spmd import (
     Axis,
@@ -155,6 +156,7 @@ class ShardInputs:
         """Inserts a redistribution at every start, reports padding, and returns the number of starts."""
         axis = SpmdContext.required(context, self.name).axis
         held = hold_chunks(edit, axis)
+        self._check_sequence_dim(edit.nodes())
         starts = list(_Tracing(self.rules, self.sequence_dim).starts(edit.nodes()))
         for node, placement in held.items():
             _note_sharded(edit, node, placement, axis)
@@ -173,6 +175,17 @@ class ShardInputs:
                 report.events.append(TooShort(node=node, source=source, length=length, num_ranks=axis.size))
         _note_joined(edit, axis)
         return len(starts)
+
+    def _check_sequence_dim(self, nodes: Sequence[fx.Node]) -> None:
+        """Refuse a stated dimension that no input of the call can have its sequence in."""
+        called_with = [n for n in nodes if n.op == "placeholder" and is_tensor(n) and not is_parameter(n)]
+        if self.sequence_dim is None or any(self.sequence_dim < _num_dims(node) for node in called_with):
+            return
+        shapes = ", ".join(f"{input_name(node)} {[size_hint(n) for n in _shape(node)]}" for node in called_with)
+        raise AutoSPError.of(
+            f"sequence_dim={self.sequence_dim}: no input has its sequence there: {shapes}",
+            hint="pass the number of a dimension of the token ids, or of the first two of hidden states",
+        )
 
     def _shard(self, edit: Edit, start: Start, axis: Axis, *, uneven: bool = False) -> None:
         placement = Shard(start.dim, uneven=uneven)
@@ -342,9 +355,14 @@ def _of_input(placeholder: fx.Node, sequence_dim: int | None) -> Trace:
     if isinstance(stated, Shard):
         return Trace(Origin.CALL, stated.dim)
     dims = range(2) if has_either else range(1, 2 if _is_floating(placeholder) else len(shape))
-    if sequence_dim is not None and sequence_dim < (2 if _is_floating(placeholder) else len(shape)):
+    if sequence_dim is not None and sequence_dim < _num_dims(placeholder):
         return Trace(Origin.CALL, sequence_dim)
     return Trace(Origin.CALL, max(dims, key=lambda dim: (size_hint(shape[dim]), dim)))
+
+
+def _num_dims(placeholder: fx.Node) -> int:
+    """How many dimensions of an input may be its sequence, from the first on."""
+    return 2 if _is_floating(placeholder) else len(_shape(placeholder))
 
 
 def _padded(start: Start, axis: Axis) -> Padded:

@@ -35,6 +35,7 @@ from fxrewrite.spmd.events import (
     Gathered as Gathered,
     NotInPart as NotInPart,
     ProductsWhole as ProductsWhole,
+    ReadOwn as ReadOwn,
     RegionsCompiled as RegionsCompiled,
     Summed as Summed,
 )

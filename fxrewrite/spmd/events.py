@@ -9,7 +9,7 @@ from pydantic import Field
 from fxrewrite.backends import Regions
 from fxrewrite.report import Event
 
-__all__ = ["AtBorder", "Drawn", "Gathered", "NotInPart", "ProductsWhole", "RegionsCompiled", "Summed"]
+__all__ = ["AtBorder", "Drawn", "Gathered", "NotInPart", "ProductsWhole", "ReadOwn", "RegionsCompiled", "Summed"]
 
 
 class AtBorder(Event, frozen=True):
@@ -93,6 +93,20 @@ class Summed(Event, frozen=True):
         return (
             f"summed: %{self.node} {self.source}: its own backward is not linear in the gradients, "
             "so they are summed over the ranks in front of it"
+        )
+
+
+class ReadOwn(Event, frozen=True):
+    """A custom backward reads the gradients of the rank's own part of the batch."""
+
+    kind: Literal["reads own gradients"] = "reads own gradients"
+    node: str
+    source: str
+
+    def __str__(self) -> str:
+        return (
+            f"reads own gradients: %{self.node} {self.source}: its own backward is not linear in the gradients, and "
+            "sees those of this rank's part of the batch alone; it is one device's if no row of a batch reads another"
         )
 
 

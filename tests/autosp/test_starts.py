@@ -108,6 +108,8 @@ def test_another_dimension_is_the_sequence_where_that_is_said() -> None:
     assert line.endswith("if another dimension is the sequence, pass its number: autosp(sequence_dim=...)")
     report = assert_equal_to_one_device(model, {"x": ids}, config=AutoSPConfig(sequence_dim=0), ranks=(4,))
     assert not [line for line in report.lines if line.startswith("padded:")]
+    with pytest.raises(AutoSPError, match=r"sequence_dim=2: no input has its sequence there: .*x \[16, 2\]; pass"):
+        dry_run(model, {"x": ids}, num_ranks=2, config=AutoSPConfig(sequence_dim=2))
 
 
 @pytest.mark.parametrize(("marked", "length"), [((0,), 15), ((1,), 16), ((0, 1), 15)])

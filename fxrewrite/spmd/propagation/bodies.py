@@ -10,7 +10,7 @@ whole, and of which the bodies read only chunks, is sliced there too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.ops import is_inexact, is_random, is_tensor, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
-from fxrewrite.spmd.events import Summed
+from fxrewrite.spmd.events import ReadOwn, Summed
 from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.operators.shared_nodes import size_nodes
 from fxrewrite.spmd.operators.true_gradients import give_true_gradients
@@ -193,8 +193,11 @@ class CustomFunctions:
     def _part(self, body: fx.GraphModule) -> Edit:
         return next(part for part in self._edit.parts() if part.gm is body)
 
-    def write(self, report: Report) -> None:
-        """Note in the bodies how their values lie, and see to it that each backward is given what it may be given."""
+    def write(self, report: Report, own: AbstractSet[fx.Node]) -> None:
+        """Note in the bodies how their values lie, and see to it that each backward is given what it may be given.
+
+        `own` are the nodes whose values are each rank's own.
+        """
         for node in self._edit.nodes():
             function = custom_function(node)
             if function is None:
@@ -203,8 +206,11 @@ class CustomFunctions:
             if on_chunks is not None:
                 on_chunks.forward.localize()
                 on_chunks.backward.localize()
-            if give_true_gradients(self._part(function.backward), function, self._context.axis) and on_chunks is None:
-                report.events.append(Summed(node=node.name, source=source_line(node)))
+            backward, axis = self._part(function.backward), self._context.axis
+            is_changed = give_true_gradients(backward, function, axis, own=node in own)
+            if is_changed and on_chunks is None:
+                event = ReadOwn if node in own else Summed
+                report.events.append(event(node=node.name, source=source_line(node)))
 
 
 def stays_a_sum(node: fx.Node, operands: Sequence[fx.Node], placements: Sequence[Placement]) -> bool:

@@ -75,6 +75,7 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, 
     equal on the ranks, so gradients are summed where parameters are read.
     """
     nodes = edit.nodes()
+    _check_inputs(nodes, memory_written(edit.graph), reduction, own_inputs=own_inputs)
     if reduction != "done":
         complete = set[fx.Node]()
     elif own_inputs:
@@ -146,7 +147,6 @@ def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
     network.add_nodes_from((_COMPLETE, _SUMMAND))
     nodes, written = edit.nodes(), memory_written(edit.graph)
     free = {node for node in nodes if _may_be_complete(node) and node not in written}
-    _check_inputs(nodes, written)
     free |= {node for node in nodes if is_getitem(node) and node.args[0] in free}
     flows = _differentiable(nodes)
     for node in nodes:
@@ -170,16 +170,22 @@ def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
     return {node for node in free if node not in summands}
 
 
-def _check_inputs(nodes: list[fx.Node], written: set[fx.Node]) -> None:
-    """Refuse activations that enter the graph whole and are written to: the value that is read is not the one that
-    entered. Parameters that require gradients cannot be written to, and buffers have none."""
+def _check_inputs(nodes: list[fx.Node], written: set[fx.Node], reduction: Reduction, *, own_inputs: bool) -> None:
+    """Refuse inputs with gradients that are written to, as by `Embedding(max_norm=...)`, and would be read unwritten.
+
+    What reads an input reads it behind an operator on its gradient, which is not written to; a write to the gathered
+    value of shards is lost; and ranks with batches of their own would write different values. Buffers have no gradient.
+    """
+    shown = written | {node.all_input_nodes[0] for node in written if node.target is redistribute}
     for node in nodes:
-        is_activation = node.op == "placeholder" and _is_float(node) and not is_parameter(node)
-        if is_activation and node in written and _may_be_complete(node):
+        if node not in shown or not (node.op == "placeholder" and _is_float(node) and _requires_grad(node)):
+            continue
+        if reduction != "mean" or own_inputs or _is_sharded(node):
             refuse(
-                f"input {input_name(node)} is written to in place, so its gradient cannot be made complete",
+                f"input {input_name(node)} has a gradient and is written to in place, which is only right where every "
+                "rank holds it whole, computes the same, and the caller averages gradients",
                 node=node,
-                hint='write it out of place, or pass gradients="mean" and average its gradient over the axis',
+                hint='write it out of place (an embedding: without max_norm); or average them (gradients="mean")',
             )
 
 
@@ -216,6 +222,11 @@ def _is_sharded(node: fx.Node) -> bool:
 
 def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
+
+
+def _requires_grad(node: fx.Node) -> bool:
+    """Whether an input may have a gradient; parameters say so."""
+    return not is_parameter(node) or getattr(node.meta.get("example_value"), "requires_grad", False)
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -80,7 +80,7 @@ class PropagatePlacements:
         _report_gathers_and_draws(left, report)
         if not self.own_inputs:
             _report_whole_products(left, report)
-        propagation.functions.write(report)
+        propagation.functions.write(report, own)
         changes = insert_redistributions(edit, decisions, context.axis, self.name)
         # From here on a node that a rule makes gets its placement as it gets its fake value: no rule sets it by hand.
         edit.derive(PLACEMENT, lambda node: inferred(node, self.rules))

@@ -29,13 +29,17 @@ def change_gradients(
     """The tensors, whose gradients are summed over the ranks of `axis` if there is one, then multiplied by `factor`.
 
     One all-reduce each, of the gradient's bytes, all of them after the last gradient has come. The gradients cannot be
-    differentiated again: FxRewriteError says so where somebody does.
+    differentiated again: FxRewriteError says so where somebody does. What is summed is dense, if sparse before.
     """
     return cast("tuple[torch.Tensor, ...]", _Changed.apply(axis, factor, *tensors)) if tensors else ()
 
 
-def _scaled(grad: torch.Tensor, factor: float) -> torch.Tensor:
-    return grad if factor == 1 else grad * factor
+def _scaled(grad: torch.Tensor, factor: float, axis: Axis | None) -> torch.Tensor:
+    """The gradient times the factor, as a collective takes it if there is an axis."""
+    found = grad if factor == 1 else grad * factor
+    if found.layout == torch.strided:
+        return found.contiguous()
+    return found if axis is None else found.to_dense()
 
 
 class _Changed(torch.autograd.Function):
@@ -47,7 +51,7 @@ class _Changed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        found = [None if grad is None else _scaled(grad.detach(), ctx.factor).contiguous() for grad in grads]
+        found = [None if grad is None else _scaled(grad.detach(), ctx.factor, ctx.axis) for grad in grads]
         if ctx.axis is not None:
             group = process_group(ctx.axis)
             works = [dist.all_reduce(grad, group=group, async_op=True) for grad in found if grad is not None]

@@ -13,10 +13,13 @@ from torch import nn
 from torch.autograd import Function
 
 from autosp_rules import AutoSPConfig, AutoSPError
+from autosp_rules.parallelism import AUTOSP
 from autosp_rules.transform import transform
+from fxrewrite import FxRewriteError
 from fxrewrite.capture.custom_backward import custom_function
-from fxrewrite.spmd import axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
+from fxrewrite.spmd import Parallelism, ReadOwn, Shard, axis_of, param
+from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
+from rules.parallel import DATA, ZERO3
 from tests.autosp.one_device import captured
 from tests.capture.test_custom_backward import Thrice
 from tests.spmd.propagation.test_propagate import IDS, Body, check, gathers
@@ -301,6 +304,43 @@ def test_a_lookup_in_a_body_is_not_where_sharding_starts() -> None:
             return g, None, 2 * (F.one_hot(ids, 8).to(g.dtype).flatten(0, 1).t() @ g.flatten(0, 1))
 
     check(lambda m, x, ids: Lookup.apply(x, ids, m.other[:8]))
+
+
+class Clips(nn.Module):
+    """A loss of token ids whose gradients are clipped on their way to the embedding."""
+
+    def __init__(self, **embedding: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(50, 16, dtype=torch.float64, **embedding)
+        self.up, self.head = (nn.Linear(16, size, dtype=torch.float64) for size in (16, 50))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(Clipped.apply(self.up(self.embedding(ids))))
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+@pytest.mark.parametrize(
+    ("plan", "mesh"),
+    [
+        (DATA, {"dp": 2}),
+        (ZERO3 | AUTOSP, {"dp": 2, "sp": 2}),
+        (AUTOSP | Parallelism("rows", axis="tp", place={param("*.weight"): Shard(0)}), {"sp": 2, "tp": 2}),
+    ],
+    ids=["data", "ZeRO-3 and sequence", "sequence and rows"],
+)
+def test_a_backward_that_clips_over_several_axes(plan: Any, mesh: dict[str, int]) -> None:
+    ids = torch.arange(24).reshape(2, 12) * 7 % 50
+    found = simulate(Clips(), {"ids": ids}, plan, mesh)
+    assert found.grad_error < 1e-9, found.grad_errors
+    own = [event for event in found.report.events_of(ReadOwn) if "autograd_function_apply" in str(event)]
+    assert len(own) == ("dp" in mesh)
+
+
+@pytest.mark.parametrize("plan", [AUTOSP, ZERO3, DATA], ids=["whole", "in shards", "own"])
+def test_a_parameter_that_is_written_to_is_refused_where_gradients_are_reduced(plan: Any) -> None:
+    with pytest.raises(FxRewriteError, match=r"embedding.weight has a gradient and is written to .* without max_norm"):
+        simulate(Clips(max_norm=1.0), {"ids": IDS}, plan, {"sp" if plan is AUTOSP else "dp": 2})
 
 
 def test_a_backward_that_clips_reads_as_it_runs(fx_snapshot: Any) -> None:
