@@ -56,6 +56,7 @@ _NO_HIGHER_ORDER_OP = {
     "what the compiled function returns",
     "flex_attention": "its score and mask functions index whole keys and values; use attn_implementation='sdpa'",
 }
+_ANY_HIGHER_ORDER_OP = "rewrite the model without it, or put torch.compiler.disable on the function that calls it"
 
 
 def normalize(gm: fx.GraphModule) -> fx.GraphModule:
@@ -196,7 +197,7 @@ class _Inliner(Once):
             refuse(
                 f"the higher-order op {name} is not supported",
                 node=self.current,
-                hint=_NO_HIGHER_ORDER_OP.get(name, "rewrite the model without it"),
+                hint=_NO_HIGHER_ORDER_OP.get(name, _ANY_HIGHER_ORDER_OP),
             )
         return super().call_function(target, args, kwargs)
 
