@@ -146,7 +146,7 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
     kept, hidden = draw.mask(*like_scores()), draw.mask(*like_scores())
     if fill == -math.inf:
         kept[..., 0], hidden[..., 0] = True, False
-    return {
+    found: dict[str, Any] = {
         "q": draw.tensor(*batch, length, depth),
         "kt": draw.tensor(*k_batch, depth, num_keys),
         "v": draw.tensor(*v_batch, num_keys, width),
@@ -166,6 +166,25 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
         "p": draw.choice(0.0, 0.0, 0.1),
         "train": draw.flag(),
     }
+    return found | _refused(draw, found) if draw.wide else found
+
+
+def _refused(draw: Draw, found: dict[str, Any]) -> dict[str, Any]:
+    """Returns, at times, one operand or number of a sample as a condition refuses it."""
+    other = draw.choice(torch.float32, torch.bfloat16)
+    options: tuple[dict[str, Any], ...] = (
+        {"kt": found["kt"][..., :1]},  # the mask makes as many columns as v has rows
+        {"v": found["v"].to(other), "cast": other},
+        {"kept": found["kept"].to(torch.uint8), "hidden": found["hidden"].to(torch.uint8)},
+        {"bias": found["bias"] > 0},  # which adds 1, and does not hide
+        {"mask": found["mask"] > 0},
+        {"mask": found["mask"].double(), "bias": found["bias"].double(), "cast": draw.dtype},
+        {"divisor": 0.0},
+        {"scale": math.inf},
+        {**{name: found[name].nan_to_num(0, 0, 0).clamp(-9, 9).long() for name in ("q", "kt", "v")}, "scale": 2}
+        | dict.fromkeys(("cast", "wide", "dtype"), torch.float32),
+    )
+    return draw.choice(*options) if draw.flag() else {}
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:
