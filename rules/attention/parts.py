@@ -179,6 +179,7 @@ def _refused(draw: Draw, found: dict[str, Any]) -> dict[str, Any]:
         {"bias": found["bias"] > 0},  # which adds 1, and does not hide
         {"mask": found["mask"] > 0},
         {"mask": found["mask"].double(), "bias": found["bias"].double(), "cast": draw.dtype},
+        {"sinks": found["sinks"].to(other)},
         {"divisor": 0.0},
         {"scale": math.inf},
         {**{name: found[name].nan_to_num(0, 0, 0).clamp(-9, 9).long() for name in ("q", "kt", "v")}, "scale": 2}

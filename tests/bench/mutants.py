@@ -106,6 +106,17 @@ EQUAL = {
     ),
     "attention.sinks_behind_keys: is_a_column(sinks)": _REFUSED,
     "attention.sinks_behind_keys: are_the_others(root, others)": _REFUSED,
+    "draws_nothing(p, train)": "the engine refuses a replacement that leaves out a draw",
+    **{
+        f"{name}/dimension {number}": f"{_REFUSED}; of the same shape, both dimensions are of size 1"
+        for name, number in {
+            "attention.fuse": 6,
+            "attention.fuse_scaled_bias": 6,
+            "attention.fuse_unbiased": 5,
+            "attention_dropout.fuse": 6,
+            "attention_dropout.fuse_scaled_bias": 6,
+        }.items()
+    },
     "dtype(hidden) in {bool}": "`masked_fill` takes bools alone, and `logical_not` makes bools",
     **{
         f"losses.mean_of_{name}_loss/operand 0": "the loss is symmetric"
