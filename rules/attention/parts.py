@@ -122,7 +122,10 @@ def fused(rule: Rule) -> Rule:
 
     @rule.sampler
     def _(draw: Draw) -> dict[str, Any]:
-        return {name: value for name, value in _sample(draw, draw.flag()).items() if name in captured}
+        found = _sample(draw, draw.flag())
+        if draw.wide and draw.flag(0.75):
+            found |= draw.choice(*(one for one in _refused(draw, found) if captured.intersection(one)))
+        return {name: value for name, value in found.items() if name in captured}
 
     return rule
 
@@ -166,13 +169,13 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
         "p": draw.choice(0.0, 0.0, 0.1),
         "train": draw.flag(),
     }
-    return found | _refused(draw, found) if draw.wide else found
+    return found
 
 
-def _refused(draw: Draw, found: dict[str, Any]) -> dict[str, Any]:
-    """Returns, at times, one operand or number of a sample as a condition refuses it."""
+def _refused(draw: Draw, found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Returns operands and numbers of a sample as one condition or another refuses them."""
     other = draw.choice(torch.float32, torch.bfloat16)
-    options: tuple[dict[str, Any], ...] = (
+    return (
         {"kt": found["kt"][..., :1]},  # the mask makes as many columns as v has rows
         {"v": found["v"].to(other), "cast": other},
         {"kept": found["kept"].to(torch.uint8), "hidden": found["hidden"].to(torch.uint8)},
@@ -182,10 +185,7 @@ def _refused(draw: Draw, found: dict[str, Any]) -> dict[str, Any]:
         {"sinks": found["sinks"].to(other)},
         {"divisor": 0.0},
         {"scale": math.inf},
-        {**{name: found[name].nan_to_num(0, 0, 0).clamp(-9, 9).long() for name in ("q", "kt", "v")}, "scale": 2}
-        | dict.fromkeys(("cast", "wide", "dtype"), torch.float32),
     )
-    return draw.choice(*options) if draw.flag() else {}
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:

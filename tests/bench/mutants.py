@@ -98,6 +98,7 @@ EQUAL = {
     "folding.fold_transposed_conv/constant 4": f"{_REFUSED}; a kernel of one entry has no dilation",
     "integers.dynamic_linear/cast 0": "the sums are the same in int64",
     **{f"integers.{name}/constant {_RANGES.get(name, 3)}": _NOT_READ for name in MOVES},
+    "integers.relu/constant 4": _NOT_READ,
     "integers.slice/dimension 0": f"{_REFUSED}; a slice of the same shape is the whole",
     "integers.unsqueeze/dimension 0": f"{_REFUSED}; of the same shape, it is beside a dimension of size 1",
     "swiglu.fuse: shape(gate) == shape(up)": "`swiglu` is that product for operands of any shape",
