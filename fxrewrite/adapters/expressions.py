@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "Multiple",
     "PatternExpr",
     "Reading",
+    "RepeatedExpr",
 ]
 
 
@@ -128,6 +129,22 @@ class MultiOutputPattern(PatternExpr):
         return f"MultiOutputPattern({self.outputs!r})"
 
 
+class RepeatedExpr(PatternExpr):
+    """A call, and every other call of its functions that reads one of its operands; each of them must match.
+
+    Items of one list count as one operand: with `CallFunction(operator.getitem, parts, Arg())` as operand, the calls on
+    all parts are looked at, as `GetItem` of inductor's split_cat.py does. What is captured by name must be equal in all
+    of them. The handler gets what they capture by position one after the other, `match.nodes` has the nodes of all, and
+    `match.output_node()` is one of the calls. It is only possible as a whole pattern.
+    """
+
+    def __init__(self, inner_pattern: PatternExpr) -> None:
+        self.inner_pattern = inner_pattern
+
+    def __repr__(self) -> str:
+        return f"RepeatedExpr({self.inner_pattern!r})"
+
+
 class Reading:
     """A pattern expression as a pattern, and how the arguments of its handler are read from a match.
 
@@ -136,6 +153,11 @@ class Reading:
     """
 
     def __init__(self, expression: PatternExpr) -> None:
+        is_repeated = isinstance(expression, RepeatedExpr)
+        if is_repeated:
+            if not isinstance(expression.inner_pattern, (CallFunction, CallMethod)):
+                raise RuleDefinitionError(f"{expression!r} must hold CallFunction or CallMethod")
+            expression = expression.inner_pattern
         self.expression = expression
         self._known: dict[int, Term] = {}
         self._order: list[tuple[str, PatternExpr]] = []
@@ -145,6 +167,7 @@ class Reading:
         if any(output is None for output in outputs):
             raise RuleDefinitionError(f"{expression!r}: an output that is None replaces nothing; leave it out")
         self.pattern = Pattern(tuple(self._term(output) for output in outputs))
+        self._repeated = Program([(None, self.pattern)]) if is_repeated else None
 
     def _term(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -177,10 +200,29 @@ class Reading:
         return distinct[0] if len(distinct) == 1 else Either(tuple(distinct))
 
     def arguments(self, match: Match) -> tuple[list[Any], dict[str, Any], list[fx.Node]] | str:
-        """What the handler gets, by position and by name, and the nodes of matched lists.
+        """What the handler gets, by position and by name, and the nodes of matched lists and repeated calls.
 
-        Or, as a sentence, why an item of a list does not match.
+        Or, as a sentence, why an item of a list, or a repeated call, does not match.
         """
+        found = self._of_one(match)
+        if self._repeated is None or isinstance(found, str):
+            return found
+        args, kwargs, nodes = found
+        for node, key in self._repeated.roots(_readers(match.root)):
+            if node is match.root or node in match.edit.erased:
+                continue
+            other = next((other for _, other in self._repeated.find(node, key)), None)
+            said = "" if other is None else self._of_one(other)
+            if other is None or isinstance(said, str):
+                return str(said) or f"%{node.name}, which reads an operand of %{match.root.name}, does not match"
+            different = _merged(kwargs, said[1])
+            if different:
+                return f"%{node.name} and %{match.root.name} differ in {different}"
+            args += said[0]
+            nodes += [*other.nodes, *said[2]]
+        return args, kwargs, nodes
+
+    def _of_one(self, match: Match) -> tuple[list[Any], dict[str, Any], list[fx.Node]] | str:
         if isinstance(self.expression, CallFunctionVarArgs):
             return list(match.root.args), dict(match.root.kwargs), []
         args: list[Any] = []
@@ -217,11 +259,27 @@ class Reading:
                 if not wanted.partial:
                     return str(said) or f"item {index} of the list, {item}, is not {wanted.pattern!r}"
                 continue
-            if any(kwargs.setdefault(key, value) is not value for key, value in said[1].items()):
-                return f"items of the list differ in {', '.join(said[1])}"
+            different = _merged(kwargs, said[1])
+            if different:
+                return f"items of the list differ in {different}"
             found.append(tuple(said[0]))
             nodes += [*match.nodes, *said[2]]
         return tuple(found) or f"no item of the list is {wanted.pattern!r}"
+
+
+def _readers(root: fx.Node) -> Iterable[fx.Node]:
+    """What reads an operand of a call, or another item of the list that an operand is an item of."""
+    operands = dict.fromkeys(root.all_input_nodes)
+    for node in root.all_input_nodes:
+        if ops.key(node) == "operator.getitem":
+            lists = (user for user in node.all_input_nodes[0].users if ops.key(user) == "operator.getitem")
+            operands |= dict.fromkeys(lists)
+    return dict.fromkeys(user for node in operands for user in node.users)
+
+
+def _merged(kwargs: dict[str, Any], more: Mapping[str, Any]) -> str:
+    """Adds what was captured by name, and returns the names whose values are not equal."""
+    return ", ".join(name for name, value in more.items() if kwargs.setdefault(name, value) != value)
 
 
 def _any_call(fn: Any) -> Op:

@@ -32,6 +32,7 @@ from fxrewrite.adapters.expressions import (
     MultiOutputPattern,
     PatternExpr,
     Reading,
+    RepeatedExpr,
 )
 from fxrewrite.adapters.handlers import Check, HandledRule, Handler, Match, inserted, refuse_unless
 from fxrewrite.adapters.search import Search, Trace
@@ -56,6 +57,7 @@ __all__ = [
     "MultiOutputPattern",
     "PatternExpr",
     "PatternMatcherPass",
+    "RepeatedExpr",
     "fwd_only",
     "joint_fwd_bwd",
     "register_graph_pattern",

@@ -199,7 +199,8 @@ class Indices:
             wanted.pop(0)
         flat: Expr = sympy.Integer(0)
         for i, size in left:
-            flat = flat * size + i
+            is_split = i.func == imod and i.args[1] == size and flat == idiv(*i.args)
+            flat = i.args[0] if is_split else flat * size + i
         found = [*first, *self.unflattened(flat, wanted), *last]
         for n in ones:
             found.insert(n, sympy.Integer(0))

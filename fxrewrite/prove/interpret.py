@@ -32,6 +32,8 @@ __all__ = ["interpret"]
 
 _OF_ANY_DTYPE = {**VIEWS, **FILLING}
 _OF_REALS = {**ENTRYWISE, **SUMS, **PRODUCTS}
+_POINTWISE = frozenset(f"quantized_decomposed::{name}_per_tensor" for name in ("quantize", "dequantize"))
+"""Operators that act entry by entry, without torch's tag for that."""
 
 
 def interpret(nodes: Iterable[fx.Node], inputs: Sequence[Any], arithmetic: Arithmetic) -> Any:
@@ -97,7 +99,8 @@ def _meaning(call: Call) -> Any:
         items, at = call.args.values()
         return items[at] if isinstance(items, (list, tuple)) else NotImplemented
     if not call.key.startswith("aten::"):
-        return NotImplemented
+        is_tensor = isinstance(call.result, torch.Tensor)
+        return uninterpreted.of_entries(call) if is_tensor and _is_pointwise(call) else NotImplemented
     if call.name in _OF_ANY_DTYPE:
         return _OF_ANY_DTYPE[call.name](call)
     if ops.has_trait(call.key, "reshape", "squeeze"):
@@ -122,5 +125,6 @@ def _is_of_reals(call: Call) -> bool:
 
 def _is_pointwise(call: Call) -> bool:
     target = call.node.target
-    is_overload = isinstance(target, torch._ops.OpOverload)
-    return is_overload and torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in target.tags or call.key in _POINTWISE

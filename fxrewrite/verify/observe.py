@@ -154,6 +154,23 @@ def gradients(
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
+def random_gradients(
+    function: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    run: Callable[[Any, Sequence[torch.Tensor]], Any] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Returns the gradient of each floating-point input, of the sum of all results times random numbers.
+
+    Counterexamples call it; equal arguments give equal gradients. `run`, if given, calls the function on the inputs.
+    """
+    torch.manual_seed(_SEED)
+    given = [x.requires_grad_(x.is_floating_point()) for x in inputs]
+    found = function(*given) if run is None else run(function, given)
+    results = [torch.zeros((), requires_grad=True), *(result for result in found if result.requires_grad)]
+    weights, leaves = [torch.randn(r.shape).to(r.dtype) for r in results], [x for x in given if x.requires_grad]
+    return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
+
+
 class _Largest(fx.Interpreter):
     """Runs a graph and records the largest finite magnitude among all its values."""
 

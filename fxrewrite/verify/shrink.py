@@ -14,8 +14,8 @@ from fxrewrite.verify.tensors import PLAINER, Contents, InputSpec
 
 __all__ = ["shrunk"]
 
-_MOST_ENTRIES = 12
-"""Largest tensor, in entries, whose entries are simplified one by one."""
+_MOST_ENTRIES, _MOST_READ = 12, 64
+"""Largest tensor, in entries, whose entries are simplified one by one; and in blocks."""
 
 
 def shrunk(
@@ -136,15 +136,34 @@ def _simpler_spec(spec: InputSpec, plainer: tuple[Contents, ...]) -> Iterator[In
         for contents in plainer:
             if PLAINER.index(contents) < PLAINER.index(spec.contents):
                 yield replace(spec, contents=contents)
-        if spec.layout == "contiguous" and math.prod(spec.shape) <= _MOST_ENTRIES and spec.contents != "zeros":
+        if spec.layout == "contiguous" and math.prod(spec.shape) <= _MOST_READ and spec.contents != "zeros":
             yield replace(spec, data=spec.tensor())
         return
-    for index in range(spec.data.numel()):
+    yield from (replace(spec, data=data) for data in _plainer_blocks(spec.data))
+    for index in range(spec.data.numel() if spec.data.numel() <= _MOST_ENTRIES else 0):
         entry = spec.data.flatten()[index].item()
         for plainer_entry in _simpler_literal(entry):
             data = spec.data.clone()
             data.view(-1)[index] = plainer_entry
             yield replace(spec, data=data)
+
+
+def _plainer_blocks(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the entries with fewer digits; those of many with a half, a quarter or an eighth of them 0."""
+    if data.is_floating_point():
+        for decimals in range(3):
+            rounded = data.double().round(decimals=decimals).to(data.dtype)
+            if not torch.equal(rounded.nan_to_num(), data.nan_to_num()):
+                yield rounded
+    if data.numel() <= _MOST_ENTRIES:
+        return
+    for parts in (2, 4, 8):
+        for block in range(parts):
+            begin, end = (data.numel() * place // parts for place in (block, block + 1))
+            if data.flatten()[begin:end].any():
+                zeroed = data.flatten().clone()
+                zeroed[begin:end] = 0
+                yield zeroed.reshape(data.shape)
 
 
 def _simpler_literal(value: Any) -> Iterator[Any]:

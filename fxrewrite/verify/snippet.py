@@ -30,18 +30,12 @@ def outcome(function):
     except Exception as error:
         return error
 """
-_GRADIENT_RUN = """\
-def outcome(function):
-    torch.manual_seed(0)
-    given = [x.requires_grad_(x.is_floating_point()) for x in inputs()]
-    results = [torch.zeros((), requires_grad=True), *(r for r in function(*given) if r.requires_grad)]
-    weights, leaves = [torch.randn(r.shape).to(r.dtype) for r in results], [x for x in given if x.requires_grad]
-    return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
-"""
-_WIDTH = 110
-"""Longest line that several short ones are joined to."""
+_GRADIENTS = "fxrewrite.verify:random_gradients"
+"""What a program calls that shows gradients."""
+_WIDTH = 120
+"""Longest expression that is written where it is read."""
 _WIDTH_OF_RETURN = 200
-"""The same for a function that only returns something: a program of few lines is read first."""
+"""Longest line of a function that only returns something: a program of few lines is read first."""
 
 
 def snippet(
@@ -71,12 +65,10 @@ def snippet(
         modules.update(dict.fromkeys(module for module in imports if module not in ("", "__main__")))
     tensors = [_tensor_text(spec.tensor()) for _, spec in inputs]
     joined = f"def inputs(): return [{', '.join(tensors)}]"
-    if len(joined) > _WIDTH:
+    if len(joined) > _WIDTH_OF_RETURN:
         joined = "def inputs(): return [\n    " + ",\n    ".join(tensors) + "]"
     run = ""
-    if difference.kind == "gradient":
-        run = _GRADIENT_RUN
-    elif difference.kind in ("raises", "invalid"):
+    if difference.kind in ("raises", "invalid"):
         run = _RAISING_RUN
     elif any(map(ops.is_random, nodes)):
         run = _SEEDED_RUN
@@ -85,8 +77,11 @@ def snippet(
         runner = program.partition(":")[2]
         modules[program] = None
         run = run.replace("function(*inputs())", f"{runner}(function, inputs())")
-        run = run.replace("function(*given)", f"{runner}(function, given)")
         calls = calls if run else [f"{runner}({name}, inputs())" for name in graphs]
+    if difference.kind == "gradient":
+        modules[_GRADIENTS], run = None, ""
+        given_runner = f", {program.partition(':')[2]}" if program else ""
+        calls = [f"{_GRADIENTS.partition(':')[2]}({name}, inputs(){given_runner})" for name in graphs]
     shown = ["expected", "found"][: len(calls)]
     results = zip(graphs, shown, calls, strict=True)
     prints = [f'print("{name + ":":10}", {value} := {call})' for name, value, call in results]
@@ -104,12 +99,15 @@ def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Se
     names: dict[fx.Node, str] = {}
     lines: list[str] = []
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    unread = {node for node in calls if not node.users and ops.is_pure(node)}
     ordered = [node for node in calls if not ops.is_pure(node)]  # one that draws may be computed at any time
     is_any_order = not ordered or (len(ordered) == 1 and not ops.mutates(ordered[0]))
     returned = ""
     for node in gm.graph.nodes:
         if node.op == "placeholder" or (node.op == "get_attr" and node.target in given):
             names[node] = str(node.target)
+        elif node in unread:
+            continue
         elif node.op == "get_attr":  # what a rule computed once
             names[node] = f"v{next(numbers)}"
             lines.append(f"    {names[node]} = {_tensor_text(ops.held(gm, node))}")

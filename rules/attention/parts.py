@@ -122,7 +122,10 @@ def fused(rule: Rule) -> Rule:
 
     @rule.sampler
     def _(draw: Draw) -> dict[str, Any]:
-        return {name: value for name, value in _sample(draw, draw.flag()).items() if name in captured}
+        found = _sample(draw, draw.flag())
+        if draw.wide and draw.flag(0.75):
+            found |= draw.choice(*(one for one in _refused(draw, found) if captured.intersection(one)))
+        return {name: value for name, value in found.items() if name in captured}
 
     return rule
 
@@ -146,7 +149,7 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
     kept, hidden = draw.mask(*like_scores()), draw.mask(*like_scores())
     if fill == -math.inf:
         kept[..., 0], hidden[..., 0] = True, False
-    return {
+    found: dict[str, Any] = {
         "q": draw.tensor(*batch, length, depth),
         "kt": draw.tensor(*k_batch, depth, num_keys),
         "v": draw.tensor(*v_batch, num_keys, width),
@@ -166,6 +169,23 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
         "p": draw.choice(0.0, 0.0, 0.1),
         "train": draw.flag(),
     }
+    return found
+
+
+def _refused(draw: Draw, found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """Returns operands and numbers of a sample as one condition or another refuses them."""
+    other = draw.choice(torch.float32, torch.bfloat16)
+    return (
+        {"kt": found["kt"][..., :1]},  # the mask makes as many columns as v has rows
+        {"v": found["v"].to(other), "cast": other},
+        {"kept": found["kept"].to(torch.uint8), "hidden": found["hidden"].to(torch.uint8)},
+        {"bias": found["bias"] > 0},  # which adds 1, and does not hide
+        {"mask": found["mask"] > 0},
+        {"mask": found["mask"].double(), "bias": found["bias"].double(), "cast": draw.dtype},
+        {"sinks": found["sinks"].to(other)},
+        {"divisor": 0.0},
+        {"scale": math.inf},
+    )
 
 
 def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:

@@ -283,6 +283,17 @@ def _fold(name: str, q: Any, k: Any, *, after: tuple[str, ...] = ()) -> Rule:
         options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa") if match[name]}
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, **options)
 
+    @fold.sampler
+    def _(draw: Draw) -> dict[str, Any]:
+        """Leaves all to be guessed, but for integers that the scale makes float32."""
+        if not draw.wide or draw.flag():
+            return {}
+        length, num_keys, depth, width = draw.shape(4)
+        rows, others = (length, num_keys) if name == "fold_query_scale" else (num_keys, length)
+        whole = draw.indices(2, rows, depth, below=3)
+        others, v = (draw.tensor(2, *sizes, dtype=torch.float32) for sizes in ((others, depth), (num_keys, width)))
+        return {"x": whole, "other": others, "v": v, "mask": None, "scale": 0.5, "divisor": 2.0, "enable_gqa": False}
+
     return fold
 
 

@@ -152,6 +152,11 @@ def _sampled(draw: Draw, *, transposed: bool) -> dict[str, Any]:
         **several,
         **_norm(draw, groups * outputs),
     }
+    if draw.wide and draw.flag(0.25):  # without a batch, so that the norm takes the first size for channels
+        channels = groups * outputs
+        found["x"] = draw.tensor(groups * inputs, *[channels] * dims)
+        found["w"] = draw.tensor(*rows, *[1] * dims)
+        found |= {"padding": [0] * dims, "stride": [1] * dims}
     return {**found, "output_padding": [0] * dims} if transposed else found
 
 

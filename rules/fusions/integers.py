@@ -44,6 +44,8 @@ aten = torch.ops.aten
 quantized = torch.ops.quantized_decomposed
 _MIN_ROWS, _MULTIPLE = 17, 8
 """What `_int_mm` takes on CUDA. Source: PyTorch, aten/src/ATen/native/cuda/Blas.cpp."""
+_OVERFLOWING = 70_000
+"""Inputs of a linear whose sum of the largest products of eight bits int32 does not hold."""
 _RANGES = {torch.int8: (-128, 127), torch.uint8: (0, 255)}
 
 MOVES: dict[str, dict[str, Any]] = {
@@ -53,7 +55,7 @@ MOVES: dict[str, dict[str, Any]] = {
     "permute": {"dims": [1, 0]},
     "reshape": {"shape": [-1]},
     "select": {"dim": 1, "index": 0},
-    "slice": {"dim": 1, "start": 0, "end": 1, "step": 1},
+    "slice": {"dim": -1, "start": 0, "end": 5, "step": 1},
     "transpose": {"dim0": 0, "dim1": 1},
     "unsqueeze": {"dim": 1},
     "view": {"size": [-1]},
@@ -173,7 +175,12 @@ def _proxied(match: Match, name: str) -> Any:
     return match.proxy(value) if isinstance(value, fx.Node) else value
 
 
-relu = Rule("integers.relu", Pattern((op("relu", _dequantized(cap("x"))),), (where.parse("scale > 0"),)))
+@where.predicate("zero", "dtype", text="is_of_dtype")
+def _is_of_dtype(zero: int, dtype: torch.dtype) -> bool:
+    return torch.iinfo(dtype).min <= zero <= torch.iinfo(dtype).max
+
+
+relu = Rule("integers.relu", Pattern((op("relu", _dequantized(cap("x"))),), (where.parse("scale > 0"), _is_of_dtype)))
 
 
 @relu.replacement
@@ -194,9 +201,9 @@ requantize = Rule(
 
 
 def _drawn(draw: Draw) -> dict[str, Any]:
-    """An input of eight bits, and how it was quantized."""
-    dtype = draw.choice(torch.int8, torch.uint8)
-    low, high = _RANGES[dtype]
+    """An input of eight bits, and how it was quantized; of more bits at times, if samples are wide."""
+    dtype = draw.choice(*_RANGES, torch.int16) if draw.wide else draw.choice(*_RANGES)
+    low, high = torch.iinfo(dtype).min, torch.iinfo(dtype).max
     x = torch.randint(low, high + 1, draw.shape(2), dtype=dtype)
     scale, zero = draw.choice(0.5, 0.1, 3e-3, 7.0), draw.choice(low, high, 0, 3)
     return {"x": x, "scale": scale, "zero": zero, "low": low, "high": high, "dtype": dtype}
@@ -204,7 +211,11 @@ def _drawn(draw: Draw) -> dict[str, Any]:
 
 @requantize.sampler
 def _(draw: Draw) -> dict[str, Any]:
-    return _drawn(draw)
+    drawn = _drawn(draw)
+    if draw.wide:  # float32 does not have these numbers, or not what is next to them
+        drawn["scale"] = draw.choice(drawn["scale"], 1e-40, 1e38)
+        drawn["zero"] = draw.choice(drawn["zero"], 1 << 25, -(1 << 25))
+    return drawn
 
 
 @relu.sampler
@@ -215,6 +226,10 @@ def _(draw: Draw) -> dict[str, Any]:
 def _drawn_linear(draw: Draw) -> dict[str, Any]:
     drawn, outputs = _drawn(draw), draw.size()
     weight = torch.randint(-127, 128, (outputs, drawn["x"].shape[1]), dtype=torch.int8)
+    if draw.wide and draw.flag(0.125):
+        drawn |= {"x": torch.full((1, _OVERFLOWING), drawn["high"], dtype=drawn["dtype"]), "zero": drawn["low"]}
+        weight = torch.full((1, _OVERFLOWING), 127, dtype=torch.int8)
+        outputs = 1
     zeros = torch.zeros(outputs, dtype=torch.int64) if draw.flag() else None
     bias = draw.tensor(outputs) if draw.flag() else None
     return {**drawn, "w": weight, "scales": torch.rand(outputs) + 0.1, "zeros": zeros, "b": bias}

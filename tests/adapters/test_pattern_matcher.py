@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite import Rule, RuleSet
+from fxrewrite import Rule, RuleSet, ops
 from fxrewrite.adapters.pattern_matcher import (
+    MULTIPLE,
     Arg,
     CallFunction,
+    CallFunctionVarArgs,
     KeywordArg,
     PatternMatcherPass,
+    RepeatedExpr,
     fwd_only,
     register_graph_pattern,
     register_lowering_pattern,
@@ -125,6 +129,79 @@ def test_a_node_that_is_erased_behind_the_transaction_is_an_error() -> None:
 
     with pytest.raises(InvariantError, match="was erased behind the transaction"):
         one.apply(traced(model, X))
+
+
+def test_what_repeats_for_each_part_is_one_match() -> None:
+    """`merge_split_squeeze` of inductor's split_cat.py: squeezed parts of size 1 are an unbind."""
+    one = PatternMatcherPass("repeated")
+    split = CallFunction(aten.split.Tensor, KeywordArg("x"), 1, KeywordArg("dim"), _users=MULTIPLE)
+    part = CallFunction(operator.getitem, split, Arg())
+
+    @register_graph_pattern(RepeatedExpr(CallFunction(aten.squeeze.dim, part, KeywordArg("dim"))), pass_dict=one)
+    def handler(match: Any, *places: int, x: fx.Node, dim: int) -> None:
+        squeezed = [node for node in match.nodes if ops.key(node) == "aten::squeeze"]
+        with match.graph.inserting_before(match.output_node()):
+            unbound = match.graph.call_function(aten.unbind.int, (x, dim))
+            for node in squeezed:
+                item = match.graph.call_function(operator.getitem, (unbound, node.args[0].args[1]))
+                node.replace_all_uses_with(item)
+        match.erase_nodes()
+        assert sorted(places) == [0, 1, 2]
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        first, second, third = (part.squeeze(1) for part in torch.split(x, 1, 1))
+        return first * second + third
+
+    gm = traced(model, X)
+    assert one.apply(gm) == 1
+    gm.graph.lint()
+    assert {"aten.split.Tensor", "aten.squeeze.dim"}.isdisjoint(targets(gm))
+    assert torch.equal(gm(X), model(X))
+
+
+def test_repeated_calls_are_replaced_together() -> None:
+    one, called = PatternMatcherPass("repeated"), list[Any]()
+
+    @register_graph_pattern(RepeatedExpr(CallFunction(aten.sum.dim_IntList, Arg(), KeywordArg("dim"))), pass_dict=one)
+    def handler(match: Any, *args: Any, dim: Any) -> None:
+        called.append(dim)
+        old = [node for node in match.nodes if ops.key(node) == "aten::sum"]
+        with match.graph.inserting_before(old[0]):
+            new = match.graph.call_function(aten.sum.dim_IntList, (args[0], dim, False))
+        for node in old:
+            node.replace_all_uses_with(new)
+        match.erase_nodes()
+
+    gm = traced(lambda x: x.sum([0]) * x.sum([0]) + x.sum([0]).exp(), X)
+    assert one.apply(gm) == 1
+    assert called == [[0]]  # equal lists, each of its own call
+    assert targets(gm).count("aten.sum.dim_IntList") == 1
+    assert torch.equal(gm(X), X.sum([0]) * X.sum([0]) + X.sum([0]).exp())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (lambda x: x.sum([0]).sum() + x.sum([1]).sum(), "differ in dim"),
+        (lambda x: x.sum([0]).sum() + x.sum([0], keepdim=True).sum(), "which reads an operand of"),
+    ],
+)
+def test_a_repeated_call_that_does_not_match_refuses_all(model: Any, said: str) -> None:
+    one = PatternMatcherPass("repeated")
+    columns = CallFunction(aten.sum.dim_IntList, KeywordArg("x"), KeywordArg("dim"))
+    register_graph_pattern(RepeatedExpr(columns), pass_dict=one)(to_clamp)
+    gm = traced(model, X)
+    before = state(gm)
+    assert one.apply(gm) == 0
+    assert state(gm) == before
+    assert one.report is not None
+    assert said in str(one.report)
+
+
+def test_what_repeats_is_a_call() -> None:
+    for inner in (Arg(), CallFunctionVarArgs(aten.relu.default)):
+        with pytest.raises(RuleDefinitionError, match="must hold CallFunction or CallMethod"):
+            register_graph_pattern(RepeatedExpr(inner), pass_dict=PatternMatcherPass())
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,10 @@ from fxrewrite.prove import prove
 from fxrewrite.prove.indices import LEAST
 from fxrewrite.spmd import SpmdContext
 from fxrewrite.verify import Verdict, verify_rewrite
-from tests.bench.proofs import done, replaced, shipped
+from rules.fusions.integers import MOVES
+from tests.bench.proofs import anywhere, done, replaced, shipped
 from tests.rules.test_verified import (
     AXIS,
-    BESIDE,
-    BESIDE_ATTENTION,
     ELSEWHERE,
     OF_STRATEGIES,
     ChooseEverywhere,
@@ -50,7 +49,7 @@ from tests.rules.test_verified import (
 
 _BEGIN, _END = "<!-- mutants -->", "<!-- end of mutants -->"
 _SAMPLES, _FEW = 64, 12
-"""Samples of a mutant, as of a rule by default; of a rule, and of a mutant that is equal by meaning."""
+"""Samples of a mutant and of a rule, as by default; of a mutant that is equal by meaning."""
 _RULES = 2
 """Most rules in which one and the same constraint is dropped, but for rules that would have no such mutant."""
 _CHANGED = ("constant", "dimension", "operand", "cast")
@@ -69,6 +68,10 @@ _NEARER = "the original rounds to a narrower dtype, and the replacement does not
 _NO_COPY = "these operators have no argument `copy`"
 _EXACT = "every dtype has 0 and 1"
 _SAME_CALL = "the replacement makes the same sum, product or quotient with any number that the operator takes"
+_KNOWN_AT_ONCE = "what is computed when the rule is applied is a parameter: `match.once` refuses all else"
+_NOT_READ = "`dequantize_per_tensor` does not read the range"
+_RANGES = {"slice": 6, **dict.fromkeys(("expand", "reshape", "select", "view"), 4)}
+"""Which constant is the end of the range, in moves of integers; of the others it is the fourth."""
 EQUAL = {
     "dtype(x) in {float16, bfloat16, float32, float64}": _REFUSED,
     "changes_nothing(x, root)": _REFUSED,
@@ -89,6 +92,33 @@ EQUAL = {
     ),
     "autosp.repeat_kv_heads/dimension 0": f"{_REFUSED}; without repeats, every dimension is the same",
     "autosp.repeat_kv_heads/dimension 1": f"{_REFUSED}; without repeats, every dimension is the same",
+    "is_param(b)": _KNOWN_AT_ONCE,
+    "is_param(gamma)": _KNOWN_AT_ONCE,
+    "is_param(beta)": _KNOWN_AT_ONCE,
+    "folding.fold_transposed_conv/constant 4": f"{_REFUSED}; a kernel of one entry has no dilation",
+    "integers.dynamic_linear/cast 0": "the sums are the same in int64",
+    **{f"integers.{name}/constant {_RANGES.get(name, 3)}": _NOT_READ for name in MOVES},
+    "integers.relu/constant 4": _NOT_READ,
+    "integers.slice/dimension 0": f"{_REFUSED}; a slice of the same shape is the whole",
+    "integers.unsqueeze/dimension 0": f"{_REFUSED}; of the same shape, it is beside a dimension of size 1",
+    "swiglu.fuse: shape(gate) == shape(up)": "`swiglu` is that product for operands of any shape",
+    "random.draw_dropout_whole: draws(p, train)": (
+        "the engine refuses draws that the original does not make; at 0 and 1 there is nothing to draw"
+    ),
+    "attention.sinks_behind_keys: is_a_column(sinks)": _REFUSED,
+    "attention.sinks_behind_keys: are_the_others(root, others)": _REFUSED,
+    "draws_nothing(p, train)": "the engine refuses a replacement that leaves out a draw",
+    **{
+        f"{name}/dimension {number}": f"{_REFUSED}; of the same shape, both dimensions are of size 1"
+        for name, number in {
+            "attention.fuse": 6,
+            "attention.fuse_scaled_bias": 6,
+            "attention.fuse_unbiased": 5,
+            "attention_dropout.fuse": 6,
+            "attention_dropout.fuse_scaled_bias": 6,
+        }.items()
+    },
+    "dtype(hidden) in {bool}": "`masked_fill` takes bools alone, and `logical_not` makes bools",
     **{
         f"losses.mean_of_{name}_loss/operand 0": "the loss is symmetric"
         for name in ("mse", "l1", "smooth_l1", "huber", "cosine_embedding")
@@ -331,7 +361,7 @@ def places_of(rule: Rule) -> dict[str, Any]:
     verify, pattern = way
     begin = time.process_time()
     counting = Mutated.of(rule, pattern, "", None)
-    verdict = verify(counting, samples=_FEW, shrink=False, wide=True)
+    verdict = verify(counting, samples=_SAMPLES, shrink=False, wide=True)
     row |= {"places": counting.places, "is_true": verdict.ok, "why": "" if verdict.ok else _line(verdict)[:_LONGEST]}
     return row | {"seconds": round(time.process_time() - begin, 1)}
 
@@ -369,15 +399,10 @@ def mutants(rule: Rule, places: Mapping[str, int] | None, guards: Sequence[int])
 
 def ways_of(rule: Rule) -> tuple[Callable[..., Verdict], Pattern] | None:
     """How tests/rules/test_verified.py verifies a rule, and of which pattern; None if it does not."""
-    where = rule.pattern.where
     if any(rule.id == one.id for one in OF_STRATEGIES):
         return _verified_where_chosen, Pattern(rule.pattern.outputs)
-    if rule.id == "attention.repeat_heads":
-        return Rule.verify, Pattern(rule.pattern.outputs)
-    if ELSEWHERE.get(rule.id) == BESIDE:
-        kept = tuple(one for one in where if str(one).partition("(")[0] not in BESIDE_ATTENTION)
-        return Rule.verify, Pattern(rule.pattern.outputs, kept)
-    return None if rule.id in ELSEWHERE else (Rule.verify, rule.pattern)
+    pays = anywhere(rule)
+    return (Rule.verify, pays.pattern) if pays is not rule or rule.id not in ELSEWHERE else None
 
 
 def _verified_where_chosen(rule: Rule, **options: Any) -> Verdict:

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import sympy
 import torch
+import torch.ao.quantization.fx._decomposed  # defines torch.ops.quantized_decomposed
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
 from fxrewrite import Literal, Rule, op
 from fxrewrite.pattern import trace
 from fxrewrite.prove import Proof, prove
-from fxrewrite.prove.indices import Indices, idiv
+from fxrewrite.prove.indices import Indices, idiv, imod
 
 aten = torch.ops.aten
 
@@ -52,6 +53,12 @@ BITWISE: dict[str, tuple[Any, ...]] = {
         "dtype(x) == float32",
         "dtype(c) == bool",
         "shape(x) == shape(c)",
+    ),
+    "an operator of a library that acts entry by entry": (
+        lambda x: op("quantized_decomposed::quantize_per_tensor", x, 0.1, 3, 0, 255, torch.uint8).t(),
+        lambda x: torch.ops.quantized_decomposed.quantize_per_tensor(x.t(), 0.1, 3, 0, 255, torch.uint8),
+        "dtype(x) == float32",
+        "rank(x) == 2",
     ),
     "a cast in the graph of a trace": (
         lambda x: torch.neg(op("_to_copy", x, dtype=torch.bfloat16)),
@@ -209,6 +216,25 @@ FALSE: dict[str, tuple[Any, ...]] = {
         "rank(x) == 1",
         "dtype(x) == float32",
     ),
+    "an operator of a library that does not act entry by entry": (
+        lambda x, s, z: op(
+            "quantized_decomposed::quantize_per_channel", x, s, z, axis=0, quant_min=0, quant_max=255, dtype=torch.uint8
+        ).t(),
+        lambda x, s, z: torch.ops.quantized_decomposed.quantize_per_channel(x.t(), s, z, 0, 0, 255, torch.uint8),
+        "dtype(x) == float32",
+        "rank(x) == 2",
+        "rank(s) == 1",
+        "rank(z) == 1",
+        "size(x, 0) == size(x, 1)",
+        "size(x, 0) == size(s, 0)",
+        "size(x, 0) == size(z, 0)",
+    ),
+    "another zero point": (
+        lambda x: op("quantized_decomposed::quantize_per_tensor", x, 0.1, 3, 0, 255, torch.uint8).t(),
+        lambda x: torch.ops.quantized_decomposed.quantize_per_tensor(x.t(), 0.1, 2, 0, 255, torch.uint8),
+        "dtype(x) == float32",
+        "rank(x) == 2",
+    ),
     "no gradient": (lambda x: torch.relu(x), lambda x: torch.relu(x.detach())),
     "other random numbers": (lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5)),
 }
@@ -285,3 +311,11 @@ def test_conditions_that_always_hold_are_not_shown_and_others_are() -> None:
     indices = Indices()  # a quotient that holds a quotient, which was an error of sympy
     column = indices.fresh(b)
     assert indices.divided(half * b + column, b) == (half, column)
+
+
+def test_an_index_that_a_view_split_is_whole_again() -> None:
+    a, b, c = sympy.symbols("a b c", integer=True, positive=True)
+    indices = Indices()
+    i = indices.fresh(a * b)
+    assert indices.reshaped([idiv(i, b), imod(i, b)], [a, b], [a * b]) == [i]
+    assert indices.reshaped([idiv(i, c), imod(i, b)], [a, b], [a * b]) == [b * idiv(i, c) + imod(i, b)]

@@ -52,7 +52,7 @@ def of_entries(call: Call) -> Any:
         if is_swapped:
             found.sort(key=lambda one: (one[0], sympy.srepr(one[1])))
         kinds = ",".join(kind for kind, _ in found)
-        name = f"{call.name}[{kinds}->{dtype_name(call.dtype)};{','.join(others)}]"
+        name = f"{call.key.removeprefix('aten::')}[{kinds}->{dtype_name(call.dtype)};{','.join(others)}]"
         return apply(name, *(entry for _, entry in found), *written)
 
     return call.value(at)
