@@ -317,10 +317,8 @@ class Rule:
         for node in reversed(created):  # calls whose result the replacement did not use
             if not node.users and node not in results and ops.is_pure(node):
                 edit.erase(node)
-        nodes = match.nodes if len(match.nodes) < 3 else sorted(match.nodes, reverse=True)
-        for node in nodes:
-            if not node.users and node not in match.kept:
-                edit.erase(node)
+        replaced = [node for node in match.nodes if node not in match.kept] if match.kept else match.nodes
+        edit.erase_unused(replaced if len(replaced) < 3 else sorted(replaced, reverse=True))
         effects.add(created, draws)
 
     def _replaced(self, edit: Edit, match: Match, replacer: Replacer) -> Any:
