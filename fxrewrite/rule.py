@@ -19,7 +19,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
-from fxrewrite.match.once import compute_once
 from fxrewrite.match.program import Program
 from fxrewrite.match.replace import Replacer
 from fxrewrite.match.returned import returned_nodes, with_parts
@@ -287,21 +286,8 @@ class Rule:
         if effects.writers:
             check_region(match, effects)
         place = insertion_point(match)
-        replacer = Replacer(edit, place, match.root, self.id)
-        match.edit, match.proxy = edit, replacer.proxy
-        match.call = lambda target, *args, **kwargs: replacer.call(target, args, kwargs)
-
-        def once(function: Callable[..., Any], *args: Any, name: str | Sequence[str] = "", **kwargs: Any) -> Any:
-            args, kwargs = replacer.unwrap_given(args), {key: replacer.unwrap_given(kwargs[key]) for key in kwargs}
-            promised: dict[str, Any] = {"rule": self.id, "gradients": self.gradients}
-            return replacer.wrap(compute_once(match, effects, function, args, kwargs, name=name, **promised))
-
-        match.once, match.read = once, lambda path: replacer.proxy(edit.read(path))
-        given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
-        if self._wrapped is None:
-            self._wrapped = ops.wrapped_in(self.body)
-        body = ops.with_globals(self.body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
-        results, through = returned_nodes(replacer.unwrap(body(**given)), self.pattern, match)
+        replacer = Replacer(edit, place, match.root, rule=self.id, effects=effects, gradients=self.gradients)
+        results, through = returned_nodes(self._replaced(edit, match, replacer), self.pattern, match)
         created = replacer.created
         spread = [(old, new) for old, new in zip(match.outputs, results, strict=True) if isinstance(new, list)]
         if spread:
@@ -331,12 +317,22 @@ class Rule:
         for node in reversed(created):  # calls whose result the replacement did not use
             if not node.users and node not in results and ops.is_pure(node):
                 edit.erase(node)
-        nodes = match.nodes if len(match.nodes) < 3 else sorted(match.nodes, reverse=True)
-        for node in nodes:
-            if not node.users and node not in match.kept:
-                edit.erase(node)
+        replaced = [node for node in match.nodes if node not in match.kept] if match.kept else match.nodes
+        edit.erase_unused(replaced if len(replaced) < 3 else sorted(replaced, reverse=True))
         effects.add(created, draws)
-        replacer.close()
+
+    def _replaced(self, edit: Edit, match: Match, replacer: Replacer) -> Any:
+        """Runs the replacement, and returns what it returned, with nodes for proxies."""
+        match.edit, match.replacer = edit, replacer
+        given = {name: match if name == "match" else replacer.wrap(match.captures[name]) for name in self._names}
+        if self._wrapped is None:
+            self._wrapped = ops.wrapped_in(self.body)
+        body = ops.with_globals(self.body, {name: replacer.leaf(f) for name, f in self._wrapped.items()})
+        try:
+            return replacer.unwrap(body(**given))
+        finally:
+            match.replacer = None
+            replacer.close()
 
     def _located(self, error: RefusedError, match: Match) -> RefusedError:
         node = error.located_at if isinstance(error.located_at, fx.Node) else None

@@ -344,9 +344,15 @@ class Edit:
         if node.users:
             users = ", ".join(f"%{user.name}" for user in node.users)
             raise InvariantError(f"%{node.name} cannot be erased: it is used by {users}; replace its uses first")
-        self._journal.append(("erase", node, node.args, node.kwargs))
-        node._update_args_kwargs((), {})
-        self.erased.add(node)
+        self.erase_unused((node,))
+
+    def erase_unused(self, nodes: Iterable[fx.Node]) -> None:
+        """Marks as erased what nothing reads of `nodes`, one after the other: a node comes after its users."""
+        for node in nodes:
+            if not node.users:
+                self._journal.append(("erase", node, node.args, node.kwargs))
+                node._update_args_kwargs((), {})
+                self.erased.add(node)
 
     @contextlib.contextmanager
     def raw(self) -> Generator[None]:

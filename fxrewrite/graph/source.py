@@ -15,11 +15,13 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 CHECKPOINT_TAGS = ("recompute", "ac_graph_id")
 """Metadata that tells AOTAutograd's partitioner that a node belongs to a checkpoint, and to which one."""
-_COPIED = (
-    *("stack_trace", "nn_module_stack", "custom"),
-    *CHECKPOINT_TAGS,
-    *("partitioner_tag", "autograd_backward", "seq_nr"),
-    *("original_aten", "from_node"),
+_COPIED = frozenset(
+    {
+        *("stack_trace", "nn_module_stack", "custom"),
+        *CHECKPOINT_TAGS,
+        *("partitioner_tag", "autograd_backward", "seq_nr"),
+        *("original_aten", "from_node"),
+    }
 )
 """Inherited metadata: source, checkpoint tags, in a joint graph whether a node is forward or backward, and what
 inductor names kernels after: the operator before decompositions, and the nodes that this one comes from."""
@@ -27,8 +29,7 @@ inductor names kernels after: the operator before decompositions, and the nodes 
 
 def copied_meta(like: fx.Node) -> dict[str, Any]:
     """Returns the metadata that a new node inherits from the node that it replaces."""
-    meta = like.meta
-    return {name: meta[name] for name in _COPIED if name in meta}
+    return {name: value for name, value in like.meta.items() if name in _COPIED}
 
 
 def source_line(node: fx.Node) -> str:

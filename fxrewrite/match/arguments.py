@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from torch import fx
 
@@ -12,6 +11,9 @@ from fxrewrite import ops
 from fxrewrite.match.values import call_signature, frozen, literal_outcomes
 
 __all__ = ["ArgumentReader"]
+
+_Read: TypeAlias = Callable[[fx.Node, tuple[Any, ...], Mapping[str, Any]], Sequence[Any] | None]
+"""Reads a call, which is given with its arguments; None if it does not fit."""
 
 
 class ArgumentReader:
@@ -24,66 +26,65 @@ class ArgumentReader:
 
     def __init__(self, mentioned: tuple[str, ...]) -> None:
         self.mentioned = mentioned
-        self._known: dict[ops.Signature, _Reading | None] = {}
-        self._spelled: dict[tuple[Any, ...], _Reading] = {}
+        self._known: dict[ops.Signature, _Read | None] = {}
+        self._spelled: dict[tuple[Any, ...], _Read] = {}
         self._pair = (
             (mentioned.index("self"), mentioned.index("other")) if set(mentioned) == {"self", "other"} else None
         )
 
     def read(self, node: fx.Node) -> Sequence[Any] | None:
         """Returns the mentioned arguments in order, or None. If two operands commute, a number comes second."""
-        spelling = ops.spelling(node)
-        reading = self._spelled.get(spelling)
-        if reading is None:
-            signature = call_signature(node)
-            if signature is None:
-                return None
-            if signature not in self._known:
-                self._known[signature] = self._work_out(signature, node)
-            reading = self._known[signature]
-            if reading is None:
-                return None
-            if ops.is_settled(spelling):
-                self._spelled[spelling] = reading
-        found = reading.read(node)
-        if found is not None and reading.commutes:
-            first, second = self._pair or (0, 0)
-            if not isinstance(found[first], fx.Node) and isinstance(found[second], fx.Node):
-                return found[::-1]
-        return found
+        args, kwargs = node.args, node.kwargs
+        spelling = ops.spelling(node.target if node.op == "call_function" else ops.callee(node), args, kwargs)
+        read = self._spelled.get(spelling) or self._new(spelling, node)
+        return read(node, args, kwargs) if read is not None else None
 
-    def _work_out(self, signature: ops.Signature, node: fx.Node) -> _Reading | None:
+    def _new(self, spelling: tuple[Any, ...], node: fx.Node) -> _Read | None:
+        """Returns how to read a call whose spelling is new, or is not enough to know its signature."""
+        signature = call_signature(node)
+        if signature is None:
+            return None
+        if signature not in self._known:
+            self._known[signature] = self._work_out(signature, node)
+        read = self._known[signature]
+        if read is not None and ops.is_settled(spelling):
+            self._spelled[spelling] = read
+        return read
+
+    def _work_out(self, signature: ops.Signature, node: fx.Node) -> _Read | None:
         others = tuple(name for name in signature.given if name not in self.mentioned)
         if not set(self.mentioned) <= set(signature.names) or not set(others) <= signature.defaults.keys():
             return None
-        commutes = self._pair is not None and ops.is_commutative(ops.key(node))
-        return _Reading(signature, self.mentioned, others, commutes)
+        read: _Read = signature.reader(self.mentioned)
+        if self._pair is not None and ops.is_commutative(ops.key(node)):
+            read = _number_second(read, *self._pair)
+        return _with_defaults(read, signature, others) if others else read
 
 
-class _Reading:
-    """How to read the arguments of one spelling of a call."""
+def _number_second(read: _Read, first: int, second: int) -> _Read:
+    """Reads two operands that commute: a number comes second."""
 
-    __slots__ = ("_get", "_mentioned", "_others", "_signature", "commutes")
+    def read_in_order(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        found = read(node, args, kwargs)
+        assert found is not None
+        return found[::-1] if not isinstance(found[first], fx.Node) and isinstance(found[second], fx.Node) else found
 
-    def __init__(
-        self, signature: ops.Signature, mentioned: tuple[str, ...], others: tuple[str, ...], commutes: bool
-    ) -> None:
-        self._signature = signature
-        self._mentioned = mentioned
-        self._others = others
-        self.commutes = commutes
-        plain = [signature.plain[name] for name in mentioned if name in signature.plain]
-        is_plain = len(plain) == len(mentioned) > 1 and not others
-        self._get = operator.itemgetter(*plain) if is_plain else None
+    return read_in_order
 
-    def read(self, node: fx.Node) -> Sequence[Any] | None:
-        if self._get is not None:
-            return self._get(node.args)
-        bound = self._signature.bind(node.args, node.kwargs)
-        defaults = self._signature.defaults
-        if not all(_is_default(bound[name], defaults[name], name, node) for name in self._others):
-            return None
-        return [bound[name] for name in self._mentioned]
+
+def _with_defaults(read: _Read, signature: ops.Signature, others: tuple[str, ...]) -> _Read:
+    """Reads arguments if the others, which the call gives too, have their defaults."""
+    read_others = signature.reader(others)
+    defaults = [(name, signature.defaults[name]) for name in others]
+
+    def read_if_default(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
+        values = read_others(node, args, kwargs)
+        for (name, default), value in zip(defaults, values, strict=True):
+            if not _is_default(value, default, name, node):
+                return None
+        return read(node, args, kwargs)
+
+    return read_if_default
 
 
 def _is_default(value: Any, default: Any, name: str, node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,15 +14,9 @@ from fxrewrite.errors import RefusedError, RuleDefinitionError, did_you_mean
 __all__ = ["Match"]
 
 
-def _not_replacing(*_: Any, **__: Any) -> Any:
-    raise RuntimeError(
-        "match.call and match.once create nodes of a replacement; outside a replacement they have no place in a graph"
-    )
-
-
 @dataclass(slots=True, eq=False)
 class Match:
-    """One place where a pattern holds. The engine sets `context`, `call`, `proxy` and `edit`; nobody else may write.
+    """One place where a pattern holds. The engine sets `context`, `edit` and `replacer`; nobody else may write.
 
     Attributes:
         outputs: the nodes that the replacement replaces, in the order of the pattern's outputs.
@@ -32,13 +26,8 @@ class Match:
         captures: name -> node or Python value; None for a name of an alternative that was not taken.
         refused: the refusal that a constraint raised; such a match is counted, and not rewritten.
         context: the argument of `plan.apply(gm, context=...)`.
-        call: in a replacement, `match.call(target, *args, **kwargs)` makes a node that calls any callable,
-            and returns its proxy; a module becomes an attribute of the graph's module.
-        proxy: in a replacement, returns the proxy of any node of the graph.
-        read: in a replacement, returns the proxy of a tensor that the graph's module has, by its path.
-        once: in a replacement, `match.once(function, *args, name="", **kwargs)` computes tensors now, of tensors that
-            the graph's module holds; they become buffers, of which proxies are returned.
         edit: in a replacement, the transaction that it belongs to.
+        replacer: while a replacement runs, what creates its nodes; `call`, `proxy`, `read` and `once` need it.
     """
 
     outputs: tuple[fx.Node, ...]
@@ -48,11 +37,38 @@ class Match:
     refused: RefusedError | None = None
     missing: tuple[int, ...] = ()
     context: Any = None
-    call: Callable[..., Any] = field(default=_not_replacing, repr=False)
-    proxy: Callable[[fx.Node], Any] = field(default=_not_replacing, repr=False)
-    read: Callable[[str], Any] = field(default=_not_replacing, repr=False)
-    once: Callable[..., Any] = field(default=_not_replacing, repr=False)
     edit: Any = field(default=None, repr=False)
+    replacer: Any = field(default=None, repr=False)
+
+    def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """In a replacement, makes a node that calls `target`, and returns its proxy.
+
+        A module becomes an attribute of the graph's module.
+        """
+        return self._running().call(target, args, kwargs)
+
+    def proxy(self, node: fx.Node) -> Any:
+        """In a replacement, returns the proxy of any node of the graph."""
+        return self._running().proxy(node)
+
+    def read(self, path: str) -> Any:
+        """In a replacement, returns the proxy of a tensor that the graph's module has, by its path."""
+        return self._running().proxy(self.edit.read(path))
+
+    def once(self, function: Callable[..., Any], /, *args: Any, name: str | Sequence[str] = "", **kwargs: Any) -> Any:
+        """In a replacement, computes tensors now, of tensors that the graph's module holds.
+
+        They become buffers, of which proxies are returned.
+        """
+        return self._running().once(self, function, args, kwargs, name=name)
+
+    def _running(self) -> Any:
+        if self.replacer is None:
+            raise RuntimeError(
+                "match.call and match.once create nodes of a replacement; outside a replacement they have no place in "
+                "a graph"
+            )
+        return self.replacer
 
     def module(self, node: fx.Node) -> torch.nn.Module:
         """Returns the submodule that a matched node calls."""

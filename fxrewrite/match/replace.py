@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from torch.fx.proxy import TracerBase
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.edit import Edit
+from fxrewrite.match.match import Match
+from fxrewrite.match.once import compute_once
+from fxrewrite.match.safety import Effects
 
 __all__ = ["NodeProxy", "Replacer"]
 
@@ -135,12 +138,16 @@ class Replacer(TracerBase):
         before: the node before which new nodes are inserted; None inserts each behind the last node that it reads.
         like: the replaced node, whose metadata new nodes inherit.
         rule: id of the rule.
+        effects: of the graph.
+        gradients: whether the rule keeps gradients.
 
     Attributes:
         created: the new nodes, in order.
     """
 
-    def __init__(self, edit: Edit, before: fx.Node | None, like: fx.Node, rule: str) -> None:
+    def __init__(
+        self, edit: Edit, before: fx.Node | None, like: fx.Node, *, rule: str, effects: Effects, gradients: bool
+    ) -> None:
         super().__init__()
         self.graph = edit.graph
         self.created: list[fx.Node] = []
@@ -148,6 +155,8 @@ class Replacer(TracerBase):
         self._before = before
         self._like = like
         self._rule = rule
+        self._effects = effects
+        self._gradients = gradients
         self._is_aten = isinstance(like.target, torch._ops.OpOverload) or edit.is_aten
         self._proxies: dict[fx.Node, NodeProxy] = {}
 
@@ -227,6 +236,20 @@ class Replacer(TracerBase):
         if is_packet or (self._is_aten and not isinstance(target, torch._ops.OpOverload)):
             return self.proxy(ops.emit_aten(target, args, kwargs, self._create))
         return self.proxy(self._create(target, args, kwargs))
+
+    def once(
+        self,
+        match: Match,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        name: str | Sequence[str],
+    ) -> Any:
+        """Returns proxies of tensors that are computed now; see `compute_once`."""
+        args, kwargs = self.unwrap_given(args), {key: self.unwrap_given(kwargs[key]) for key in kwargs}
+        promised: dict[str, Any] = {"rule": self._rule, "gradients": self._gradients}
+        return self.wrap(compute_once(match, self._effects, function, args, kwargs, name=name, **promised))
 
     def leaf(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function as `torch.fx.wrap` means it: of values of the graph, a node that calls it."""

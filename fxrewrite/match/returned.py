@@ -25,6 +25,8 @@ def returned_nodes(returned: Any, pattern: Pattern, match: Match) -> tuple[list[
     The second list has a pair (old, new) for each capture that the pattern gives as an output and that becomes another
     node.
     """
+    if isinstance(returned, fx.Node) and len(match.outputs) == 1 and not match.missing and not pattern.through:
+        return [returned], []
     passed = pattern.through
     number = len(match.outputs) + len(match.missing)
     several = number + len(passed) > 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx
@@ -23,6 +24,9 @@ __all__ = ["BindingError", "Signature", "bind", "is_settled", "overload_of", "si
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
 
 _TRUE_DIVISION = frozenset({(torch.ops.aten.div.Tensor, "other"), (torch.ops.aten.div.Scalar, "other")})
+
+Reader: TypeAlias = Callable[[fx.Node, tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]
+"""Gives some arguments of a call node, whose `args` and `kwargs` are given with it."""
 
 
 class BindingError(TypeError):
@@ -46,11 +50,11 @@ class Signature:
         base: every name in schema order with its default; a call overwrites the given ones, which keeps the order.
         positions: (name, index in args) of positional arguments.
         keywords: (name, keyword) of keyword arguments.
-        plain: name -> position, for positional arguments that need no conversion.
         written: the given names as the call spells them: positional names, and keywords.
-        is_plain: whether no given argument needs a conversion.
         rest: name and first index of a list that is spread over the positional arguments.
         convert: name -> function of the Python value, for wrappers.
+        conversions: (name, function of the value that the call gives), in the order in which they are applied.
+        is_plain: whether no given argument needs a conversion.
     """
 
     names: tuple[str, ...]
@@ -67,16 +71,22 @@ class Signature:
     rest: tuple[str, int] | None = None
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     multipliers: tuple[str, ...] = ()
-    plain: dict[str, int] = field(init=False)
     written: tuple[tuple[str, ...], tuple[str, ...]] = field(init=False)
+    conversions: tuple[tuple[str, Callable[[Any], Any]], ...] = field(init=False)
     is_plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        converted = {*self.listed, *self.floats, *self.convert, *self.multipliers}
         keywords = tuple(keyword for _, keyword in self.keywords)
-        object.__setattr__(self, "plain", {name: i for name, i in self.positions if name not in converted})
+        conversions = (
+            *((name, _as_list) for name in self.listed),
+            *((name, functools.partial(_repeated, repeats)) for name, repeats in self.numbered),
+            *((name, _as_float) for name in self.floats),
+            *self.convert.items(),
+            *((name, _whole) for name in self.multipliers),
+        )
         object.__setattr__(self, "written", (tuple(name for name, _ in self.positions), keywords))
-        object.__setattr__(self, "is_plain", not converted and self.rest is None)
+        object.__setattr__(self, "conversions", conversions)
+        object.__setattr__(self, "is_plain", not conversions and self.rest is None)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values by schema name, in schema order, with defaults."""
@@ -87,20 +97,47 @@ class Signature:
             bound[name] = kwargs[keyword]
         if self.rest is not None:
             bound[self.rest[0]] = list(args[self.rest[1] :])
-        for name in self.listed:
-            if isinstance(bound[name], tuple):
-                bound[name] = list(bound[name])
-        for name, repeats in self.numbered:
-            if isinstance(bound[name], (int, torch.SymInt)) or keys.is_scalar_argument(bound[name]):
-                bound[name] = [bound[name]] * repeats
-        for name in self.floats:
-            if type(bound[name]) is int:
-                bound[name] = float(bound[name])
-        for name, function in self.convert.items():
-            bound[name] = function(bound[name])
-        for name in self.multipliers:
-            bound[name] = _whole(bound[name])
+        for name, convert in self.conversions:
+            bound[name] = convert(bound[name])
         return bound
+
+    def reader(self, names: Sequence[str]) -> Reader:
+        """Returns a function of a call and its arguments: the values that `bind` gives for these names, in their order.
+
+        One expression, compiled once per spelling and names, as the matcher reads every call that may match.
+        """
+        return _reader(self, tuple(names))
+
+
+@functools.cache
+def _reader(signature: Signature, names: tuple[str, ...]) -> Reader:
+    sources = {name: f"base[{name!r}]" for name in names}
+    sources |= {name: f"args[{index}]" for name, index in signature.positions}
+    sources |= {name: f"kwargs[{keyword!r}]" for name, keyword in signature.keywords}
+    if signature.rest is not None:
+        name, start = signature.rest
+        sources[name] = f"list(args[{start}:])"
+    known: dict[str, Any] = {"base": signature.base}
+    for index, (name, convert) in enumerate(signature.conversions):
+        if name in names:
+            known[f"convert{index}"] = convert
+            sources[name] = f"convert{index}({sources[name]})"
+    values = "".join(f"{sources[name]}, " for name in names)
+    return eval(f"lambda node, args, kwargs: ({values})", known)
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _repeated(repeats: int, value: Any) -> Any:
+    """Returns the list of integers that a bare integer means."""
+    is_bare = isinstance(value, (int, torch.SymInt)) or keys.is_scalar_argument(value)
+    return [value] * repeats if is_bare else value
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if type(value) is int else value
 
 
 def _whole(number: Any) -> Any:
@@ -149,30 +186,28 @@ def bind(node: fx.Node) -> dict[str, Any]:
 
 def signature_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
     """The signature of a call, cached per (target, argument count, keyword names) unless argument kinds decide."""
-    name = target if type(target) is str else id(target)  # as in ByTarget: an overload hashes slowly
-    spelling = (name, len(args), *kwargs) if kwargs else (name, len(args))
-    found = _SIGNATURES.get(spelling, _SIGNATURES)
+    spelled = spelling(target, args, kwargs)
+    found = _SIGNATURES.get(spelled, _SIGNATURES)
     if found is _SIGNATURES:
-        _TARGETS[name] = target
-        found = _SIGNATURES[spelling] = _settled(target, len(args), tuple(kwargs))
+        _TARGETS[spelled[0]] = target
+        found = _SIGNATURES[spelled] = _settled(target, len(args), tuple(kwargs))
     if found is None:
-        kinds = (spelling, *map(_kind, args), *map(_kind, kwargs.values()))
+        kinds = (spelled, *map(_kind, args), *map(_kind, kwargs.values()))
         found = _BY_KINDS.get(kinds)
         if found is None:
             found = _BY_KINDS[kinds] = _choose(target, args, kwargs)
     return found  # pyright: ignore[reportReturnType]
 
 
-def spelling(node: fx.Node) -> tuple[Any, ...]:
+def spelling(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Returns the spelling of a call: its target (by identity), argument count and keyword names."""
-    target, kwargs = keys.callee(node), node.kwargs
-    name = target if type(target) is str else id(target)
-    return (name, len(node.args), *kwargs) if kwargs else (name, len(node.args))
+    name = target if type(target) is str else id(target)  # as in ByTarget: an overload hashes slowly
+    return (name, len(args), *kwargs) if kwargs else (name, len(args))
 
 
-def is_settled(spelling: tuple[Any, ...]) -> bool:
+def is_settled(spelled: tuple[Any, ...]) -> bool:
     """Whether all calls with this spelling have the same signature, and one of them was bound already."""
-    return _SIGNATURES.get(spelling) is not None
+    return _SIGNATURES.get(spelled) is not None
 
 
 def _kind(argument: Any) -> Any:

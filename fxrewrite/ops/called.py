@@ -10,6 +10,7 @@ from torch import fx
 
 from fxrewrite.ops import keys
 from fxrewrite.ops.binding import BindingError, signature_of
+from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.traits import operators
 from fxrewrite.ops.value import held
 
@@ -51,7 +52,7 @@ CALLERS = frozenset(f"higher_order::{name}" for name in ["auto_functionalized", 
 MAYBE_VIEW = torch.Tag.maybe_aliasing_or_mutating
 """The tag of operators whose result is a view for some arguments."""
 _MAYBE_VIEWS = operators("maybe_view")
-_EFFECTS: dict[torch._ops.OpOverload, SchemaEffects] = {}
+_EFFECTS: ByTarget[SchemaEffects] = ByTarget()
 
 
 class SchemaEffects(NamedTuple):
@@ -80,11 +81,9 @@ def schema_effects(overload: torch._ops.OpOverload) -> SchemaEffects:
     if found is None:
         schema = overload._schema
         shares = any(r.alias_info is not None for r in schema.returns)  # also an argument that it wrote to and returns
-        found = _EFFECTS[overload] = SchemaEffects(
-            writes=schema.is_mutable,
-            draws=torch.Tag.nondeterministic_seeded in overload.tags,
-            is_view=shares or MAYBE_VIEW in overload.tags or overload.is_view or keys.key(overload) in _MAYBE_VIEWS,
-        )
+        is_view = shares or MAYBE_VIEW in overload.tags or overload.is_view or keys.key(overload) in _MAYBE_VIEWS
+        draws = torch.Tag.nondeterministic_seeded in overload.tags
+        found = _EFFECTS.set(overload, SchemaEffects(writes=schema.is_mutable, draws=draws, is_view=is_view))
     return found
 
 

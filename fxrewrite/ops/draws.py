@@ -47,11 +47,10 @@ def is_random(node: fx.Node) -> bool:
     does a recurrent network without dropout."""
     if node.op not in ("call_function", "call_method"):
         return False
-    overload = overload_that_runs(node)
-    if keys.key(node) in CALLERS:
-        return may_be_random(keys.key(node), called_overload(node.args))
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return _body_draws(node)
+        name = keys.key(node)
+        return may_be_random(name, called_overload(node.args)) if name in CALLERS else _body_draws(node)
+    overload = overload_that_runs(node)
     if overload is None:
         return keys.key(node) in _RANDOM_FUNCTIONS
     return schema_effects(overload).draws and not _is_switched_off(node)

@@ -87,7 +87,8 @@ def value_key(node: fx.Node) -> str:
 
 def is_scalar(node: fx.Node) -> bool:
     """True if the node is known to hold a Python number or a symbolic one."""
-    return isinstance(value(node), _SCALARS)
+    found = value(node)
+    return found is not MISSING and isinstance(found, _SCALARS)
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -131,3 +131,16 @@ def test_an_input_that_is_an_output_is_not_replaced_across_a_write() -> None:
         assert "%add_ (aten::add_) writes later to memory that the replacement shares differently" in refusal.reason
     with pytest.raises(RuleDefinitionError, match="the output z of a pattern must be captured by another output"):
         RuleSet("no", modules(lambda x, y, z: (x + y, z), lambda x, y, z: (x, z)))
+
+
+def test_a_match_makes_nodes_only_while_its_replacement_runs() -> None:
+    kept: list[Match] = []
+
+    def body(match: Match, x: Any) -> Any:
+        kept.append(match)
+        return match.call(torch.exp, x)
+
+    gm = fx.symbolic_trace(lambda x: torch.sin(x))
+    assert apply(gm, made(lambda x: torch.sin(x), body, numerics="approximate")).rewrites == 1
+    with pytest.raises(RuntimeError, match="outside a replacement they have no place"):
+        kept[0].call(torch.exp, kept[0]["x"])
