@@ -45,6 +45,7 @@ def draw(measured: Sequence[Measured], path: Path) -> None:
         panels[0, 0].set(title=f"A training step, {ranks}", xlabel="tokens", ylabel="seconds")
         _lines(panels[0, 1], by_length, lambda m: m.length, _peak, colours)
         panels[0, 1].set(title=f"Peak of a step, {ranks}", xlabel="tokens", ylabel="MiB a rank")
+        panels[1, 0].set_visible(bool(by_ranks))
         _lines(panels[1, 0], by_ranks, lambda m: m.ranks, _peak, colours)
         panels[1, 0].set(title=f"Peak of a step, {longest_length:,} tokens", xlabel="ranks", ylabel="MiB a rank")
         _bars(panels[1, 1], [m for m in measured if m.table == "longest"], colours)
