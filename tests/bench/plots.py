@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot as plt
-
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.figures import Measured, read
@@ -32,6 +30,8 @@ _STYLE = {
 
 def draw(measured: Sequence[Measured], path: Path) -> None:
     """Writes one SVG with four panels; a way has one colour in all of them."""
+    from matplotlib import pyplot as plt  # of the extra `bench`, which tests do without
+
     ways = list(dict.fromkeys(m.way for m in measured))
     colours = {way: plt.get_cmap("tab10")(i % 10) for i, way in enumerate(ways)}
     by_length = [m for m in measured if m.table == "lengths" and not m.alone]
