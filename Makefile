@@ -57,7 +57,7 @@ wheels:  ## the folder wheels/, from which `make gpu` installs without an index;
 	grep -v -e '^torch==' constraints.txt > .constraints-without-torch
 	$(PYTHON) -m pip download --dest wheels --only-binary=:all: --constraint .constraints-without-torch $(FOR) $(GPU_NEEDS)
 
-bench: .venv/bench.stamp  ## the tables of docs/benchmarks.md and docs/long-context.md, an hour on a quiet machine
+bench: .venv/bench.stamp  ## the tables of docs/benchmarks.md and docs/long-context.md and their plots, hours on a quiet machine
 	$(BIN)/python tests/bench/engines.py
 	$(BIN)/python tests/bench/masks.py
 	$(BIN)/python tests/bench/saved.py
