@@ -2,6 +2,7 @@
 
 from autosp_rules.attention.choose import AttentionRuns
 from autosp_rules.attention.skip import AttentionSkipped
+from autosp_rules.attention.written_out import AttentionWrittenOut
 from autosp_rules.masks import FlexHoldsScores, MaskedAttention
 from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import Checkpointed, Recomputation, TagsUnread
@@ -16,6 +17,7 @@ __all__ = [
     "AtBorder",
     "AttentionRuns",
     "AttentionSkipped",
+    "AttentionWrittenOut",
     "Checkpointed",
     "Drawn",
     "FlexHoldsScores",

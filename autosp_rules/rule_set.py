@@ -10,6 +10,7 @@
                                   all tokens
     shard_inputs                  hidden states start sharded on the sequence
     name_masks                    what dense masks of attention mean is known, to costs and to the report
+    find_written_out              attention that no rule made one operator is reported, with the reason
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
     shard_seq_dim                 layout rules by worklist; a redistribution wherever two placements disagree
     refuse_whole                  under `strict`, most matrix products must run sharded
@@ -37,7 +38,14 @@ are stated with the rules, each in its own file.
 
 from functools import cache, lru_cache
 
-from autosp_rules.attention import ATTENTION_RULES, RING_LAYOUTS, RING_RULES, SKIP_ALL_BUT_LAST, choose_attention
+from autosp_rules.attention import (
+    ATTENTION_RULES,
+    RING_LAYOUTS,
+    RING_RULES,
+    SKIP_ALL_BUT_LAST,
+    FindWrittenOut,
+    choose_attention,
+)
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.masks import CheckFlex, DescribeMasks
 from autosp_rules.memory.budget import DECIDED, FitMemory
@@ -63,7 +71,7 @@ from fxrewrite.spmd import (
     joined_layouts,
 )
 from rules.attention.by_rows import BY_ROWS
-from rules.attention.composite import ATTENTION_UNBIASED
+from rules.attention.composite import ATTENTION_UNBIASED, FUSIONS_UNBIASED
 from rules.attention.flex import flex_rules
 from rules.attention.groups import REPEAT_HEADS, SHARE_HEADS
 from rules.attention.operator import ATTENTION_LAYOUTS, LOWER_ATTENTION, RAISE_ATTENTION
@@ -156,6 +164,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         staged(FuseSlots("fuse_slots", layouts), needs=(CANONICAL,), gives=(SLOTS,)),
         staged(EXPERTS_OVER_RANKS, needs=(SLOTS,), precedes=(PLACEMENTS,)),
         staged(ShardInputs("shard_inputs", layouts, config.sequence_dim), needs=(SLOTS,), gives=(SEQUENCE,)),
+        staged(FindWrittenOut(FUSIONS_UNBIASED.rules()), needs=(CANONICAL,), precedes=(PLACEMENTS,)),
         staged(NameMasks(), needs=(CANONICAL,), gives=(MASK_KINDS,)),
         staged(choose_attention(config.attention), needs=(MASK_KINDS,), gives=(STRATEGIES,)),
         staged(PropagatePlacements("shard_seq_dim", layouts, along_sequence), needs=(SEQUENCE, STRATEGIES)),

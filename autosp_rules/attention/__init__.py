@@ -23,6 +23,7 @@ from autosp_rules.attention.ring import RING, RING_LAYOUTS, RING_RULES, RING_ULY
 from autosp_rules.attention.skip import SKIP_ALL_BUT_LAST
 from autosp_rules.attention.together import MoveTogether
 from autosp_rules.attention.ulysses import ULYSSES
+from autosp_rules.attention.written_out import FindWrittenOut
 from autosp_rules.config import AttentionOption
 from fxrewrite import DeadCode, RuleSet
 
@@ -32,6 +33,7 @@ __all__ = [
     "RING_RULES",
     "SKIP_ALL_BUT_LAST",
     "AttentionOption",
+    "FindWrittenOut",
     "choose_attention",
 ]
 

@@ -65,6 +65,7 @@ from rules.attention.by_rows import attention_by_rows
 from rules.attention.operator import attention_rule
 from rules.masks.expressions import parse_mask
 from rules.masks.kinds import CAUSAL, NOTHING_HIDDEN, MaskKind, kind_of, name_mask
+from rules.masks.own_keys import keeps_own_keys
 from rules.masks.reading import read_mask
 
 __all__ = ["RING", "RING_LAYOUTS", "RING_RULES", "RING_ULYSSES", "attend_over_ring"]
@@ -265,7 +266,8 @@ def _why_no_ring(call: AttentionCall, axis: Axis) -> str:
 def _why_no_mask(call: AttentionCall) -> str:
     if call.mask is None:
         return ""
-    if call.mask.meta["val"].dtype != torch.bool and call.sinks is None:
+    is_added = call.mask.meta["val"].dtype != torch.bool
+    if is_added and call.sinks is None and keeps_own_keys(call.mask) is not True:
         return "the mask is added to the scores, and may hide all keys of a row by a finite number"
     read = read_mask(call.mask)
     return f"the mask cannot be read as an expression of rows and columns: {read}" if isinstance(read, str) else ""

@@ -20,9 +20,10 @@ dimension, scores scaled by a tensor, and, in these words:
     "the softmax is in torch.float32, the operands in torch.float64": the operator would not round there. So the eager
     attention of Llama, whose softmax is always in float32, is not rewritten in a float64 model.
     "a score may be as low as -100.0": a fill must be -65504 or less, or it does not hide
-ATTENTION_UNBIASED matches the same without an added mask or bias; the note on such rows below says why that is a set of
-its own. It includes rules/attention/sinks.py, which does the same with sinks.
     "the mask is in torch.float64, the operands in torch.float32": on a CPU a float32 mask is taken as it is.
+ATTENTION_UNBIASED matches the same without an added mask or bias, or with one of which each row provably keeps its own
+key (causal, windows, ALiBi); the note on rows that keep no key says why that is a set of its own. It includes
+rules/attention/sinks.py, which does the same with sinks.
 Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be others, of the same distribution
 (fused kernels draw in their own order).
 Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite fill the original
@@ -54,7 +55,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Rule, RuleSet, cap, either, maybe, op
+from fxrewrite import Constraint, Literal, Match, Rule, RuleSet, cap, either, maybe, op, where
 from rules.attention.heads import HEADS
 from rules.attention.parts import (
     BIAS,
@@ -86,8 +87,9 @@ from rules.attention.sinks import ATTENTION_SINKS, UNSHIFT
 from rules.attention.spellings import CLEANUP, EINSUM, KEYS, SOFTMAX
 from rules.canonical.normal_forms import drop_to, type_as_to_to
 from rules.canonical.operands import OPERANDS
+from rules.masks.own_keys import keeps_own_keys
 
-__all__ = ["ATTENTION", "ATTENTION_DROPOUT", "ATTENTION_UNBIASED"]
+__all__ = ["ATTENTION", "ATTENTION_DROPOUT", "ATTENTION_UNBIASED", "FUSIONS_UNBIASED"]
 
 _product: Any = torch.matmul(Q, KT)
 _scores: Any = scaled(_product)
@@ -181,6 +183,20 @@ fuse_unbiased_filled = fusion(
 )
 
 
+fuse_causal_bias = fusion(
+    "fuse_causal_bias",
+    torch.matmul(_unbiased(_scores + MASK), V),
+    *is_added("mask"),
+    where.predicate("mask", text="keeps_own_keys")(keeps_own_keys),
+)
+
+
+@fuse_causal_bias.replacement
+def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy, mask: fx.Proxy) -> Any:
+    """sdpa(q, k, v, mask, scale)"""
+    return attend(match, q, keys(kt), v, mask)
+
+
 @fuse_unbiased.replacement
 def _(match: Match, q: fx.Proxy, kt: fx.Proxy, v: fx.Proxy) -> Any:
     """sdpa(q, k, v, scale)"""
@@ -208,12 +224,13 @@ ATTENTION = RuleSet("attention", *_STEPS, RuleSet("attention.fusions", *_FUSIONS
 ATTENTION_DROPOUT = RuleSet(
     "attention_dropout", *_STEPS, RuleSet("attention_dropout.fusions", *map(_drawing, _FUSIONS)), CLEANUP
 )
+FUSIONS_UNBIASED = RuleSet("attention_unbiased.fusions", fuse_unbiased, fuse_unbiased_filled, fuse_causal_bias)
 ATTENTION_UNBIASED = RuleSet(
     "attention_unbiased",
     OPERANDS,
     EINSUM,
-    RuleSet("attention_unbiased.fusions", fuse_unbiased, fuse_unbiased_filled),
+    FUSIONS_UNBIASED,
     ATTENTION_SINKS,
     KEYS,
 )
-"""For attention without an added bias, or with sinks: values and gradients are equal in every row, padding included."""
+"""For attention whose added bias, if any, hides no whole row, or with sinks: every row is equal, gradients too."""

@@ -5,6 +5,7 @@
     where(kept, x, full_like(x, -inf))  ->  where(kept, x, -inf)
     where(hidden, -inf, x)        ->  masked_fill(x, hidden, -inf)
     expand_as(mask, x)            ->  expand(mask, shape of x)        so that x has no other user
+    triu(ones_like(x), 1)         ->  expand(triu(ones([L, S]), 1), shape of x)      likewise, of x [*, L, S]; and tril
     x.type(dtype)                 ->  to(x, dtype)
 
 GPT-2, DistilBERT and T5 write their attention so. Leaves alone a number that the dtype of x or of the tensor would
@@ -30,7 +31,7 @@ from torch import fx
 
 from fxrewrite import Edit, Literal, Match, Pattern, Report, Rule, RuleSet, cap, either, loose, op, shared, where
 from fxrewrite.ops import bind, fake_value, filled_with, held, key, may_write, value
-from fxrewrite.spmd import is_same_size
+from fxrewrite.spmd import is_same_size, size_proxy
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
@@ -189,15 +190,15 @@ expand_as_to_expand = Rule(
 
 
 @expand_as_to_expand.replacement
-def _(match: Match, x: Any, other: Any) -> Any:
+def _(match: Match, x: Any) -> Any:
     """expand(x, shape of other), because nothing else of `other` is read"""
     wanted, held = fake_value(match["other"]).shape, fake_value(match["x"]).shape
     own = [None] * (len(wanted) - len(held)) + list(held)
     return aten.expand(
         x,
         [
-            -1 if b is not None and is_same_size(a, b) else other.shape[i]
-            for i, (a, b) in enumerate(zip(wanted, own, strict=True))
+            -1 if b is not None and is_same_size(a, b) else size_proxy(match, a)
+            for a, b in zip(wanted, own, strict=True)
         ],
     )
 
@@ -210,6 +211,33 @@ def _(draw: Draw) -> dict[str, Any]:
     return {"x": draw.tensor(*own), "other": draw.tensor(*shape)}
 
 
+_like: Any = either(loose(op("ones_like", _X)), loose(op("full_like", _X, _NUMBER)))
+triangle_of_like = Rule(
+    "operands.triangle_of_like",
+    Pattern(
+        (either(*(op(name, like, cap("diagonal", Literal)) for name in ("tril", "triu") for like in _like.options)),)
+    ),
+    optional=True,
+)
+
+
+@triangle_of_like.replacement
+def _(match: Match, number: Any, diagonal: int) -> Any:
+    """a triangle of two dimensions, expanded, because nothing but the shape of x is read"""
+    made = fake_value(match.root)
+    sizes, options = [size_proxy(match, size) for size in made.shape], {"dtype": made.dtype, "device": made.device}
+    full = match.call(aten.full.default, sizes[-2:], 1 if number is None else number, **options)
+    triangle = torch.tril if key(match.root) == "aten::tril" else torch.triu
+    return aten.expand(triangle(full, diagonal), sizes)
+
+
+@triangle_of_like.sampler
+def _(draw: Draw) -> dict[str, Any]:
+    """Samples batches of any rank, lengths that differ, and diagonals beside them."""
+    numbers = draw.choice(0.0, -0.3, float("-inf"))
+    return {"x": draw.tensor(*draw.shape(draw.integer(2, 4))), "number": numbers, "diagonal": draw.integer(-2, 2)}
+
+
 OPERANDS = RuleSet(
     "operands",
     FoldNumbers(),
@@ -217,6 +245,7 @@ OPERANDS = RuleSet(
         "operands.spellings",
         type_to_to,
         expand_as_to_expand,
+        triangle_of_like,
         _number_in("mul", op("mul", _X, _uniform), lambda x, number: x * number),
         _number_in("div", op("div", _X, _uniform), lambda x, number: x / number),
         _number_in("masked_fill", op("masked_fill", _X, _C, loose(shared(op("full", [], _NUMBER)))), torch.masked_fill),

@@ -27,7 +27,7 @@ from fxrewrite.graph import ClosedValues, LargeValueError, OpenValueError, expre
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import is_same_size
 from rules.attention.operator import sdpa_rule
-from rules.masks.expressions import Leaf, MaskCall, Term, parse_mask
+from rules.masks.expressions import Leaf, MaskCall, Term, kept_and_hidden, parse_mask
 from rules.masks.positions import LONGEST, leaves_of
 from rules.masks.proofs import MOST_ENTRIES, above_diagonal, is_true_everywhere, is_true_within, up_to_diagonal
 from rules.masks.reading import ReadMask, read_mask
@@ -84,7 +84,7 @@ def _by_form(mask: fx.Node, read: ReadMask) -> Meaning | None:
     """Returns the meaning that the form of the expression proves, for any data and any batch size, or None."""
     length = fake_value(mask).shape[-1]
     longest = length if isinstance(length, int) else LONGEST
-    kept, hidden = _kept_and_hidden(parse_mask(read.text).term, fake_value(mask).dtype)
+    kept, hidden = kept_and_hidden(parse_mask(read.text).term, fake_value(mask).dtype)
     leaves = leaves_of(read)
     if is_true_within(up_to_diagonal(longest), kept, leaves):
         if is_true_within(above_diagonal(longest), hidden, leaves):
@@ -101,7 +101,7 @@ def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
     """
     length = fake_value(mask).shape[-1]
     term, num_leaves = (Leaf(0), 1) if isinstance(read, str) else (parse_mask(read.text).term, len(read.places))
-    kept, hidden = _kept_and_hidden(term, fake_value(mask).dtype)
+    kept, hidden = kept_and_hidden(term, fake_value(mask).dtype)
     sides = Leaf(num_leaves), Leaf(num_leaves + 1)
     is_causal = MaskCall("where", (MaskCall("le", sides), kept, hidden))
     left: dict[Meaning, Term] = dict(zip(_MEANINGS, (is_causal, kept), strict=True))
@@ -123,13 +123,6 @@ def _by_entries(mask: fx.Node, read: ReadMask | str) -> _Found:
             return _Found(proved) if proved else _Found(None, why, is_known=False)
     why = f"it may be {' or '.join(left)}, and there is no proof for every length and batch"
     return _Found(None, why, is_known=False)
-
-
-def _kept_and_hidden(term: Term, dtype: torch.dtype) -> tuple[Term, Term]:
-    """Returns terms for "this entry keeps its key" and "it hides it"; an entry with another value does neither."""
-    if dtype == torch.bool:
-        return term, MaskCall("bitwise_not", (term,))
-    return MaskCall("eq", (term, 0.0)), MaskCall("le", (term, torch.finfo(dtype).min / 2))
 
 
 def _read(meaning: Meaning) -> Rule:

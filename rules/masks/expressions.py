@@ -27,7 +27,7 @@ import torch
 
 from fxrewrite.errors import FxRewriteError
 
-__all__ = ["POINTWISE", "Leaf", "MaskCall", "MaskExpression", "Range", "Term", "parse_mask"]
+__all__ = ["POINTWISE", "Leaf", "MaskCall", "MaskExpression", "Range", "Term", "kept_and_hidden", "parse_mask"]
 
 aten = torch.ops.aten
 
@@ -72,6 +72,13 @@ class MaskCall:
 
 
 Term: TypeAlias = "Leaf | MaskCall | float | bool | torch.dtype | None"
+
+
+def kept_and_hidden(term: Term, dtype: torch.dtype) -> tuple[Term, Term]:
+    """Returns terms for "this entry keeps its key" and "it hides it"; an entry with another value does neither."""
+    if dtype == torch.bool:
+        return term, MaskCall("bitwise_not", (term,))
+    return MaskCall("eq", (term, 0.0)), MaskCall("le", (term, torch.finfo(dtype).min / 2))
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from rules.masks.bounds import Bounds, dtype_range, mask_bounds, term_bounds
 from rules.masks.expressions import Leaf, MaskCall, MaskExpression, Term
 from rules.masks.positions import Affine, Corners, pointwise
 
-__all__ = ["MOST_ENTRIES", "above_diagonal", "is_true_everywhere", "is_true_within", "up_to_diagonal"]
+__all__ = ["MOST_ENTRIES", "above_diagonal", "diagonal", "is_true_everywhere", "is_true_within", "up_to_diagonal"]
 
 MOST_ENTRIES = 1 << 26
 """Limit of tiles and entries that are evaluated before a proof is given up; takes a second or two on a CPU."""
@@ -43,6 +43,11 @@ _AT_ONCE = 1 << 22
 def up_to_diagonal(length: int) -> Corners:
     """Returns the corners of the rows and columns with column <= row."""
     return (0, 0), (length - 1, 0), (length - 1, length - 1)
+
+
+def diagonal(length: int) -> Corners:
+    """Returns the corners of the entries with column == row."""
+    return (0, 0), (length - 1, length - 1)
 
 
 def above_diagonal(length: int) -> Corners:

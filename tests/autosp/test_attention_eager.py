@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from autosp_rules.events import AttentionWrittenOut
 from tests.autosp.attention_layer import BATCH, HEAD_DIM, LENGTH, VALUE_DIM, Attend, Layer, check
 
 LEAST = torch.finfo(torch.float64).min
@@ -23,6 +24,12 @@ def _kept(window: int = LENGTH, chunk: int = LENGTH) -> torch.Tensor:
 def _mask(**options: int) -> torch.Tensor:
     """As eager implementations add it: such a row attends to all keys alike, with gradients to q and k."""
     return ~_kept(**options) * torch.tensor(LEAST, dtype=torch.float64)
+
+
+def _window() -> torch.Tensor:
+    """Each row keeps its own key and the one before. [S, S]"""
+    by = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    return ((by < 0) | (by >= 2)) * torch.tensor(LEAST, dtype=torch.float64)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -81,6 +88,7 @@ EAGER: dict[str, Attend] = {
     "mask": lambda m, x, q, k, v: (_scores(q, k) + _mask()).softmax(-1) @ v,
     "filled": lambda m, x, q, k, v: _scores(q, k).masked_fill(~_kept(), LEAST).softmax(-1) @ v,
     "where": lambda m, x, q, k, v: torch.where(_kept(), _scores(q, k), -1e9).softmax(-1) @ v,
+    "own keys": lambda m, x, q, k, v: (_scores(q, k) + _window()).softmax(-1) @ v,
     "window": lambda m, x, q, k, v: (_scores(q, k) + _mask(window=4)).softmax(-1) @ v,
     "chunks": lambda m, x, q, k, v: (_scores(q, k) + _mask(chunk=4)).softmax(-1) @ v,
     "softcap": lambda m, x, q, k, v: (torch.tanh(_scores(q, k) / 2.0) * 2.0 + _mask()).softmax(-1) @ v,
@@ -101,6 +109,8 @@ EAGER: dict[str, Attend] = {
 }
 
 
+FUSED = {"no mask", "filled", "where", "own keys", "sinks"}
+"""What becomes one operator: no row's keys are all hidden by a number that is added."""
 GATHERED = {"einsum", "batch and heads in one", "latent", "blocks"}
 """What gathers more than keys and values where heads do not divide."""
 
@@ -110,10 +120,19 @@ GATHERED = {"einsum", "batch and heads in one", "latent", "blocks"}
 def test_written_out(name: str) -> None:
     """Of 6 heads: a region moves to them on 3 ranks, and gathers keys and values on 4."""
     reports = check(Layer(EAGER[name]), strict=False, ranks=(3, 4))
+    assert {len(report.events_of(AttentionWrittenOut)) for report in reports.values()} == {int(name not in FUSED)}
     if name not in GATHERED:
         for num_ranks, report in reports.items():
             kinds = {c.kind for c in report.collectives if c.direction == "forward"}
             assert kinds == {"all_gather" if num_ranks == 4 else "all_to_all", "all_reduce"}
+
+
+def test_the_report_says_why_it_stays_written_out() -> None:
+    (event,) = check(Layer(EAGER["window"]), ranks=(2,))[2].events_of(AttentionWrittenOut)
+    assert event.why.startswith("keeps_own_keys(mask), found %")
+    assert event.num_bytes == BATCH * 6 * LENGTH * LENGTH * 8
+    (event,) = check(Layer(EAGER["softcap"]), ranks=(2,))[2].events_of(AttentionWrittenOut)
+    assert "found aten::tanh" in str(event)
 
 
 def test_grouped() -> None:

@@ -27,10 +27,18 @@ def _padded() -> torch.Tensor:
     return (positions[:, None] >= positions) & (positions < torch.tensor([20, 5])[:, None, None, None])
 
 
+def _added(low: float) -> torch.Tensor:
+    """A window of 5 keys, and a bias of distances, as ALiBi has it; every row keeps its own key. [S, S]"""
+    by = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    return torch.where((by >= 0) & (by < 5), -0.5 * by.double(), low)
+
+
 MASKS: dict[str, Attend] = {
     "none": lambda q, k, v, **gqa: sdpa(q, k, v, scale=0.4, **gqa),
     "causal": lambda q, k, v, **gqa: sdpa(q, k, v, is_causal=True, **gqa),
     "padded": lambda q, k, v, **gqa: sdpa(q, k, v, _padded(), **gqa),
+    "added": lambda q, k, v, **gqa: sdpa(q, k, v, _added(torch.finfo(torch.float64).min), **gqa),
+    "added -1e9": lambda q, k, v, **gqa: sdpa(q, k, v, _added(-1e9), **gqa),
 }
 
 
@@ -48,6 +56,8 @@ CELLS: list[tuple[AttentionOption, str, str, int]] = [
     ("ring", "gqa", "padded", 3),
     ("ring", "mqa", "none", 4),
     ("ring", "six", "causal", 4),
+    ("ring", "gqa", "added", 4),
+    ("ring", "six", "added -1e9", 3),
     ("ring_ulysses", "mha", "padded", 4),
     ("ring_ulysses", "six", "causal", 4),
     ("ring_ulysses", "gqa", "causal", 8),

@@ -27,7 +27,7 @@ WITH_LAYOUT = "it reads a placement that propagation found"
 ON_DEVICE = "it matches on devices whose kernels take no groups of heads"
 WHERE_CHOSEN = "it reads which strategy was chosen for an attention"
 OF_A_BODY = "what it writes out is no literal that could be guessed"
-IN_A_GRAPH = "it reads who uses the result, which its own pattern does not hold"
+IN_A_GRAPH = "it reads what computes an operand, or who uses the result, which its own pattern does not hold"
 HERE = Path(__file__).name
 BESIDE = ("it reads what is beside its pattern: whether that is attention", HERE)
 ELSEWHERE: dict[str, tuple[str, str]] = {
@@ -63,6 +63,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "attention.merge_result": BESIDE,
     "attention.bmm_to_matmul": BESIDE,
     "attention.write_out_baddbmm": BESIDE,
+    "attention.fuse_causal_bias": (IN_A_GRAPH, "attention/test_composite.py"),
     "masks.causal": (IN_A_GRAPH, "masks/test_dense.py"),
     "masks.nothing_hidden": (IN_A_GRAPH, "masks/test_dense.py"),
     "shifted_losses.pad_labels_of_cross_entropy_loss": (IN_A_GRAPH, "canonical/test_shifted_losses.py"),

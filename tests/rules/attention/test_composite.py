@@ -476,6 +476,60 @@ def test_a_bias_may_hide_whole_rows(name: str) -> None:
     assert (count(gm, "softmax"), count(gm, "scaled_dot_product_attention")) == (1, 0)
 
 
+def scores_and(mask: Callable[[torch.Tensor], torch.Tensor]) -> Function:
+    """Attention with a mask that is made from the sizes of the scores; the masks that are given are not read."""
+
+    def attention(q: Any, k: Any, v: Any, m: Any, h: Any) -> torch.Tensor:
+        scores = q @ k.mT * SCALE
+        return torch.softmax(scores + mask(scores), -1) @ v
+
+    return attention
+
+
+def distances(scores: torch.Tensor) -> torch.Tensor:
+    positions = torch.arange(scores.shape[-1])
+    return positions[:, None] - positions
+
+
+def within(window: int, low: float = LEAST) -> Callable[[torch.Tensor], torch.Tensor]:
+    def mask(scores: torch.Tensor) -> torch.Tensor:
+        by = distances(scores)
+        return torch.zeros_like(by, dtype=scores.dtype).masked_fill((by < 0) | (by >= window), low)
+
+    return mask
+
+
+OWN_KEYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "triu": lambda s: torch.full(s.shape[-2:], -torch.inf, dtype=s.dtype).triu(1),
+    "triu like the scores": lambda s: torch.full_like(s, -torch.inf).triu(1),
+    "causal": within(L),
+    "window": within(3),
+    "window by -1e9": within(3, -1e9),
+    "distances": lambda s: (distances(s) * -0.5).to(s.dtype) + within(L)(s),
+    "triangle of ones": lambda s: (torch.ones_like(s).tril() - 1) * 1e9,
+}
+NO_KEYS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "own key hidden": lambda s: torch.full(s.shape[-2:], -1e9, dtype=s.dtype).triu(0),
+    "later keys only": lambda s: torch.full_like(s, LEAST).tril(0),
+    "some rows": lambda s: torch.zeros_like(distances(s), dtype=s.dtype).masked_fill(distances(s) < 2, LEAST),
+}
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+@pytest.mark.parametrize("name", [*OWN_KEYS, *NO_KEYS])
+def test_a_bias_with_own_keys_hides_no_whole_row(name: str, mode: str) -> None:
+    """Values and gradients are those of the original; whether each row keeps its own key is read from the graph."""
+    function = scores_and({**OWN_KEYS, **NO_KEYS}[name])
+    args = tensors(B, H, L, E)
+    gm, _ = traced(function, args, mode)
+    report = ATTENTION_UNBIASED.apply(gm)
+    assert report["attention.fuse_causal_bias"].rewrites == (name in OWN_KEYS)
+    assert count(gm, "softmax") == (name in NO_KEYS)
+    torch.testing.assert_close(
+        value_and_gradients(gm, args), value_and_gradients(function, args), rtol=1e-12, atol=1e-13
+    )
+
+
 DRAWING: dict[str, Function] = {
     "fuse": lambda q, k, v, m, h: F.dropout(torch.softmax(q @ k.mT * SCALE, -1), 0.25) @ v,
     "fuse_scaled_bias": lambda q, k, v, m, h: F.dropout(torch.softmax((q @ k.mT + m) / 3.0, -1), 0.25) @ v,

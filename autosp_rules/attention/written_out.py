@@ -1,0 +1,105 @@
+"""Attention that a model writes out, and that no rule made one operator, is reported: its scores are held.
+
+Such attention is exact, and is sharded by heads or rows as its operators are, but no strategy is chosen for it, and the
+backward pass reads S x S scores. The report says which condition of the fusions in `rules.attention.composite` failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import fx
+
+from fxrewrite import Edit, Event, Report, Rule
+from fxrewrite.graph import product, reached, size_hint, source_line
+from fxrewrite.ops import bind, fake_value, key, value
+from fxrewrite.spmd import Size
+
+__all__ = ["AttentionWrittenOut", "FindWrittenOut"]
+
+_SOFTMAX = {"aten::softmax", "aten::_softmax", "aten::_safe_softmax"}
+_PRODUCTS = {"aten::matmul", "aten::bmm", "aten::baddbmm", "aten::einsum"}
+"""Products of activations: a linear layer has a weight."""
+
+
+class AttentionWrittenOut(Event, frozen=True):
+    """Products and softmaxes that are attention stay separate operators."""
+
+    kind: Literal["attention written out"] = "attention written out"
+    num_calls: int
+    why: str = Field(description="what the rule that came nearest expected, and what it found")
+    num_bytes: int = Field(description="of the scores of one call, over all ranks")
+    first: str = Field(default="", description="the first softmax")
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f"%{self.first} {self.source}".rstrip()
+        return (
+            f"attention: {self.num_calls} x written out by the model, and left so: expected {self.why}; its scores "
+            f"take {self.num_bytes:,} bytes over all ranks (scaled_dot_product_attention holds none; in transformers, "
+            f"attn_implementation='sdpa'); the first is {where}"
+        )
+
+
+class FindWrittenOut:
+    """A step that reports attention which the rules given left in separate operators."""
+
+    name = "find_written_out"
+
+    def __init__(self, fusions: Iterable[Rule]) -> None:
+        self._fusions = tuple(fusions)
+
+    def run(self, edit: Edit, context: Any, report: Report) -> int:
+        alike: dict[tuple[str, int], list[tuple[fx.Node, str]]] = {}
+        for node in edit.nodes():
+            if key(node) in _SOFTMAX and (weighted := _weighted(node)) is not None:
+                expected, found = self._why(weighted)
+                scores = fake_value(node)
+                num_bytes = product(map(size_hint, scores.shape)) * scores.element_size()
+                alike.setdefault((expected, num_bytes), []).append((node, f"{expected}, found {found}"))
+        for (_, num_bytes), calls in alike.items():
+            first, why = calls[0]
+            event = AttentionWrittenOut(num_calls=len(calls), why=why, num_bytes=num_bytes, first=first.name)
+            report.events.append(event.model_copy(update={"source": source_line(first)}))
+        return 0
+
+    def text(self) -> str:
+        return "an event for attention that no rule made one operator, with the condition that failed"
+
+    def _why(self, weighted: fx.Node) -> tuple[str, str]:
+        """Returns what the rule expected that came nearest, and what it found."""
+        misses = [miss for rule in self._fusions for miss in rule.explain_in([weighted]).misses]
+        if not misses:
+            return "a matmul of the weights and the values", key(weighted)
+        nearest = max(misses, key=lambda miss: miss.failure.passed / miss.num_conditions)
+        return nearest.failure.expected, nearest.failure.found
+
+
+def _weighted(softmax: fx.Node) -> fx.Node | None:
+    """The product of weights and values, if this softmax over the last dimension is of scores; else None.
+
+    Scores are products of activations, weights are read by another one as its first operand. On the way to both,
+    values keep their rows and columns.
+    """
+    rank, sides = fake_value(softmax).dim(), _sides(softmax)
+    if rank < 3 or bind(softmax)["dim"] not in (-1, rank - 1):
+        return None
+
+    def operands(node: fx.Node) -> list[fx.Node]:
+        return [] if key(node) in _PRODUCTS else [x for x in node.all_input_nodes if _sides(x) == sides]
+
+    def users(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if key(user) not in _PRODUCTS and _sides(user) == sides]
+
+    if not any(key(node) in _PRODUCTS for node in reached([softmax], operands)):
+        return None
+    readers = ((weights, user) for weights in reached([softmax], users) for user in weights.users)
+    return next((user for x, user in readers if key(user) in _PRODUCTS and user.all_input_nodes[0] is x), None)
+
+
+def _sides(node: fx.Node) -> tuple[Size, ...]:
+    found = value(node)
+    return tuple(found.shape[-2:]) if isinstance(found, torch.Tensor) else ()
