@@ -281,3 +281,28 @@ def test_equal_parts_of_a_dimension_may_each_be_sharded(target: Any, args: tuple
         trial = try_placements(target, (x, *args), {}, (Shard(1, outer=3),), axis=axis, apply=_apply, run=_run)
     assert trial.error <= TOLERANCE
     assert not trial.gathered
+
+
+def _scatter_add(x: Any, index: Any, values: Any) -> Any:
+    return aten.scatter_add.default(x, 0, aten.expand.default(aten.unsqueeze.default(index, 1), [-1, 4]), values)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda x, index, values: aten.index_put.default(x, [index], values, True),
+        lambda x, index, values: aten.index_add.default(x, 0, index, values),
+        _scatter_add,
+    ],
+    ids=["index_put", "index_add", "scatter_add"],
+)
+def test_what_is_added_to_zeros_may_be_sharded(add: Any) -> None:
+    """Each rank adds what it has, and the results are summands; added to anything else, it is gathered."""
+    args = f(6, 4), i(6, 10), f(10, 4)
+    with fake_mesh((2,), ("sp",)) as mesh:
+        given = {"axis": axis_of(mesh, "sp"), "apply": _apply, "run": _run}
+        placements = (Replicate(), Shard(0), Shard(0))
+        zeros = try_placements(lambda x, *rest: add(aten.zeros_like.default(x), *rest), args, {}, placements, **given)
+        other = try_placements(add, args, {}, placements, **given)
+    assert (zeros.gathered, other.gathered) == (False, True)
+    assert max(zeros.error, other.error) <= TOLERANCE
