@@ -395,7 +395,10 @@ def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placemen
         for operand in read:
             if is_tensor(operand) and not is_parameter(operand):
                 users = [node for node in nodes if operand in node.all_input_nodes]
-                _ask(edit, axis, operand, users, placement, f"{site}: {name}", after=operand, rule=rule)
+                # Behind an input there may already be what another axis sends of it.
+                first = next(node for node in edit.graph.nodes if node.op != "placeholder")
+                at = {"before": first} if operand.op == "placeholder" else {"after": operand}
+                _ask(edit, axis, operand, users, placement, f"{site}: {name}", **at, rule=rule)
                 changes += 1
     return changes
 
