@@ -38,6 +38,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "collectives.all_reduce": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "collectives.reduce_scatter": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "collectives.own_summand": (ON_RANKS, "../spmd/propagation/test_legal.py"),
+    "collectives.own_chunk": (ON_RANKS, "../spmd/lower/test_collectives.py"),
     "biases.add_after_linear": (WITH_LAYOUT, "fusions/test_biases.py"),
     "biases.add_after_mm": (WITH_LAYOUT, "fusions/test_biases.py"),
     "collectives.clear_padding": (ON_RANKS, "../autosp/test_lengths.py"),

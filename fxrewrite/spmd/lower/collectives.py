@@ -7,6 +7,7 @@
     P -> R      all-reduce                             backward: all-reduce, or nothing (`cotangents`)
     P -> S      reduce-scatter                         backward: all-gather
     R -> P      the value on one rank, else zeros      no communication
+    S -> P      the rank's chunk among zeros           no communication
 
 A pending maximum or minimum is reduced by that instead of a sum; it is never differentiated.
 
@@ -236,6 +237,7 @@ all_gather = Rule("collectives.all_gather", Pattern((redistribution,), (moves(Sh
 all_to_all = Rule("collectives.all_to_all", Pattern((redistribution,), (moves(Shard, Shard),)))
 all_reduce = Rule("collectives.all_reduce", Pattern((redistribution,), (moves(Partial, Replicate),)))
 own_summand = Rule("collectives.own_summand", Pattern((redistribution,), (moves(Replicate, Partial),)))
+own_chunk = Rule("collectives.own_chunk", Pattern((redistribution,), (moves(Shard, Partial),)))
 reduce_scatter = Rule("collectives.reduce_scatter", Pattern((redistribution,), (moves(Partial, Shard),)))
 
 
@@ -294,6 +296,20 @@ def _(match: Match, x: fx.Proxy, src: Placement, dst: Partial) -> fx.Proxy:
     return aten.where(aten.eq(rank, 0), x, aten.zeros_like(x))
 
 
+@own_chunk.replacement
+def _(match: Match, x: fx.Proxy, src: Shard, dst: Partial) -> fx.Proxy:
+    """the rank's chunk, and zeros in place of the others"""
+    low = _lowering(match)
+    if dst.reduce_op != "sum":  # zeros may be greater; the maximum of equal values is any of them
+        return low.settled(low.exchange("all_gather", x, src, Replicate()), match.root)
+    parts = low.sent(x, src, Replicate())
+    ranks = match.call(aten.arange.default, low.num_ranks, device=x.node.meta["val"].device, pin_memory=False)
+    is_own = aten.eq(ranks, match.proxy(rank_node(match.edit, low.axis)))
+    is_own = aten.reshape(is_own, [low.num_ranks, *([1] * len(low.parts(src, Replicate())))])
+    chunks = aten.where(is_own, parts, aten.zeros_like(parts))
+    return low.settled(low.received(chunks, src, Replicate()), match.root)
+
+
 clear_padding = Rule(
     "collectives.clear_padding",
     Pattern((op(without_padding, cap("x"), cap("placement", Literal), cap("axis", Literal), cap("fill", Literal)),)),
@@ -316,6 +332,7 @@ COLLECTIVE_RULES = RuleSet(
     all_reduce,
     reduce_scatter,
     own_summand,
+    own_chunk,
     clear_padding,
     needs=(LOCAL_SHAPES,),
     gives=(COLLECTIVE_CALLS,),

@@ -51,6 +51,7 @@ __all__ = [
     "reduce_left",
     "reduced_gradient",
     "unreduced_leaves",
+    "unshared",
 ]
 
 _ATTRIBUTE = "_accumulation"
@@ -167,6 +168,39 @@ def reduced_gradient(local: torch.Tensor, parameter: DTensor) -> DTensor:
     return DTensor(own, parameter._spec, requires_grad=False)
 
 
+def unshared(grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients, of which none shares memory with another one or with itself.
+
+    A program gives `w` and `v` one gradient where it reads `w + v`, and of `x.sum()` one number for all entries. What
+    is written to gradients, as by clipping or the next backward pass, would otherwise be written twice. Autograd
+    copies such gradients of ordinary parameters, but not what a DTensor holds.
+    """
+    found = list(grads)
+    held: dict[int, list[int]] = {}
+    for i, grad in enumerate(grads):
+        if grad is not None and grad.numel():
+            held.setdefault(grad.untyped_storage().data_ptr(), []).append(i)
+    for positions in held.values():
+        end = 0
+        for start, stop, i in sorted((*_memory(grads[i]), i) for i in positions):
+            grad = found[i]
+            if grad is not None and (start < end or _repeats_entries(grad)):
+                found[i] = grad.clone(memory_format=torch.contiguous_format)
+            end = max(end, stop)
+    return found
+
+
+def _repeats_entries(value: torch.Tensor) -> bool:
+    """Whether some entries are one number in memory, as those of what was expanded."""
+    return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
+
+
+def _memory(value: Any) -> tuple[int, int]:
+    """Where a tensor's entries begin and end."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return value.data_ptr(), value.data_ptr() + (last + 1) * value.element_size()
+
+
 # gradients that leave a program
 
 
@@ -219,7 +253,7 @@ class _Leaves(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         found: list[DTensor | None] = []
-        for one, parameter, local in zip(ctx.unreduced, ctx.parameters, grads, strict=True):
+        for one, parameter, local in zip(ctx.unreduced, ctx.parameters, unshared(grads), strict=True):
             found.append(None if local is None else one.gradient(local, parameter))
             if local is not None and parameter.grad is not None and not is_unreduced(parameter):
                 parameter.grad = one.gradient(_summand(parameter.grad, one), parameter)

@@ -21,7 +21,7 @@ from fxrewrite.backends import (
     untraced_callers,
 )
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.graph.inputs import input_name
+from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.other_sizes import check_sizes
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
@@ -274,8 +274,11 @@ class _Program:
                 checks = RankChecks(
                     gm, axis, _ADVICE, drawn=drawn if is_shared else (), inputs=is_shared, timeout=timeout
                 )
+                # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
                 is_whole = [
-                    of.get(axis.name, Replicate()) == Replicate() and node not in without
+                    of.get(axis.name, Replicate()) == Replicate()
+                    and node not in without
+                    and (is_shared or not is_buffer(node))
                     for node, of in zip(placeholders, held, strict=True)
                 ]
                 self._checks.append((checks, is_whole))

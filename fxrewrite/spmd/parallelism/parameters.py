@@ -31,7 +31,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from fxrewrite.backends import given_up
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.spmd.group import axis_of
-from fxrewrite.spmd.parallelism.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient
+from fxrewrite.spmd.parallelism.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient, unshared
 from fxrewrite.spmd.parallelism.alternatives import require_chosen
 from fxrewrite.spmd.parallelism.arguments import join_arguments, stated_arguments
 from fxrewrite.spmd.parallelism.local_gradients import KEEPS
@@ -328,7 +328,7 @@ class _Local(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         reduce_left(ctx.given)
-        given = zip(grads, ctx.given, strict=True)
+        given = zip(unshared(grads), ctx.given, strict=True)
         return None, *(None if grad is None else reduced_gradient(grad, value) for grad, value in given)
 
 

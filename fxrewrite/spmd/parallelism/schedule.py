@@ -144,7 +144,8 @@ class Schedule:
         """Take these nodes from behind a gather; scales go to its operand, and the means are returned, with its own."""
         means: list[tuple[Any, ...]] = []
         node = _sent(gather)
-        while node.op == "call_function" and len(node.users) == 1:
+        # What reads another value as well may be a chunk, and ranks that average have others: a row of an index.
+        while node.op == "call_function" and len(node.users) == len(node.all_input_nodes) == 1:
             before = node.all_input_nodes[0]
             if node.target == MEAN_GRADIENT:
                 means.append(node.args[1:])

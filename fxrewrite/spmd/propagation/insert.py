@@ -68,6 +68,11 @@ def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis:
             swap.setdefault(operand, []).append(value)
         if any(value is not operand for operand, values in swap.items() for value in values):
             edit.set_args(node, *_swapped(node, swap))
+    # What is stated and read by no user is not sent. A maximum stays, to be refused where it is differentiated.
+    for node in reversed(edit.nodes()):
+        if node.target is redistribute and not node.users and getattr(node.args[2], "reduce_op", "sum") == "sum":
+            edit.erase(node)
+            changes += 1
     return changes
 
 

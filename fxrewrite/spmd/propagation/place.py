@@ -219,7 +219,8 @@ class Place:
         context = SpmdContext.required(context, self.name)
         hold_chunks(edit, context.axis)
         changes = 0
-        for site, placed in self.placements.items():
+        # What a step puts behind inputs is no part of the modules that read them, so modules come first.
+        for site, placed in sorted(self.placements.items(), key=lambda stated: stated[0].kind in ("param", "inputs")):
             try:
                 if isinstance(placed, Stored):
                     changes += _place_stored(edit, context.axis, site, placed, self.name)
@@ -367,6 +368,8 @@ def _place_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rul
     value = leaves[position] if position < len(leaves) else None
     if not isinstance(value, fx.Node) or not is_tensor(value):
         raise MisstatedError(f"{site}: the graph returns no tensor there; it has {len(leaves)} outputs")
+    if isinstance(placement, Partial):
+        raise MisstatedError(f"{site}: an output cannot leave as {placement}; Shard(dim) and Replicate() can be stated")
     _check_fits(value.meta["val"].shape, placement, axis, str(site))
     edit.set_fact(output, RETURNED, {**(RETURNED.of(output) or {}), position: placement})
     return 1
@@ -392,7 +395,10 @@ def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placemen
         for operand in read:
             if is_tensor(operand) and not is_parameter(operand):
                 users = [node for node in nodes if operand in node.all_input_nodes]
-                _ask(edit, axis, operand, users, placement, f"{site}: {name}", after=operand, rule=rule)
+                # Behind an input there may already be what another axis sends of it.
+                first = next(node for node in edit.graph.nodes if node.op != "placeholder")
+                at = {"before": first} if operand.op == "placeholder" else {"after": operand}
+                _ask(edit, axis, operand, users, placement, f"{site}: {name}", **at, rule=rule)
                 changes += 1
     return changes
 

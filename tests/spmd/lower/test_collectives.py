@@ -44,6 +44,7 @@ RULES = {
     (Shard, Shard): "collectives.all_to_all",
     (Partial, Replicate): "collectives.all_reduce",
     (Partial, Shard): "collectives.reduce_scatter",
+    (Shard, Partial): "collectives.own_chunk",
 }
 """Which rule lowers what propagation asks for."""
 
@@ -70,6 +71,13 @@ def part(whole: torch.Tensor, placement: Placement, rank: int, num_ranks: int) -
         return whole
     runs = whole.unflatten(placement.dim, (placement.outer, num_ranks, -1))
     return runs.select(placement.dim + 1, rank).flatten(placement.dim, placement.dim + 1)
+
+
+def moved(parts: Sequence[torch.Tensor], src: Placement, dst: Placement, rank: int) -> torch.Tensor:
+    """What a rank has after a move; a summand is the rank's chunk, with zeros in place of the others."""
+    if isinstance(src, Shard) and isinstance(dst, Partial):
+        parts = [own if i == rank else torch.zeros_like(own) for i, own in enumerate(parts)]
+    return part(joined(parts, src, rank), dst, rank, len(parts))
 
 
 def joined(parts: Sequence[torch.Tensor], placement: Placement, rank: int) -> torch.Tensor:
@@ -136,14 +144,14 @@ def numbered(num_ranks: int, shape: Sequence[int], placement: Placement, *, seed
 def test_every_move(num_ranks: int, shape: tuple[int, ...], src: Placement, dst: Placement) -> None:
     parts = numbered(num_ranks, shape, src, seed=0).requires_grad_()
     weights = torch.randn(num_ranks, *part(torch.empty(shape), dst, 0, num_ranks).shape, dtype=torch.float64)
-    expected = [part(joined(parts.unbind(), src, rank), dst, rank, num_ranks) for rank in range(num_ranks)]
+    expected = [moved(parts.unbind(), src, dst, rank) for rank in range(num_ranks)]
     (gradient,) = torch.autograd.grad((torch.stack(expected) * weights).sum(), parts)
 
     with fake_mesh((num_ranks,), ("sp",)) as mesh:
         program = Program(parts.detach(), weights, shape, axis_of(mesh, "sp"))
-        moved = program.move(src, dst)
-        total = program.call(aten.sum.default, program.call(aten.mul.Tensor, moved, program.weight))
-        gm, fired = program.lowered(COLLECTIVE_RULES, total, moved)
+        value = program.move(src, dst)
+        total = program.call(aten.sum.default, program.call(aten.mul.Tensor, value, program.weight))
+        gm, fired = program.lowered(COLLECTIVE_RULES, total, value)
         run = run_on_ranks(gm, [parts, weights], num_ranks, backward=0)
 
     assert fired == [RULES[type(src), type(dst)]]

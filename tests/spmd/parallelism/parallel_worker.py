@@ -4,6 +4,7 @@ python -m torch.distributed.run --nproc-per-node=4 parallel_worker.py "" FOLDER
 """
 
 import copy
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -239,6 +240,21 @@ def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch
     return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
 
 
+def own_statistics(mesh: DeviceMesh) -> dict[str, float]:
+    """Of a batch norm, on ranks with parts of a batch of their own, which differ; trained and evaluated."""
+    torch.manual_seed(0)
+    expected = nn.BatchNorm1d(6).double()
+    model = shard_parameters(copy.deepcopy(expected), DATA, mesh)
+    backend = spmd(DATA, mesh=mesh, inner="aot_eager")
+    step = torch.compile(model, backend=backend, fullgraph=True)
+    for rows in torch.randn(2, 8, 6).double():
+        for norm, is_trained in itertools.product((step, expected), (True, False)):
+            norm.train(is_trained)
+            norm(rows.chunk(mesh.size())[mesh.get_local_rank()]).sum().backward()
+    backend.check_ranks()
+    return {"parameters": (model.running_var - expected.running_var).abs().max().item()}
+
+
 def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
     """What is said where ranks start with different weights, and where they are called with different values, or with
     chunks of different sizes."""
@@ -321,6 +337,7 @@ def main(folder: Path) -> None:
             ZERO3, line, inner="inductor" if TORCH >= (2, 13) else "aot_eager", clip=0.1, frozen=True
         ),
         "experts": compared(EXPERT_ZERO3, line, model_of=mixture),
+        "own statistics": own_statistics(line),
         "ranks that differ": differing(square),
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),

@@ -192,6 +192,31 @@ def test_a_copy_accumulates_by_itself(mesh: DeviceMesh) -> None:
     pickle.loads(pickle.dumps(model))
 
 
+class OneGradient(Model):
+    """Parameters that have one gradient, and one of which all entries have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(6, 6)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ (self.a + self.b)) + self.c.sum()
+
+
+@pytest.mark.parametrize("plan", [TENSOR, ZERO3 | TENSOR])
+def test_gradients_share_no_memory(mesh: DeviceMesh, plan: Any) -> None:
+    """The second micro-batch and clipping change each of them once."""
+    model, _, step = compiled(plan, mesh, OneGradient())
+    grads: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        step(X).backward()
+        grads.append([p.grad.to_local().clone() for p in model.parameters()])
+    torch.testing.assert_close(grads[1], [2 * grad for grad in grads[0]])
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+    torch.testing.assert_close([p.grad.to_local() for p in model.parameters()], grads[0])
+
+
 def test_bytes_of_a_step() -> None:
     """The table of docs/parallel.md, for four micro-batches."""
     torch._dynamo.reset()

@@ -26,12 +26,15 @@ from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     Parallelism,
+    Partial,
     Replicate,
     Shard,
     Stored,
     Zigzag,
     inputs,
+    module_input,
     module_output,
+    outputs,
     param,
     sends,
     shard_parameters,
@@ -223,6 +226,7 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
     some = replace(TENSOR, place={param("*.up.weight"): Shard(0)}, expect=[sends(within="*.1", all_reduce=1)])
     refused(mesh, some, r"layers.1 has 1 all_gather over tp, and 0 are expected")
     refused(mesh, replace(TENSOR, place={inputs("x"): Stored(Shard(0))}), "only parameters are")
+    refused(mesh, replace(TENSOR, place={**PLACE, outputs(0): Partial()}), r"an output cannot leave as P\(sum\)")
     refused(mesh, TENSOR | ZERO3, r"the inner one cuts first; write zero3 \| tensor")
     for place in (PLACE, {inputs("x"): Shard(0)}, {module_output("*.up"): Shard(0)}):
         with pytest.raises(FxRewriteError, match="have values of their own"):
@@ -272,7 +276,13 @@ ROWS = torch.arange(48.0).double().sin().reshape(8, 6)
 CHUNKS, BLOCKS = ({inputs("{x,y}"): placement} for placement in (Shard(0), Zigzag(0)))
 
 
-@pytest.mark.parametrize("place", [CHUNKS, BLOCKS, {inputs("x"): Zigzag(0), inputs("y"): Shard(0)}])
+READ_IN_COLUMNS = {module_input("lin"): Shard(1)}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [CHUNKS, BLOCKS, {inputs("x"): Zigzag(0), inputs("y"): Shard(0)}, {**BLOCKS, **READ_IN_COLUMNS}],
+)
 @pytest.mark.slow
 def test_inputs_in_chunks(place: Any) -> None:
     """The program is that of the whole input; what ranks compile reads chunks of any length."""
@@ -283,6 +293,45 @@ def test_inputs_in_chunks(place: Any) -> None:
             step(ROWS[:size], y=ROWS[:size].clone()).backward()
     found = simulate(Weighted().double(), {"x": ROWS, "y": ROWS + 1}, plan, {"tp": 2})
     assert found.loss_error < 1e-14, str(found)
+    assert found.grad_error < 1e-14, str(found)
+
+
+def test_what_a_module_reads_is_stated_over_two_axes() -> None:
+    """What the inner axis sends of an input stands before what the outer axis states of it."""
+    inner, outer = (
+        Parallelism(axis, axis=axis, place={inputs("x"): Shard(dim), module_input("lin"): Replicate()})
+        for axis, dim in (("tp", 1), ("dp", 0))
+    )
+    found = simulate(Weighted().double(), {"x": ROWS}, outer | inner, {"dp": 2, "tp": 2})
+    assert found.sent == {"dp": {"all_gather": 1}, "tp": {"all_gather": 1}}
+    assert found.grad_error < 1e-14, str(found)
+
+
+def test_a_gather_that_nobody_reads_is_not_sent() -> None:
+    """The bias is held by rows, so the product is computed by rows, of the rows of the weight that a rank holds."""
+    place = {param("lin.weight"): Stored(Shard(0)), param("lin.bias"): Shard(0)}
+    found = simulate(Weighted().double(), {"x": ROWS}, Parallelism("rows", axis="tp", place=place), {"tp": 2})
+    assert found.sent == {"tp": {"all_reduce": 1}}
+    assert found.grad_error < 1e-14, str(found)
+
+
+class Permuted(nn.Module):
+    """Its weight is read in an order that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(36.0).sin().reshape(6, 6))
+        self.register_buffer("order", torch.arange(6).flip(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight[self.order]).square().mean()
+
+
+def test_the_gradient_of_a_weight_that_is_gathered_by_chunks_of_an_index() -> None:
+    """The rows of a rank's indices are other rows than those of another: their gradients are not averaged."""
+    plan = Parallelism("rows", axis="tp", place={param("order"): Shard(0), inputs("x"): Shard(0)})
+    found = simulate(Permuted().double(), {"x": ROWS}, plan, {"tp": 2})
+    assert found.sent["tp"]["all_gather"] == 1
     assert found.grad_error < 1e-14, str(found)
 
 
@@ -356,7 +405,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
         assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
-        assert len(cells) == (11 if TORCH >= (2, 12) else 10)
+        assert len(cells) == (12 if TORCH >= (2, 12) else 11)
         assert not cells["ZeRO-3, Megatron, in three graphs"].pop("borders")
         borders = cells.get("ZeRO-3, Megatron, in three graphs, DTensors", {}).pop("borders", [])
         assert len(borders) in ((7,) if TORCH >= (2, 12) else (0,)), "values out of a graph and into others"
