@@ -15,7 +15,7 @@ from torch import fx
 from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
 from fxrewrite.graph import Fact, product, reached, size_hint
-from fxrewrite.ops import bind, has_trait, is_inexact, is_maybe_view, is_random, is_view, key, mutated, tensors_of
+from fxrewrite.ops import bind, has_inexact, has_trait, is_maybe_view, is_random, is_view, key, mutated, tensors_of
 from fxrewrite.spmd import COLLECTIVES, FLOPS_PER_BYTE_SENT, PRICE, Price, Size, collective_bytes, operations
 from rules.attention.operator import ATTEND
 from rules.masks.kinds import kind_of
@@ -175,7 +175,7 @@ def backward_reads(node: fx.Node) -> list[fx.Node]:
     name = key(node)
     other = _OF_A_NUMBER.get(name)
     if (
-        not _has_gradient(node)
+        not has_inexact(node)
         or (_shows(node) and not mutated(node))
         or name in _SAVES_NOTHING
         or has_trait(name, "saves_nothing")
@@ -218,10 +218,6 @@ def _shows(node: fx.Node) -> bool:
     """Whether the node shows the memory of its first operand, or a copy where that is not possible."""
     is_operand = has_trait(node, "same", "cast", "reshape") or key(node) == "aten::dropout"  # in evaluation
     return is_view(node) and not is_random(node) and (is_operand or not is_maybe_view(node))
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return any(map(is_inexact, tensors_of(node)))
 
 
 def _operands(node: fx.Node, count: int) -> list[fx.Node]:

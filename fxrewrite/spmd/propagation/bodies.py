@@ -22,7 +22,7 @@ from fxrewrite.errors import RefusedError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear, is_linear_in
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import is_inexact, is_random, is_tensor, key, value
+from fxrewrite.ops import has_inexact, is_random, is_tensor, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import ReadOwn, Summed
@@ -120,7 +120,8 @@ class _OnChunks:
         if self._sums_padding():
             return "its backward sums up padding, and is not linear in the gradients"
         for position, result in enumerate(function.results):
-            if position not in function.non_differentiable and _is_float(result) and self.forward.lies(result) == R:
+            is_differentiable = isinstance(result, fx.Node) and has_inexact(result)
+            if position not in function.non_differentiable and is_differentiable and self.forward.lies(result) == R:
                 return "its forward gives a result that every rank has whole"
         for operand, gradient in zip(function.inputs, function.outgoing, strict=True):
             if isinstance(gradient, fx.Node):
@@ -221,7 +222,3 @@ def stays_a_sum(node: fx.Node, operands: Sequence[fx.Node], placements: Sequence
     is_whole = all(placement in (R, Partial()) for placement in placements)
     sums = [operand for operand, placement in zip(operands, placements, strict=True) if placement == Partial()]
     return is_whole and is_linear_in(node, sums)
-
-
-def _is_float(given: Any) -> bool:
-    return isinstance(given, fx.Node) and is_tensor(given) and is_inexact(value(given))

@@ -42,7 +42,7 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.ops import is_inexact, is_parameter, memory_written, mutates, tensors_of
+from fxrewrite.ops import has_inexact, is_parameter, memory_written, mutates
 from fxrewrite.spmd.context import Reduction
 from fxrewrite.spmd.facts import PLACEMENT, placement_of
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
@@ -178,7 +178,7 @@ def _check_inputs(nodes: list[fx.Node], written: set[fx.Node], reduction: Reduct
     """
     shown = written | {node.all_input_nodes[0] for node in written if node.target is redistribute}
     for node in nodes:
-        if node not in shown or not (node.op == "placeholder" and _is_float(node) and _requires_grad(node)):
+        if node not in shown or not (node.op == "placeholder" and has_inexact(node) and _requires_grad(node)):
             continue
         if reduction != "mean" or own_inputs or _is_sharded(node):
             refuse(
@@ -211,7 +211,7 @@ def _differentiable(nodes: list[fx.Node]) -> set[fx.Node]:
     """Nodes that autograd may run through, to floating-point inputs."""
     found = set[fx.Node]()
     for node in nodes:
-        if _is_float(node) and (_is_input(node) or any(operand in found for operand in node.all_input_nodes)):
+        if has_inexact(node) and (_is_input(node) or any(operand in found for operand in node.all_input_nodes)):
             found.add(node)
     return found
 
@@ -227,7 +227,3 @@ def _is_input(node: fx.Node) -> bool:
 def _requires_grad(node: fx.Node) -> bool:
     """Whether an input may have a gradient; parameters say so."""
     return not is_parameter(node) or getattr(node.meta.get("example_value"), "requires_grad", False)
-
-
-def _is_float(node: fx.Node) -> bool:
-    return any(map(is_inexact, tensors_of(node)))
