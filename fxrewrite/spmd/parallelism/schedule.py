@@ -46,6 +46,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.inputs import input_name
+from fxrewrite.graph.walk import reached
 from fxrewrite.ops import is_parameter, is_pure, key, without_gradients
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
@@ -98,7 +99,7 @@ class Schedule:
         """Gather what one layer reads by one collective, a layer ahead if stated; returns how many nodes were moved."""
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
-        of_parameters, gathered = _of_parameters(nodes)
+        _, gathered = _of_parameters(nodes)
         off = without_gradients(nodes)
         first_read: dict[fx.Node, fx.Node] = {}
         differentiated = set[fx.Node]()
@@ -114,7 +115,7 @@ class Schedule:
             if node in first_read:
                 edit.move(node, first_read[node])
         starts = [node for node in first_read if _starts(node, gathered)]
-        buckets = _buckets(edit, starts, first_read, of_parameters, apart=differentiated)
+        buckets = _buckets(edit, starts, first_read, apart=differentiated)
         kept = {node for bucket in buckets for node in bucket if node.meta.get("recompute") == KEPT}
         if buckets and not context.is_part:
             kept |= set(buckets[-1])  # the backward pass reads it at once
@@ -130,7 +131,7 @@ class Schedule:
             before = waits[max(position - context.is_ahead, 0)]
             if bucket[0] in differentiated:
                 before = off.get(first_read[before], before)
-            for needed in _operands(bucket, of_parameters):
+            for needed in _operands(bucket):
                 if not needed < before:
                     edit.move(needed, before)
             if len(bucket) == 1:
@@ -196,10 +197,10 @@ class Schedule:
         means = [node for node in edit.nodes() if node.target == MEAN_GRADIENT and node in of_parameters and node.users]
         own = [node for node in means if len(node.all_input_nodes[0].users) == 1]
         first_read = {node: min(node.users) for node in own}
-        found = [bucket for bucket in _buckets(edit, own, first_read, of_parameters) if len(bucket) > 1]
+        found = [bucket for bucket in _buckets(edit, own, first_read) if len(bucket) > 1]
         for bucket in found:
             first, values = min(bucket), [node.all_input_nodes[0] for node in bucket]
-            for needed in _operands(bucket, of_parameters):
+            for needed in _operands(bucket):
                 if not needed < first:
                     edit.move(needed, first)
             call = (MEAN_GRADIENTS, (values, *first.args[1:]))
@@ -303,7 +304,6 @@ def _buckets(
     edit: Edit,
     nodes: Sequence[fx.Node],
     first_read: Mapping[fx.Node, fx.Node],
-    of_parameters: set[fx.Node],
     apart: Container[fx.Node] = (),
 ) -> list[list[fx.Node]]:
     """The nodes, each of one parameter, that are one collective; in the order in which those of a bucket are read.
@@ -312,7 +312,7 @@ def _buckets(
     """
     at = {node: position for position, node in enumerate(edit.nodes())}
     ordered = sorted(nodes, key=lambda node: (at[first_read[node]], at[node]))
-    looks = {node: _look(node, of_parameters) for node in ordered}
+    looks = {node: _look(node) for node in ordered}
     found: list[list[fx.Node]] = []
     for layer, of_layer in itertools.groupby(ordered, lambda node: layer_of(looks[node][0])):
         del layer
@@ -323,24 +323,19 @@ def _buckets(
     return found
 
 
-def _look(node: fx.Node, of_parameters: set[fx.Node]) -> tuple[str, Any]:
+def _look(node: fx.Node) -> tuple[str, Any]:
     """The name of the parameter that a node starts from, and in what nodes of one bucket are alike."""
-    parameter = next(n for n in _operands([node], of_parameters, inputs=True) if n.op == "placeholder")
+    parameter = min(n for n in reached([node]) if n.op == "placeholder")
     needs_gradient = getattr(parameter.meta.get("example_value"), "requires_grad", True)
     value = node.meta["val"]
     how = (*node.args[1:], value.dtype, value.device, node.meta.get("recompute"), needs_gradient)
     return input_name(parameter), how
 
 
-def _operands(bucket: Sequence[fx.Node], of_parameters: set[fx.Node], *, inputs: bool = False) -> list[fx.Node]:
-    """What is computed before these nodes, in order; with `inputs`, those of the graph as well."""
-    found, open_ = set[fx.Node](), [read for node in bucket for read in node.all_input_nodes]
-    while open_:
-        node = open_.pop()
-        if node not in found and (inputs or node.op != "placeholder"):
-            found.add(node)
-            open_ += node.all_input_nodes
-    return sorted(found)
+def _operands(bucket: Sequence[fx.Node]) -> list[fx.Node]:
+    """What is computed before these nodes, in the order of the graph."""
+    walk = reached(read for node in bucket for read in node.all_input_nodes)
+    return sorted(node for node in walk if node.op != "placeholder")
 
 
 def _sent(gather: fx.Node) -> fx.Node:
