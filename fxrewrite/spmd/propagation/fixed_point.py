@@ -115,11 +115,8 @@ class Propagation:
             held = HELD.of(node) if self._given is None else self._given.get(node)
             return Decision((), (held or R,), (held or R,))
         # A stated placement is a fixed point: it requires of its operand what it produces, and nothing moves it.
-        if node.target is redistribute:
-            dst: Any = node.args[2]
-            return Decision((dst,), (dst,), (dst,), "asked for")
-        if node.target is without_padding:
-            placement: Any = node.args[1]
+        if node.target in (redistribute, without_padding):
+            placement: Any = node.args[2 if node.target is redistribute else 1]
             return Decision((placement,), (placement,), (placement,), "asked for")
         # One of several results has the placement that the operator produces it with.
         if is_getitem(node):
@@ -127,8 +124,11 @@ class Propagation:
             if isinstance(source, fx.Node) and isinstance(index, int):
                 return facts[source].item(index)
         operands = operands_of(node)
+        return self._operator(node, operands, replicated(len(operands), _num_results(node)))
+
+    def _operator(self, node: fx.Node, operands: list[fx.Node], whole: Decision) -> Decision:
+        """How an operator runs on operands as their producers place them; `whole` is how it runs on whole values."""
         placements = [self._shown(operand) for operand in operands]
-        num_results = _num_results(node)
         if key(node) in _BY_STRIDES and any(operand in self._derived for operand in operands):
             refuse(
                 "it reads memory by strides, and those of values computed from shards differ from one device's",
@@ -137,24 +137,15 @@ class Propagation:
             )
         # Replicate operands need no layout rule: every rank computes the same as one device.
         if all(placement == R for placement in placements) and not self._writes_through_a_copy(node):
-            return replicated(len(operands), num_results)
+            return whole
         # Running statistics are buffers that every rank holds whole, so every rank must see all entries.
         if updates_statistics(node):
-            return replace(replicated(len(operands), num_results), gathered="it writes statistics of all entries")
-        # A write in place must reach every later reader. It does where what is written is replicated; a shard was
-        # redistributed, which made a copy, and the write to the copy would be lost.
+            return replace(whole, gathered="it writes statistics of all entries")
         if mutates(node):
-            written = mutated(node)
-            is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
-            if is_whole and not self._writes_through_a_copy(node):
-                return replace(replicated(len(operands), num_results), gathered="it writes to what every rank holds")
-            refuse(
-                "an in-place operation on a sharded value",
-                node=node,
-                hint="write it out of place (x = x + 1, not x += 1)",
-            )
+            self._check_written(node, operands)
+            return replace(whole, gathered="it writes to what every rank holds")
         if node in self._own:
-            return self._on_own_values(node, placements, num_results)
+            return self._on_own_values(node, placements, whole)
         # A function with its own backward runs on shards only if both of its bodies can.
         function = custom_function(node)
         if function is not None and self._given is None:
@@ -163,7 +154,25 @@ class Propagation:
         # A body cannot hold the collective that completes a sum, so there a sum may stay pending through linear steps.
         if self._given is not None and stays_a_sum(node, operands, placements):
             return Decision(tuple(placements), (Partial(),), (Partial(),), "a sum stays one")
-        # Without index map nothing is known of the operator: only replicated operands are certainly right.
+        return self._by_layout_rule(node, placements, whole)
+
+    def _check_written(self, node: fx.Node, operands: list[fx.Node]) -> None:
+        """Refuse a write in place that a later reader would not see.
+
+        It reaches all of them where what is written is replicated. A shard was redistributed, which made a copy, and
+        the write to the copy would be lost.
+        """
+        written = mutated(node)
+        is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
+        if not is_whole or self._writes_through_a_copy(node):
+            refuse(
+                "an in-place operation on a sharded value",
+                node=node,
+                hint="write it out of place (x = x + 1, not x += 1)",
+            )
+
+    def _by_layout_rule(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
+        """How an operator runs by its index map; without one nothing is known of it, so it runs on whole values."""
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
             why = _why_unknown(call, rule)
@@ -173,7 +182,7 @@ class Propagation:
                     node=node,
                     hint="add a LayoutRule for it, or drop strict=True to run it on the gathered value",
                 )
-            return replace(replicated(len(operands), num_results), gathered=why)
+            return replace(whole, gathered=why)
         try:
             return self._indexed(call, rule, indices, placements).decision()
         except RefusedError as error:
@@ -184,10 +193,9 @@ class Propagation:
         is_whole_graph = self._given is None
         return IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=is_whole_graph)
 
-    def _on_own_values(self, node: fx.Node, placements: list[Placement], num_results: int) -> Decision:
+    def _on_own_values(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
         """How an operator runs that reads a rank's own values beside shards of what all ranks have."""
         _, rule, indices = self._call(node)
-        whole = replicated(len(placements), num_results)
         if rule is None or indices is None or not rule.sends_own:
             return replace(whole, gathered=f"{key(node)} reads values that each rank has of its own")
         parts = zip(indices.operands, placements, strict=True)
