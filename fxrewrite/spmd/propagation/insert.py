@@ -11,7 +11,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import mutates
 from fxrewrite.spmd.facts import PLACEMENT
 from fxrewrite.spmd.layouts.rule import tensor_of
-from fxrewrite.spmd.placement import Axis, is_same_placement
+from fxrewrite.spmd.placement import Axis, Placement, is_same_placement
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.legal import DECIDED
 from fxrewrite.spmd.redistribute import redistribute, without_padding
@@ -25,7 +25,18 @@ def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis:
     Users that require the same placement of a value share one: it is sent once.
     """
     made: dict[tuple[fx.Node, str, int], fx.Node] = {}
-    region = changes = 0
+    region = settled = 0
+
+    def shared(
+        user: fx.Node, operand: fx.Node, want: Placement, how: str, target: Any, args: tuple[Any, ...]
+    ) -> fx.Node:
+        at = (args[0], how, region)
+        if at not in made:
+            like = operand if user.op == "output" else user
+            made[at] = edit.call(target, args, before=user, like=like, rule=name, val=tensor_of(operand))
+            edit.set_fact(made[at], PLACEMENT, want)
+        return made[at]
+
     for node in edit.nodes():
         if mutates(node):
             region += 1  # a copy made before a write, or under another autograd mode, is not right for users after it
@@ -35,7 +46,7 @@ def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis:
             edit.set_fact(node, PLACEMENT, decision.gives if several else decision.gives[0])
         edit.set_fact(node, DECIDED, decision)
         if node.target is redistribute:
-            changes += _settle(edit, node, decisions)
+            settled += _settle(edit, node, decisions)
         if not decision.wants or node.target is redistribute:
             continue
         swap: dict[fx.Node, list[fx.Node]] = {}
@@ -43,32 +54,17 @@ def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis:
             origin = operand
             if operand.target is redistribute and not is_same_placement(decisions[operand].gives[0], want):
                 origin = operand.all_input_nodes[0]  # straight from the producer, not by way of the stated placement
-            have = decisions[origin].gives[0]
+            have, neutral = decisions[origin].gives[0], decision.neutral
             value = origin
             if not is_same_placement(have, want):
-                at = (origin, str(want), region)
-                if at not in made:
-                    like = node if node.op != "output" else operand
-                    moved = (origin, have, want, axis)
-                    made[at] = edit.call(redistribute, moved, before=node, like=like, rule=name, val=tensor_of(operand))
-                    edit.set_fact(made[at], PLACEMENT, want)
-                    changes += 1
-                value = made[at]
-            neutral = decision.neutral
+                value = shared(node, operand, want, str(want), redistribute, (origin, have, want, axis))
             if neutral is not None and neutral.operand == position and value.target is not without_padding:
-                masked = (value, f"{want} with {neutral.fill}", region)
-                if masked not in made:
-                    cleared = (value, want, axis, neutral.fill)
-                    made[masked] = edit.call(
-                        without_padding, cleared, before=node, like=node, rule=name, val=tensor_of(operand)
-                    )
-                    edit.set_fact(made[masked], PLACEMENT, want)
-                    changes += 1
-                value = made[masked]
+                how = f"{want} with {neutral.fill}"
+                value = shared(node, operand, want, how, without_padding, (value, want, axis, neutral.fill))
             swap.setdefault(operand, []).append(value)
         if any(value is not operand for operand, values in swap.items() for value in values):
             edit.set_args(node, *_swapped(node, swap))
-    return changes
+    return settled + len(made)
 
 
 def _settle(edit: Edit, node: fx.Node, decisions: dict[fx.Node, Decision]) -> int:
