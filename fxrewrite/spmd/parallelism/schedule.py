@@ -5,11 +5,12 @@
                                                             ef = all_gather(cat(e, f))
                                                             c, d = split(wait(cd)); layer 1
 
-A *gathered* value is computed of parameters alone and of an all-gather. All that is gathered stands right before it is
-first read, so that few layers are whole at a time, and has the tag by which AOTAutograd's partitioner computes it again
-in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since the
-backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered by
-one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first read.
+A *gathered* value is computed of parameters alone and of an all-gather. All that is gathered is placed right before it
+is first read, so that few layers are whole at a time, and has the tag by which AOTAutograd's partitioner computes it
+again in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since
+the backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered
+by one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first
+read.
 What is first read while gradients are off, and has other readers too, is gathered before they were switched off.
 A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
 neighbours. A bucket's values have one axis and dtype, and all or none of them require gradients.
@@ -85,7 +86,7 @@ class Schedule:
         return self._average_together(edit) + self._gather_late(edit, means, context)
 
     def _send_less(self, edit: Edit) -> dict[fx.Node, _Means]:
-        """Cast before gathers, and average behind their adjoints; returns the means that are left to take of each."""
+        """Cast before gathers, and average after their adjoints; returns the means that are left to take of each."""
         _, gathered = _of_parameters(edit.nodes())
         means: dict[fx.Node, _Means] = {}
         for node in edit.nodes():
@@ -142,7 +143,7 @@ class Schedule:
         return len(first_read)
 
     def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> _Means:
-        """Take these nodes from behind a gather; scales go to its operand, and the means are returned, with its own."""
+        """Remove these nodes after a gather; scales go to its operand, and the means are returned, with its own."""
         means: list[tuple[Any, ...]] = []
         node = _sent(gather)
         while node.op == "call_function" and len(node.users) == 1:

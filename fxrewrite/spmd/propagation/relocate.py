@@ -213,7 +213,7 @@ class _Relocation:
         for demand in self._demands(value, region):
             # What is paid whether the producer moves or not (`at_least`) depends on the users alone; the difference
             # depends on the producer as well.
-            stays, goes = (self._travel(value, lies, demand.placement) for lies in (here, there))
+            stays, goes = (self._travel(value, placement, demand.placement) for placement in (here, there))
             at_least = min(stays, goes)
             if demand.kept:
                 _connect(network, demand.kept, _MOVED, at_least)
@@ -251,11 +251,11 @@ class _Relocation:
 
     def _bytes(self, value: fx.Node, changed: Decisions) -> int:
         """The bytes that are sent of `value`: once for each placement that users require."""
-        lies = changed.get(value, self.decisions[value]).gives[0]
+        produced = changed.get(value, self.decisions[value]).gives[0]
         wants: dict[str, Placement] = {}
         for user in value.users:
             wants |= {str(w): w for w in self._wants(user, value, changed.get(user, self.decisions[user]))}
-        return sum(self._travel(value, lies, want) for want in wants.values())
+        return sum(self._travel(value, produced, want) for want in wants.values())
 
     def _travel(self, value: fx.Node, src: Placement, dst: Placement) -> int:
         """The bytes that a rank sends to bring `value` from `src` to `dst`, times P^2 / (P - 1).
@@ -285,8 +285,10 @@ class _Relocation:
 
     def _say_what_is_gathered(self, node: fx.Node) -> None:
         decision = self.decisions[node]
-        lies = [self.decisions[operand].gives[0] for operand in self._operands_of(node)]
-        whole = [i for i, (have, want) in enumerate(zip(lies, decision.wants, strict=True)) if have != R and want == R]
+        placed = [self.decisions[operand].gives[0] for operand in self._operands_of(node)]
+        whole = [
+            i for i, (have, want) in enumerate(zip(placed, decision.wants, strict=True)) if have != R and want == R
+        ]
         if whole:
             why = f"{key(node)} {decision.why}; operand {whole} must be whole there"
             self.decisions[node] = replace(decision, gathered=why)
@@ -301,17 +303,17 @@ def _producer(value: fx.Node) -> tuple[fx.Node, int]:
     return value, 0
 
 
-def _connect(network: Network, before: object, behind: object, cost: int) -> None:
-    """An edge of `cost` from any of `before` to any of `behind`; nodes of a list are joined, and pay it once."""
+def _connect(network: Network, before: object, after: object, cost: int) -> None:
+    """An edge of `cost` from any of `before` to any of `after`; nodes of a list are joined, and pay it once."""
     if cost <= 0:
         return
-    for group, outward in ((before, True), (behind, False)):
+    for group, outward in ((before, True), (after, False)):
         if isinstance(group, list):
             joint = object()
             ends = [(node, joint) if outward else (joint, node) for node in group]
             network.add_edges_from(ends)  # without a capacity: never cut
-            before, behind = (joint, behind) if outward else (before, joint)
-    if network.has_edge(before, behind):
-        network[before][behind]["capacity"] += cost
+            before, after = (joint, after) if outward else (before, joint)
+    if network.has_edge(before, after):
+        network[before][after]["capacity"] += cost
     else:
-        network.add_edge(before, behind, capacity=cost)
+        network.add_edge(before, after, capacity=cost)
