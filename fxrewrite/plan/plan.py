@@ -18,21 +18,21 @@ from torch.export import ExportedProgram
 
 from fxrewrite import backends, ops
 from fxrewrite.errors import FxRewriteError, MatchExpectationError, RuleDefinitionError, did_you_mean
-from fxrewrite.found import Found, FoundMatch, describe
 from fxrewrite.graph.copy import copy_module
-from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.outputs import Promise
 from fxrewrite.graph.source import source_line
+from fxrewrite.graph.text import graph_digest
 from fxrewrite.match.explain import Explanation
 from fxrewrite.match.match import Match
+from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.digest import plan_digest
+from fxrewrite.plan.found import Found, FoundMatch, describe
 from fxrewrite.plan.members import MemberSet, label_of
 from fxrewrite.plan.stage import Stage, open_needs
+from fxrewrite.plan.sweep import Strategy, Sweep
 from fxrewrite.report import ComputedOnce, Report
 from fxrewrite.rule import Rule
-from fxrewrite.stages import Property
-from fxrewrite.sweep import Strategy, Sweep
 
 __all__ = ["JOINED_PLANS", "Plan"]
 
@@ -56,7 +56,7 @@ class Plan:
 
     Raises:
         RuleDefinitionError: a stage comes before what it needs, or after what it precedes; or two give the same. See
-            `fxrewrite.stages`. Nothing that is given over one axis is given over another one.
+            `fxrewrite.plan.contracts`. Nothing that is given over one axis is given over another one.
     """
 
     def __init__(self, stages: tuple[Stage, ...], expectations: Mapping[str, int] | None = None) -> None:

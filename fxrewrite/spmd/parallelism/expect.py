@@ -17,7 +17,7 @@ from fxrewrite.spmd.events import NotInPart
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
-from fxrewrite.spmd.stages import COLLECTIVE_CALLS
+from fxrewrite.spmd.properties import COLLECTIVE_CALLS
 
 __all__ = ["Sends", "sends"]
 

@@ -43,7 +43,7 @@ from fxrewrite.spmd.placement import Replicate, as_placement, check_num_ranks
 from fxrewrite.spmd.price.choice import Chosen
 from fxrewrite.spmd.propagation.place import Place, Placed, Site, Stored
 from fxrewrite.spmd.propagation.propagate import PropagatePlacements
-from fxrewrite.spmd.stages import COLLECTIVE_CALLS, PLACEMENTS
+from fxrewrite.spmd.properties import COLLECTIVE_CALLS, PLACEMENTS
 
 __all__ = ["Alternatives", "Parallelism", "Parallelisms", "check_axes"]
 

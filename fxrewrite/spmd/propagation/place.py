@@ -54,8 +54,8 @@ from fxrewrite.spmd.placement import (
     is_same_placement,
 )
 from fxrewrite.spmd.propagation.input_placements import ZIGZAG, placements_of
+from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import redistribute
-from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = [
     "CHUNK",

@@ -35,8 +35,8 @@ from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.fixed_point import Preference, Propagation, replicated_values
 from fxrewrite.spmd.propagation.infer import inferred
 from fxrewrite.spmd.propagation.insert import insert_redistributions
+from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements, redistribute
-from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = ["PropagatePlacements"]
 
