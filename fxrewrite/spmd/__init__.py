@@ -47,6 +47,8 @@ from fxrewrite.spmd.facts import (
     placement_of as placement_of,
 )
 from fxrewrite.spmd.group import (
+    ADJOINTS as ADJOINTS,
+    COLLECTIVE_KINDS as COLLECTIVE_KINDS,
     COLLECTIVES as COLLECTIVES,
     axis_mesh as axis_mesh,
     axis_of as axis_of,

@@ -26,23 +26,14 @@ from fxrewrite.ops import (
     key,
     without_gradients,
 )
-from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.group import ADJOINTS, COLLECTIVE_KINDS
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
-from fxrewrite.spmd.price.price import PRICE, CollectiveKind, Price, bytes_held, collective_bytes
+from fxrewrite.spmd.price.price import PRICE, Price, bytes_held, collective_bytes
 from fxrewrite.spmd.price.products import is_product, operations
 
 __all__ = ["program_price"]
 
-_KINDS: dict[Any, CollectiveKind] = {
-    COLLECTIVES[kind]: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-}
-_ADJOINTS: dict[CollectiveKind, CollectiveKind] = {
-    "all_to_all": "all_to_all",
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_reduce": "all_reduce",
-}
 _ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass in units of its forward pass, which has 2 products: the backward pass has 5."""
 
@@ -136,10 +127,10 @@ def _passed(node: fx.Node) -> list[fx.Node]:
 
 def _sent(node: fx.Node, sizes: Mapping[str, int], through: set[fx.Node]) -> tuple[float, float]:
     """The bytes that a rank sends in the node, and in its backward pass if a gradient flows to it."""
-    kind = _KINDS.get(node.target)
+    kind = COLLECTIVE_KINDS.get(node.target)
     if kind is not None:
         num_ranks, held = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0])
-        return collective_bytes(kind, held, num_ranks), collective_bytes(_ADJOINTS[kind], bytes_held(node), num_ranks)
+        return collective_bytes(kind, held, num_ranks), collective_bytes(ADJOINTS[kind], bytes_held(node), num_ranks)
     if node.target is GATHER_CAST:  # sent in the dtype of the result, and reduced in that of the operand
         num_ranks, held = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0])
         return bytes_held(node) * (num_ranks - 1) / num_ranks, collective_bytes("all_gather", held, num_ranks)
