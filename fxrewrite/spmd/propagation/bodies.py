@@ -47,14 +47,14 @@ class _Body:
     decisions: dict[fx.Node, Decision]
 
     def placement_of(self, given: Any) -> Placement:
-        return self.decisions[given].gives[0] if isinstance(given, fx.Node) else R
+        return self.decisions[given].produced[0] if isinstance(given, fx.Node) else R
 
-    def wants_of(self, operand: fx.Node) -> Iterator[Placement]:
+    def required_of(self, operand: fx.Node) -> Iterator[Placement]:
         """The placements that the body's operators require of a value; its output takes any."""
         for user in operand.users:
             if user.op != "output":
-                wants = zip(operands_of(user), self.decisions[user].wants, strict=True)
-                yield from (want for found, want in wants if found is operand)
+                required = zip(operands_of(user), self.decisions[user].required, strict=True)
+                yield from (want for found, want in required if found is operand)
 
     def why_not(self) -> str:
         """Why the body cannot run so without communication, or ''."""
@@ -63,11 +63,11 @@ class _Body:
             decision = self.decisions[node]
             if decision.gathered:
                 return decision.gathered
-            for operand, want in zip(operands_of(node), decision.wants, strict=False):  # inputs want nothing
+            for operand, want in zip(operands_of(node), decision.required, strict=False):  # inputs want nothing
                 if not is_same_placement(self.placement_of(operand), want):
                     return f"{key(node)} wants %{operand.name} as {want}, and it is {self.placement_of(operand)}"
             whole = value(node)
-            dims = [placement.dim for placement in decision.gives if isinstance(placement, Shard)]
+            dims = [placement.dim for placement in decision.produced if isinstance(placement, Shard)]
             if isinstance(whole, torch.Tensor) and not all(sizes.can_express(whole.shape[dim]) for dim in dims):
                 return f"the size of %{node.name} is not known in it"
         return ""
@@ -75,10 +75,10 @@ class _Body:
     def localize(self) -> None:
         """Note the placement of its value on every node."""
         for node in self.edit.nodes():
-            gives = self.decisions[node].gives
-            if gives:
+            produced = self.decisions[node].produced
+            if produced:
                 is_many = isinstance(value(node), (list, tuple))
-                self.edit.set_fact(node, PLACEMENT, gives if is_many else gives[0])
+                self.edit.set_fact(node, PLACEMENT, produced if is_many else produced[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +94,16 @@ class _OnChunks:
         """The inputs that every rank has whole and of which the bodies read, or give as a gradient, only chunks."""
         found: dict[fx.Node, Placement] = {}
         for operand, placement in self.given.items():
-            wants = list(self._wants_of(operand)) if placement == R else []
-            if wants and isinstance(wants[0], Shard) and all(is_same_placement(want, wants[0]) for want in wants):
-                found[operand] = wants[0]
+            required = list(self._required_of(operand)) if placement == R else []
+            if required and isinstance(required[0], Shard) and all(is_same_placement(p, required[0]) for p in required):
+                found[operand] = required[0]
         return found
 
-    def _wants_of(self, operand: fx.Node) -> Iterator[Placement]:
-        yield from self.forward.wants_of(operand)
+    def _required_of(self, operand: fx.Node) -> Iterator[Placement]:
+        yield from self.forward.required_of(operand)
         for saved, restored in zip(self.function.saved, self.function.restored, strict=True):
             if saved is operand:
-                yield from self.backward.wants_of(restored)
+                yield from self.backward.required_of(restored)
         for given, gradient in zip(self.function.inputs, self.function.outgoing, strict=True):
             if given is operand and isinstance(placement := self.backward.placement_of(gradient), Shard):
                 yield placement
@@ -129,16 +129,16 @@ class _OnChunks:
                 return "its forward gives a result that every rank has whole"
         for operand, gradient in zip(function.inputs, function.outgoing, strict=True):
             if isinstance(gradient, fx.Node):
-                have, gives = self.given[operand], self.backward.placement_of(gradient)
-                if gives not in (R, Partial()) if have == R else not is_same_placement(have, gives):
-                    return f"%{operand.name} is {have}, and its gradient {gives}"
+                have, made = self.given[operand], self.backward.placement_of(gradient)
+                if made not in (R, Partial()) if have == R else not is_same_placement(have, made):
+                    return f"%{operand.name} is {have}, and its gradient {made}"
         return ""
 
     def _sums_padding(self) -> bool:
         """Whether padding counts in a gradient that is a sum: it does not where that is linear in what arrives, of
         which padding gets zeros."""
         decisions = (*self.forward.decisions.values(), *self.backward.decisions.values())
-        produced = (placement for decision in decisions for placement in decision.gives)
+        produced = (placement for decision in decisions for placement in decision.produced)
         if not any(isinstance(placement, Shard) and placement.uneven for placement in produced):
             return False
         sums = any(self.backward.placement_of(gradient) == Partial() for gradient in self.function.outgoing)
@@ -170,8 +170,8 @@ class CustomFunctions:
                 replicated(len(placements), num_results), gathered=f"a function with its own backward: {why}"
             )
         self._on_chunks[node] = found
-        gives = tuple(found.forward.placement_of(result) for result in function.results)
-        return Decision(tuple(found.given.values()), gives, gives, "its bodies run on chunks")
+        produced = tuple(found.forward.placement_of(result) for result in function.results)
+        return Decision(tuple(found.given.values()), produced, produced, "its bodies run on chunks")
 
     def _settle(self, function: CustomFunction, placements: list[Placement]) -> _OnChunks:
         """How the bodies run, once every operand is sliced of which only chunks are read."""

@@ -83,7 +83,7 @@ class Propagation:
     def _forward(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         """How the node runs, given how the nodes before it run."""
         decision = self._run(node, facts)
-        sharded = any(placement != R for placement in decision.gives + decision.shows)
+        sharded = any(placement != R for placement in decision.produced + decision.shown)
         if sharded or any(operand in self._derived for operand in node.all_input_nodes):
             self._derived.add(node)
             return self._as_preferred(node, decision)
@@ -95,16 +95,16 @@ class Propagation:
         Results are still produced replicated: the next step slices them for free where a user requires a shard. What is
         written to in place keeps its placement, since a slice is a copy and would not see the write.
         """
-        if any(placement != R for placement in decision.gives + decision.shows) or node in self._written:
+        if any(placement != R for placement in decision.produced + decision.shown) or node in self._written:
             return decision
         if node.target is redistribute:
             return decision  # its placement was stated
         values = node.meta.get("val")
         values = values if isinstance(values, (list, tuple)) else [values]
         placed = {operand: self._shown(operand) for operand in operands_of(node)}
-        values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shows)]]
-        shows = tuple(R if value is None else as_placement(self._prefer(node, value, placed)) for value in values)
-        return replace(decision, shows=shows, preferred=any(placement != R for placement in shows))
+        values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shown)]]
+        shown = tuple(R if value is None else as_placement(self._prefer(node, value, placed)) for value in values)
+        return replace(decision, shown=shown, preferred=any(placement != R for placement in shown))
 
     def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         """How the node runs on its operands as their producers place them."""
@@ -202,12 +202,12 @@ class Propagation:
         part = next((found for terms, placed in parts if (found := indices.locate(terms, placed)) is not None), None)
         if part is None or part.index in indices.whole or not is_divided(indices, part, self.axis):
             return replace(whole, gathered=f"{key(node)}: its chunks fall between indices")
-        return replace(whole, wants=spread(indices, part, "").wants, why=f"sends values to where {part.index} is")
+        return replace(whole, required=spread(indices, part, "").required, why=f"sends values to where {part.index} is")
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
         """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy."""
         shown = {value for written in mutated(node) for value in memory_origins(written)} & self.decisions.keys()
-        return any(placement != R for value in shown for placement in self.decisions[value].shows)
+        return any(placement != R for value in shown for placement in self.decisions[value].shown)
 
     def _output(self, node: fx.Node) -> Decision:
         """What leaves the graph has the placement that is stated for it, else the one that the context decides on."""
@@ -216,11 +216,11 @@ class Propagation:
         placements = [R if self.decisions[operand].preferred else self._shown(operand) for operand in operands]
         stated = RETURNED.of(node) or {}
         positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
-        wants = [
+        required = [
             stated[position] if position in stated else as_placement(self.context.output_placement(operand, placement))
             for position, operand, placement in zip(positions, operands, placements, strict=True)
         ]
-        return Decision(tuple(wants), (), ())
+        return Decision(tuple(required), (), ())
 
     # backward
 
@@ -245,12 +245,12 @@ class Propagation:
         current = self.decisions[node]
         operands = operands_of(node)
         # Only what is replicated because its operands are: what was gathered has a reason to be whole.
-        if current.shows != (R,) or current.gives != (R,) or not operands or current.gathered:
+        if current.shown != (R,) or current.produced != (R,) or not operands or current.gathered:
             return None
         # Ranks that draw random numbers for their shards would draw others than one device.
         if any(self._shown(operand) != R for operand in operands) or is_random(node) or not is_pure(node):
             return None
-        wanted = [want for user in node.users for want in self._wants_of(user, node)]
+        wanted = [want for user in node.users for want in self._required_of(user, node)]
         if not wanted or not isinstance(wanted[0], Shard) or any(not is_same_placement(w, wanted[0]) for w in wanted):
             return None
         _, rule, indices = self._call(node)
@@ -263,12 +263,12 @@ class Propagation:
             return None  # broadcast along that dimension: nothing to save
         return spread(indices, part, why="every user wants it so")
 
-    def _wants_of(self, user: fx.Node, value: fx.Node) -> list[Placement]:
+    def _required_of(self, user: fx.Node, value: fx.Node) -> list[Placement]:
         decision = self.decisions[user]
         operands = operands_of(user)
-        if len(decision.wants) != len(operands):
+        if len(decision.required) != len(operands):
             return [R]
-        return [want for operand, want in zip(operands, decision.wants, strict=True) if operand is value]
+        return [want for operand, want in zip(operands, decision.required, strict=True) if operand is value]
 
     # shared
 
@@ -277,7 +277,7 @@ class Propagation:
         return Propagation(body, self.rules, context, replicated_values, given).run()
 
     def _shown(self, node: fx.Node) -> Placement:
-        return self.decisions[node].shows[0]
+        return self.decisions[node].shown[0]
 
     def _movable(self, node: fx.Node) -> IndexMap | None:
         """The index map of a node that relocation may move; None where its placement is required or its operand's was

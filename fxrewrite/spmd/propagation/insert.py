@@ -41,20 +41,20 @@ def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis:
         if mutates(node):
             region += 1  # a copy made before a write, or under another autograd mode, is not right for users after it
         decision = decisions[node]
-        if decision.gives:
+        if decision.produced:
             several = isinstance(node.meta.get("val"), (list, tuple))
-            edit.set_fact(node, PLACEMENT, decision.gives if several else decision.gives[0])
+            edit.set_fact(node, PLACEMENT, decision.produced if several else decision.produced[0])
         edit.set_fact(node, DECIDED, decision)
         if node.target is redistribute:
             settled += _settle(edit, node, decisions)
-        if not decision.wants or node.target is redistribute:
+        if not decision.required or node.target is redistribute:
             continue
         swap: dict[fx.Node, list[fx.Node]] = {}
-        for position, (operand, want) in enumerate(zip(operands_of(node), decision.wants, strict=True)):
+        for position, (operand, want) in enumerate(zip(operands_of(node), decision.required, strict=True)):
             origin = operand
-            if operand.target is redistribute and not is_same_placement(decisions[operand].gives[0], want):
+            if operand.target is redistribute and not is_same_placement(decisions[operand].produced[0], want):
                 origin = operand.all_input_nodes[0]  # straight from the producer, not by way of the stated placement
-            have, neutral = decisions[origin].gives[0], decision.neutral
+            have, neutral = decisions[origin].produced[0], decision.neutral
             value = origin
             if not is_same_placement(have, want):
                 value = shared(node, operand, want, str(want), redistribute, (origin, have, want, axis))
@@ -71,7 +71,7 @@ def _settle(edit: Edit, node: fx.Node, decisions: dict[fx.Node, Decision]) -> in
     """Give a stated redistribution the placement that its operand is produced with; drop it where they are the same."""
     value, _, dst, axis = node.args
     assert isinstance(value, fx.Node)
-    have = decisions[value].gives[0]
+    have = decisions[value].produced[0]
     if is_same_placement(have, dst):  # pyright: ignore[reportArgumentType]
         edit.replace_uses(node, value)
         edit.erase(node)
