@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import BaseModel, Field
@@ -12,17 +12,11 @@ from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import is_recomputed
 from autosp_rules.memory.costs import bytes_of, sends_of
 from fxrewrite import Event, EventLog, Refusal, Report
-from fxrewrite.spmd import COLLECTIVES, Axis, ProductsWhole, collective_bytes, size_hint
+from fxrewrite.spmd import ADJOINTS, COLLECTIVE_KINDS, Axis, ProductsWhole, collective_bytes, size_hint
 
 __all__ = ["AutoSPReport", "Collective", "LeftAlone", "ProgramIsLast", "summarize", "whole_share"]
 
 _DIRECTIONS = ("forward", "again", "backward")
-_ADJOINT = {
-    "all_to_all": "all_to_all",
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_reduce": "all_reduce",
-}
 
 
 class Collective(BaseModel):
@@ -160,16 +154,15 @@ _SLICES = {"autosp.shard_label_ids", "autosp.shard_position_ids", "collectives.s
 
 
 def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
-    kinds: dict[Any, Any] = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
     found: dict[tuple[str, str], list[int]] = {}
     grads = _requiring_grad(gm)
     for node in gm.graph.nodes:
-        if node.target in kinds:
-            kind = kinds[node.target]
+        kind = COLLECTIVE_KINDS.get(node.target)
+        if kind is not None:
             sent = round(collective_bytes(kind, bytes_of(node.all_input_nodes[0], size_hint), axis.size))
             found.setdefault((kind, "forward"), []).append(sent)
             if node in grads:
-                found.setdefault((_ADJOINT[kind], "backward"), []).append(sent)
+                found.setdefault((ADJOINTS[kind], "backward"), []).append(sent)
             if is_recomputed(node):
                 found.setdefault((kind, "again"), []).append(sent)
         inside = sends_of(node)

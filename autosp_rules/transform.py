@@ -19,8 +19,8 @@ from autosp_rules.rule_set import rule_set
 from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Event, FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
-from fxrewrite.graph import check_sizes
-from fxrewrite.ops import is_parameter, mutated
+from fxrewrite.graph import check_sizes, reached
+from fxrewrite.ops import is_parameter, is_tensor, mutated
 from fxrewrite.spmd import (
     Axis,
     Crossing,
@@ -205,11 +205,4 @@ def _is_loss(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
         return False
-    seen, waiting = {node}, [node]
-    while waiting:
-        node = waiting.pop()
-        if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor) and not is_parameter(node):
-            return True
-        waiting.extend(operand for operand in node.all_input_nodes if operand not in seen)
-        seen.update(node.all_input_nodes)
-    return False
+    return any(n.op == "placeholder" and is_tensor(n) and not is_parameter(n) for n in reached([node]))

@@ -6,7 +6,6 @@ from fxrewrite.lazy import lazy_package
 
 if TYPE_CHECKING:
     from fxrewrite.capture import normalize as normalize
-    from fxrewrite.dead_code import DeadCode as DeadCode
     from fxrewrite.errors import (
         FixpointError as FixpointError,
         FxRewriteError as FxRewriteError,
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
         where as where,
     )
     from fxrewrite.plan import Plan as Plan, RuleSet as RuleSet, Step as Step, staged as staged
+    from fxrewrite.plan.contracts import Property as Property
+    from fxrewrite.plan.dead_code import DeadCode as DeadCode
     from fxrewrite.report import (
         ComputedOnce as ComputedOnce,
         Event as Event,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
         Report as Report,
     )
     from fxrewrite.rule import Rule as Rule, rule as rule
-    from fxrewrite.stages import Property as Property
 
 
 lazy_package(__name__)

@@ -68,20 +68,20 @@ def misread_context(error: Exception, context: object) -> str:
 
 
 class Reason(enum.StrEnum):
-    """What kind of thing stood in the way: of a match (the first eight), or of rewriting one."""
+    """What prevented a match (the first eight), or the rewriting of one."""
 
     OPERATOR = "operator"
-    """Another operator stands there, or none."""
+    """The graph has another operator there, or none."""
     ARGUMENTS = "arguments"
     """The call passes an argument that the pattern does not mention, at another value than its default."""
     LITERAL = "literal"
     """A Python value differs."""
     CAPTURE = "capture"
-    """What stands there is not what the capture takes: a value of the graph, a Python value, a parameter ..."""
+    """The capture does not take what is there: a value of the graph, a Python value, a parameter ..."""
     SAME = "same"
-    """One capture stands at two places that hold different values."""
+    """One capture is at two places, which hold different values."""
     OUTPUT = "output"
-    """A further output of the pattern, or a sibling, is not there."""
+    """The graph lacks a further output of the pattern, or a sibling."""
     OUTSIDE_USER = "outside_user"
     """A value inside the match is used outside of it."""
     CONSTRAINT = "constraint"
@@ -91,13 +91,13 @@ class Reason(enum.StrEnum):
     RAISED = "raised"
     """The replacement, or an operator that it calls, raised an exception."""
     EFFECT = "effect"
-    """A node in between writes to memory of the match."""
+    """A node between those of the match writes to memory of the match."""
     ALIAS = "alias"
     """The replacement shares memory differently, and something writes to it later."""
     DRAW = "draw"
     """The replacement draws other random numbers than the original."""
     CONVEXITY = "convexity"
-    """There is no place for the new nodes behind all captures and before all users."""
+    """There is no place for the new nodes after all captures and before all users."""
     ONCE = "once"
     """A tensor cannot be computed once, when the rule is applied: the module does not hold what it is computed of."""
     VALUE = "value"
@@ -105,7 +105,7 @@ class Reason(enum.StrEnum):
     OVERLAP = "overlap"
     """Another match was preferred that consumes the same nodes."""
     STALE = "stale"
-    """The match is not there any more."""
+    """Another rewrite has replaced a part of the match."""
 
 
 @dataclass(frozen=True, slots=True)

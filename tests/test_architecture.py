@@ -11,21 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    *(
-        "lazy",
-        "errors",
-        "identity",
-        "torch_versions",
-        "ops",
-        "graph",
-        "capture",
-        "pattern",
-        "match",
-        "verify",
-        "prove",
-        "backends",
-    ),
-    *("report", "rule", "dead_code", "order", "stages", "sweep", "found", "plan", "adapters"),
+    *("lazy", "errors", "identity", "torch_versions", "ops", "graph", "capture", "pattern", "match", "verify", "prove"),
+    *("backends", "report", "rule", "plan", "adapters"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
 """What `fxrewrite` consists of, lowest first."""

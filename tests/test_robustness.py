@@ -19,9 +19,9 @@ from fxrewrite.errors import FixpointError, FxRewriteError, RefusedError, refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.pattern import Constraint, Literal, Maybe, Pattern, cap, loose, maybe, op, shared, trace, where
 from fxrewrite.plan import Plan, RuleSet
+from fxrewrite.plan.sweep import Order, Overlap
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
-from fxrewrite.sweep import Order, Overlap
 from tests.random_graphs import inputs, random_module, run
 
 budget = settings(

@@ -25,7 +25,7 @@ from fxrewrite import (
     rule,
 )
 from fxrewrite.backends.dynamo import capture
-from fxrewrite.found import Found
+from fxrewrite.plan.found import Found
 
 
 def graph_of(function: Any) -> fx.GraphModule:

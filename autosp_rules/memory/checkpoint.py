@@ -231,7 +231,7 @@ class TagCheckpoints:
         if not layers:
             report.events.append(Checkpointed(option=self.option, why=_why_no_layer(nodes)))
             return 0
-        found = None if self.option == "auto" and _fits(nodes, layers) else self._chosen(nodes, layers)
+        found = None if self.option == "auto" and _fits(layers) else self._chosen(nodes, layers)
         why = "" if found is not None else _ALL_FITS
         event = Checkpointed(option=self.option, planned=planned_for(nodes), found=found, why=why, num_own=num_own)
         report.events.append(event)
@@ -303,7 +303,7 @@ def _is_attention(node: fx.Node) -> bool:
     return key(node.all_input_nodes[0] if key(node) == _ITEM else node) in ATTENTION
 
 
-def _fits(nodes: Sequence[fx.Node], layers: Iterable[_Layer]) -> bool:
+def _fits(layers: Iterable[_Layer]) -> bool:
     device = next(node.meta["val"].device for layer in layers for node in layer.results)
     return sum(layer.read_bytes() for layer in layers) <= _MEMORY_SHARE * _memory_of(device)
 

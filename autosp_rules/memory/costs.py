@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -15,8 +14,17 @@ from torch import fx
 from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
 from fxrewrite.graph import Fact, product, reached, size_hint
-from fxrewrite.ops import bind, has_trait, is_inexact, is_maybe_view, is_random, is_view, key, mutated, tensors_of
-from fxrewrite.spmd import COLLECTIVES, FLOPS_PER_BYTE_SENT, PRICE, Price, Size, collective_bytes, operations
+from fxrewrite.ops import bind, has_inexact, has_trait, is_maybe_view, is_random, is_view, key, mutated, tensors_of
+from fxrewrite.spmd import (
+    COLLECTIVE_KINDS,
+    COLLECTIVES,
+    FLOPS_PER_BYTE_SENT,
+    PRICE,
+    Price,
+    Size,
+    collective_bytes,
+    operations,
+)
 from rules.attention.operator import ATTEND
 from rules.masks.kinds import kind_of
 from rules.random import by_rank
@@ -62,7 +70,6 @@ _EXCHANGES = frozenset({"autosp::exchange"})
 _SAVES_NOTHING = _EXCHANGES | set(map(key, COLLECTIVES.values()))
 _OF_A_NUMBER = {"aten::mul": "other", "aten::div": "other", "aten::repeat_interleave": "repeats"}
 """Operators whose backward reads nothing if this argument is a number."""
-_KINDS: dict[Any, Any] = {target: kind for kind, target in COLLECTIVES.items() if kind != "wait"}
 _MANY = 1024
 """Ranks assumed for an all-reduce, whose call does not state them; with many, each sends about twice what it holds."""
 
@@ -96,7 +103,7 @@ def bytes_sent(node: fx.Node) -> int:
     sends = sends_of(node)
     if sends is not None:
         return sends.forward * bytes_of(node) // bytes_of(node, size_hint)
-    kind = _KINDS.get(node.target)
+    kind = COLLECTIVE_KINDS.get(node.target)
     if kind is None:
         return 0
     given, held = bind(node), bytes_of(node.all_input_nodes[0])
@@ -175,7 +182,7 @@ def backward_reads(node: fx.Node) -> list[fx.Node]:
     name = key(node)
     other = _OF_A_NUMBER.get(name)
     if (
-        not _has_gradient(node)
+        not has_inexact(node)
         or (_shows(node) and not mutated(node))
         or name in _SAVES_NOTHING
         or has_trait(name, "saves_nothing")
@@ -218,10 +225,6 @@ def _shows(node: fx.Node) -> bool:
     """Whether the node shows the memory of its first operand, or a copy where that is not possible."""
     is_operand = has_trait(node, "same", "cast", "reshape") or key(node) == "aten::dropout"  # in evaluation
     return is_view(node) and not is_random(node) and (is_operand or not is_maybe_view(node))
-
-
-def _has_gradient(node: fx.Node) -> bool:
-    return any(map(is_inexact, tensors_of(node)))
 
 
 def _operands(node: fx.Node, count: int) -> list[fx.Node]:

@@ -114,15 +114,9 @@ def pattern_rule(
     """
     wanted = _graph(pattern)
     inputs = placeholders(wanted)
-    made = None if replacement is None else _graph(replacement)
+    made = None if replacement is None else _replacement_graph(replacement, wanted)
     if made is None and replacement_callback is None:
         raise RuleDefinitionError("replace_pattern_with_filters takes a replacement, or a replacement_callback")
-    if made is not None and len(placeholders(made)) != len(inputs):
-        raise RuleDefinitionError(
-            f"the replacement has {len(placeholders(made))} parameters, the pattern {len(inputs)}; they go by position"
-        )
-    if made is not None:
-        _check_outputs(made, wanted)
     captures = {node: Capture(node.name, "any") for node in inputs}
     found = terms(wanted, captures, _ignored if ignore_literals else as_it_is)
     used = {term for output in found for term in subterms(output)}
@@ -140,14 +134,7 @@ def pattern_rule(
                 "it holds what a match was replaced by; matches are those of the graph as it was", kind=Reason.OVERLAP
             )
         given = {node: match[node.name] for node in inputs}
-        nodes = correspondence(wanted, given, match, values=False)
-        if isinstance(nodes, str) and wanted.find_nodes(op="call_module"):
-            refuse(nodes, kind=Reason.CONSTRAINT)
-        at = InternalMatch(anchors=[match.outputs[0]])
-        at.nodes_map = given if isinstance(nodes, str) else nodes
-        at.placeholder_nodes = list(given.values())
-        at.returning_nodes = list(match.outputs)
-        at.name_node_map = {}
+        at = _as_internal(match, wanted, given)
         graph = match.edit.graph
         unwritten = [node.name for node, value in given.items() if value is None and not _writes_none(match.nodes)]
         if unwritten:
@@ -170,6 +157,29 @@ def pattern_rule(
 
     said: dict[str, Any] = {"numerics": "approximate", "shapes": "changes", **promises}
     return Rule(id, Pattern(found), body, **said)
+
+
+def _replacement_graph(replacement: Source, wanted: fx.Graph) -> fx.Graph:
+    """The replacement, with as many parameters and results as the pattern."""
+    made = _graph(replacement)
+    has, needs = len(placeholders(made)), len(placeholders(wanted))
+    if has != needs:
+        raise RuleDefinitionError(f"the replacement has {has} parameters, the pattern {needs}; they go by position")
+    _check_outputs(made, wanted)
+    return made
+
+
+def _as_internal(match: Found, wanted: fx.Graph, given: dict[fx.Node, Any]) -> InternalMatch:
+    """The match as torch's subgraph rewriter gives it to filters and callbacks."""
+    nodes = correspondence(wanted, given, match, values=False)
+    if isinstance(nodes, str) and wanted.find_nodes(op="call_module"):
+        refuse(nodes, kind=Reason.CONSTRAINT)
+    at = InternalMatch(anchors=[match.outputs[0]])
+    at.nodes_map = given if isinstance(nodes, str) else nodes
+    at.placeholder_nodes = list(given.values())
+    at.returning_nodes = list(match.outputs)
+    at.name_node_map = {}
+    return at
 
 
 def _check_outputs(made: fx.Graph, wanted: fx.Graph) -> None:

@@ -56,7 +56,7 @@ def _dispatched() -> frozenset[str]:
 
 
 def is_decomposed(key: str, table: Mapping[Any, Callable[..., Any]]) -> bool:
-    """Whether no functional overload of the operator with this key is left in a graph behind the table."""
+    """Whether no functional overload of the operator with this key is left in a graph after the table is applied."""
     namespace, separator, name = key.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
     if not isinstance(packet, torch._ops.OpOverloadPacket):

@@ -1,4 +1,4 @@
-"""Patterns behind decompositions: what torch's tables make of a pattern is found by decomposing samples of it.
+"""Patterns after decompositions: what torch's tables make of a pattern is found by decomposing samples of it.
 
 Autograd and inductor decompose operators before the graphs that their passes see: no `softmax` or `linear` is in them.
 A form is a pattern of what they see instead. It holds for inputs of the ranks and dtypes of its samples, which is a
@@ -55,7 +55,7 @@ _SAMPLES, _ENOUGH = 8, 2
 
 
 def decomposed_in(pattern: Pattern, table: Table) -> list[str]:
-    """Returns the operators of the pattern that are not in a graph behind the table."""
+    """Returns the operators of the pattern that are not in a graph after the table is applied."""
     terms = (term for output in pattern.outputs for term in subterms(output) if isinstance(term, Op))
     return sorted({term.key for term in terms if is_decomposed(term.key, table)})
 
@@ -63,7 +63,7 @@ def decomposed_in(pattern: Pattern, table: Table) -> list[str]:
 def forms(
     pattern: Pattern, table: Table, dtypes: Iterable[torch.dtype], ranks: Collection[int] = (1, 2, 3, 4)
 ) -> tuple[Pattern, ...]:
-    """Returns what the pattern is behind a table of decompositions, for inputs of these floating-point dtypes.
+    """Returns what the pattern is after a table of decompositions, for inputs of these floating-point dtypes.
 
     Args:
         pattern: without `siblings` and lists of any length, of which no form is found.

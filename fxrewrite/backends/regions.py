@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
 from fxrewrite.graph.repeats import Part, cut_repeats
-from fxrewrite.ops import held, is_inexact, key, mutates, tensors_of, value, without_gradients
+from fxrewrite.ops import has_inexact, has_trait, held, mutates, tensors_of, value, without_gradients
 
 __all__ = ["Regions", "compile_regions", "regional"]
 
@@ -150,15 +150,12 @@ def _differentiated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[fx
             given = next(inputs) if node.op == "placeholder" else held(gm, node)
             requires = isinstance(given, torch.Tensor) and given.requires_grad
         else:
-            is_stopped = node in off or not torch.is_grad_enabled() or key(node) in _STOPS
+            is_stopped = node in off or not torch.is_grad_enabled() or has_trait(node, "detach")
             requires = not is_stopped and not found.isdisjoint(node.all_input_nodes)
-            requires = requires and (any(map(is_inexact, tensors_of(node))) or not tensors_of(node))
+            requires = requires and (has_inexact(node) or not tensors_of(node))
         if requires:
             found.add(node)
     return found
-
-
-_STOPS = ("aten::detach", "aten::detach_copy")
 
 
 def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:

@@ -10,7 +10,6 @@ from fxrewrite.graph.closed import (
 )
 from fxrewrite.graph.copy import copy_module as copy_module
 from fxrewrite.graph.diff import graph_diff as graph_diff
-from fxrewrite.graph.digest import graph_digest as graph_digest
 from fxrewrite.graph.edit import Edit as Edit
 from fxrewrite.graph.facts import Fact as Fact
 from fxrewrite.graph.inputs import input_name as input_name
@@ -24,5 +23,5 @@ from fxrewrite.graph.sizes import (
     size_hint as size_hint,
 )
 from fxrewrite.graph.source import copied_meta as copied_meta, source_line as source_line
-from fxrewrite.graph.text import graph_text as graph_text
+from fxrewrite.graph.text import graph_digest as graph_digest, graph_text as graph_text
 from fxrewrite.graph.walk import operands_first as operands_first, reached as reached

@@ -9,8 +9,6 @@ from fxrewrite.graph.walk import reached
 
 __all__ = ["is_differentiable"]
 
-_STOPS = ("aten::detach", "aten::detach_copy")
-
 
 def is_differentiable(node: fx.Node) -> bool:
     """Whether a gradient may flow from `node` to a floating-point input of its graph; True where it is not known.
@@ -22,4 +20,4 @@ def is_differentiable(node: fx.Node) -> bool:
 
 
 def _is_passed(node: fx.Node) -> bool:
-    return ops.key(node) not in _STOPS and any(map(ops.is_inexact, ops.tensors_of(node)))
+    return ops.has_inexact(node) and not ops.has_trait(node, "detach")

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, Literal, TypeAlias
 
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 
@@ -87,7 +88,7 @@ def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Fact]) 
     args = ops.bind(node)
     if args.get("rounding_mode") is not None:
         return "other"
-    found = {_of(value, facts) for name in names for value in _flat(args.get(name))}
+    found = {_of(value, facts) for name in names for value in tree_leaves(args.get(name))}
     others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
     if not found <= {"linear", "zero"} or not others <= {"constant", "zero"}:
         return "other"
@@ -110,16 +111,8 @@ def _of(value: Any, facts: dict[fx.Node, Fact]) -> Fact:
     return "zero" if value == 0 else "constant"
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _flat(item)
-    else:
-        yield value
-
-
 def _nodes(value: Any) -> Iterator[fx.Node]:
-    return (item for item in _flat(value) if isinstance(item, fx.Node))
+    return (item for item in tree_leaves(value) if isinstance(item, fx.Node))
 
 
 def _is_float(node: fx.Node) -> bool:

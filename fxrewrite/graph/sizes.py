@@ -250,12 +250,12 @@ class SizeNodes:
             return self._front[-1].next
         return next(node for node in self._graph.nodes if node.op != "placeholder")
 
-    def stand_in_front(self, node: fx.Node) -> fx.Node:
-        """Adds `node`, which was written before `anchor`, to the front nodes, and returns it; later sizes follow it."""
+    def add_last(self, node: fx.Node) -> fx.Node:
+        """Adds `node`, which was written before `anchor`, as the last front node, and returns it."""
         self._front.append(node)
         return node
 
-    def stand_first(self, node: fx.Node) -> fx.Node:
+    def add_first(self, node: fx.Node) -> fx.Node:
         """Adds `node`, which was written before all others, as the first front node, and returns it."""
         self._front.insert(0, node)
         return node
@@ -299,7 +299,7 @@ class _SizeTracer(GraphAppendingTracer):
         self._sizes, self._create = sizes, create
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *_: Any, **__: Any) -> fx.Node:  # pyright: ignore[reportIncompatibleMethodOverride]
-        node = self._sizes.stand_in_front(self._create(target, args, self._sizes.anchor))
+        node = self._sizes.add_last(self._create(target, args, self._sizes.anchor))
         node.meta["val"] = target(*(arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args))
         return node
 

@@ -14,6 +14,7 @@ axis (`group0`).
 from __future__ import annotations
 
 import enum
+import hashlib
 import inspect
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -29,7 +30,7 @@ from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.source import source_line
 
-__all__ = ["GraphWriter", "graph_text"]
+__all__ = ["GraphWriter", "graph_digest", "graph_text"]
 
 _DTYPES = {
     torch.float64: "f64",
@@ -66,6 +67,14 @@ def graph_text(
     """
     writer = GraphWriter(gm, facts=facts, source=source, rules=rules, axis_names=axis_names, without=without)
     return "\n".join(line for _, line in writer.lines())
+
+
+def graph_digest(gm: fx.GraphModule) -> str:
+    """Returns the sha256 of the graph's canonical text, which is equal in every process for equal graphs.
+
+    Parameters and constants of more than eight elements count by name, type and shape, not by content.
+    """
+    return hashlib.sha256(graph_text(gm).encode()).hexdigest()
 
 
 class GraphWriter:

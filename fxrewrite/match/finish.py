@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -186,20 +186,15 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     for path, node in zip(inner_paths, inner, strict=True):
         if node.users.keys() <= nodes.keys() or node in outputs:
             continue
-        for user in node.users:
-            if user not in nodes:
-                if path not in variant.shared:
-                    expected = f"no user of {path} outside the match"
-                    found = f"%{user.name} uses %{node.name}"
-                    return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
-                kept.add(node)
+        if path not in variant.shared:
+            return _outside_user(passed, f"no user of {path} outside the match", node, nodes)
+        kept.add(node)
     for node, is_shared in of_items:
-        outside = next((user for user in node.users if user not in nodes), None)
-        if outside is not None and not is_shared:
-            found = f"%{outside.name} uses %{node.name}"
-            return Failure(passed, Reason.OUTSIDE_USER, "no user of an item outside the match", found, node, outside)
-        if outside is not None:
-            kept.add(node)
+        if node.users.keys() <= nodes.keys():
+            continue
+        if not is_shared:
+            return _outside_user(passed, "no user of an item outside the match", node, nodes)
+        kept.add(node)
     captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
@@ -220,6 +215,11 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
         if why_not:
             return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, outputs[0])
     return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)
+
+
+def _outside_user(passed: int, expected: str, node: fx.Node, nodes: Container[fx.Node]) -> Failure:
+    user = next(user for user in node.users if user not in nodes)
+    return Failure(passed, Reason.OUTSIDE_USER, expected, f"%{user.name} uses %{node.name}", node, user)
 
 
 def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, passed: int) -> Match | Failure:

@@ -1,6 +1,6 @@
 """Lists of any length: which items belong to which part of the pattern's list, and what they capture.
 
-Items at the ends of a list have paths of their own, as in lists of fixed length. What lies from the first part of any
+Items at the ends of a list have paths of their own, as in lists of fixed length. What is from the first part of any
 length to the last is matched here: each part takes as few items as possible, the last one the rest.
 """
 

@@ -373,7 +373,6 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
     return itertools.product(*choices)
 
 
-# Combines one reading per output: equal names must be equal values, equal draws different nodes.
 def _variant(
     parts: tuple[_Part, ...],
     pattern: Pattern,
@@ -381,6 +380,7 @@ def _variant(
     first_output: int,
     unread: tuple[Result, ...],
 ) -> Variant:
+    """Combines one reading per output: equal names must be equal values, equal draws different nodes."""
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
     stages: list[tuple[Condition, ...]] = []
@@ -403,16 +403,7 @@ def _variant(
                 conditions.append(IsSame(path, captures[name]))
             else:
                 captures[name] = path
-        for path, term in part.operators:
-            if isinstance(term, Chain) or not term.may_draw:
-                continue  # equal pure terms may be one node or two; two draws must be two
-            if term in drawn:
-                raise RuleDefinitionError(
-                    f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
-                    "twice or two draws; capture its result instead"
-                )
-            conditions += [Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key]
-            drawn[term] = path
+        conditions += _draws_apart(part, drawn, pattern)
         computed |= {term: path for path, term in reversed(part.operators)}
         for path, term in part.sizes:
             conditions += _is_size(path, term, captures, computed, pattern)
@@ -426,27 +417,37 @@ def _variant(
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
     literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)
     first = pattern.outputs[0]
-    if not isinstance(first, Siblings):
-        return Variant(
-            tuple(stages),
-            tuple(links),
-            named,
-            inner,
-            shared,
-            literals,
-            lists=tuple(lists) if any(lists) else (),
-            listed=pattern.lists,
-            first=first_output,
-            unread=unread,
-            may_miss=tuple(may_miss) if any(may_miss) else (),
-        )
-    on = captures.get(first.on)
-    if on is None:
-        raise RuleDefinitionError(
-            f"pattern {pattern}: a reading of it does not capture {first.on}, what they have in common"
-        )
-    link = Link(0, ((on, _climb_keys(on, parts[0])),))
-    return Variant(tuple(stages), (), named, inner, shared, literals, link)
+    return Variant(
+        tuple(stages),
+        tuple(links),
+        named,
+        inner,
+        shared,
+        literals,
+        _link_of_siblings(first, parts[0], captures, pattern) if isinstance(first, Siblings) else None,
+        lists=tuple(lists) if any(lists) else (),
+        listed=pattern.lists,
+        first=first_output,
+        unread=unread,
+        may_miss=tuple(may_miss) if any(may_miss) else (),
+    )
+
+
+def _draws_apart(part: _Part, drawn: dict[Op, Path], pattern: Pattern) -> Iterator[Condition]:
+    """Yields that each draw is another node than equal ones in `drawn`, which it joins: two draws must be two nodes.
+
+    Equal pure terms may be one node or two.
+    """
+    for path, term in part.operators:
+        if isinstance(term, Chain) or not term.may_draw:
+            continue
+        if term in drawn:
+            raise RuleDefinitionError(
+                f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
+                "twice or two draws; capture its result instead"
+            )
+        yield from (Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key)
+        drawn[term] = path
 
 
 def _above(path: Path) -> Iterator[Path]:
@@ -459,6 +460,15 @@ def _climb_keys(path: Path, part: _Part) -> tuple[frozenset[str], ...]:
     """Returns the operators on the way from a path up to its output."""
     keys = {path: frozenset((term.key,) if isinstance(term, Op) else term.keys) for path, term in part.operators}
     return tuple(keys[above] for above in _above(path) if above in keys)
+
+
+def _link_of_siblings(term: Siblings, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
+    on = captures.get(term.on)
+    if on is None:
+        raise RuleDefinitionError(
+            f"pattern {pattern}: a reading of it does not capture {term.on}, what they have in common"
+        )
+    return Link(0, ((on, _climb_keys(on, part)),))
 
 
 def _link(

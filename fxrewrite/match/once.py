@@ -66,22 +66,7 @@ def compute_once(
         made = known[key][1]  # unless a savepoint undid it, or a rule erased it
         if all(node in edit.computed and node not in edit.erased for node in _listed(made)):
             return made
-    before = {path: _version(tensor) for path, tensor in held.items()}
-    with unset_fake_temporarily(), torch.inference_mode(mode=False), torch.no_grad():
-        result = function(*args, **kwargs)
-        written = [path for path, tensor in held.items() if _version(tensor) != before[path]]
-        if written:
-            raise RuleDefinitionError(
-                f"{_named(function)}, which is computed once, wrote to self.{written[0]}; the module is changed, so "
-                "load it again, and let the function give a new tensor"
-            )
-        parts = list(result) if isinstance(result, (list, tuple)) else [result]
-        if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
-            raise RuleDefinitionError(
-                f"{_named(function)}, which is computed once, gave {type(result).__name__}; expected a tensor, or a "
-                "tuple of tensors"
-            )
-        owned = [_own(part, held) for part in parts]
+    owned, is_one = _computed(function, args, kwargs, held)
     nodes: list[fx.Node] = []
     words = [name or rule.rpartition(".")[2]] * len(owned) if isinstance(name, str) else list(name)
     if len(words) != len(owned):
@@ -91,9 +76,30 @@ def compute_once(
         node.meta["fxrewrite"] = (rule,)
         edit.computed[node] = rule, tuple(held)
         nodes.append(node)
-    made = tuple(nodes) if isinstance(result, (list, tuple)) else nodes[0]
+    made = nodes[0] if is_one else tuple(nodes)
     known[key] = (function, args, kwargs), made
     return made
+
+
+def _computed(function: Callable[..., Any], args: Any, kwargs: Any, held: Held) -> tuple[list[torch.Tensor], bool]:
+    """Returns the tensors that the function gives, with memory of their own, and whether it gave one and no list."""
+    before = {path: _version(tensor) for path, tensor in held.items()}
+    with unset_fake_temporarily(), torch.inference_mode(mode=False), torch.no_grad():
+        result = function(*args, **kwargs)
+        written = [path for path, tensor in held.items() if _version(tensor) != before[path]]
+        if written:
+            raise RuleDefinitionError(
+                f"{_named(function)}, which is computed once, wrote to self.{written[0]}; the module is changed, so "
+                "load it again, and let the function give a new tensor"
+            )
+        is_one = not isinstance(result, (list, tuple))
+        parts: list[Any] = [result] if is_one else list(result)
+        if not parts or not all(isinstance(part, torch.Tensor) for part in parts):
+            raise RuleDefinitionError(
+                f"{_named(function)}, which is computed once, gave {type(result).__name__}; expected a tensor, or a "
+                "tuple of tensors"
+            )
+        return [_own(part, held) for part in parts], is_one
 
 
 def _entries(edit: Edit, node: fx.Node, held: dict[str, torch.Tensor]) -> Any:

@@ -135,7 +135,7 @@ class Replacer(TracerBase):
 
     Args:
         edit: the transaction.
-        before: the node before which new nodes are inserted; None inserts each behind the last node that it reads.
+        before: the node before which new nodes are inserted; None inserts each after the last node that it reads.
         like: the replaced node, whose metadata new nodes inherit.
         rule: id of the rule.
         effects: of the graph.

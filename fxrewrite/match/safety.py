@@ -203,7 +203,7 @@ def insertion_point(match: Match) -> fx.Node | None:
 
     With one output, that is right after it. With several outputs, it is the first output, or right after the last
     capture if that is later. None if there is no such place, as where one output is read before a capture of another is
-    computed: then each new node goes behind what it reads.
+    computed: then each new node is placed after what it reads.
 
     Raises:
         RefusedError: a capture is computed from an output that it would have to be before.

@@ -111,8 +111,8 @@ def index_steps(index: Any, rank: int | None = None) -> list[tuple[torch._ops.Op
         if item is ...:
             dim = None
             continue
-        behind = sum(other is not None for other in items[place:])  # this one too, unless it is None
-        at = dim if dim is not None else -behind - (item is None)
+        remaining = sum(other is not None for other in items[place:])  # this one too, unless it is None
+        at = dim if dim is not None else -remaining - (item is None)
         if item is None:
             steps.append((_aten.unsqueeze.default, (at,)))
         elif isinstance(item, slice):

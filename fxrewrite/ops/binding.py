@@ -44,7 +44,7 @@ class Signature:
         kinds: schema type per name ("Tensor", "float", "List[int]" ...); empty for Python callables.
         overload: the torch overload that the call means; None for Python callables.
         listed: given names whose type is a list; tuples are converted to lists.
-        numbered: those whose type is a list of integers, and how often a bare integer stands in the list that it means.
+        numbered: those whose type is a list of integers, and how often the list that a bare integer means holds it.
         floats: given names for which 2 and 2.0 are equal.
         multipliers: numbers of an operator on tensors that have a default, such as `alpha`; 2.0 means 2 there.
         base: every name in schema order with its default; a call overwrites the given ones, which keeps the order.

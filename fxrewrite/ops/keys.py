@@ -125,7 +125,7 @@ def key(node_or_target: Any) -> str:
     "aten::mul" for `torch.ops.aten.mul.Tensor`, `torch.mul`, `x.mul(y)` and `x * y` on tensors; an in-place
     operator has its own key, "aten::mul_". Python arithmetic on numbers and symbolic sizes is "operator.mul".
     Callables that are not torch operators are "module.qualname", and so is the class of a submodule that a node calls;
-    closures, partials and others of which several have that name have a hash of what they hold behind it. Nodes that
+    closures, partials and others of which several have that name have a hash of what they hold after it. Nodes that
     call nothing return their opcode.
 
     Args:

@@ -31,7 +31,7 @@ class Parameter:
 
     Attributes:
         kind: the schema's type without Optional, for example "Tensor" or "List[int]".
-        repeats: how often a bare integer stands in the list that it means: 2 for `int[2] stride`.
+        repeats: how often the list that a bare integer means holds it: 2 for `int[2] stride`.
     """
 
     name: str

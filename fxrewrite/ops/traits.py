@@ -85,7 +85,7 @@ _FACTORS: Mapping[str, tuple[str, str]] = {
 """Matrix products, and the arguments that they multiply."""
 _TABLE: Mapping[Trait, str] = {
     "same": "alias clone contiguous",
-    "detach": "detach",
+    "detach": "detach detach_copy",
     "cast": "_to_copy to type_as",
     "reshape": "_unsafe_view flatten ravel reshape reshape_as unflatten view view_as",
     "squeeze": "squeeze unsqueeze",

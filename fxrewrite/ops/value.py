@@ -12,6 +12,7 @@ from fxrewrite.errors import refuse
 __all__ = [
     "MISSING",
     "fake_value",
+    "has_inexact",
     "held",
     "is_inexact",
     "is_parameter",
@@ -78,6 +79,11 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
 def is_inexact(tensor: torch.Tensor) -> bool:
     """True for real and complex numbers, which can be differentiated."""
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def has_inexact(node: fx.Node) -> bool:
+    """True if the node is known to hold a tensor that can be differentiated."""
+    return any(map(is_inexact, tensors_of(node)))
 
 
 def value_key(node: fx.Node) -> str:

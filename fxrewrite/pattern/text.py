@@ -13,7 +13,7 @@ import functools
 import operator
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from fxrewrite.pattern.terms import (
     call,
 )
 
-__all__ = ["column_of", "parse_term", "term_text"]
+__all__ = ["column_of", "parse_term", "term_text", "terms_text"]
 
 _KINDS = {"literal": "lit", "optional": "opt", "param": "param", "any": "any"}
 _PREFIXES = {short: kind for kind, short in _KINDS.items()}
@@ -69,6 +69,12 @@ _ATTRIBUTES = {"dtype": "prim::dtype", "device": "prim::device"}
 _WORDS = frozenset({*_PREFIXES, *_COMBINATORS, *_ATTRIBUTES, "op", "float"})
 """Reserved words; an operator with such a name is written `op("aten::any", ...)`."""
 _TORCH_VALUES = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def terms_text(terms: Sequence[Term]) -> str:
+    """Returns the text form of what a pattern or an expression gives: a term, or several in parentheses."""
+    text = ", ".join(map(term_text, terms))
+    return f"({text})" if len(terms) > 1 else text
 
 
 def term_text(term: Term) -> str:

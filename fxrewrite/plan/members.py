@@ -11,12 +11,12 @@ from torch import fx
 from fxrewrite.errors import InvariantError, RuleDefinitionError, did_you_mean
 from fxrewrite.graph.edit import Edit
 from fxrewrite.match.program import Program
-from fxrewrite.order import generations
+from fxrewrite.plan.contracts import Contract, Property, checked
+from fxrewrite.plan.order import generations
 from fxrewrite.plan.step import Step, contract_of, provider_of, run_step
+from fxrewrite.plan.sweep import Strategy, Sweep
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
-from fxrewrite.stages import Contract, Property, checked
-from fxrewrite.sweep import Strategy, Sweep
 
 __all__ = ["Invariant", "Member", "MemberSet", "label_of"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import time
 import warnings
@@ -17,21 +18,21 @@ from torch.export import ExportedProgram
 
 from fxrewrite import backends, ops
 from fxrewrite.errors import FxRewriteError, MatchExpectationError, RuleDefinitionError, did_you_mean
-from fxrewrite.found import Found, FoundMatch, describe
 from fxrewrite.graph.copy import copy_module
-from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.outputs import Promise
 from fxrewrite.graph.source import source_line
+from fxrewrite.graph.text import graph_digest
 from fxrewrite.match.explain import Explanation
 from fxrewrite.match.match import Match
+from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.digest import plan_digest
+from fxrewrite.plan.found import Found, FoundMatch, describe
 from fxrewrite.plan.members import MemberSet, label_of
 from fxrewrite.plan.stage import Stage, open_needs
+from fxrewrite.plan.sweep import Strategy, Sweep
 from fxrewrite.report import ComputedOnce, Report
 from fxrewrite.rule import Rule
-from fxrewrite.stages import Property
-from fxrewrite.sweep import Strategy, Sweep
 
 __all__ = ["JOINED_PLANS", "Plan"]
 
@@ -55,7 +56,7 @@ class Plan:
 
     Raises:
         RuleDefinitionError: a stage comes before what it needs, or after what it precedes; or two give the same. See
-            `fxrewrite.stages`. Nothing that is given over one axis is given over another one.
+            `fxrewrite.plan.contracts`. Nothing that is given over one axis is given over another one.
     """
 
     def __init__(self, stages: tuple[Stage, ...], expectations: Mapping[str, int] | None = None) -> None:
@@ -176,14 +177,11 @@ class Plan:
             )
         matches: dict[object, FoundMatch] = {}
         with Edit(gm) as edit:
-            for stage in self.stages:
-                for program, _, _ in stage.rules.sweeps():
-                    for part in edit.parts():
-                        sweep = Sweep(part, None, Report(), atomic=False)
-                        found = sweep.find(program, stage.strategy)
-                        for rule, match in found:
-                            one = describe(rule, match, part.path, source_line(match.root))
-                            matches.setdefault((rule.id, match.nodes), one)
+            programs = [(program, stage.strategy) for stage in self.stages for program, _, _ in stage.rules.sweeps()]
+            for (program, strategy), part in itertools.product(programs, edit.parts()):
+                for rule, match in Sweep(part, None, Report(), atomic=False).find(program, strategy):
+                    one = describe(rule, match, part.path, source_line(match.root))
+                    matches.setdefault((rule.id, match.nodes), one)
         return Found(graph=graph_digest(gm), matches=list(matches.values()))
 
     def commit(self, gm: fx.GraphModule, found: Found | Iterable[FoundMatch], context: Any = None) -> Report:
@@ -269,7 +267,7 @@ class Plan:
         return backends.GraphPass(slot, self._in_slot(slot), self.digest(), context)
 
     def _in_slot(self, slot: backends.Slot) -> Callable[[fx.GraphModule, Any], Report]:
-        """What rewrites a graph in one slot: behind autograd, by what its decompositions make of the patterns."""
+        """What rewrites a graph in one slot: after autograd, by what its decompositions make of the patterns."""
         self._require_whole()
         known: dict[Any, Plan] = {}
 
@@ -293,7 +291,7 @@ class Plan:
         dtypes: Iterable[torch.dtype] = (torch.float32,),
         ranks: Collection[int] = (1, 2, 3, 4),
     ) -> Plan:
-        """The plan for graphs behind decompositions: patterns are what the table makes of them, replacements stay.
+        """The plan for graphs after decompositions: patterns are what the table makes of them, replacements stay.
 
         A rule of which every operator is left by the table stays as it is. Others match for inputs of the ranks and
         dtypes of samples, which are decomposed here: that takes about a second a rule. What a rule matches is in

@@ -8,14 +8,14 @@ from typing import Any, overload
 from torch import fx
 
 from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.members import MemberSet
 from fxrewrite.plan.plan import JOINED_PLANS, Plan
 from fxrewrite.plan.stage import Stage
 from fxrewrite.plan.step import StagedStep, Step
+from fxrewrite.plan.sweep import Order, Overlap, Strategy
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
-from fxrewrite.stages import Property
-from fxrewrite.sweep import Order, Overlap, Strategy
 
 __all__ = ["RuleSet", "staged"]
 
@@ -42,7 +42,7 @@ class RuleSet(MemberSet):
         RuleDefinitionError: two members have one id (one rule may be in several nested sets), or the order has a
             cycle; both are printed. Or `after` or `before` of a rule names what is not a member; a rule that is alone
             in its set may name anything. Or a step or set among them needs what nothing before it gives; see
-            `fxrewrite.stages`.
+            `fxrewrite.plan.contracts`.
     """
 
     def once(self, *, order: Order = "top_down", overlap: Overlap = "first") -> Plan:

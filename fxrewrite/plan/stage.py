@@ -9,10 +9,10 @@ from typing import Any
 
 from fxrewrite.errors import FixpointError, FxRewriteError
 from fxrewrite.graph.edit import Edit
+from fxrewrite.plan.contracts import Property, checked
 from fxrewrite.plan.members import MemberSet
+from fxrewrite.plan.sweep import Strategy
 from fxrewrite.report import Report
-from fxrewrite.stages import Property, checked
-from fxrewrite.sweep import Strategy
 
 __all__ = ["Stage", "open_needs"]
 

@@ -11,8 +11,8 @@ from torch import fx
 from fxrewrite.errors import FxRewriteError, RefusedError, misread_context
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line
+from fxrewrite.plan.contracts import Contract, Property
 from fxrewrite.report import Report
-from fxrewrite.stages import Contract, Property
 
 __all__ = ["StagedStep", "Step", "contract_of", "provider_of", "run_step"]
 
@@ -21,7 +21,7 @@ __all__ = ["StagedStep", "Step", "contract_of", "provider_of", "run_step"]
 class Step(Protocol):
     """A pass over the graph that is not a rewrite rule, such as a propagation; it takes part in sets like a rule does.
 
-    It may have `needs`, `gives` and `precedes`, tuples of `Property`: see `fxrewrite.stages`.
+    It may have `needs`, `gives` and `precedes`, tuples of `Property`: see `fxrewrite.plan.contracts`.
     """
 
     name: str

@@ -23,6 +23,7 @@ from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.prove.indices import Expr, Indices
 from fxrewrite.prove.symbolic import Symbols, size_expression
+from fxrewrite.prove.value import items_of
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.calls import NoCallError
 from fxrewrite.verify.draw import Draw, Sampler
@@ -162,28 +163,31 @@ def cases(
     special: dict[str, Case] = {}
     problem = "no sample"
     literals = _Seen()
-    for attempt in range(_TRIES):
-        if len(found) >= most and any(case.is_open for case in found.values()) and literals.are_enough:
-            break
+
+    def drawn(attempt: int) -> tuple[fx.GraphModule, Sample]:
+        """A graph that the reading matches, and what it was made of; raises NoSampleError or NoCallError."""
         draw = (_LargerDraw if attempt % 2 else Draw)(
             f"{number}/{attempt}", floats[attempt % 3], floats, index=0, sizes=facts.sizes
         )
+        given = by_item(reading, sampler(draw)) if sampler is not None else {}
+        if given is None:
+            raise NoSampleError("the sampler gives lists of other lengths")
+        bindings = {name: _spec(value) for name, value in given.items()}
+        sample = Sample(reading, "aten", False, False, bindings, size_calls=True)
+        builder = Builder(sample, mode, Guesses(pattern, facts, draw))
+        module = builder.module()
+        if any(ops.may_draw(node.target) and ops.is_random(node) for node in module.graph.nodes):
+            raise NoSampleError("it draws random numbers")
+        return module, builder.complete
+
+    for attempt in range(_TRIES):
+        if len(found) >= most and any(case.is_open for case in found.values()) and literals.are_enough:
+            break
         try:
-            given = by_item(reading, sampler(draw)) if sampler is not None else {}
-            if given is None:
-                problem = "the sampler gives lists of other lengths"
-                continue
-            bindings = {name: _spec(value) for name, value in given.items()}
-            sample = Sample(reading, "aten", False, False, bindings, size_calls=True)
-            builder = Builder(sample, mode, Guesses(pattern, facts, draw))
-            concrete = builder.module()
+            concrete, complete = drawn(attempt)
         except (NoSampleError, NoCallError) as error:
             problem = str(error)
             continue
-        if any(ops.may_draw(node.target) and ops.is_random(node) for node in concrete.graph.nodes):
-            problem = "it draws random numbers"
-            continue
-        complete = builder.complete
         apart = _apart(complete)
         for general, sample in itertools.product(_GENERAL, (complete,) if apart is complete else (apart, complete)):
             try:
@@ -314,7 +318,7 @@ class _Literals:
     def fixed(self) -> dict[str, Any]:
         """What is shown, without symbols and lists that have one; a symbol that the rule read as a number is that."""
         found = {name: self._read(value) for name, value in self.shown.items()}
-        return {name: value for name, value in found.items() if not any(map(_is_symbol, _items(value)))}
+        return {name: value for name, value in found.items() if not any(map(_is_symbol, items_of(value)))}
 
     def _read(self, value: Any) -> Any:
         if isinstance(value, list):
@@ -373,10 +377,6 @@ def _kind(declared: Any) -> str:
     while inner.kind() in ("ListType", "OptionalType"):
         inner = inner.getElementType()
     return "SymInt" if inner.kind() == "SymIntType" else str(declared)
-
-
-def _items(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _is_symbol(value: Any) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.pattern import Pattern, parse, term_text, where
+from fxrewrite.pattern import parse, where
+from fxrewrite.pattern.text import terms_text
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import Rule
 from fxrewrite.rule_file.expression import Expression, parse_expression
@@ -52,7 +53,7 @@ def _why_not(rule: Rule) -> str:
         except RuleDefinitionError:
             pass
         return f"its constraint {constraint} is a Python function"
-    text = _pattern_text(rule.pattern)
+    text = terms_text(rule.pattern.outputs)
     try:
         if parse(text, rule.pattern.where) != rule.pattern:
             return f"its pattern {text} reads back as another"
@@ -69,7 +70,7 @@ def _entry(rule: Rule) -> RuleEntry:
     return RuleEntry.model_validate(
         {name: getattr(rule, name) for name in same}
         | {
-            "pattern": _pattern_text(rule.pattern),
+            "pattern": terms_text(rule.pattern.outputs),
             "replace": replace,
             "where": [str(constraint) for constraint in rule.pattern.where],
             "after": list(rule.after),
@@ -77,11 +78,6 @@ def _entry(rule: Rule) -> RuleEntry:
             "doc": "" if rule.doc == replace else rule.doc,
         }
     )
-
-
-def _pattern_text(pattern: Pattern) -> str:
-    text = ", ".join(map(term_text, pattern.outputs))
-    return f"({text})" if len(pattern.outputs) > 1 else text
 
 
 def _fields(model: RuleEntry | RuleFile) -> list[str]:

@@ -17,7 +17,7 @@ from fxrewrite.match import Match
 from fxrewrite.ops.schemas import schemas_of
 from fxrewrite.pattern import Capture, Each, ListOf, LiteralValue, Op, Pattern, Siblings, Term, parse_term, term_text
 from fxrewrite.pattern.terms import ONCE, parts_of, subterms
-from fxrewrite.pattern.text import column_of
+from fxrewrite.pattern.text import column_of, terms_text
 
 __all__ = ["Expression", "parse_expression"]
 
@@ -50,8 +50,7 @@ class Expression:
         return tuple(results) if len(results) > 1 else results[0]
 
     def __str__(self) -> str:
-        text = ", ".join(map(term_text, self.outputs))
-        return f"({text})" if len(self.outputs) > 1 else text
+        return terms_text(self.outputs)
 
 
 def _compute(term: Term, captures: Mapping[str, Any], match: Match | _AtOnce, done: dict[Term, Any]) -> Any:

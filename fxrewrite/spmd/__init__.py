@@ -47,6 +47,8 @@ from fxrewrite.spmd.facts import (
     placement_of as placement_of,
 )
 from fxrewrite.spmd.group import (
+    ADJOINTS as ADJOINTS,
+    COLLECTIVE_KINDS as COLLECTIVE_KINDS,
     COLLECTIVES as COLLECTIVES,
     axis_mesh as axis_mesh,
     axis_of as axis_of,
@@ -144,6 +146,11 @@ from fxrewrite.spmd.propagation.place import (
     param as param,
 )
 from fxrewrite.spmd.propagation.propagate import PropagatePlacements as PropagatePlacements
+from fxrewrite.spmd.properties import (
+    COLLECTIVE_CALLS as COLLECTIVE_CALLS,
+    LOCAL_SHAPES as LOCAL_SHAPES,
+    PLACEMENTS as PLACEMENTS,
+)
 from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
 from fxrewrite.spmd.runtime.agree import agree as agree
 from fxrewrite.spmd.runtime.borders import (
@@ -167,10 +174,5 @@ from fxrewrite.spmd.runtime.rank_checks import (
     devices_of as devices_of,
     is_due as is_due,
     say_not_compiled as say_not_compiled,
-)
-from fxrewrite.spmd.stages import (
-    COLLECTIVE_CALLS as COLLECTIVE_CALLS,
-    LOCAL_SHAPES as LOCAL_SHAPES,
-    PLACEMENTS as PLACEMENTS,
 )
 from fxrewrite.spmd.virtual import declare_virtual as declare_virtual

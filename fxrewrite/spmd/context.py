@@ -32,7 +32,7 @@ class SpmdContext:
     strict: bool = False
     """Refuse an operator without a layout rule instead of gathering its operands."""
     output_placement: Callable[[fx.Node, Placement], AnyPlacement] = _whole
-    """How an output of the graph that lies as the given placement is returned."""
+    """How an output of the graph that has the given placement is returned."""
     gradients: Reduction = "done"
     """What the caller does over the axis with gradients of inputs that every rank holds whole: nothing, as they leave
     the program complete ("done", which a mean does not change either); a mean, as replicas do; or a sum.

@@ -26,32 +26,39 @@ class AtBorder(Event, frozen=True):
         return f"{what} is gathered: {self.why}" if self.why else f"{what} stays in chunks, as a DTensor"
 
 
-class Gathered(Event, frozen=True):
+class _AtNode(Event, frozen=True):
+    """What happens at one node, which has a name and the line of the model that it comes from."""
+
+    node: str
+    source: str
+
+    @property
+    def _where(self) -> str:
+        return f"%{self.node} {self.source}".rstrip()
+
+
+class Gathered(_AtNode, frozen=True):
     """Operands of an operator are gathered, since it cannot run on shards of them."""
 
     kind: Literal["gathered"] = "gathered"
-    node: str
-    source: str
     why: str
     num_bytes: int = Field(description="of the gathered operands, as every rank then holds them")
     is_more: bool = Field(description="whether there are others, whose size the data decides")
 
     def __str__(self) -> str:
         rest = ", and what depends on data" if self.is_more else ""
-        return f"gathered: %{self.node} {self.source}: {self.why} ({self.num_bytes:,} bytes{rest} whole on each rank)"
+        return f"gathered: {self._where}: {self.why} ({self.num_bytes:,} bytes{rest} whole on each rank)"
 
 
-class Drawn(Event, frozen=True):
+class Drawn(_AtNode, frozen=True):
     """An operator draws random numbers."""
 
     kind: Literal["random"] = "random"
-    node: str
-    source: str
     is_sharded: bool = Field(description="whether each rank draws numbers of its own")
 
     def __str__(self) -> str:
         sharded, whole = "each rank draws the numbers of its chunk", "every rank must draw alike: seed them so"
-        return f"random: %{self.node} {self.source}: {sharded if self.is_sharded else whole}"
+        return f"random: {self._where}: {sharded if self.is_sharded else whole}"
 
 
 class NotInPart(Event, frozen=True):
@@ -82,32 +89,28 @@ class ProductsWhole(Event, frozen=True):
         )
 
 
-class Summed(Event, frozen=True):
+class Summed(_AtNode, frozen=True):
     """The gradients that a custom backward reads are summed over the ranks before it runs."""
 
     kind: Literal["summed"] = "summed"
-    node: str
-    source: str
 
     def __str__(self) -> str:
-        return (
-            f"summed: %{self.node} {self.source}: its own backward is not linear in the gradients, "
-            "so they are summed over the ranks in front of it"
-        )
+        return f"summed: {self._where}: {_NOT_LINEAR}, so they are summed over the ranks before it"
 
 
-class ReadOwn(Event, frozen=True):
+class ReadOwn(_AtNode, frozen=True):
     """A custom backward reads the gradients of the rank's own part of the batch."""
 
     kind: Literal["reads own gradients"] = "reads own gradients"
-    node: str
-    source: str
 
     def __str__(self) -> str:
         return (
-            f"reads own gradients: %{self.node} {self.source}: its own backward is not linear in the gradients, and "
-            "sees those of this rank's part of the batch alone; it is one device's if no row of a batch reads another"
+            f"reads own gradients: {self._where}: {_NOT_LINEAR}, and sees those of this rank's part of the batch "
+            "alone; it is one device's if no row of a batch reads another"
         )
+
+
+_NOT_LINEAR = "its own backward is not linear in the gradients"
 
 
 class RegionsCompiled(Event, frozen=True):

@@ -6,7 +6,8 @@ all-to-all, all-gather and reduce-scatter, all-reduce and all-reduce), so autogr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,10 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 __all__ = [
+    "ADJOINTS",
     "COLLECTIVES",
+    "COLLECTIVE_KINDS",
+    "CollectiveKind",
     "axis_mesh",
     "axis_of",
     "axis_rank",
@@ -37,6 +41,14 @@ __all__ = [
 
 _c10d = torch.ops._c10d_functional
 
+CollectiveKind: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
+ADJOINTS: Mapping[CollectiveKind, CollectiveKind] = {
+    "all_to_all": "all_to_all",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_reduce": "all_reduce",
+}
+"""What the backward pass of each kind of collective sends by."""
 COLLECTIVES = {
     "all_to_all": _c10d.all_to_all_single.default,
     "all_gather": _c10d.all_gather_into_tensor.default,
@@ -44,6 +56,8 @@ COLLECTIVES = {
     "all_reduce": _c10d.all_reduce.default,
     "wait": _c10d.wait_tensor.default,
 }
+COLLECTIVE_KINDS: Mapping[Any, CollectiveKind] = {COLLECTIVES[kind]: kind for kind in get_args(CollectiveKind)}
+"""The kind of each operator that sends."""
 for _collective in COLLECTIVES.values():
     declare_pure(_collective)  # they give new tensors; FX keeps unused ones only because waiting has a time
 

@@ -78,7 +78,7 @@ class Shard:
     `[B, S]` that is sharded on S and then flattened to `[B * S]` is `Shard(0, outer=B)`.
 
     Where `uneven`, P need not divide the number of entries S of a run. Chunks then have `ceil(S / P)` entries, each of
-    `inner` elements, and what lies beyond S, at the end of the last chunks, is padding: entries as finite as real
+    `inner` elements, and what is beyond S, at the end of the last chunks, is padding: entries as finite as real
     ones, which no real entry depends on. So `[B * S * K]` may be `Shard(0, outer=B, inner=K, uneven=True)`.
     """
 

@@ -3,8 +3,8 @@
 On one device a redistribution is the identity, so a rule that forgets a sum would look true there. Here every sample
 gets placements of its inputs with which all its redistributions start from what their operands are:
 
-    start(x, placement, axis)        an input, whole outside of the graph; from here on it lies so
-    finish(x, placement, axis)       an output, whole outside of the graph; up to here it lies so
+    start(x, placement, axis)        an input, whole outside of the graph; from here on it is placed so
+    finish(x, placement, axis)       an output, whole outside of the graph; up to here it is placed so
 
 The rule is applied between the two, where a plan applies it: after placements are known, before shapes are local. Then
 both graphs are lowered with the layout rules of all installed packages, which refuse what is placed wrongly, and run.
@@ -22,7 +22,6 @@ import torch
 from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from fxrewrite.dead_code import DeadCode
 from fxrewrite.errors import FxRewriteError, RefusedError, refuse
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.edit import Edit
@@ -30,6 +29,7 @@ from fxrewrite.ops import is_inexact, is_per_rank, key
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Capture, Op, subterms
 from fxrewrite.plan import RuleSet
+from fxrewrite.plan.dead_code import DeadCode
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.facts import PLACEMENT
@@ -42,8 +42,8 @@ from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard,
 from fxrewrite.spmd.propagation.decision import Decision, operands_of, replicated
 from fxrewrite.spmd.propagation.infer import inferred
 from fxrewrite.spmd.propagation.legal import DECIDED
+from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import redistribute
-from fxrewrite.spmd.stages import PLACEMENTS
 from fxrewrite.spmd.virtual import declare_virtual
 from fxrewrite.testing.fake_mesh import fake_mesh
 from fxrewrite.testing.ranks import run_on_ranks
@@ -62,13 +62,13 @@ _MOST_DRAWN = 50
 
 @declare_virtual(lambda args, _: args[1])
 def start(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
-    """An input, which lies as `placement` from here on."""
+    """An input, which is placed as `placement` from here on."""
     return x
 
 
 @declare_virtual(lambda *_: Replicate())
 def finish(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
-    """An output, which lies as `placement` up to here."""
+    """An output, which is placed as `placement` up to here."""
     return x
 
 
@@ -106,7 +106,7 @@ class OnRanks:
         return draw_all
 
     def prepare(self, gm: fx.GraphModule) -> None:
-        """Write into the graph how its inputs and outputs lie.
+        """Write into the graph how its inputs and outputs are placed.
 
         Raises:
             NoSampleError: with no placements of the inputs can its redistributions start from what they say.
@@ -143,7 +143,7 @@ class OnRanks:
         )
 
     def _placed(self, edit: Edit, axis: Axis) -> dict[fx.Node, Placement]:
-        """How every value lies, from placements of the inputs with which the redistributions are as they say."""
+        """The placement of every value, by placements of the inputs with which redistributions are as they say."""
         nodes = edit.nodes()
         inputs = [node for node in nodes if node.op == "placeholder" and _is_tensor(node)]
         choices = [_choices(_value(node), axis.size) for node in inputs]

@@ -81,38 +81,23 @@ def simulate(
     check_axes(plan, mesh)
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
     call = captured_call(model, inputs, plan, mesh)
-    given, names, called_with = call.given, call.names, call.is_cut
     program = normalized(call.program)
     with fake_mesh(tuple(mesh.values()), tuple(mesh)) as device_mesh:
         plan = chosen_for(plan, program, lambda: contexts(device_mesh))
         report = plan.plan().apply(program, context=contexts(device_mesh))
-        parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in called_with]
+        parts = [dict.fromkeys(own, Shard(0)) if is_cut else {} for is_cut in call.is_cut]
         held = zip(input_placements(program), parts, strict=True)
         placements = {i: {**of_plan, **of_call} for i, (of_plan, of_call) in enumerate(held)}
         torch.manual_seed(_SEED)
-        run = run_on_ranks(program, given, device_mesh, placements=placements, backward=_loss_position(program))
+        run = run_on_ranks(program, call.given, device_mesh, placements=placements, backward=_loss_position(program))
     model.zero_grad()
     torch.manual_seed(_SEED)
     loss = _loss(model(**inputs))
     loss.backward()
-    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found = {name: (i, grad) for i, (name, grad) in enumerate(zip(names, run.gradients(), strict=True))}
-    largest = max((grad.abs().max().item() for grad in expected.values()), default=0.0) or 1.0
-    errors: dict[str, float] = {}
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    for names_of_one in aliases.values():  # in the graph, a tied parameter has one of its names
-        name = names_of_one[0]
-        if name in expected:
-            here = next((found[one] for one in names_of_one if one in found), None)
-            if here is None:
-                errors[name] = math.inf
-                continue
-            position, joined = here
-            is_whole = all(p == Replicate() for p in placements[position].values())
-            each = [of_rank[position] for of_rank in run.grads] if is_whole else [joined]
-            errors[name] = max(_error(value, expected[name], largest) for value in each)
+    found: dict[str, list[torch.Tensor | None]] = {}
+    for position, (name, joined) in enumerate(zip(call.names, run.gradients(), strict=True)):
+        is_whole = all(placement == Replicate() for placement in placements[position].values())
+        found[name] = [of_rank[position] for of_rank in run.grads] if is_whole else [joined]
     losses = [_loss(outputs) for outputs in run.outputs]
     wanted = loss.detach()
     scale = wanted.abs().clamp_min(1e-300).item()
@@ -121,12 +106,28 @@ def simulate(
         program,
         report,
         max(_error(value, wanted, scale) for value in off),
-        errors,
+        _grad_errors(model, found),
         {axis: _sent(program, axis) for axis in mesh},
     )
 
 
 _SEED = 0
+
+
+def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]]) -> dict[str, float]:
+    """The error of each parameter's gradients, one or one of each rank, against those that the model has."""
+    expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    largest = max((grad.abs().max().item() for grad in expected.values()), default=0.0) or 1.0
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    errors: dict[str, float] = {}
+    for name, *others in aliases.values():
+        if name in expected:
+            # in the graph, a tied parameter has one of its names
+            each = next((found[one] for one in (name, *others) if one in found), [None])
+            errors[name] = max(_error(value, expected[name], largest) for value in each)
+    return errors
 
 
 def _error(found: torch.Tensor | None, expected: torch.Tensor, scale: float) -> float:

@@ -7,7 +7,7 @@ costs one operator and not a graph. Fake values, which are private to torch, are
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
@@ -151,7 +152,7 @@ class Builder:
         terms = dict(term.args)
         names = [name for name in schema.names if name in terms or term.loose] or list(terms)
         names = [*names, *(name for name in terms if name not in names)]
-        context = [_tensor(found) for value in ready.values() for found in _flat(value) if isinstance(found, fx.Node)]
+        context = [_tensor(found) for found in tree_leaves(list(ready.values())) if isinstance(found, fx.Node)]
         for name in names:
             place = f"{path}.{name}"
             part = ready.get(name, terms.get(name, Ignore()))
@@ -159,7 +160,7 @@ class Builder:
             value = self._argument(part, place, term, parameter, context, attempt)
             if value is not _ABSENT:
                 given[name] = value
-                context += [_tensor(found) for found in _flat(value) if isinstance(found, fx.Node)]
+                context += [_tensor(found) for found in tree_leaves(value) if isinstance(found, fx.Node)]
         order = [name for name in names if name in given]
         result = emit(self.sample.form, term.key, schema, {name: given[name] for name in order}, self._make)
         if not isinstance(result, fx.Node):
@@ -345,10 +346,6 @@ def _is_grouped_without_heads(node: fx.Node) -> bool:
 def _tensor(node: fx.Node) -> torch.Tensor:
     found = ops.value(node)
     return found if isinstance(found, torch.Tensor) else torch.empty(())
-
-
-def _flat(value: Any) -> Sequence[Any]:
-    return [found for item in value for found in _flat(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _identifier(name: str) -> str:

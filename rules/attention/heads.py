@@ -140,7 +140,7 @@ def _are_merged_weights(x: fx.Node, root: fx.Node, y: fx.Node) -> bool | str:
 
 @where.predicate("x", text="is_a_softmax")
 def _is_a_softmax(x: fx.Node) -> bool | str:
-    """BLOOM's cast and dropout may be in front of the view."""
+    """BLOOM's cast and dropout may come before the view."""
     node = x
     while not _is_softmax(node) and (key(node) == "aten::dropout" or has_trait(node, "cast")):
         node = node.all_input_nodes[0]

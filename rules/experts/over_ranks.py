@@ -12,7 +12,7 @@ So where tokens are in chunks over the same axis, they are gathered before the e
 after `rules.experts.exchange`, and where ranks have tokens of their own, pairs are sent to the ranks of their experts.
 
 WRITE_OUT_EXPERTS inlines the operators again for a rank's E / P experts. Where every rank has all tokens, pairs of
-other ranks' experts get a number behind the last one: the sort puts their rows at the end, where no group of a grouped
+other ranks' experts get the number after the last one: the sort puts their rows at the end, where no group of a grouped
 product has them, so they cost nothing there. Kernels leave such rows as they find them: they are cleared before and
 after each product, which clears their gradients too. Where a rank has its own tokens, it has the pairs that came:
 
@@ -262,24 +262,24 @@ write_out_experts = Rule(
 @write_out_experts.replacement
 def _(match: Match, numbers: Any, num_experts: int, of_tokens: bool) -> Any:
     """the operators of the subgraph, on the pairs of this rank's experts, or on those that ranks send each other"""
-    count, behind = fake_value(match["numbers"]).shape[0], match.root.next
+    count, before = fake_value(match["numbers"]).shape[0], match.root.next
     if count < num_experts and not isinstance(placement_of(match.root), Partial):
-        pairs = _pairs_sent(match, behind, count, num_experts)
+        pairs = _pairs_sent(match, before, count, num_experts)
     else:
-        pairs = _pairs_of_own_experts(match, behind, numbers, count)
+        pairs = _pairs_of_own_experts(match, before, numbers, count)
     if not of_tokens:
         return pairs
     rest = fake_value(pairs.node).shape[1:]
     return aten.sum(aten.reshape(pairs, [-1, match["body"].per_token, *rest]), [1])
 
 
-def _pairs_of_own_experts(match: Match, behind: fx.Node, numbers: Any, count: int) -> Any:
+def _pairs_of_own_experts(match: Match, before: fx.Node, numbers: Any, count: int) -> Any:
     """Of all tokens, the pairs of this rank's experts; 0 for the others."""
     body: SlotBody = match["body"]
     at = aten.sub(match.proxy(match["operands"][0]), aten.select(numbers, 0, 0))
     is_away = aten.logical_or(aten.lt(at, 0), aten.ge(at, count))
     local = aten.masked_fill(at, is_away, count + 1)  # beyond the greatest number that is counted
-    writing = _Writing(match, behind, [local.node, *match["operands"][1:]], count)
+    writing = _Writing(match, before, [local.node, *match["operands"][1:]], count)
 
     of_rows: list[fx.Proxy] = []  # whether a row, where they are sorted, is of an expert of another rank
 
@@ -303,7 +303,7 @@ def _pairs_of_own_experts(match: Match, behind: fx.Node, numbers: Any, count: in
     return aten.masked_fill(result, is_away, 0)
 
 
-def _pairs_sent(match: Match, behind: fx.Node, count: int, num_experts: int) -> Any:
+def _pairs_sent(match: Match, before: fx.Node, count: int, num_experts: int) -> Any:
     """The pairs of this rank's own tokens, computed where their experts are."""
     axis, body = SpmdContext.required(match.context, write_out_experts.id).axis, match["body"]
     ids, pairs = match.proxy(match["operands"][0]), fake_value(match["operands"][0])
@@ -337,7 +337,7 @@ def _pairs_sent(match: Match, behind: fx.Node, count: int, num_experts: int) -> 
     operands = [local.node]
     for read, node in zip(body.reads[1:], match["operands"][1:], strict=True):
         operands.append(node if read == "whole" else next(arrived).node)
-    writing = _Writing(match, behind, operands, count, rows)
+    writing = _Writing(match, before, operands, count, rows)
     for node in body.module.graph.nodes:
         if node.op == "call_function":
             writing.write(node)
@@ -349,9 +349,9 @@ class _Writing:
     """Operators of a subgraph, written before a node for a rank's `count` experts; with `rows` on as many pairs."""
 
     def __init__(
-        self, match: Match, behind: fx.Node, operands: Sequence[fx.Node], count: int, rows: fx.Proxy | None = None
+        self, match: Match, before: fx.Node, operands: Sequence[fx.Node], count: int, rows: fx.Proxy | None = None
     ) -> None:
-        self._match, self._behind, self._count, self._rows = match, behind, count, rows
+        self._match, self._before, self._count, self._rows = match, before, count, rows
         self._graph = match["body"].module.graph
         placeholders = self._graph.find_nodes(op="placeholder")
         self._of_tokens = [n for n, read in zip(placeholders, match["body"].reads, strict=True) if read == "tokens"]
@@ -378,7 +378,7 @@ class _Writing:
 
     def written(self, node: fx.Node, other: Mapping[fx.Node, fx.Node] | None = None) -> fx.Node:
         """The operator of the node, on what its operands were made, or on `other`."""
-        return written_out(self._match, node, {**self.made, **(other or {})}, self._behind, write_out_experts.id)
+        return written_out(self._match, node, {**self.made, **(other or {})}, self._before, write_out_experts.id)
 
     def result(self) -> fx.Proxy:
         """What the subgraph returns."""

@@ -24,6 +24,7 @@ LINEAR: dict[str, Callable[..., Any]] = {
     "clone": lambda g: aten.clone(g),
     "contiguous": lambda g: aten.contiguous(g.t()),
     "detach": lambda g: aten.detach(g),
+    "detach_copy": lambda g: aten.detach_copy(g),
     "alias": lambda g: aten.alias(g),
     "expand": lambda g: aten.expand(g, [3, 4, 6]),
     "expand_as": lambda g: aten.expand_as(g, torch.ones(3, 4, 6)),

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import fx
 
-from fxrewrite.graph.digest import graph_digest
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
-from fxrewrite.graph.text import graph_text
+from fxrewrite.graph.text import graph_digest, graph_text
 
 aten = torch.ops.aten
 
@@ -203,7 +202,7 @@ def test_another_process_writes_the_same_text() -> None:
     program = (
         "import torch\n"
         "from torch import fx\n"
-        "from fxrewrite.graph.digest import graph_digest\n"
+        "from fxrewrite.graph import graph_digest\n"
         "graph = fx.Graph()\n"
         "x = graph.placeholder('x')\n"
         "graph.output((graph.call_function(torch.ops.aten.neg.default, (graph.call_function(torch.relu, (x,)),)),))\n"

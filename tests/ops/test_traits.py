@@ -20,6 +20,7 @@ CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
     "clone": aten.clone,
     "contiguous": aten.contiguous,
     "detach": aten.detach,
+    "detach_copy": aten.detach_copy,
     "flatten": aten.flatten,
     "ravel": aten.ravel,
     "reshape": lambda x: aten.reshape(x, [4, 6]),

@@ -162,8 +162,8 @@ def _entry_of_cat(call: Call, tensors: Sequence[Value], dim: int, index: Sequenc
         return own()
     is_own = call.indices.is_below(index[dim] - start, first.shape[dim])
     if is_own is None:
-        behind = other()
-        return where(apply("is_below", sympy.expand(index[dim] - start), first.shape[dim]), own(), behind)
+        outside = other()
+        return where(apply("is_below", sympy.expand(index[dim] - start), first.shape[dim]), own(), outside)
     return own() if is_own else other()
 
 

@@ -4,9 +4,9 @@
     b h !q d, b h !k d, b h !k v -> b h !q v    attention: q and k must be whole, heads are independent
     (b s) d -> b s d                        a view that splits a dimension
 
-An index that stands in an operand and in a result can be sharded without communication. One that stands in operands
-only is contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number
-of dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial
+An index that is in an operand and in a result can be sharded without communication. One that is only in operands is
+contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number of
+dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial
 sums when it is there. `(a b)` is one dimension made of two.
 """
 
@@ -74,7 +74,7 @@ class IndexMap:
         return product(self.sizes[other] for other in dim[dim.index(index) + 1 :])
 
     def placement(self, terms: Terms, part: IndexPart) -> Placement:
-        """How a tensor over `terms` lies when `part` is sharded; replicated where it does not have that index."""
+        """The placement of a tensor over `terms` when `part` is sharded; replicated where it lacks that index."""
         for dim, indices in enumerate(terms):
             if part.index in indices:
                 before = product(self.sizes[index] for index in indices[: indices.index(part.index)])

@@ -2,7 +2,7 @@
 
     redistribute(bundle([q, k, v])[i], S(2) -> S(1))  ->  one all-to-all of what all three send to each rank
 
-`bundle` is the identity on a list of values; whoever puts it in front of their redistributions asks for this. What goes
+`bundle` is the identity on a list of values; whoever puts it before their redistributions asks for this. What goes
 to each rank is joined in the dimension that differs, as the heads of q, k and v, so that inductor vectorizes what
 writes and reads it; or it is written value after value, where values differ in more.
 Matches all-to-alls and all-gathers of the values of one bundle, on local shapes. A bundle's values have one dtype.
@@ -23,7 +23,6 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from fxrewrite.dead_code import DeadCode
 from fxrewrite.graph.sizes import Size, is_same_size, product
 from fxrewrite.match.match import Match
 from fxrewrite.pattern import where
@@ -31,11 +30,12 @@ from fxrewrite.pattern.combinators import Literal, cap, op, siblings
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.where.base import Constraint
 from fxrewrite.plan import RuleSet
+from fxrewrite.plan.dead_code import DeadCode
 from fxrewrite.rule import Rule
 from fxrewrite.spmd.lower.collectives import Lowering, moves
 from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard
+from fxrewrite.spmd.properties import COLLECTIVE_CALLS, LOCAL_SHAPES
 from fxrewrite.spmd.redistribute import redistribute
-from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
 from fxrewrite.spmd.virtual import declare_virtual
 
 __all__ = ["BUNDLE_RULES", "bundle"]

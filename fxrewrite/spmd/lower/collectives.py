@@ -55,8 +55,8 @@ from fxrewrite.spmd.placement import (
     num_entries,
 )
 from fxrewrite.spmd.propagation.cotangents import COMPLETE
+from fxrewrite.spmd.properties import COLLECTIVE_CALLS, LOCAL_SHAPES
 from fxrewrite.spmd.redistribute import redistribute, without_padding
-from fxrewrite.spmd.stages import COLLECTIVE_CALLS, LOCAL_SHAPES
 
 __all__ = ["COLLECTIVE_RULES", "Lowering", "moves", "redistribution", "take_chunk"]
 
@@ -110,7 +110,7 @@ class Lowering:
         return self.received(self.collective(kind, aten.contiguous(self.sent(x, src, dst)), reduce_op), src, dst)
 
     def sent(self, x: fx.Proxy, src: Placement, dst: Placement) -> fx.Proxy:
-        """What goes to each rank, in front of the collective: [ranks, *parts], or [1, *parts], the same for all."""
+        """What goes to each rank, before the collective: [ranks, *parts], or [1, *parts], the same for all."""
         if isinstance(dst, Shard) and dst.uneven:
             x = self.padded(x, src, dst)
         pieces = self.pieces(src, dst)
@@ -166,12 +166,12 @@ class Lowering:
         nodes = self._entry_nodes()
         is_padding = nodes.is_padding(num_entries(self.shape, placement), x.node.meta["val"].device)
         mask = self.match.proxy(is_padding)
-        behind = [1] * (len(self.shape) - placement.dim - 1)
+        after = [1] * (len(self.shape) - placement.dim - 1)
         if not (is_same_size(placement.outer, 1) and is_same_size(placement.inner, 1)):
             runs = [self.size(size) for size in (placement.outer, self.chunk(placement), placement.inner)]
             mask = aten.expand(self.reshape(mask, [1, self.chunk(placement), 1]), runs)
         size = local_shape(self.shape, placement, self.num_ranks)[placement.dim]
-        return aten.masked_fill(x, self.reshape(mask, [size, *behind]), fill)
+        return aten.masked_fill(x, self.reshape(mask, [size, *after]), fill)
 
     def _entry_nodes(self) -> EntryNodes:
         return entry_nodes(self.match.edit, self.axis)

@@ -32,8 +32,8 @@ from fxrewrite.spmd.placement import Partial, Placement, Shard, local_shape, num
 from fxrewrite.spmd.propagation.cotangents import write_gradients
 from fxrewrite.spmd.propagation.input_placements import write_input_placements
 from fxrewrite.spmd.propagation.legal import check_lowered, check_placements
+from fxrewrite.spmd.properties import LOCAL_SHAPES, PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements
-from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
 
 __all__ = ["LocalizeShapes"]
 

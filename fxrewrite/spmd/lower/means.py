@@ -22,7 +22,7 @@ from fxrewrite.rule import Rule
 from fxrewrite.spmd.facts import global_shape, placement_of
 from fxrewrite.spmd.operators.shared_nodes import size_proxy
 from fxrewrite.spmd.placement import Partial
-from fxrewrite.spmd.stages import LOCAL_SHAPES, PLACEMENTS
+from fxrewrite.spmd.properties import LOCAL_SHAPES, PLACEMENTS
 
 __all__ = ["REDUCTIONS", "mean_over_shards"]
 

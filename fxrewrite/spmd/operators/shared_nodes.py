@@ -49,7 +49,7 @@ def rank_node(edit: Edit, axis: Axis) -> fx.Node:
         # its value is 0 for shape computations only: shapes are equal on all ranks, and so is the graph's text
         rank = edit.call(axis_rank, (axis.group,), before=first, val=0)
         edit.set_meta(rank, "axis", axis.name)
-        made[axis] = size_nodes(edit).stand_first(rank)
+        made[axis] = size_nodes(edit).add_first(rank)
     return made[axis]
 
 
@@ -94,7 +94,7 @@ class EntryNodes:
         def make() -> fx.Node:
             chunk, rank = self.chunk(entries), rank_node(self._edit, self._axis)
             product = self._edit.call(operator.mul, (rank, self._sizes(chunk)), before=self._sizes.anchor, val=0)
-            first = self._sizes.stand_in_front(product)
+            first = self._sizes.add_last(product)
             return self._call(aten.add.Tensor, self._arange(chunk, device), first)
 
         return self._once("numbers", entries, device, make)
@@ -107,7 +107,7 @@ class EntryNodes:
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         written = tuple(arg if isinstance(arg, fx.Node) else self._sizes(arg) for arg in args)
-        return self._sizes.stand_in_front(self._edit.call(target, written, kwargs, before=self._sizes.anchor))
+        return self._sizes.add_last(self._edit.call(target, written, kwargs, before=self._sizes.anchor))
 
     def _once(self, what: str, entries: Size, device: torch.device, make: Callable[[], fx.Node]) -> fx.Node:
         at = (what, entries if isinstance(entries, int) else entries.node.expr, device)

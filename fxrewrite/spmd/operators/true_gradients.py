@@ -65,7 +65,7 @@ def _multiply_outgoing(edit: Edit, axis: Axis, *, own: bool) -> None:
 
 
 def _like(edit: Edit, node: fx.Node, other: fx.Node) -> fx.Node:
-    """The node, which lies as the other one does."""
+    """The node, with the placement of the other one."""
     placement = PLACEMENT.of(other)
     if placement is not None:
         edit.set_fact(node, PLACEMENT, placement)

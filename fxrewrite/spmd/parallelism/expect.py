@@ -14,17 +14,17 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
-from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.spmd.group import COLLECTIVE_KINDS
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
-from fxrewrite.spmd.stages import COLLECTIVE_CALLS
+from fxrewrite.spmd.properties import COLLECTIVE_CALLS
 
 __all__ = ["Sends", "sends"]
 
 KINDS = {
     GATHER_CAST: "all_gather",
     SEND_ROWS: "all_to_all",
-    **{target: kind for kind, target in COLLECTIVES.items() if kind != "wait"},
+    **COLLECTIVE_KINDS,
 }
 
 

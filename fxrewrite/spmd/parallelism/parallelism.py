@@ -10,7 +10,7 @@
 
 Canonical forms, propagation, gradients, lowering and the check that the result is legal are implied; `print(plan)` is
 the page. `a | b` is a plan over both axes: b is applied first, and a to what the ranks of b's axis compute together, so
-axes stand in the order of the mesh, from the outermost to the innermost.
+axes are written in the order of the mesh, from the outermost to the innermost.
 
 `alternatives` are ways to state a part of it, of which `fxrewrite.spmd.parallelism.alternatives` chooses by price.
 """
@@ -43,7 +43,7 @@ from fxrewrite.spmd.placement import Replicate, as_placement, check_num_ranks
 from fxrewrite.spmd.price.choice import Chosen
 from fxrewrite.spmd.propagation.place import Place, Placed, Site, Stored
 from fxrewrite.spmd.propagation.propagate import PropagatePlacements
-from fxrewrite.spmd.stages import COLLECTIVE_CALLS, PLACEMENTS
+from fxrewrite.spmd.properties import COLLECTIVE_CALLS, PLACEMENTS
 
 __all__ = ["Alternatives", "Parallelism", "Parallelisms", "check_axes"]
 
@@ -212,7 +212,6 @@ class Parallelism:
                     "(data='own'), so only parameters are equal on them; hold one as Stored(Shard(dim)), which is "
                     "gathered before use"
                 )
-
         self._check_alternatives()
 
     def _check_alternatives(self) -> None:
@@ -293,16 +292,14 @@ class Parallelism:
 
     def plan(self) -> Plan:
         """The plan over the axis: `plan.apply(gm, context=fxrewrite.spmd.contexts(mesh))`."""
-        return _plan(self.members)
+        return Parallelisms(self.members).plan()
 
     def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
         """Both, over their axes: `other` is applied first, and this to what its ranks compute together."""
-        if not isinstance(other, (Parallelism, Parallelisms)):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return NotImplemented
-        return Parallelisms((*self.members, *other.members))
+        return Parallelisms(self.members).__or__(other)
 
     def __str__(self) -> str:
-        return _page(self.members)
+        return str(Parallelisms(self.members))
 
 
 @dataclass(frozen=True)
@@ -326,8 +323,22 @@ class Parallelisms:
             seen[member.axis] = member.name
 
     def plan(self) -> Plan:
-        """The plan over all axes, the innermost first: `plan.apply(gm, context=fxrewrite.spmd.contexts(mesh))`."""
-        return _plan(self.members)
+        """The plan over all axes, the innermost first: `plan.apply(gm, context=fxrewrite.spmd.contexts(mesh))`.
+
+        Last comes the schedule of what they send of parameters alone.
+        """
+        open_ones = [f"{member.name}: {one.name}" for member in self.members for one in member.alternatives]
+        if open_ones:
+            raise FxRewriteError(
+                f"{', '.join(open_ones)}: which of the alternatives is taken is not chosen yet; "
+                "call choose_alternatives(plan, model, inputs, mesh), or pass the plan to spmd or simulate, which "
+                "choose"
+            )
+        first, *others = reversed(self.members)
+        plan = first.rule_set.on(first.axis)
+        for member in others:
+            plan = plan >> member.rule_set.on(member.axis)
+        return plan >> SCHEDULE.on(self.members[0].axis)
 
     def __or__(self, other: Parallelism | Parallelisms) -> Parallelisms:
         if not isinstance(other, (Parallelism, Parallelisms)):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -335,7 +346,11 @@ class Parallelisms:
         return Parallelisms((*self.members, *other.members))
 
     def __str__(self) -> str:
-        return _page(self.members)
+        pages = [
+            "\n  ".join([f"over {member.axis}: {member.rule_set}", *map(str, member.alternatives)])
+            for member in reversed(self.members)
+        ]
+        return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"])
 
 
 _LISTS = ("rules", "placed", "lowered", "layouts", "expect")
@@ -345,29 +360,6 @@ _LISTS = ("rules", "placed", "lowered", "layouts", "expect")
 def _joined(of: Sequence[Any], more: Sequence[Any]) -> tuple[Any, ...]:
     """The members of both; what is in both, once."""
     return (*of, *(one for one in more if not any(one is other for other in of)))
-
-
-def _plan(members: Sequence[Parallelism]) -> Plan:
-    """All members, the last first; then the schedule of what they send of parameters alone."""
-    open_ones = [f"{member.name}: {one.name}" for member in members for one in member.alternatives]
-    if open_ones:
-        raise FxRewriteError(
-            f"{', '.join(open_ones)}: which of the alternatives is taken is not chosen yet; "
-            "call choose_alternatives(plan, model, inputs, mesh), or pass the plan to spmd or simulate, which choose"
-        )
-    first, *others = reversed(members)
-    plan = first.rule_set.on(first.axis)
-    for member in others:
-        plan = plan >> member.rule_set.on(member.axis)
-    return plan >> SCHEDULE.on(members[0].axis)
-
-
-def _page(members: Sequence[Parallelism]) -> str:
-    pages = [
-        "\n  ".join([f"over {member.axis}: {member.rule_set}", *map(str, member.alternatives)])
-        for member in reversed(members)
-    ]
-    return "\n\n".join([*pages, f"over all axes: {SCHEDULE}"])
 
 
 def check_axes(plan: Parallelism | Parallelisms, mesh: Mapping[str, int] | DeviceMesh) -> None:

@@ -5,11 +5,12 @@
                                                             ef = all_gather(cat(e, f))
                                                             c, d = split(wait(cd)); layer 1
 
-A *gathered* value is computed of parameters alone and of an all-gather. All that is gathered stands right before it is
-first read, so that few layers are whole at a time, and has the tag by which AOTAutograd's partitioner computes it again
-in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since the
-backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered by
-one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first read.
+A *gathered* value is computed of parameters alone and of an all-gather. All that is gathered is placed right before it
+is first read, so that few layers are whole at a time, and has the tag by which AOTAutograd's partitioner computes it
+again in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since
+the backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered
+by one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first
+read.
 What is first read while gradients are off, and has other readers too, is gathered before they were switched off.
 A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
 neighbours. A bucket's values have one axis and dtype, and all or none of them require gradients.
@@ -46,6 +47,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.inputs import input_name
+from fxrewrite.graph.walk import reached
 from fxrewrite.ops import is_parameter, is_pure, key, without_gradients
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
@@ -84,7 +86,7 @@ class Schedule:
         return self._average_together(edit) + self._gather_late(edit, means, context)
 
     def _send_less(self, edit: Edit) -> dict[fx.Node, _Means]:
-        """Cast before gathers, and average behind their adjoints; returns the means that are left to take of each."""
+        """Cast before gathers, and average after their adjoints; returns the means that are left to take of each."""
         _, gathered = _of_parameters(edit.nodes())
         means: dict[fx.Node, _Means] = {}
         for node in edit.nodes():
@@ -98,7 +100,7 @@ class Schedule:
         """Gather what one layer reads by one collective, a layer ahead if stated; returns how many nodes were moved."""
         nodes = edit.nodes()
         at = {node: position for position, node in enumerate(nodes)}
-        of_parameters, gathered = _of_parameters(nodes)
+        _, gathered = _of_parameters(nodes)
         off = without_gradients(nodes)
         first_read: dict[fx.Node, fx.Node] = {}
         differentiated = set[fx.Node]()
@@ -114,7 +116,7 @@ class Schedule:
             if node in first_read:
                 edit.move(node, first_read[node])
         starts = [node for node in first_read if _starts(node, gathered)]
-        buckets = _buckets(edit, starts, first_read, of_parameters, apart=differentiated)
+        buckets = _buckets(edit, starts, first_read, apart=differentiated)
         kept = {node for bucket in buckets for node in bucket if node.meta.get("recompute") == KEPT}
         if buckets and not context.is_part:
             kept |= set(buckets[-1])  # the backward pass reads it at once
@@ -130,7 +132,7 @@ class Schedule:
             before = waits[max(position - context.is_ahead, 0)]
             if bucket[0] in differentiated:
                 before = off.get(first_read[before], before)
-            for needed in _operands(bucket, of_parameters):
+            for needed in _operands(bucket):
                 if not needed < before:
                     edit.move(needed, before)
             if len(bucket) == 1:
@@ -141,7 +143,7 @@ class Schedule:
         return len(first_read)
 
     def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> _Means:
-        """Take these nodes from behind a gather; scales go to its operand, and the means are returned, with its own."""
+        """Remove these nodes after a gather; scales go to its operand, and the means are returned, with its own."""
         means: list[tuple[Any, ...]] = []
         node = _sent(gather)
         # What reads another value as well may be a chunk, and ranks that average have others: a row of an index.
@@ -197,10 +199,10 @@ class Schedule:
         means = [node for node in edit.nodes() if node.target == MEAN_GRADIENT and node in of_parameters and node.users]
         own = [node for node in means if len(node.all_input_nodes[0].users) == 1]
         first_read = {node: min(node.users) for node in own}
-        found = [bucket for bucket in _buckets(edit, own, first_read, of_parameters) if len(bucket) > 1]
+        found = [bucket for bucket in _buckets(edit, own, first_read) if len(bucket) > 1]
         for bucket in found:
             first, values = min(bucket), [node.all_input_nodes[0] for node in bucket]
-            for needed in _operands(bucket, of_parameters):
+            for needed in _operands(bucket):
                 if not needed < first:
                     edit.move(needed, first)
             call = (MEAN_GRADIENTS, (values, *first.args[1:]))
@@ -304,7 +306,6 @@ def _buckets(
     edit: Edit,
     nodes: Sequence[fx.Node],
     first_read: Mapping[fx.Node, fx.Node],
-    of_parameters: set[fx.Node],
     apart: Container[fx.Node] = (),
 ) -> list[list[fx.Node]]:
     """The nodes, each of one parameter, that are one collective; in the order in which those of a bucket are read.
@@ -313,7 +314,7 @@ def _buckets(
     """
     at = {node: position for position, node in enumerate(edit.nodes())}
     ordered = sorted(nodes, key=lambda node: (at[first_read[node]], at[node]))
-    looks = {node: _look(node, of_parameters) for node in ordered}
+    looks = {node: _look(node) for node in ordered}
     found: list[list[fx.Node]] = []
     for layer, of_layer in itertools.groupby(ordered, lambda node: layer_of(looks[node][0])):
         del layer
@@ -324,24 +325,19 @@ def _buckets(
     return found
 
 
-def _look(node: fx.Node, of_parameters: set[fx.Node]) -> tuple[str, Any]:
+def _look(node: fx.Node) -> tuple[str, Any]:
     """The name of the parameter that a node starts from, and in what nodes of one bucket are alike."""
-    parameter = next(n for n in _operands([node], of_parameters, inputs=True) if n.op == "placeholder")
+    parameter = min(n for n in reached([node]) if n.op == "placeholder")
     needs_gradient = getattr(parameter.meta.get("example_value"), "requires_grad", True)
     value = node.meta["val"]
     how = (*node.args[1:], value.dtype, value.device, node.meta.get("recompute"), needs_gradient)
     return input_name(parameter), how
 
 
-def _operands(bucket: Sequence[fx.Node], of_parameters: set[fx.Node], *, inputs: bool = False) -> list[fx.Node]:
-    """What is computed before these nodes, in order; with `inputs`, those of the graph as well."""
-    found, open_ = set[fx.Node](), [read for node in bucket for read in node.all_input_nodes]
-    while open_:
-        node = open_.pop()
-        if node not in found and (inputs or node.op != "placeholder"):
-            found.add(node)
-            open_ += node.all_input_nodes
-    return sorted(found)
+def _operands(bucket: Sequence[fx.Node]) -> list[fx.Node]:
+    """What is computed before these nodes, in the order of the graph."""
+    walk = reached(read for node in bucket for read in node.all_input_nodes)
+    return sorted(node for node in walk if node.op != "placeholder")
 
 
 def _sent(gather: fx.Node) -> fx.Node:

@@ -15,25 +15,22 @@ All ranks take part in a ring, as NCCL's do for large values, which is the least
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from torch import fx
 
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.ops import tensors_of
+from fxrewrite.spmd.group import CollectiveKind
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 
 __all__ = [
     "FLOPS_PER_BYTE_SENT",
     "PRICE",
-    "CollectiveKind",
     "Price",
     "bytes_held",
     "collective_bytes",
     "redistribution_bytes",
 ]
-
-CollectiveKind: TypeAlias = Literal["all_to_all", "all_gather", "reduce_scatter", "all_reduce"]
 
 FLOPS_PER_BYTE_SENT = 2000.0
 """FLOPs that take as long as sending one byte: half of 1e15 FLOP/s by 250 GB/s, an H100 on NVLink."""

@@ -15,25 +15,25 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
-from fxrewrite.ops import Trait, bind, factors, has_trait, is_inexact, is_parameter, key, tensors_of, without_gradients
-from fxrewrite.spmd.group import COLLECTIVES
+from fxrewrite.ops import (
+    Trait,
+    bind,
+    factors,
+    has_inexact,
+    has_trait,
+    is_inexact,
+    is_parameter,
+    key,
+    without_gradients,
+)
+from fxrewrite.spmd.group import ADJOINTS, COLLECTIVE_KINDS
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
-from fxrewrite.spmd.price.price import PRICE, CollectiveKind, Price, bytes_held, collective_bytes
+from fxrewrite.spmd.price.price import PRICE, Price, bytes_held, collective_bytes
 from fxrewrite.spmd.price.products import is_product, operations
 
 __all__ = ["program_price"]
 
-_KINDS: dict[Any, CollectiveKind] = {
-    COLLECTIVES[kind]: kind for kind in ("all_to_all", "all_gather", "reduce_scatter", "all_reduce")
-}
-_ADJOINTS: dict[CollectiveKind, CollectiveKind] = {
-    "all_to_all": "all_to_all",
-    "all_gather": "reduce_scatter",
-    "reduce_scatter": "all_gather",
-    "all_reduce": "all_reduce",
-}
-_STOPS = ("aten::detach", "aten::detach_copy")
 _ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass in units of its forward pass, which has 2 products: the backward pass has 5."""
 
@@ -74,9 +74,9 @@ def _differentiated(nodes: list[fx.Node]) -> set[fx.Node]:
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             traced = node.meta.get("example_value")
-            if _is_float(node) and (node.op == "placeholder" and getattr(traced, "requires_grad", True)):
+            if has_inexact(node) and (node.op == "placeholder" and getattr(traced, "requires_grad", True)):
                 found.add(node)
-        elif node not in off and _is_float(node) and not found.isdisjoint(_passed(node)):
+        elif node not in off and has_inexact(node) and not found.isdisjoint(_passed(node)):
             found.add(node)
     return found
 
@@ -118,23 +118,19 @@ _MOVES: tuple[Trait, ...] = ("same", "cast", "reshape", "squeeze", "expand", "pe
 
 def _passed(node: fx.Node) -> list[fx.Node]:
     """The operands that the node's gradient flows to."""
-    if key(node) in _STOPS:
+    if has_trait(node, "detach"):
         return []
     if node.target is PASS_GRADIENT:  # the value, of which it is the identity, gets none
         return [operand for operand in node.args[1:2] if isinstance(operand, fx.Node)]
     return node.all_input_nodes
 
 
-def _is_float(node: fx.Node) -> bool:
-    return any(map(is_inexact, tensors_of(node)))
-
-
 def _sent(node: fx.Node, sizes: Mapping[str, int], through: set[fx.Node]) -> tuple[float, float]:
     """The bytes that a rank sends in the node, and in its backward pass if a gradient flows to it."""
-    kind = _KINDS.get(node.target)
+    kind = COLLECTIVE_KINDS.get(node.target)
     if kind is not None:
         num_ranks, held = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0])
-        return collective_bytes(kind, held, num_ranks), collective_bytes(_ADJOINTS[kind], bytes_held(node), num_ranks)
+        return collective_bytes(kind, held, num_ranks), collective_bytes(ADJOINTS[kind], bytes_held(node), num_ranks)
     if node.target is GATHER_CAST:  # sent in the dtype of the result, and reduced in that of the operand
         num_ranks, held = sizes[node.meta["axis"]], bytes_held(node.all_input_nodes[0])
         return bytes_held(node) * (num_ranks - 1) / num_ranks, collective_bytes("all_gather", held, num_ranks)

@@ -2,9 +2,9 @@
 
     y = custom(x, w)        x: S(1), w: R    ->    y: S(1), and the bodies run on chunks, if
       forward(x, w)    -> y                          nothing moves in it, and nothing that it gives is a sum
-      backward(dy, x)  -> dx, dw                     nothing moves here, dx lies as x does, dw is a sum over the ranks
+      backward(dy, x)  -> dx, dw                     nothing moves here, dx is placed as x, dw is a sum over the ranks
 
-Bodies hold no redistribution: what they need whole is made whole in front of the call. An operand that every rank has
+Bodies hold no redistribution: what they need whole is gathered before the call. An operand that every rank has
 whole, and of which the bodies read only chunks, is sliced there too.
 """
 
@@ -22,7 +22,7 @@ from fxrewrite.errors import RefusedError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.linear import is_linear, is_linear_in
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import is_inexact, is_random, is_tensor, key, value
+from fxrewrite.ops import has_inexact, is_random, is_tensor, key, value
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import ReadOwn, Summed
@@ -36,25 +36,25 @@ __all__ = ["CustomFunctions", "Propagate", "stays_a_sum"]
 
 R = Replicate()
 Propagate: TypeAlias = Callable[[Edit, Mapping[fx.Node, Placement]], dict[fx.Node, Decision]]
-"""How the nodes of a body run whose inputs lie as given."""
+"""How the nodes of a body run whose inputs have the given placements."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """A body, and how it runs on inputs that lie somehow."""
+    """A body, and how it runs on inputs with certain placements."""
 
     edit: Edit
     decisions: dict[fx.Node, Decision]
 
-    def lies(self, given: Any) -> Placement:
-        return self.decisions[given].gives[0] if isinstance(given, fx.Node) else R
+    def placement_of(self, given: Any) -> Placement:
+        return self.decisions[given].produced[0] if isinstance(given, fx.Node) else R
 
-    def wants_of(self, operand: fx.Node) -> Iterator[Placement]:
-        """How the body's operators want a value; its output takes it as it lies."""
+    def required_of(self, operand: fx.Node) -> Iterator[Placement]:
+        """The placements that the body's operators require of a value; its output takes any."""
         for user in operand.users:
             if user.op != "output":
-                wants = zip(operands_of(user), self.decisions[user].wants, strict=True)
-                yield from (want for found, want in wants if found is operand)
+                required = zip(operands_of(user), self.decisions[user].required, strict=True)
+                yield from (want for found, want in required if found is operand)
 
     def why_not(self) -> str:
         """Why the body cannot run so without communication, or ''."""
@@ -63,27 +63,27 @@ class _Body:
             decision = self.decisions[node]
             if decision.gathered:
                 return decision.gathered
-            for operand, want in zip(operands_of(node), decision.wants, strict=False):  # inputs want nothing
-                if not is_same_placement(self.lies(operand), want):
-                    return f"{key(node)} wants %{operand.name} as {want}, and it is {self.lies(operand)}"
+            for operand, want in zip(operands_of(node), decision.required, strict=False):  # inputs want nothing
+                if not is_same_placement(self.placement_of(operand), want):
+                    return f"{key(node)} wants %{operand.name} as {want}, and it is {self.placement_of(operand)}"
             whole = value(node)
-            dims = [placement.dim for placement in decision.gives if isinstance(placement, Shard)]
+            dims = [placement.dim for placement in decision.produced if isinstance(placement, Shard)]
             if isinstance(whole, torch.Tensor) and not all(sizes.can_express(whole.shape[dim]) for dim in dims):
                 return f"the size of %{node.name} is not known in it"
         return ""
 
     def localize(self) -> None:
-        """Note on every node how its value lies."""
+        """Note the placement of its value on every node."""
         for node in self.edit.nodes():
-            gives = self.decisions[node].gives
-            if gives:
+            produced = self.decisions[node].produced
+            if produced:
                 is_many = isinstance(value(node), (list, tuple))
-                self.edit.set_fact(node, PLACEMENT, gives if is_many else gives[0])
+                self.edit.set_fact(node, PLACEMENT, produced if is_many else produced[0])
 
 
 @dataclass(frozen=True, slots=True)
 class _OnChunks:
-    """A custom function on operands that lie as `given`, by input of its forward body."""
+    """A custom function on operands with the placements `given`, by input of its forward body."""
 
     function: CustomFunction
     given: Mapping[fx.Node, Placement]
@@ -94,18 +94,18 @@ class _OnChunks:
         """The inputs that every rank has whole and of which the bodies read, or give as a gradient, only chunks."""
         found: dict[fx.Node, Placement] = {}
         for operand, placement in self.given.items():
-            wants = list(self._wants_of(operand)) if placement == R else []
-            if wants and isinstance(wants[0], Shard) and all(is_same_placement(want, wants[0]) for want in wants):
-                found[operand] = wants[0]
+            required = list(self._required_of(operand)) if placement == R else []
+            if required and isinstance(required[0], Shard) and all(is_same_placement(p, required[0]) for p in required):
+                found[operand] = required[0]
         return found
 
-    def _wants_of(self, operand: fx.Node) -> Iterator[Placement]:
-        yield from self.forward.wants_of(operand)
+    def _required_of(self, operand: fx.Node) -> Iterator[Placement]:
+        yield from self.forward.required_of(operand)
         for saved, restored in zip(self.function.saved, self.function.restored, strict=True):
             if saved is operand:
-                yield from self.backward.wants_of(restored)
+                yield from self.backward.required_of(restored)
         for given, gradient in zip(self.function.inputs, self.function.outgoing, strict=True):
-            if given is operand and isinstance(placement := self.backward.lies(gradient), Shard):
+            if given is operand and isinstance(placement := self.backward.placement_of(gradient), Shard):
                 yield placement
 
     def why_not(self) -> str:
@@ -113,34 +113,35 @@ class _OnChunks:
         function = self.function
         if why := self.forward.why_not():
             return f"in its forward, {why}"
-        if any(isinstance(self.forward.lies(given), Partial) for given in (*function.results, *function.saved)):
+        if any(isinstance(self.forward.placement_of(given), Partial) for given in (*function.results, *function.saved)):
             return "its forward gives a sum over the ranks"
         if why := self.backward.why_not():
             return f"in its backward, {why}"
         if self._sums_padding():
             return "its backward sums up padding, and is not linear in the gradients"
         for position, result in enumerate(function.results):
-            if position not in function.non_differentiable and _is_float(result) and self.forward.lies(result) == R:
+            is_differentiable = isinstance(result, fx.Node) and has_inexact(result)
+            if (
+                position not in function.non_differentiable
+                and is_differentiable
+                and self.forward.placement_of(result) == R
+            ):
                 return "its forward gives a result that every rank has whole"
         for operand, gradient in zip(function.inputs, function.outgoing, strict=True):
             if isinstance(gradient, fx.Node):
-                have, lies = self.given[operand], self.backward.lies(gradient)
-                if lies not in (R, Partial()) if have == R else not is_same_placement(have, lies):
-                    return f"%{operand.name} is {have}, and its gradient {lies}"
+                have, made = self.given[operand], self.backward.placement_of(gradient)
+                if made not in (R, Partial()) if have == R else not is_same_placement(have, made):
+                    return f"%{operand.name} is {have}, and its gradient {made}"
         return ""
 
     def _sums_padding(self) -> bool:
         """Whether padding counts in a gradient that is a sum: it does not where that is linear in what arrives, of
         which padding gets zeros."""
-        lies = [
-            placement
-            for body in (self.forward, self.backward)
-            for d in body.decisions.values()
-            for placement in d.gives
-        ]
-        if not any(isinstance(placement, Shard) and placement.uneven for placement in lies):
+        decisions = (*self.forward.decisions.values(), *self.backward.decisions.values())
+        produced = (placement for decision in decisions for placement in decision.produced)
+        if not any(isinstance(placement, Shard) and placement.uneven for placement in produced):
             return False
-        sums = any(self.backward.lies(gradient) == Partial() for gradient in self.function.outgoing)
+        sums = any(self.backward.placement_of(gradient) == Partial() for gradient in self.function.outgoing)
         arrives = [node for node in self.function.incoming if node.users]
         return sums and not is_linear(self.function.backward.graph, arrives)
 
@@ -169,8 +170,8 @@ class CustomFunctions:
                 replicated(len(placements), num_results), gathered=f"a function with its own backward: {why}"
             )
         self._on_chunks[node] = found
-        gives = tuple(found.forward.lies(result) for result in function.results)
-        return Decision(tuple(found.given.values()), gives, gives, "its bodies run on chunks")
+        produced = tuple(found.forward.placement_of(result) for result in function.results)
+        return Decision(tuple(found.given.values()), produced, produced, "its bodies run on chunks")
 
     def _settle(self, function: CustomFunction, placements: list[Placement]) -> _OnChunks:
         """How the bodies run, once every operand is sliced of which only chunks are read."""
@@ -182,8 +183,8 @@ class CustomFunctions:
         }
         while True:
             first = _Body(forward, self._propagate(forward, given))
-            lies = map(first.lies, (*function.results, *function.saved))
-            arrives = dict(zip((*function.incoming, *function.restored), lies, strict=True))
+            produced = map(first.placement_of, (*function.results, *function.saved))
+            arrives = dict(zip((*function.incoming, *function.restored), produced, strict=True))
             found = _OnChunks(function, given, first, _Body(backward, self._propagate(backward, arrives)))
             asked = found.asked()
             if not asked:
@@ -194,7 +195,7 @@ class CustomFunctions:
         return next(part for part in self._edit.parts() if part.gm is body)
 
     def write(self, report: Report, own: AbstractSet[fx.Node]) -> None:
-        """Note in the bodies how their values lie, and see to it that each backward is given what it may be given.
+        """Note placements in the bodies, and see to it that each backward is given what it may be given.
 
         `own` are the nodes whose values are each rank's own.
         """
@@ -221,7 +222,3 @@ def stays_a_sum(node: fx.Node, operands: Sequence[fx.Node], placements: Sequence
     is_whole = all(placement in (R, Partial()) for placement in placements)
     sums = [operand for operand, placement in zip(operands, placements, strict=True) if placement == Partial()]
     return is_whole and is_linear_in(node, sums)
-
-
-def _is_float(given: Any) -> bool:
-    return isinstance(given, fx.Node) and is_tensor(given) and is_inexact(value(given))

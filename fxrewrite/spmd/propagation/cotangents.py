@@ -42,7 +42,7 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
-from fxrewrite.ops import is_inexact, is_parameter, memory_written, mutates, tensors_of
+from fxrewrite.ops import has_inexact, is_parameter, memory_written, mutates
 from fxrewrite.spmd.context import Reduction
 from fxrewrite.spmd.facts import PLACEMENT, placement_of
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
@@ -75,7 +75,7 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, 
     equal on the ranks, so gradients are summed where parameters are read.
     """
     nodes = edit.nodes()
-    _check_inputs(nodes, memory_written(edit.graph), reduction, own_inputs=own_inputs)
+    _check_inputs(edit, reduction, own_inputs=own_inputs)
     if reduction != "done":
         complete = set[fx.Node]()
     elif own_inputs:
@@ -170,15 +170,16 @@ def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
     return {node for node in free if node not in summands}
 
 
-def _check_inputs(nodes: list[fx.Node], written: set[fx.Node], reduction: Reduction, *, own_inputs: bool) -> None:
+def _check_inputs(edit: Edit, reduction: Reduction, *, own_inputs: bool) -> None:
     """Refuse inputs with gradients that are written to, as by `Embedding(max_norm=...)`, and would be read unwritten.
 
-    What reads an input reads it behind an operator on its gradient, which is not written to; a write to the gathered
+    What reads an input reads it after an operator on its gradient, which is not written to; a write to the gathered
     value of shards is lost; and ranks with batches of their own would write different values. Buffers have no gradient.
     """
+    written = memory_written(edit.graph)
     shown = written | {node.all_input_nodes[0] for node in written if node.target is redistribute}
-    for node in nodes:
-        if node not in shown or not (node.op == "placeholder" and _is_float(node) and _requires_grad(node)):
+    for node in edit.graph.find_nodes(op="placeholder"):
+        if node not in shown or not has_inexact(node) or not _requires_grad(node):
             continue
         if reduction != "mean" or own_inputs or _is_sharded(node):
             refuse(
@@ -211,7 +212,7 @@ def _differentiable(nodes: list[fx.Node]) -> set[fx.Node]:
     """Nodes that autograd may run through, to floating-point inputs."""
     found = set[fx.Node]()
     for node in nodes:
-        if _is_float(node) and (_is_input(node) or any(operand in found for operand in node.all_input_nodes)):
+        if has_inexact(node) and (_is_input(node) or any(operand in found for operand in node.all_input_nodes)):
             found.add(node)
     return found
 
@@ -227,7 +228,3 @@ def _is_input(node: fx.Node) -> bool:
 def _requires_grad(node: fx.Node) -> bool:
     """Whether an input may have a gradient; parameters say so."""
     return not is_parameter(node) or getattr(node.meta.get("example_value"), "requires_grad", False)
-
-
-def _is_float(node: fx.Node) -> bool:
-    return any(map(is_inexact, tensors_of(node)))

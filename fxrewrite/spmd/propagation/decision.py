@@ -1,4 +1,4 @@
-"""How one node runs over the axis: what it wants of its operands and what it gives."""
+"""How one node runs over the axis: the placements that it requires of its operands, and those that it produces."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ R = Replicate()
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one node runs: its operands as `wants`, its results as `gives`, which its users see as `shows`."""
+    """How one node runs: its operands as `required`, its results as `produced`, which its users see as `shown`."""
 
-    wants: tuple[Placement, ...]
-    gives: tuple[Placement, ...]
-    shows: tuple[Placement, ...]
+    required: tuple[Placement, ...]
+    produced: tuple[Placement, ...]
+    shown: tuple[Placement, ...]
     why: str = ""
     gathered: str = ""
     """Why operands had to be made whole, where they had."""
@@ -36,7 +36,7 @@ class Decision:
 
     def item(self, index: int) -> Decision:
         """The decision of a node that takes one of several results."""
-        return Decision((), (self.gives[index],), (self.shows[index],), "part of a result", preferred=self.preferred)
+        return Decision((), (self.produced[index],), (self.shown[index],), "part of a result", preferred=self.preferred)
 
 
 def replicated(num_operands: int, num_results: int) -> Decision:
@@ -51,18 +51,18 @@ def spread(
 
     A result without the index of `part` is partial: `reduce_op` combines what the ranks have of it.
     """
-    wants = tuple(indices.placement(terms, part) for terms in indices.operands)
-    gives = tuple(
+    required = tuple(indices.placement(terms, part) for terms in indices.operands)
+    produced = tuple(
         indices.placement(terms, part) if indices.has(terms, part.index) else Partial(reduce_op)
         for terms in indices.results
     )
     if home is None:
-        return Decision(wants, gives, gives, why)
-    shows = tuple(
-        indices.placement(terms, home) if indices.has(terms, home.index) else give
-        for terms, give in zip(indices.results, gives, strict=True)
+        return Decision(required, produced, produced, why)
+    shown = tuple(
+        indices.placement(terms, home) if indices.has(terms, home.index) else made
+        for terms, made in zip(indices.results, produced, strict=True)
     )
-    return Decision(wants, gives, shows, why)
+    return Decision(required, produced, shown, why)
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:

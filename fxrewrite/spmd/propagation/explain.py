@@ -21,7 +21,7 @@ from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
 from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.legal import DECIDED
-from fxrewrite.spmd.propagation.place import STATED
+from fxrewrite.spmd.propagation.place import STATED, argument_name
 from fxrewrite.spmd.redistribute import redistribute
 
 __all__ = ["explain_values"]
@@ -58,7 +58,7 @@ def explain_values(edit: Edit, axis: Axis, glob: str) -> str:
 def _names(node: fx.Node) -> Iterator[str]:
     """What a value is called: an input by its qualified name, a module's result by the module, each by its node."""
     if node.op == "placeholder":
-        yield input_name(node).removeprefix("kwargs_")
+        yield argument_name(node)
     elif node.op == "call_function":
         modules = list(module_names(node))
         outside = [set(module_names(user)) for user in node.users if user.target is not redistribute]

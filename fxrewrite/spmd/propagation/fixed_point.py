@@ -83,7 +83,7 @@ class Propagation:
     def _forward(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         """How the node runs, given how the nodes before it run."""
         decision = self._run(node, facts)
-        sharded = any(placement != R for placement in decision.gives + decision.shows)
+        sharded = any(placement != R for placement in decision.produced + decision.shown)
         if sharded or any(operand in self._derived for operand in node.all_input_nodes):
             self._derived.add(node)
             return self._as_preferred(node, decision)
@@ -95,16 +95,16 @@ class Propagation:
         Results are still produced replicated: the next step slices them for free where a user requires a shard. What is
         written to in place keeps its placement, since a slice is a copy and would not see the write.
         """
-        if any(placement != R for placement in decision.gives + decision.shows) or node in self._written:
+        if any(placement != R for placement in decision.produced + decision.shown) or node in self._written:
             return decision
         if node.target is redistribute:
             return decision  # its placement was stated
         values = node.meta.get("val")
         values = values if isinstance(values, (list, tuple)) else [values]
         placed = {operand: self._shown(operand) for operand in operands_of(node)}
-        values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shows)]]
-        shows = tuple(R if value is None else as_placement(self._prefer(node, value, placed)) for value in values)
-        return replace(decision, shows=shows, preferred=any(placement != R for placement in shows))
+        values = [value if isinstance(value, torch.Tensor) else None for value in values[: len(decision.shown)]]
+        shown = tuple(R if value is None else as_placement(self._prefer(node, value, placed)) for value in values)
+        return replace(decision, shown=shown, preferred=any(placement != R for placement in shown))
 
     def _run(self, node: fx.Node, facts: dict[fx.Node, Decision]) -> Decision:
         """How the node runs on its operands as their producers place them."""
@@ -115,11 +115,8 @@ class Propagation:
             held = HELD.of(node) if self._given is None else self._given.get(node)
             return Decision((), (held or R,), (held or R,))
         # A stated placement is a fixed point: it requires of its operand what it produces, and nothing moves it.
-        if node.target is redistribute:
-            dst: Any = node.args[2]
-            return Decision((dst,), (dst,), (dst,), "asked for")
-        if node.target is without_padding:
-            placement: Any = node.args[1]
+        if node.target in (redistribute, without_padding):
+            placement: Any = node.args[2 if node.target is redistribute else 1]
             return Decision((placement,), (placement,), (placement,), "asked for")
         # One of several results has the placement that the operator produces it with.
         if is_getitem(node):
@@ -127,8 +124,11 @@ class Propagation:
             if isinstance(source, fx.Node) and isinstance(index, int):
                 return facts[source].item(index)
         operands = operands_of(node)
+        return self._operator(node, operands, replicated(len(operands), _num_results(node)))
+
+    def _operator(self, node: fx.Node, operands: list[fx.Node], whole: Decision) -> Decision:
+        """How an operator runs on operands as their producers place them; `whole` is how it runs on whole values."""
         placements = [self._shown(operand) for operand in operands]
-        num_results = _num_results(node)
         if key(node) in _BY_STRIDES and any(operand in self._derived for operand in operands):
             refuse(
                 "it reads memory by strides, and those of values computed from shards differ from one device's",
@@ -137,24 +137,15 @@ class Propagation:
             )
         # Replicate operands need no layout rule: every rank computes the same as one device.
         if all(placement == R for placement in placements) and not self._writes_through_a_copy(node):
-            return replicated(len(operands), num_results)
+            return whole
         # Running statistics are buffers that every rank holds whole, so every rank must see all entries.
         if updates_statistics(node):
-            return replace(replicated(len(operands), num_results), gathered="it writes statistics of all entries")
-        # A write in place must reach every later reader. It does where what is written is replicated; a shard was
-        # redistributed, which made a copy, and the write to the copy would be lost.
+            return replace(whole, gathered="it writes statistics of all entries")
         if mutates(node):
-            written = mutated(node)
-            is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
-            if is_whole and not self._writes_through_a_copy(node):
-                return replace(replicated(len(operands), num_results), gathered="it writes to what every rank holds")
-            refuse(
-                "an in-place operation on a sharded value",
-                node=node,
-                hint="write it out of place (x = x + 1, not x += 1)",
-            )
+            self._check_written(node, operands)
+            return replace(whole, gathered="it writes to what every rank holds")
         if node in self._own:
-            return self._on_own_values(node, placements, num_results)
+            return self._on_own_values(node, placements, whole)
         # A function with its own backward runs on shards only if both of its bodies can.
         function = custom_function(node)
         if function is not None and self._given is None:
@@ -163,7 +154,25 @@ class Propagation:
         # A body cannot hold the collective that completes a sum, so there a sum may stay pending through linear steps.
         if self._given is not None and stays_a_sum(node, operands, placements):
             return Decision(tuple(placements), (Partial(),), (Partial(),), "a sum stays one")
-        # Without index map nothing is known of the operator: only replicated operands are certainly right.
+        return self._by_layout_rule(node, placements, whole)
+
+    def _check_written(self, node: fx.Node, operands: list[fx.Node]) -> None:
+        """Refuse a write in place that a later reader would not see.
+
+        It reaches all of them where what is written is replicated. A shard was redistributed, which made a copy, and
+        the write to the copy would be lost.
+        """
+        written = mutated(node)
+        is_whole = written and all(self._shown(operand) == R for operand in operands if operand in written)
+        if not is_whole or self._writes_through_a_copy(node):
+            refuse(
+                "an in-place operation on a sharded value",
+                node=node,
+                hint="write it out of place (x = x + 1, not x += 1)",
+            )
+
+    def _by_layout_rule(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
+        """How an operator runs by its index map; without one nothing is known of it, so it runs on whole values."""
         call, rule, indices = self._call(node)
         if rule is None or indices is None:
             why = _why_unknown(call, rule)
@@ -173,7 +182,7 @@ class Propagation:
                     node=node,
                     hint="add a LayoutRule for it, or drop strict=True to run it on the gathered value",
                 )
-            return replace(replicated(len(operands), num_results), gathered=why)
+            return replace(whole, gathered=why)
         try:
             return self._indexed(call, rule, indices, placements).decision()
         except RefusedError as error:
@@ -184,22 +193,21 @@ class Propagation:
         is_whole_graph = self._given is None
         return IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=is_whole_graph)
 
-    def _on_own_values(self, node: fx.Node, placements: list[Placement], num_results: int) -> Decision:
+    def _on_own_values(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
         """How an operator runs that reads a rank's own values beside shards of what all ranks have."""
         _, rule, indices = self._call(node)
-        whole = replicated(len(placements), num_results)
         if rule is None or indices is None or not rule.sends_own:
             return replace(whole, gathered=f"{key(node)} reads values that each rank has of its own")
         parts = zip(indices.operands, placements, strict=True)
         part = next((found for terms, placed in parts if (found := indices.locate(terms, placed)) is not None), None)
         if part is None or part.index in indices.whole or not is_divided(indices, part, self.axis):
             return replace(whole, gathered=f"{key(node)}: its chunks fall between indices")
-        return replace(whole, wants=spread(indices, part, "").wants, why=f"sends values to where {part.index} is")
+        return replace(whole, required=spread(indices, part, "").required, why=f"sends values to where {part.index} is")
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
         """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy."""
         shown = {value for written in mutated(node) for value in memory_origins(written)} & self.decisions.keys()
-        return any(placement != R for value in shown for placement in self.decisions[value].shows)
+        return any(placement != R for value in shown for placement in self.decisions[value].shown)
 
     def _output(self, node: fx.Node) -> Decision:
         """What leaves the graph has the placement that is stated for it, else the one that the context decides on."""
@@ -208,11 +216,11 @@ class Propagation:
         placements = [R if self.decisions[operand].preferred else self._shown(operand) for operand in operands]
         stated = RETURNED.of(node) or {}
         positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
-        wants = [
+        required = [
             stated[position] if position in stated else as_placement(self.context.output_placement(operand, placement))
             for position, operand, placement in zip(positions, operands, placements, strict=True)
         ]
-        return Decision(tuple(wants), (), ())
+        return Decision(tuple(required), (), ())
 
     # backward
 
@@ -237,12 +245,12 @@ class Propagation:
         current = self.decisions[node]
         operands = operands_of(node)
         # Only what is replicated because its operands are: what was gathered has a reason to be whole.
-        if current.shows != (R,) or current.gives != (R,) or not operands or current.gathered:
+        if current.shown != (R,) or current.produced != (R,) or not operands or current.gathered:
             return None
         # Ranks that draw random numbers for their shards would draw others than one device.
         if any(self._shown(operand) != R for operand in operands) or is_random(node) or not is_pure(node):
             return None
-        wanted = [want for user in node.users for want in self._wants_of(user, node)]
+        wanted = [want for user in node.users for want in self._required_of(user, node)]
         if not wanted or not isinstance(wanted[0], Shard) or any(not is_same_placement(w, wanted[0]) for w in wanted):
             return None
         _, rule, indices = self._call(node)
@@ -255,12 +263,12 @@ class Propagation:
             return None  # broadcast along that dimension: nothing to save
         return spread(indices, part, why="every user wants it so")
 
-    def _wants_of(self, user: fx.Node, value: fx.Node) -> list[Placement]:
+    def _required_of(self, user: fx.Node, value: fx.Node) -> list[Placement]:
         decision = self.decisions[user]
         operands = operands_of(user)
-        if len(decision.wants) != len(operands):
+        if len(decision.required) != len(operands):
             return [R]
-        return [want for operand, want in zip(operands, decision.wants, strict=True) if operand is value]
+        return [want for operand, want in zip(operands, decision.required, strict=True) if operand is value]
 
     # shared
 
@@ -269,7 +277,7 @@ class Propagation:
         return Propagation(body, self.rules, context, replicated_values, given).run()
 
     def _shown(self, node: fx.Node) -> Placement:
-        return self.decisions[node].shows[0]
+        return self.decisions[node].shown[0]
 
     def _movable(self, node: fx.Node) -> IndexMap | None:
         """The index map of a node that relocation may move; None where its placement is required or its operand's was

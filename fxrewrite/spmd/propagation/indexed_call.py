@@ -111,7 +111,7 @@ class IndexedCall:
         decision = spread(self.indices, part, f"sharded on {part.index}", reduce_op=self.rule.reduce_op)
         moved = [
             i
-            for i, (placement, want) in enumerate(zip(self.placements, decision.wants, strict=True))
+            for i, (placement, want) in enumerate(zip(self.placements, decision.required, strict=True))
             if isinstance(placement, Shard) and not is_same_placement(placement, want)
         ]
         why = f"{self.call.key} runs over {part.index}; operand {moved} must be whole there" if moved else ""
@@ -123,9 +123,9 @@ class IndexedCall:
         if not any(isinstance(placement, Shard) for placement in self.placements):
             return decision  # pending sums only: they are completed, and no shard is lost
         # What runs whole may still be seen as a shard, which is a slice of it for free.
-        shows = decision.shows
+        shown = decision.shown
         if blocked is not None and is_divided(self.indices, blocked, self.axis):
-            shows = tuple(self.indices.placement(terms, blocked) for terms in self.indices.results)
+            shown = tuple(self.indices.placement(terms, blocked) for terms in self.indices.results)
         where = "its chunks fall between indices"
         if sums_padding:
             where = "its rule does not say what padding counts nothing in its sum"
@@ -133,7 +133,7 @@ class IndexedCall:
             where = f"its index {blocked.index} must be whole"
             if self.rule.reduce_op != "sum" and is_differentiable(self.call.node):
                 where += f", since its {self.rule.reduce_op} is differentiated; detach() it where it is only a constant"
-        return replace(decision, shows=shows, gathered=f"{self.call.key}: {where}")
+        return replace(decision, shown=shown, gathered=f"{self.call.key}: {where}")
 
     def _is_preferred(self, decision: Decision) -> bool:
         """Whether a result has a placement that no operand's placement leads to by the index map: it was preferred.
@@ -143,7 +143,7 @@ class IndexedCall:
         operands = zip(self.indices.operands, self.placements, self.preferred, strict=True)
         found = [self.indices.locate(terms, placement) for terms, placement, preferred in operands if not preferred]
         parts = [part for part in found if part is not None]
-        for terms, shown in zip(self.indices.results, decision.shows, strict=True):
+        for terms, shown in zip(self.indices.results, decision.shown, strict=True):
             followed = [self.indices.placement(terms, part) for part in parts if self.indices.has(terms, part.index)]
             if isinstance(shown, Shard) and not any(is_same_placement(shown, placement) for placement in followed):
                 return True

@@ -50,7 +50,7 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Placement | tuple[Placement, 
     if stated is not None:
         return stated
     if all(placement == R for placement in known):
-        gives = replicated(0, len(result) if several else 1).gives
+        produced = replicated(0, len(result) if several else 1).produced
     # A pending reduction passes through what commutes with it: linear operators and sums. Nothing commutes with both a
     # sum and a shard, since each rank would combine its summand of the one with its chunk of the other.
     elif pending := [placement for placement in known if isinstance(placement, Partial)]:
@@ -59,13 +59,13 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Placement | tuple[Placement, 
             _refuse(node, known, "is not linear in pending sums")
         if len(sums) < len(pending):
             _refuse(node, known, "does not run on pending maxima and minima")
-        gives = (Partial(),)
+        produced = (Partial(),)
     else:
         found = _by_rule(node, known, rules)
         if found is None:
             return None
-        gives = found
-    return gives if several else gives[0]
+        produced = found
+    return produced if several else produced[0]
 
 
 def _by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> tuple[Placement, ...] | None:
@@ -80,8 +80,8 @@ def _by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> 
     for part in parts:
         if part is not None and part.index not in indices.whole:
             decision = spread(indices, part, "", reduce_op=rule.reduce_op)
-            if all(is_same_placement(want, have) for want, have in zip(decision.wants, placements, strict=True)):
-                return decision.gives
+            if all(is_same_placement(want, have) for want, have in zip(decision.required, placements, strict=True)):
+                return decision.produced
     return _refuse(node, placements, f"cannot run so by {rule.id} ({rule.says()})")
 
 

@@ -57,8 +57,8 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
     decided = DECIDED.of(node)
     if node.op == "output":
         # The caller was promised these placements; a rule that replaced an output must keep the promise.
-        wants = decided.wants if decided is not None else ()
-        for operand, placement, want in zip(operands_of(node), have, wants, strict=True):
+        required = decided.required if decided is not None else ()
+        for operand, placement, want in zip(operands_of(node), have, required, strict=True):
             if placement is None or isinstance(placement, (tuple, Partial)) or not is_same_placement(placement, want):
                 refuse(f"%{operand.name} leaves the graph as {placement}, and {want} was decided", node=node)
         return
@@ -68,7 +68,7 @@ def _check(node: fx.Node, rules: LayoutRules) -> None:
         _check_adjoint(node)
     # A node that still has the placements of its decision is right by propagation. Any other one, made or changed by a
     # rule, must be right by inference: this finds a rule that drops a reduction, or puts an operator on a wrong shard.
-    elif decided is None or not (_are_same(have, decided.wants) and _are_same(_tuple(placed), decided.gives)):
+    elif decided is None or not (_are_same(have, decided.required) and _are_same(_tuple(placed), decided.produced)):
         found = inferred(node, rules)
         if found is None and have and isinstance(node.meta.get("val"), (torch.Tensor, list, tuple)):
             hint = f"add a LayoutRule for {key(node)}, or redistribute its operands to Replicate()"
@@ -102,10 +102,10 @@ def _tuple(placed: Placement | tuple[Placement, ...] | None) -> tuple[Placement 
     return placed if isinstance(placed, tuple) else (placed,)
 
 
-def _are_same(have: Any, wants: Any) -> bool:
-    return len(have) == len(wants) and all(
+def _are_same(have: Any, required: Any) -> bool:
+    return len(have) == len(required) and all(
         a is not None and b is not None and not isinstance(a, tuple) and is_same_placement(a, b)
-        for a, b in zip(have, wants, strict=True)
+        for a, b in zip(have, required, strict=True)
     )
 
 

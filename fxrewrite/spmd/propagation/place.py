@@ -5,13 +5,13 @@
         param("*.down_proj.weight"): Shard(1),
         inputs("input_ids"): Shard(0),                  each rank is called with its own part of the batch
         inputs("mask"): Zigzag(1),                      blocks r and 2P - 1 - r of 2P; put in order before any use
-        module_output("*.mlp"): Shard(1),               asked for; propagation finds what follows from it
+        module_output("*.mlp"): Shard(1),               a constraint; propagation finds what follows from it
         outputs(0): Replicate(),
     })
 
 What is stated of an input is how ranks hold it from outside: the graph's input becomes the local one. What is stated of
-a value inside the graph is a redistribution that is asked for. Everything else follows by propagation, before which the
-step must run; the default of inputs and outputs is that every rank holds them whole.
+a value inside the graph becomes a redistribution. Everything else follows by propagation, before which the step must
+run; the default of inputs and outputs is that every rank holds them whole.
 A glob is matched against qualified names as in `named_parameters`; `{a,b}` is one of several.
 """
 
@@ -54,8 +54,8 @@ from fxrewrite.spmd.placement import (
     is_same_placement,
 )
 from fxrewrite.spmd.propagation.input_placements import ZIGZAG, placements_of
+from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import redistribute
-from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = [
     "CHUNK",
@@ -66,6 +66,7 @@ __all__ = [
     "Placed",
     "Site",
     "Stored",
+    "argument_name",
     "held_as",
     "held_placement",
     "hold_chunks",
@@ -219,7 +220,7 @@ class Place:
         context = SpmdContext.required(context, self.name)
         hold_chunks(edit, context.axis)
         changes = 0
-        # What a step puts behind inputs is no part of the modules that read them, so modules come first.
+        # What a step puts after inputs is no part of the modules that read them, so modules come first.
         for site, placed in sorted(self.placements.items(), key=lambda stated: stated[0].kind in ("param", "inputs")):
             try:
                 if isinstance(placed, Stored):
@@ -294,7 +295,7 @@ def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str)
         placement = held_placement(value.shape, placed, axis, f"{site}: {name}", inner=inner)
         _hold(edit, node, placement, site, name)
         if isinstance(placement, Shard) and users:
-            gathered = _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
+            gathered = _redistributed(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
             if placed.kept:
                 edit.set_meta(gathered, "recompute", KEPT)
             changes += 1
@@ -314,7 +315,7 @@ def _hold(edit: Edit, node: fx.Node, placement: Placement, site: Site, name: str
 def _inputs(edit: Edit, *, of_model: bool) -> dict[str, fx.Node]:
     """Inputs by name; what another graph of the model computed (`meta["argument"]` is "") has none."""
     placeholders = (node for node in edit.nodes() if node.op == "placeholder" and node.meta.get("argument") != "")
-    return {_input_name(node): node for node in placeholders if is_parameter(node) == of_model}
+    return {argument_name(node): node for node in placeholders if is_parameter(node) == of_model}
 
 
 def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
@@ -349,7 +350,7 @@ def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str)
         users = list(node.users)
         if not users:
             continue
-        whole = _ask(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
+        whole = _redistributed(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
         changes += 1
         sizes = [size_nodes(edit)(shape[placed.dim] // blocks)] * blocks
         split = edit.call(aten.split_with_sizes.default, (whole, sizes, placed.dim), before=first, like=node, rule=rule)
@@ -382,7 +383,7 @@ def _place_module_outputs(edit: Edit, axis: Axis, site: Site, placement: Placeme
         for node in nodes:
             users = [user for user in node.users if user not in inside]
             if users and is_tensor(node):
-                _ask(edit, axis, node, users, placement, f"{site}: {name}", after=node, rule=rule)
+                _redistributed(edit, axis, node, users, placement, f"{site}: {name}", after=node, rule=rule)
                 changes += 1
     return changes
 
@@ -395,10 +396,10 @@ def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placemen
         for operand in read:
             if is_tensor(operand) and not is_parameter(operand):
                 users = [node for node in nodes if operand in node.all_input_nodes]
-                # Behind an input there may already be what another axis sends of it.
+                # After an input there may already be what another axis sends of it.
                 first = next(node for node in edit.graph.nodes if node.op != "placeholder")
                 at = {"before": first} if operand.op == "placeholder" else {"after": operand}
-                _ask(edit, axis, operand, users, placement, f"{site}: {name}", **at, rule=rule)
+                _redistributed(edit, axis, operand, users, placement, f"{site}: {name}", **at, rule=rule)
                 changes += 1
     return changes
 
@@ -412,7 +413,7 @@ _PLACED: Mapping[str, Callable[[Edit, Axis, Site, Placement, str], int]] = {
 }
 
 
-def _ask(
+def _redistributed(
     edit: Edit,
     axis: Axis,
     value: fx.Node,
@@ -424,6 +425,7 @@ def _ask(
     before: fx.Node | None = None,
     after: fx.Node | None = None,
 ) -> fx.Node:
+    """The value with the stated placement, which these users read from now on; `of` is where that is stated."""
     _check_fits(value.meta["val"].shape, placement, axis, of)
     move = (value, Replicate(), placement, axis)
     moved = edit.call(redistribute, move, before=before, after=after, like=value, rule=rule, val=value.meta["val"])
@@ -447,7 +449,8 @@ def _fits(shape: Sequence[Size], placement: Placement, axis: Axis) -> bool:
     return placement.uneven or (entries is not None and require_divisible(entries, axis.size))
 
 
-def _input_name(placeholder: fx.Node) -> str:
+def argument_name(placeholder: fx.Node) -> str:
+    """The name of an input as `Site`s know it: of an argument that goes by `**kwargs`, its own."""
     return input_name(placeholder).removeprefix("kwargs_")
 
 

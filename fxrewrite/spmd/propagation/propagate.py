@@ -35,8 +35,8 @@ from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.fixed_point import Preference, Propagation, replicated_values
 from fxrewrite.spmd.propagation.infer import inferred
 from fxrewrite.spmd.propagation.insert import insert_redistributions
+from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements, redistribute
-from fxrewrite.spmd.stages import PLACEMENTS
 
 __all__ = ["PropagatePlacements"]
 
@@ -136,16 +136,16 @@ def _report_gathers_and_draws(decisions: dict[fx.Node, Decision], report: Report
         if whole and node.target is not redistribute:  # a stated redistribution is reported by who states it
             report.events.append(_gathering(node, decision.gathered or f"{key(node)} reads it whole", whole))
         if is_random(node):
-            sharded = any(isinstance(placement, Shard) for placement in decision.gives)
+            sharded = any(isinstance(placement, Shard) for placement in decision.produced)
             report.events.append(Drawn(node=node.name, source=source_line(node), is_sharded=sharded))
 
 
 def _gathered(node: fx.Node, decisions: dict[fx.Node, Decision]) -> list[fx.Node]:
     """The sharded operands of a node that are gathered for it."""
-    if node.op != "call_function" or not decisions[node].wants:
+    if node.op != "call_function" or not decisions[node].required:
         return []
-    ends = zip(operands_of(node), decisions[node].wants, strict=True)
-    return [operand for operand, want in ends if want == R and isinstance(decisions[operand].gives[0], Shard)]
+    ends = zip(operands_of(node), decisions[node].required, strict=True)
+    return [operand for operand, want in ends if want == R and isinstance(decisions[operand].produced[0], Shard)]
 
 
 def _gathering(node: fx.Node, why: str, whole: list[fx.Node]) -> Gathered:
@@ -157,7 +157,9 @@ def _report_whole_products(decisions: dict[fx.Node, Decision], report: Report) -
     """An event for matrix products that every rank computes whole, with their share of all operations: most of the time
     of a model is spent in its products, and sharding saves nothing of these."""
     products = [node for node in decisions if is_product(node)]
-    whole = [node for node in products if decisions[node].wants and all(want == R for want in decisions[node].wants)]
+    whole = [
+        node for node in products if decisions[node].required and all(want == R for want in decisions[node].required)
+    ]
     if whole:
         report.events.append(
             ProductsWhole(

@@ -115,7 +115,7 @@ class _Relocation:
         sharded = [
             terms
             for terms, operand in zip(indices.operands, self._operands_of(node), strict=True)
-            if self.decisions[operand].gives[0] != R
+            if self.decisions[operand].produced[0] != R
         ]
         for index in dict.fromkeys(index for dim in indices.results[0] for index in dim):
             is_in_all = all(indices.has(terms, index) for terms in sharded)
@@ -157,12 +157,12 @@ class _Relocation:
                 if indices is None:
                     continue
                 terms = indices.operands[self._operands_of(user).index(value)]
-                part = indices.locate(terms, decision.gives[result])
+                part = indices.locate(terms, decision.produced[result])
                 if part is not None:
                     yield user, part
 
     def _producers(self, node: fx.Node, decision: Decision) -> Iterator[tuple[fx.Node, IndexPart]]:
-        for operand, want in zip(self._operands_of(node), decision.wants, strict=True):
+        for operand, want in zip(self._operands_of(node), decision.required, strict=True):
             producer, result = _producer(operand)
             indices = self.indices_of(producer) if producer in self.derived else None
             if indices is not None:
@@ -176,7 +176,7 @@ class _Relocation:
         Regions end there. Their features are summed over, so nothing stays sharded on them through the product, and a
         region over the batch would otherwise be the whole model.
         """
-        if not is_product(node) or any(isinstance(give, Partial) for give in self.decisions[node].gives):
+        if not is_product(node) or any(isinstance(give, Partial) for give in self.decisions[node].produced):
             return False
         derived, others = set[str](), list[set[str]]()
         for operand, terms in zip(self._operands_of(node), indices.operands, strict=True):
@@ -207,13 +207,13 @@ class _Relocation:
         an edge from the joint to "moved"; a price of moving any of them is an edge from "kept" to the joint.
         """
         producer, result = _producer(value)
-        here = self.decisions[value].gives[0]
-        there = region[producer].gives[result] if producer in region else here
+        here = self.decisions[value].produced[0]
+        there = region[producer].produced[result] if producer in region else here
         source = producer if producer in region else _KEPT
         for demand in self._demands(value, region):
             # What is paid whether the producer moves or not (`at_least`) depends on the users alone; the difference
             # depends on the producer as well.
-            stays, goes = (self._travel(value, lies, demand.placement) for lies in (here, there))
+            stays, goes = (self._travel(value, placement, demand.placement) for placement in (here, there))
             at_least = min(stays, goes)
             if demand.kept:
                 _connect(network, demand.kept, _MOVED, at_least)
@@ -230,9 +230,9 @@ class _Relocation:
             return demands.setdefault(str(want), _Demand(want, [], []))
 
         for user in value.users:
-            for want in self._wants(user, value, self.decisions[user]):
+            for want in self._required(user, value, self.decisions[user]):
                 demand(want).kept.append(user if user in region else _KEPT)
-            for want in self._wants(user, value, region[user]) if user in region else ():
+            for want in self._required(user, value, region[user]) if user in region else ():
                 demand(want).moved.append(user)
         return list(demands.values())
 
@@ -251,11 +251,11 @@ class _Relocation:
 
     def _bytes(self, value: fx.Node, changed: Decisions) -> int:
         """The bytes that are sent of `value`: once for each placement that users require."""
-        lies = changed.get(value, self.decisions[value]).gives[0]
-        wants: dict[str, Placement] = {}
+        produced = changed.get(value, self.decisions[value]).produced[0]
+        required: dict[str, Placement] = {}
         for user in value.users:
-            wants |= {str(w): w for w in self._wants(user, value, changed.get(user, self.decisions[user]))}
-        return sum(self._travel(value, lies, want) for want in wants.values())
+            required |= {str(w): w for w in self._required(user, value, changed.get(user, self.decisions[user]))}
+        return sum(self._travel(value, produced, want) for want in required.values())
 
     def _travel(self, value: fx.Node, src: Placement, dst: Placement) -> int:
         """The bytes that a rank sends to bring `value` from `src` to `dst`, times P^2 / (P - 1).
@@ -273,10 +273,10 @@ class _Relocation:
         values = dict.fromkeys(value for node in region for value, _ in values_of(node))
         return list(values | dict.fromkeys(operand for node in region for operand in self._operands_of(node)))
 
-    def _wants(self, user: fx.Node, value: fx.Node, decision: Decision) -> list[Placement]:
-        if not decision.wants:
+    def _required(self, user: fx.Node, value: fx.Node, decision: Decision) -> list[Placement]:
+        if not decision.required:
             return []
-        return [w for operand, w in zip(self._operands_of(user), decision.wants, strict=True) if operand is value]
+        return [w for operand, w in zip(self._operands_of(user), decision.required, strict=True) if operand is value]
 
     def _operands_of(self, node: fx.Node) -> list[fx.Node]:
         if node not in self._operands:
@@ -285,8 +285,10 @@ class _Relocation:
 
     def _say_what_is_gathered(self, node: fx.Node) -> None:
         decision = self.decisions[node]
-        lies = [self.decisions[operand].gives[0] for operand in self._operands_of(node)]
-        whole = [i for i, (have, want) in enumerate(zip(lies, decision.wants, strict=True)) if have != R and want == R]
+        placed = [self.decisions[operand].produced[0] for operand in self._operands_of(node)]
+        whole = [
+            i for i, (have, want) in enumerate(zip(placed, decision.required, strict=True)) if have != R and want == R
+        ]
         if whole:
             why = f"{key(node)} {decision.why}; operand {whole} must be whole there"
             self.decisions[node] = replace(decision, gathered=why)
@@ -301,17 +303,17 @@ def _producer(value: fx.Node) -> tuple[fx.Node, int]:
     return value, 0
 
 
-def _connect(network: Network, before: object, behind: object, cost: int) -> None:
-    """An edge of `cost` from any of `before` to any of `behind`; nodes of a list are joined, and pay it once."""
+def _connect(network: Network, before: object, after: object, cost: int) -> None:
+    """An edge of `cost` from any of `before` to any of `after`; nodes of a list are joined, and pay it once."""
     if cost <= 0:
         return
-    for group, outward in ((before, True), (behind, False)):
+    for group, outward in ((before, True), (after, False)):
         if isinstance(group, list):
             joint = object()
             ends = [(node, joint) if outward else (joint, node) for node in group]
             network.add_edges_from(ends)  # without a capacity: never cut
-            before, behind = (joint, behind) if outward else (before, joint)
-    if network.has_edge(before, behind):
-        network[before][behind]["capacity"] += cost
+            before, after = (joint, after) if outward else (before, joint)
+    if network.has_edge(before, after):
+        network[before][after]["capacity"] += cost
     else:
-        network.add_edge(before, behind, capacity=cost)
+        network.add_edge(before, after, capacity=cost)

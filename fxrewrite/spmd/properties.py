@@ -1,6 +1,6 @@
 """The properties of a graph on its way to a local program, in the order in which a plan over an axis gives them."""
 
-from fxrewrite.stages import Property
+from fxrewrite.plan.contracts import Property
 
 __all__ = ["COLLECTIVE_CALLS", "LOCAL_SHAPES", "PLACEMENTS"]
 

@@ -25,7 +25,7 @@ from fxrewrite.rule import Rule
 __all__ = ["Order", "Overlap", "Strategy", "Sweep"]
 
 Order: TypeAlias = Literal["top_down", "bottom_up"]
-Found: TypeAlias = tuple[Rule, Match]
+Ruled: TypeAlias = tuple[Rule, Match]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Sweep:
         finally:
             self._count(program, anchors)
 
-    def find(self, program: Program[Rule], strategy: Strategy) -> list[Found]:
+    def find(self, program: Program[Rule], strategy: Strategy) -> list[Ruled]:
         """What `run` would rewrite, as far as that can be said before anything is: the graph is only read."""
         found = list(self._all(program, self._candidates(program, strategy), Counter()))
         if strategy.overlap == "first":
@@ -127,7 +127,7 @@ class Sweep:
                 if self._rewrite(rule, match):
                     break
 
-    def _all(self, program: Program[Rule], nodes: Any, anchors: Counter[str]) -> Iterator[Found]:
+    def _all(self, program: Program[Rule], nodes: Any, anchors: Counter[str]) -> Iterator[Ruled]:
         """Each rule's first reading at each node."""
         for node, key in program.roots(nodes):
             anchors[key] += 1
@@ -138,7 +138,7 @@ class Sweep:
                     self._matches[rule] += 1
                     yield rule, match
 
-    def _chosen(self, program: Program[Rule], found: Sequence[Found], chosen: Sequence[int]) -> None:
+    def _chosen(self, program: Program[Rule], found: Sequence[Ruled], chosen: Sequence[int]) -> None:
         for index, (rule, match) in enumerate(found):
             if index not in chosen:
                 reason = "another match that consumes the same nodes was preferred"
