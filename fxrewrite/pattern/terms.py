@@ -46,6 +46,7 @@ __all__ = [
     "is_size",
     "part_of",
     "parts_of",
+    "reflected",
     "subterms",
     "tracing",
     "with_sizes",
@@ -408,6 +409,29 @@ def _by_tensors(term: Op, base: Term, index: Term) -> Op | None:
         return None
     given = [None if isinstance(item, LiteralValue) else item for item in items]
     return replace(call(torch.ops.aten.index.Tensor, (base, given), {}), shared=term.shared)
+
+
+def reflected(term: Op) -> tuple[Op, ...]:
+    """Returns the calls that a number minus, or divided by, a tensor is in a graph of ATen overloads; else none."""
+    aten = torch.ops.aten
+    if term.key not in ("aten::sub", "aten::div") or [name for name, _ in term.args] != ["self", "other"]:
+        return ()
+    (_, number), (_, tensor) = term.args
+    is_literal = isinstance(number, LiteralValue) and type(number.value) in (int, float)
+    if not (is_literal or (isinstance(number, Capture) and number.kind == "literal")):
+        return ()
+    if isinstance(tensor, LiteralValue) or is_size(tensor):
+        return ()
+    if term.key == "aten::sub":
+        found = [call(aten.rsub.Scalar, (tensor, number), {})]
+    else:
+        inverse = call(aten.reciprocal.default, (tensor,), {})
+        numbers: list[Term] = [number]
+        if isinstance(number, LiteralValue) and float(number.value).is_integer():  # a quotient is no integer: 1 is 1.0
+            numbers = [LiteralValue(kind(number.value)) for kind in (type(number.value), float, int)]
+        found = [call(aten.mul.Tensor, (inverse, factor), {}) for factor in dict.fromkeys(numbers)]
+        found += [inverse] if LiteralValue(1) in numbers else []
+    return tuple(replace(one, shared=term.shared) for one in found)
 
 
 _SHAPES = ("size", "shape")
