@@ -72,9 +72,8 @@ class Term:
             return call(_READ[name], (self,), {})
         if not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
             return lambda *args, **kwargs: call(name, (self, *args), kwargs)
-        raise AttributeError(
-            f"a pattern has no attribute {name!r}; it has shape, dtype and device, else see fxrewrite.where"
-        )
+        instead = _TRANSPOSED.get(name, "it has shape, dtype and device, else see fxrewrite.where")
+        raise AttributeError(f"a pattern has no attribute {name!r}; {instead}")
 
     def __bool__(self) -> bool:
         raise RuleDefinitionError("a pattern cannot branch on a value; write a rule for each case, or use either()")
@@ -112,6 +111,11 @@ _READ: Mapping[str, Any] = {
     "device": torch.ops.prim.device,
 }
 """What is read of a value as an attribute."""
+_TRANSPOSED: Mapping[str, str] = {
+    name: f'write x.transpose(-2, -1), or op("{key}", x) for a graph of ATen overloads whose model says x.{name}'
+    for name, key in (("T", "numpy_T"), ("mT", "mT"), ("H", "matrix_H"), ("mH", "mH"))
+}
+"""What to write instead of an attribute that is a transposed value."""
 _NUMBERS_OF = ("aten::size", "aten::numel")
 _ATTRIBUTES_OF = ("prim::dtype", "prim::device")
 ONCE = "fxrewrite::once"
