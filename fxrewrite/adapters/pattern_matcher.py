@@ -247,18 +247,15 @@ def register_graph_pattern(
         extra_check: called with the `Match`; if false, the handler is not called.
         pass_dict: where it is registered.
         prepend: whether it goes before all that are registered.
-        promises: `numerics`, `rng`, `domain`, `gradients` and others of `Rule`; by default approximate.
+        promises: `numerics`, `rng`, `domain`, `gradients` and others of `Rule`; by default approximate, and without
+            `terminates`: a pass runs a handler once at each node, so it may leave a match as it is, or match again.
     """
     reading = Reading(pattern)
+    said = {"numerics": "approximate", "shapes": "changes", "terminates": False, **promises}
 
     def register(handler: Handler) -> Handler:
         name = pass_dict._id(getattr(handler, "__name__", "handler"))  # pyright: ignore[reportPrivateUsage]
-        pass_dict.add(
-            HandledRule(
-                name, reading, handler, extra_check, {"numerics": "approximate", "shapes": "changes", **promises}
-            ),
-            prepend=prepend,
-        )
+        pass_dict.add(HandledRule(name, reading, handler, extra_check, said), prepend=prepend)
         return handler
 
     return register

@@ -7,6 +7,7 @@ constraint of it; what differs between samples of one form is a size, which the 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -171,6 +172,8 @@ def _sampled(pattern: Pattern, table: Table, draw: Draw, met: Counter[Any], enou
             values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
             with torch.no_grad(), mode:
                 traced = make_fx(torch.func.functionalize(gm), decomposition_table=dict(table))(*values)
+                if any(map(ops.mutated, traced.graph.nodes)):  # as what torch makes of rms_norm in C++
+                    traced = make_fx(torch.func.functionalize(traced))(*values)
         traced.graph.eliminate_dead_code()
         outputs = _terms(traced.graph, names, pattern)
     except (NoSampleError, NoCallError, RuleDefinitionError, *TORCH_ERRORS):
@@ -255,9 +258,7 @@ def _literal(values: Sequence[Any], bindings: Sequence[Mapping[str, Any]], patte
         return Ignore()
     for name in bindings[0]:
         bound = [each.get(name) for each in bindings]
-        if len(set(map(freeze, bound))) > 1 and all(
-            v == b and type(v) is type(b) for v, b in zip(values, bound, strict=True)
-        ):
+        if len(set(map(freeze, bound))) > 1 and all(map(_is_that, values, bound)):
             return captures.get(name, Ignore())
     if not differ:
         return as_term(values[0]) if values[0] is not ... else LiteralValue(...)
@@ -266,3 +267,10 @@ def _literal(values: Sequence[Any], bindings: Sequence[Mapping[str, Any]], patte
     if all(isinstance(value, list) and len(value) == len(values[0]) for value in values):
         return ListOf(tuple(_literal(column, bindings, pattern, op) for column in zip(*values, strict=True)))
     raise RuleDefinitionError(f"a number of {op} depends on sizes")
+
+
+def _is_that(value: Any, bound: Any) -> bool:
+    """Whether the value is what was bound; C++ decompositions, as that of rms_norm, round numbers to float32."""
+    return type(value) is type(bound) and (
+        value == bound or (isinstance(bound, float) and value == ctypes.c_float(bound).value)
+    )

@@ -15,6 +15,7 @@ from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
 from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
+from fxrewrite.pattern.terms import LiteralValue, Op, subterms
 
 __all__ = ["Explanation", "Miss", "explain"]
 
@@ -67,6 +68,7 @@ class Explanation:
         num_anchors: nodes that call the operator of the pattern's first output.
         misses: the roots at which it does not match, closest to a match first.
         root_keys: the operators that the first output may have.
+        writing: calls of operators that write, whose functional form the pattern names.
     """
 
     pattern: Pattern
@@ -74,6 +76,7 @@ class Explanation:
     num_anchors: int
     misses: tuple[Miss, ...]
     root_keys: tuple[str, ...]
+    writing: tuple[fx.Node, ...] = ()
 
     @property
     def nearness(self) -> float:
@@ -87,6 +90,12 @@ class Explanation:
         ]
         if not self.num_anchors:
             lines.append(f"the graph has no node {' or '.join(self.root_keys)}")
+        if self.writing:
+            first = self.writing[0]
+            lines.append(
+                f"%{first.name} calls {ops.key(first)}, which writes; functional() matches what it becomes where "
+                'graphs are made functional: run the plan there, as by in_inductor("post_grad_pre")'
+            )
         lines += [str(miss) for miss in self.misses[:3]]
         if len(self.misses) > 3:
             lines.append(f"and {len(self.misses) - 3} more")
@@ -97,10 +106,14 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
     """Evaluates the conditions of the pattern at every node that has the operator of its first output."""
     variants = lower(pattern)
     keys = tuple(dict.fromkeys(variant.root_key for variant in variants))
+    functional = _functional(pattern)
     matches = 0
     misses: list[Miss] = []
+    writing: list[fx.Node] = []
     for node in nodes:
         key = ops.key(node)
+        if key in functional:
+            writing.append(node)
         if key not in keys:
             continue
         readings = [
@@ -112,7 +125,15 @@ def explain(pattern: Pattern, nodes: Iterable[fx.Node]) -> Explanation:
             failures = [Miss(node, result, total) for result, total in readings if isinstance(result, Failure)]
             misses.append(max(failures, key=lambda miss: miss.failure.passed / miss.num_conditions))
     misses.sort(key=lambda miss: -miss.failure.passed / miss.num_conditions)
-    return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys)
+    return Explanation(pattern, matches, matches + len(misses), tuple(misses), keys, tuple(writing))
+
+
+def _functional(pattern: Pattern) -> frozenset[str]:
+    """Returns the operators that write whose functional form is in the pattern."""
+    calls = (term for output in pattern.outputs for term in subterms(output) if isinstance(term, Op))
+    parts = (part for call in calls for name, part in call.args if name == "_mutable_op")
+    targets = (part.value for part in parts if isinstance(part, LiteralValue))
+    return frozenset(ops.key(target) for target in targets)
 
 
 def _readings(pattern: Pattern, variant: Variant, node: fx.Node) -> Iterator[tuple[Match | Failure, int]]:

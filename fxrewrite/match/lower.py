@@ -47,6 +47,7 @@ from fxrewrite.pattern.terms import (
     in_steps,
     is_size,
     part_of,
+    reflected,
     subterms,
     with_sizes,
 )
@@ -207,7 +208,7 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
         yield _Part(sizes=((path, term),))
     elif isinstance(term, Op):
         yield from _read_operator(term, path)
-        for other in (in_steps(term), with_sizes(term)):
+        for other in (in_steps(term), with_sizes(term), *reflected(term)):
             if other is not None:
                 yield from _read_operator(other, path)
     elif isinstance(term, Capture):

@@ -46,6 +46,7 @@ __all__ = [
     "is_size",
     "part_of",
     "parts_of",
+    "reflected",
     "subterms",
     "tracing",
     "with_sizes",
@@ -71,9 +72,8 @@ class Term:
             return call(_READ[name], (self,), {})
         if not name.startswith("_") and callable(getattr(torch.Tensor, name, None)):
             return lambda *args, **kwargs: call(name, (self, *args), kwargs)
-        raise AttributeError(
-            f"a pattern has no attribute {name!r}; it has shape, dtype and device, else see fxrewrite.where"
-        )
+        instead = _TRANSPOSED.get(name, "it has shape, dtype and device, else see fxrewrite.where")
+        raise AttributeError(f"a pattern has no attribute {name!r}; {instead}")
 
     def __bool__(self) -> bool:
         raise RuleDefinitionError("a pattern cannot branch on a value; write a rule for each case, or use either()")
@@ -111,6 +111,11 @@ _READ: Mapping[str, Any] = {
     "device": torch.ops.prim.device,
 }
 """What is read of a value as an attribute."""
+_TRANSPOSED: Mapping[str, str] = {
+    name: f'write x.transpose(-2, -1), or op("{key}", x) for a graph of ATen overloads whose model says x.{name}'
+    for name, key in (("T", "numpy_T"), ("mT", "mT"), ("H", "matrix_H"), ("mH", "mH"))
+}
+"""What to write instead of an attribute that is a transposed value."""
 _NUMBERS_OF = ("aten::size", "aten::numel")
 _ATTRIBUTES_OF = ("prim::dtype", "prim::device")
 ONCE = "fxrewrite::once"
@@ -408,6 +413,29 @@ def _by_tensors(term: Op, base: Term, index: Term) -> Op | None:
         return None
     given = [None if isinstance(item, LiteralValue) else item for item in items]
     return replace(call(torch.ops.aten.index.Tensor, (base, given), {}), shared=term.shared)
+
+
+def reflected(term: Op) -> tuple[Op, ...]:
+    """Returns the calls that a number minus, or divided by, a tensor is in a graph of ATen overloads; else none."""
+    aten = torch.ops.aten
+    if term.key not in ("aten::sub", "aten::div") or [name for name, _ in term.args] != ["self", "other"]:
+        return ()
+    (_, number), (_, tensor) = term.args
+    is_literal = isinstance(number, LiteralValue) and type(number.value) in (int, float)
+    if not (is_literal or (isinstance(number, Capture) and number.kind == "literal")):
+        return ()
+    if isinstance(tensor, LiteralValue) or is_size(tensor):
+        return ()
+    if term.key == "aten::sub":
+        found = [call(aten.rsub.Scalar, (tensor, number), {})]
+    else:
+        inverse = call(aten.reciprocal.default, (tensor,), {})
+        numbers: list[Term] = [number]
+        if isinstance(number, LiteralValue) and float(number.value).is_integer():  # a quotient is no integer: 1 is 1.0
+            numbers = [LiteralValue(kind(number.value)) for kind in (type(number.value), float, int)]
+        found = [call(aten.mul.Tensor, (inverse, factor), {}) for factor in dict.fromkeys(numbers)]
+        found += [inverse] if LiteralValue(1) in numbers else []
+    return tuple(replace(one, shared=term.shared) for one in found)
 
 
 _SHAPES = ("size", "shape")

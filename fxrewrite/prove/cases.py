@@ -295,6 +295,9 @@ def _case(
     after = copy_module(before)
     if not rewrite(after):
         return None
+    for node in after.graph.nodes:
+        if node.op == "call_function":  # a rewrite adds no guard to a graph; what its operators ask is a condition here
+            node.meta["val"] = symbols.run(node)
     shown, is_general = _shown(before, symbols, literals)
     return Case(before, after, symbols, shown, is_general and not _has_numbers(symbols), literals.fixed())
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite import ops
 from fxrewrite.ops.schemas import NO_DEFAULT, Parameter
@@ -257,7 +257,13 @@ class Builder:
         if GROUPED_ATTENTION_NEEDS_HEADS and _is_grouped_without_heads(node):
             raise NoSampleError("attention with grouped heads needs a head")
         values, named = map_arg((args, dict(kwargs)), ops.value)  # pyright: ignore[reportArgumentType]
-        node.meta["val"] = _callable(target)(*values, **named)
+        try:
+            node.meta["val"] = _callable(target)(*values, **named)
+        except RuntimeError as error:
+            if not _is_of_values(error):
+                raise
+            values, named = tree_map_only(torch.Tensor, _invertible, (values, named))
+            node.meta["val"] = _callable(target)(*values, **named)
         return node
 
     def _check(self, names: set[str]) -> None:
@@ -321,6 +327,19 @@ def _parts(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     for part, value in zip(parts, values, strict=True):
         part.meta["val"] = value
     return parts
+
+
+def _is_of_values(error: RuntimeError) -> bool:
+    """Whether an operator took the shapes of its arguments, and not their entries: a divisor 0, a singular matrix."""
+    return isinstance(error, torch.linalg.LinAlgError) or "ZeroDivisionError" in str(error)
+
+
+def _invertible(value: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor alike that one can divide by: ones if they are integers, else unit matrices."""
+    if not (value.dtype.is_floating_point or value.dtype.is_complex):
+        return torch.ones_like(value)
+    is_square = value.ndim > 1 and value.shape[-1] == value.shape[-2]
+    return torch.zeros_like(value) + torch.eye(value.shape[-1], dtype=value.dtype) if is_square else value
 
 
 def _ops(term: Op) -> list[Any]:

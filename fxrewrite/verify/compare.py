@@ -259,6 +259,8 @@ def _difference(
 
 
 def _different_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    if a.is_complex() and b.is_complex():
+        return _different_bits(*(torch.view_as_real(value.resolve_conj()) for value in (a, b))).any(-1)
     if not a.is_floating_point():
         return a != b
     bits = _BITS[a.element_size()]

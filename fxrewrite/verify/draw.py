@@ -35,6 +35,8 @@ _MODERATE: dict[Contents, Contents] = {
 """Contents of moderate entries; others become normal. All next to one number, they would cancel in a variance."""
 _MODERATE_POINTS = (0.1, 8.0)
 """The least and the largest number next to which moderate entries are."""
+_SMALL_INTEGER = 3
+"""Up to here, integers are drawn of either sign without being named."""
 _SIZES: tuple[Literal["small", "long", "empty"], ...] = ("small", "long", "small", "empty", "small")
 
 
@@ -88,6 +90,7 @@ class Draw:
         self.contents: Contents = _contents_of(index, domain)
         low, high = (0.0, math.inf) if domain != "moderate" else _MODERATE_POINTS
         self.points = tuple(point for point in points if low <= point <= high)
+        self._integers = tuple(point for point in points if point > _SMALL_INTEGER and point == int(point))
         self._near = self.rng.gauss(0.0, 1.0)
         """What all tensors of this sample are close to, so that differences between them cancel."""
         pool = [self._size(sizes, often) for _ in range(self.rng.choice((1, 1, 2, 3)))]
@@ -143,6 +146,7 @@ class Draw:
         layout, seed = self.rng.choice(layouts), self.rng.getrandbits(32)
         contents: Contents = self.contents if self.flag(0.8) or self.contents == "special" else "normal"
         points = (self._near,) if contents == "close" else self.points
+        points = points if dtype is None or dtype.is_floating_point or dtype.is_complex else self._integers
         return InputSpec(tuple(shape), dtype or self.dtype, layout, contents, seed, points, is_param=is_param)
 
     def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:

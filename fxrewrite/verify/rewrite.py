@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import math
@@ -138,7 +139,7 @@ def verify_rewrite(
         Program([(rule_id, pattern)]),
     )
     sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
-    long_sizes = sorted({size for n in sizes for size in (n, n + 1)})
+    long_sizes = sorted({size for n in sizes for size in (n, n + 1, 2 * n)})
     search = _Search(
         rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink, wide
     )
@@ -170,6 +171,15 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         raise FxRewriteError(f"{name!r} is not a floating-point dtype; write float32, bfloat16 ...")
     return found
+
+
+@functools.cache
+def _defaults(target: Any) -> tuple[Any, ...]:
+    """Returns what arguments of an overload are if they are not given: the target that a loss ignores is -100."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return ()
+    numbers = (argument.default_value for argument in target._schema.arguments)
+    return tuple(n for n in numbers if type(n) is int and _MOST < abs(n) < 1 << 31)
 
 
 def _rounds(node: fx.Node) -> bool:
@@ -340,6 +350,7 @@ class _Search:
         for gm in (trial.before, trial.after):
             nodes = gm.graph.nodes if gm is not None else ()
             self.name(n for node in nodes if node.op != "output" for n in pytree.tree_leaves((node.args, node.kwargs)))
+            self.name(n for node in nodes for n in _defaults(node.target))
             self.rounds = self.rounds or any(map(_rounds, nodes))
         self.counts.update(proposed=1, raised=trial.raised, graded=trial.graded, drawn=trial.drawn and not trial.raised)
         for kind in {remark.kind for remark in trial.remarks}:

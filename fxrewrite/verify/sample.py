@@ -70,10 +70,15 @@ class Sample:
 
         return self._with_specs(made_plain)
 
-    def with_bounds(self, names: Collection[str], bounds: tuple[int, int]) -> Sample:
+    def with_bounds(self, names: Collection[str], bounds: tuple[int, int] | None) -> Sample:
         """Returns the sample with the integers of these inputs within bounds, see `InputSpec.bounds`."""
         chosen = {spec for name, spec in self.specs() if name in names}
         return self._with_specs(lambda spec: replace(spec, bounds=bounds) if spec in chosen else spec)
+
+    def with_named(self, name: str, integer: int) -> Sample:
+        """Returns the sample where some entries of an input are this integer, see `InputSpec.named`."""
+        chosen = next(spec for other, spec in self.specs() if other == name)
+        return self._with_specs(lambda spec: replace(spec, named=integer) if spec is chosen else spec)
 
     def _with_specs(self, change: Callable[[InputSpec], InputSpec]) -> Sample:
         def changed(binding: Binding) -> Binding:

@@ -63,6 +63,7 @@ class InputSpec:
             "mixed" (normal, and some of these).
         seed: of the entries.
         points: numbers that the rule compares with, or that its graphs name; for "close", what entries are close to.
+        named: an integer that a third of the entries are, one at least, whatever the bounds; None: there is none.
         bounds: the first integer that the operator takes, and the first after it that it does not; None: it takes any.
         data: the entries themselves; if set, `layout`, `contents` and `seed` are ignored.
         is_given: whether a sampler made it, so that it must not be changed.
@@ -75,6 +76,7 @@ class InputSpec:
     contents: Contents = "normal"
     seed: int = 0
     points: tuple[float, ...] = ()
+    named: int | None = None
     bounds: tuple[int, int] | None = None
     data: torch.Tensor | None = None
     is_given: bool = False
@@ -101,8 +103,12 @@ class InputSpec:
             return with_entries(self.data, self._bounded)
         generator = torch.Generator().manual_seed(self.seed)
         count = self.offset + _span(self.shape, self.stride)
-        entries = _entries(self.contents, count, self.dtype, generator, self.points)
-        return self._bounded(entries).as_strided(self.shape, self.stride, self.offset)
+        entries = self._bounded(_entries(self.contents, count, self.dtype, generator, self.points))
+        if self.named is not None and count > self.offset:
+            chosen = torch.rand(count, generator=generator) < 0.3
+            chosen[self.offset + int(torch.randint(0, count - self.offset, (1,), generator=generator))] = True
+            entries = torch.where(chosen, self.named, entries).to(self.dtype)
+        return entries.as_strided(self.shape, self.stride, self.offset)
 
     def _bounded(self, entries: torch.Tensor) -> torch.Tensor:
         if self.bounds is None:

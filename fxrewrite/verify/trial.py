@@ -41,7 +41,7 @@ __all__ = ["Rewrite", "Trial", "Trials"]
 Rewrite = Callable[[fx.GraphModule], int]
 """Applies a rule once to a graph in place, and returns the number of rewrites."""
 _MOST_APPLICATIONS = 8
-_POSITIVE = ((1, 8), (1, 2))
+_POSITIVE, _NEGATIVE = ((1, 8), (1, 2)), (-8, 0)
 """Ranges of integers for operators that do not take 0."""
 
 
@@ -157,8 +157,10 @@ class Trials:
     def _with_legal_integers(self, sample: Sample, before: fx.GraphModule) -> Sample:
         """Returns the sample with integers that the original takes: an operator says by raising which it does not.
 
-        An index must be below the size of some value, a divisor must not be 0. Each input is given as wide a range as
-        the original takes. The sample stays if the original raises on all ranges.
+        An index must be below the size of some value, a divisor must not be 0, of either sign. Each input is given as
+        wide a range as the original takes: none, if it can be. In every other input some entries are an integer that
+        the rule or its graphs name, if the original takes it, as a loss takes -100, which it ignores. The sample stays
+        if the original raises on all ranges.
         """
         names = [name for name, spec in sample.specs() if spec.is_free_integer]
 
@@ -166,18 +168,29 @@ class Trials:
             inputs = [spec.tensor() for _, spec in sample.specs()]
             return observe(before, inputs, self.run or run_here).error is None
 
-        if not names or runs(sample):
+        def with_named(sample: Sample) -> Sample:
+            for name, spec in sample.specs():
+                if name in names and spec.points and spec.seed % 2:
+                    first = int(spec.points[spec.seed // 4 % len(spec.points)]) * (-1 if spec.seed & 2 else 1)
+                    legal = torch.iinfo(spec.dtype)
+                    some = (sample.with_named(name, n) for n in (first, -first) if legal.min <= n <= legal.max)
+                    sample = next(filter(runs, some), sample)
             return sample
+
+        if not names or runs(sample):
+            return with_named(sample)
         values = [ops.value(node) for node in before.graph.nodes]
         sizes = {size for value in values if isinstance(value, torch.Tensor) for size in value.shape}
-        ranges = [(0, size) for size in sorted(sizes - {0, 1}, reverse=True)] + [(0, 1), *_POSITIVE]
+        is_odd = sum(spec.seed for _, spec in sample.specs()) % 2
+        not_zero = (_NEGATIVE, *_POSITIVE) if is_odd else (*_POSITIVE, _NEGATIVE)
+        ranges = [(0, size) for size in sorted(sizes - {0, 1}, reverse=True)] + [(0, 1), *not_zero]
         for place, bounds in enumerate(ranges):
             narrow = sample.with_bounds(names, bounds)
             if runs(narrow):
                 for name in names if len(names) > 1 else ():
-                    wider = (narrow.with_bounds([name], wide) for wide in ranges[:place])
+                    wider = (narrow.with_bounds([name], wide) for wide in (None, *ranges[:place]))
                     narrow = next(filter(runs, wider), narrow)
-                return narrow
+                return with_named(narrow)
         return sample
 
     def _matches(self, nodes: Iterable[fx.Node]) -> bool:

@@ -131,6 +131,23 @@ def test_a_node_that_is_erased_behind_the_transaction_is_an_error() -> None:
         one.apply(traced(model, X))
 
 
+def test_a_handler_may_leave_a_match_as_it_is() -> None:
+    """`pointless_view` of inductor's joint_graph.py: a pass runs it once at each node: it need not come to an end."""
+
+    def pointless_view(match: Any, arg: fx.Node, size: list[int]) -> None:
+        if list(arg.meta["val"].shape) == list(size):
+            match.output_node().replace_all_uses_with(arg)
+            match.erase_nodes()
+
+    one = PatternMatcherPass("views")
+    view = CallFunction(aten.view.default, KeywordArg("arg"), KeywordArg("size"))
+    register_graph_pattern(view, pass_dict=one)(pointless_view)
+    register_graph_pattern(view, pass_dict=one, terminates=True)(pointless_view)
+    once, ends = (rule.verify(samples=8, grad=False) for rule in one.patterns)
+    assert once.ok, once
+    assert "endless" in str(ends)
+
+
 def test_what_repeats_for_each_part_is_one_match() -> None:
     """`merge_split_squeeze` of inductor's split_cat.py: squeezed parts of size 1 are an unbind."""
     one = PatternMatcherPass("repeated")

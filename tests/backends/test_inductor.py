@@ -163,6 +163,10 @@ def captured_eps(x, w, b, eps: Literal):
     return torch.sin(F.layer_norm(x, ..., w, b, eps))
 
 
+def captured_eps_of_rms_norm(x, w, eps: Literal):
+    return torch.sin(F.rms_norm(x, ..., w, eps))
+
+
 def captured_dtype(x, dt: Literal):
     return torch.exp(x.to(dt))
 
@@ -172,6 +176,7 @@ BEHIND: dict[str, tuple[Any, Any, list[tuple[int, ...]]]] = {
     "silu": (lambda x: F.silu(x) + 1, lambda x: F.silu(x), [(3, 4)]),
     "linear": (lambda x, w, b: torch.relu(F.linear(x, w, b)), lambda x, w, b: x @ w.t(), [(2, 3, 4), (5, 4), (5,)]),
     "layer_norm": (captured_eps, lambda x, w, b, eps: x * eps, [(3, 4), (4,), (4,)]),
+    "rms_norm": (captured_eps_of_rms_norm, lambda x, w, eps: x * eps, [(3, 4), (4,)]),
     "to": (captured_dtype, lambda x, dt: x.to(dt), [(3, 4)]),
     "attention": (
         lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2) * 0.5, -1) @ v,
@@ -186,12 +191,16 @@ BEHIND: dict[str, tuple[Any, Any, list[tuple[int, ...]]]] = {
 def test_a_rule_holds_behind_decompositions(name: str) -> None:
     """vllm 27072 and register_replacement: a pattern of what inductor decomposes is what inductor makes of it."""
     pattern, replacement, shapes = BEHIND[name]
-    literals = {"layer_norm": (1e-5,), "to": (torch.float16,)}.get(name, ())
+    literals = {"layer_norm": (1e-5,), "rms_norm": (1e-6,), "to": (torch.float16,)}.get(name, ())
     inputs = [torch.rand(shape) for shape in shapes]
 
     def model(*inputs: torch.Tensor) -> Any:
         if name == "layer_norm":
             return torch.sin(F.layer_norm(inputs[0], (4,), inputs[1], inputs[2], 1e-5))
+        if (
+            name == "rms_norm"
+        ):  # as AOTAutograd leaves it: what C++ makes of it writes to the mean, until it is functional
+            return torch.sin(inputs[0] * torch.rsqrt(inputs[0].pow(2).mean([1], True) + 1e-6) * inputs[1])
         return pattern(*inputs, *literals)
 
     gm = make_fx(torch.func.functionalize(model), decomposition_table=dict(inductor_table()), tracing_mode="fake")(

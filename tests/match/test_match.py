@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match import Match, Program, explain
@@ -93,6 +94,24 @@ def test_another_meaning_does_not_match(function) -> None:
 )
 def test_arguments_are_compared_by_meaning(pattern, function, expected: bool) -> None:
     assert bool(matches(pattern, function)) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "function", "expected"),
+    [
+        (lambda x: 1.0 - torch.sqrt(x), lambda x: 1.0 - torch.sqrt(x), True),
+        (lambda x: 1.0 - torch.sqrt(x), lambda x: torch.sqrt(x) - 1.0, False),
+        (lambda x: x * (1 / (1 + torch.exp(-x))), lambda x: x * (1 / (1 + torch.exp(-x))), True),
+        (lambda x: 1.0 / torch.sqrt(x), lambda x: torch.reciprocal(torch.sqrt(x)), True),
+        (lambda x: 2.0 / torch.sqrt(x), lambda x: 2 / torch.sqrt(x), True),
+        (lambda x: 2.0 / torch.sqrt(x), lambda x: 3.0 / torch.sqrt(x), False),
+        (lambda x: 2.0 / torch.sqrt(x), lambda x: torch.sqrt(x) / 2.0, False),
+    ],
+    ids=count(),
+)
+def test_a_number_on_the_left_is_another_call_in_a_graph_of_overloads(pattern, function, expected: bool) -> None:
+    gm = make_fx(function)(torch.rand(2))
+    assert bool(explain(trace(pattern), gm.graph.nodes).num_matches) == expected
 
 
 @pytest.mark.parametrize(("dim", "expected"), [(-1, True), (2, True), (1, False), (-2, False)])

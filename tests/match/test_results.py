@@ -161,3 +161,9 @@ def test_functional_operators_whose_results_are_not_all_read() -> None:
             assert apply(gm, rule).rewrites == 1
             expected = [X + 1, X - 1][first - 1 : last - 1]
             assert all(map(torch.equal, gm(X, torch.ones(4, 6)), expected))
+        graph = fx.Graph()
+        x, r = graph.placeholder("x"), graph.placeholder("r")
+        graph.output(graph.call_function(torch.ops.test_results.add_norm_.default, (x, r, 1e-6)))
+        why = "%add_norm__default calls test_results::add_norm_, which writes; functional() matches what it becomes"
+        assert why in str(explain(rule.pattern, graph.nodes))
+        assert "which writes" not in str(explain(rule.pattern, gm.graph.nodes))

@@ -288,6 +288,8 @@ def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
         lambda x: torch.relu(x), lambda x: torch.relu(x) if x.shape[0] < 100 else torch.neg(x), "rank(x) == 1"
     )
     assert not short.is_proved or "size(x, 0) < 100" in short.summary, str(short)
+    cut = proof_of(lambda x: torch.relu(x), lambda x: torch.relu(x[:100]), "rank(x) == 1")  # an operator asks it
+    assert not cut.is_proved or "size(x, 0) < 100" in cut.summary, str(cut)
 
 
 def test_a_number_that_the_rule_reads_is_no_other_number() -> None:

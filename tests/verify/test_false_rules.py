@@ -216,6 +216,26 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
         torch.sum(X, -1), lambda x: torch.sum(x.to(torch.int8), -1, dtype=torch.int8).to(torch.int64),
         (where.dtype("x", torch.bool),), {"numerics": "exact"},
     ),
+    "a quotient of integers below zero": (
+        torch.div(INT, cap("j"), rounding_mode="floor"), lambda i, j: torch.div(i, j, rounding_mode="trunc"),
+        (where.dtype("i", torch.int64), where.dtype("j", torch.int64)), {"gradients": False, "numerics": "exact"},
+    ),
+    "an integer that the code names": (
+        torch.abs(INT), lambda i: torch.where(i == -77, -77, torch.abs(i)),
+        (where.dtype("i", torch.int64),), {"gradients": False, "numerics": "exact"},
+    ),
+    "a target that is ignored": (
+        torch.nn.functional.cross_entropy(X, INT),
+        lambda x, i: torch.nn.functional.cross_entropy(x, i, reduction="sum") / i.numel(),
+        (where.rank("x", 2), where.dtype("i", torch.int64)), {"domain": "moderate", "numerics": "approximate"},
+    ),
+    "a matrix of more than one row": (
+        torch.linalg.inv(X), lambda x: torch.linalg.inv(x.transpose(-1, -2)), (),
+        {"gradients": False, "domain": "moderate"},
+    ),
+    "the largest is far behind": (
+        torch.amax(X, -1), lambda x: torch.amax(x[:, :100], -1), (where.rank("x", 2), where.size("x", 1, ">", 0)), {},
+    ),
     "half precision inside": (
         torch.sum(X, -1), lambda x: torch.sum(x.to(torch.bfloat16), -1).to(torch.float32),
         (where.dtype("x", torch.float32),), {},
