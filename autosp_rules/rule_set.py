@@ -164,7 +164,7 @@ def _rule_set(config: AutoSPConfig, given: frozenset[str]) -> RuleSet:
         staged(FuseSlots("fuse_slots", layouts), needs=(CANONICAL,), gives=(SLOTS,)),
         staged(EXPERTS_OVER_RANKS, needs=(SLOTS,), precedes=(PLACEMENTS,)),
         staged(ShardInputs("shard_inputs", layouts, config.sequence_dim), needs=(SLOTS,), gives=(SEQUENCE,)),
-        staged(FindWrittenOut(FUSIONS_UNBIASED.rules()), needs=(CANONICAL,), precedes=(PLACEMENTS,)),
+        staged(FindWrittenOut(FUSIONS_UNBIASED.rules(), config.attention), needs=(CANONICAL,), precedes=(PLACEMENTS,)),
         staged(NameMasks(), needs=(CANONICAL,), gives=(MASK_KINDS,)),
         staged(choose_attention(config.attention), needs=(MASK_KINDS,), gives=(STRATEGIES,)),
         staged(PropagatePlacements("shard_seq_dim", layouts, along_sequence), needs=(SEQUENCE, STRATEGIES)),

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field
 from torch import fx
 
+from autosp_rules.config import AttentionOption
 from fxrewrite import Edit, Event, Report, Rule
 from fxrewrite.graph import product, reached, size_hint, source_line
 from fxrewrite.ops import bind, fake_value, key, value
@@ -32,15 +33,17 @@ class AttentionWrittenOut(Event, frozen=True):
     num_calls: int
     why: str = Field(description="what the rule that came nearest expected, and what it found")
     num_bytes: int = Field(description="of the scores of one call, over all ranks")
+    asked: str = Field(default="auto", description="the strategy that was asked for, which does not apply to it")
     first: str = Field(default="", description="the first softmax")
     source: str = ""
 
     def __str__(self) -> str:
         where = f"%{self.first} {self.source}".rstrip()
+        asked = "" if self.asked == "auto" else f" without {self.asked}, which was asked for"
         return (
-            f"attention: {self.num_calls} x written out by the model, and left so: expected {self.why}; its scores "
-            f"take {self.num_bytes:,} bytes over all ranks (scaled_dot_product_attention holds none; in transformers, "
-            f"attn_implementation='sdpa'); the first is {where}"
+            f"attention: {self.num_calls} x written out by the model, and left so{asked}: expected {self.why}; its "
+            f"scores take {self.num_bytes:,} bytes over all ranks (scaled_dot_product_attention holds none; in "
+            f"transformers, attn_implementation='sdpa'); the first is {where}"
         )
 
 
@@ -49,8 +52,8 @@ class FindWrittenOut:
 
     name = "find_written_out"
 
-    def __init__(self, fusions: Iterable[Rule]) -> None:
-        self._fusions = tuple(fusions)
+    def __init__(self, fusions: Iterable[Rule], asked: AttentionOption = "auto") -> None:
+        self._fusions, self._asked = tuple(fusions), asked
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         alike: dict[tuple[str, int], list[tuple[fx.Node, str]]] = {}
@@ -62,8 +65,9 @@ class FindWrittenOut:
                 alike.setdefault((expected, num_bytes), []).append((node, f"{expected}, found {found}"))
         for (_, num_bytes), calls in alike.items():
             first, why = calls[0]
-            event = AttentionWrittenOut(num_calls=len(calls), why=why, num_bytes=num_bytes, first=first.name)
-            report.events.append(event.model_copy(update={"source": source_line(first)}))
+            where = {"first": first.name, "source": source_line(first), "asked": self._asked}
+            event = AttentionWrittenOut(num_calls=len(calls), why=why, num_bytes=num_bytes)
+            report.events.append(event.model_copy(update=where))
         return 0
 
     def text(self) -> str:

@@ -131,7 +131,8 @@ def test_the_report_says_why_it_stays_written_out() -> None:
     (event,) = check(Layer(EAGER["window"]), ranks=(2,))[2].events_of(AttentionWrittenOut)
     assert event.why.startswith("keeps_own_keys(mask), found %")
     assert event.num_bytes == BATCH * 6 * LENGTH * LENGTH * 8
-    (event,) = check(Layer(EAGER["softcap"]), ranks=(2,))[2].events_of(AttentionWrittenOut)
+    (event,) = check(Layer(EAGER["softcap"]), ranks=(2,), attention="ring")[2].events_of(AttentionWrittenOut)
+    assert "left so without ring, which was asked for: " in str(event)
     assert "found aten::tanh" in str(event)
 
 
