@@ -268,12 +268,7 @@ class Rule:
                     f"{self.id}: the replacement raised {type(error).__name__} at {_node_text(match.root)}: {misread}; "
                     "the graph is as before"
                 ) from error
-            refusal = Refusal(
-                rule="",
-                reason=f"the replacement raised {type(error).__name__}: {error}",
-                hint="let the pattern or a constraint exclude the match, or refuse() it",
-                kind=Reason.RAISED,
-            )
+            refusal = _raised(match.root, error)
             raised = self._located(RefusedError(refusal), match)
             _log.warning("%s", raised)
             raise raised from error
@@ -399,6 +394,18 @@ def rule(
         )
 
     return wrap
+
+
+def _raised(root: fx.Node, error: Exception) -> Refusal:
+    """Says that a replacement raised; inside of a vmap, which has no values to compute with, no replacement can run."""
+    vmap = ops.vmap_around(root)
+    if vmap is not None:
+        reason = f"it is inside of a torch.vmap, from %{vmap.name} on, whose values exist only while that runs"
+        hint = "fxrewrite.normalize and the slots of inductor make a vmap operators on whole tensors, which match"
+    else:
+        reason = f"the replacement raised {type(error).__name__}: {error}"
+        hint = "let the pattern or a constraint exclude the match, or refuse() it"
+    return Refusal(rule="", reason=reason, hint=hint, kind=Reason.RAISED)
 
 
 def _node_text(node: fx.Node) -> str:

@@ -9,10 +9,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxrewrite import normalize
 from fxrewrite.errors import Reason, RefusedError, RuleDefinitionError, refuse
 from fxrewrite.pattern import Literal, Pattern, cap, loose, op, shared, trace, where
 from fxrewrite.plan import RuleSet
 from fxrewrite.rule import Rule, rule
+from tests.dynamo import caught
 from tests.rewriting import apply, made, silu, state, targets, traced
 
 aten = torch.ops.aten
@@ -338,6 +340,13 @@ def test_errors_of_a_replacement_name_rule_and_node() -> None:
     (refusal,) = apply(gm, made(lambda x: torch.relu(x), lambda x: torch.matmul(x, x))).refusals
     assert str(refusal).startswith("test.it: the replacement raised RuntimeError: a and b must have same reduction dim")
     assert "at %relu; let the pattern or a constraint exclude the match, or refuse() it" in str(refusal)
+
+
+def test_a_match_inside_of_a_vmap_is_refused_and_holds_where_vmap_is_written_out() -> None:
+    gm, _ = caught(torch.vmap(lambda row: row * torch.sigmoid(row)), X)
+    (refusal,) = apply(gm, silu()).refusals
+    assert str(refusal).startswith("test.it: it is inside of a torch.vmap, from %_vmap_increment_nesting on")
+    assert apply(normalize(gm), silu()).rewrites == 1
 
 
 def test_a_graph_whose_nodes_have_fake_modes_of_their_own_can_be_rewritten() -> None:

@@ -20,11 +20,9 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make
 
 from fxrewrite.errors import refuse
 from fxrewrite.graph.source import CHECKPOINT_TAGS
-from fxrewrite.ops import sets_mode
+from fxrewrite.ops import VMAP_CLOSES, VMAP_OPENS, sets_mode
 
 __all__ = ["without_vmap"]
-
-_OPEN, _CLOSE = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
 
 
 def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
@@ -32,13 +30,13 @@ def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
 
     Returns `gm` itself if it has no vmap. Raises RefusedError for a vmap whose function switches an autograd mode.
     """
-    if not gm.graph.find_nodes(op="call_function", target=_OPEN):
+    if not gm.graph.find_nodes(op="call_function", target=VMAP_OPENS):
         return gm
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     inside, depth = list[fx.Node](), 0
     for node in gm.graph.nodes:
-        depth += (node.target is _OPEN) - (node.target is _CLOSE)
-        if depth or node.target is _CLOSE:
+        depth += (node.target is VMAP_OPENS) - (node.target is VMAP_CLOSES)
+        if depth or node.target is VMAP_CLOSES:
             inside.append(node)
             if not depth:
                 _call_region(graph, gm, inside, copies)

@@ -43,7 +43,13 @@ from fxrewrite.ops.memory import (
     memory_origins as memory_origins,
     memory_written as memory_written,
 )
-from fxrewrite.ops.modes import sets_mode as sets_mode, without_gradients as without_gradients
+from fxrewrite.ops.modes import (
+    VMAP_CLOSES as VMAP_CLOSES,
+    VMAP_OPENS as VMAP_OPENS,
+    sets_mode as sets_mode,
+    vmap_around as vmap_around,
+    without_gradients as without_gradients,
+)
 from fxrewrite.ops.names import (
     is_of_a_library as is_of_a_library,
     named_operator as named_operator,

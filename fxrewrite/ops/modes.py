@@ -1,4 +1,4 @@
-"""Switches of torch's modes in a graph: autograd and autocast."""
+"""Switches of torch's modes in a graph: autograd, autocast and vmap."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch import fx
+from torch._functorch import predispatch
 
-__all__ = ["sets_mode", "without_gradients"]
+__all__ = ["VMAP_CLOSES", "VMAP_OPENS", "sets_mode", "vmap_around", "without_gradients"]
+
+VMAP_OPENS, VMAP_CLOSES = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
+"""What Dynamo calls where a `torch.vmap` begins and ends."""
 
 _MODE_SWITCHES = frozenset(
     {
@@ -35,3 +39,16 @@ def without_gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
         elif switch is not None:
             found[node] = switch
     return found
+
+
+def vmap_around(node: fx.Node) -> fx.Node | None:
+    """Returns where the outermost vmap begins that the node is in, or None."""
+    opened: list[fx.Node] = []
+    for one in node.graph.nodes:
+        if one is node:
+            break
+        if one.target is VMAP_OPENS:
+            opened.append(one)
+        elif one.target is VMAP_CLOSES:
+            opened.pop()
+    return opened[0] if opened else None

@@ -69,6 +69,13 @@ def _prefix(length: int) -> torch.Tensor:
     return _causal(length) | (columns < 7)
 
 
+def _alibi(length: int) -> torch.Tensor:
+    """Half the distance to an earlier key, and a number that hides the later ones. [S, S]"""
+    rows, columns = _positions(length)
+    bias = (columns - rows) * torch.tensor(0.5, dtype=torch.float64)
+    return torch.where(_causal(length), bias, torch.finfo(torch.float64).min)
+
+
 MASKS: dict[str, Attend] = {
     "none": lambda q, k, v, **gqa: sdpa(q, k, v, scale=0.4, **gqa),
     "causal": lambda q, k, v, **gqa: sdpa(q, k, v, is_causal=True, **gqa),
@@ -76,6 +83,7 @@ MASKS: dict[str, Attend] = {
     "documents": lambda q, k, v, **gqa: sdpa(q, k, v, _documents(q.shape[2]), **gqa),
     "padding": lambda q, k, v, **gqa: sdpa(q, k, v, _padding(q.shape[2]), **gqa),
     "prefix": lambda q, k, v, **gqa: sdpa(q, k, v, _prefix(q.shape[2]), **gqa),
+    "ALiBi": lambda q, k, v, **gqa: sdpa(q, k, v, _alibi(q.shape[2]), **gqa),
 }
 
 
@@ -183,8 +191,8 @@ lengths.
 - *refused (n)*: the n-th sentence below the table is what the user reads; it names a strategy that serves.
 - Heads are those of queries / of keys and values; MHA has 4 of each, \"6 heads\" 6.
 - Masks: `none`; `causal` by `is_causal`; `window` of 5 keys; packed `documents`, others in each row of the batch;
-  `padding` of the first keys, whose own rows keep none; `prefix`, 7 keys that all rows read. All but `none` also hide
-  later keys, except those of the prefix.
+  `padding` of the first keys, whose own rows keep none; `prefix`, 7 keys that all rows read; `ALiBi`, distances
+  that are added to the scores. All but `none` also hide later keys, except those of the prefix.
 """
 
 
