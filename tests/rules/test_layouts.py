@@ -306,3 +306,7 @@ def test_what_is_added_to_zeros_may_be_sharded(add: Any) -> None:
         other = try_placements(add, args, {}, placements, **given)
     assert (zeros.gathered, other.gathered) == (False, True)
     assert max(zeros.error, other.error) <= TOLERANCE
+
+
+def test_a_number_that_is_unfolded_has_no_dimension_to_shard() -> None:
+    assert free_dims(LAYOUTS, aten.unfold.default, (f(), 0, 1, 1)) is None

@@ -12,7 +12,9 @@ CASES: Cases = {
         case(lambda a, b, c: (f(a, 4 * b, c), f(2 * b, b, 3), None, [1], [1], [1], 4), "0.2"),
         case(lambda a, b, c: (f(a, b, c), f(8, b, 3), f(8), [2], [1]), "0.1 0.2 1.1"),  # a bias is added once
         case(lambda a, b, c: (f(a, b, c), f(8, b, 3), None, [1], [2], [2]), "0.2"),
-        case(lambda a, b, c: (f(a, b, c), f(8, b, 1))),  # one position each
+        case(lambda a, b, c: (f(a, b, c), f(8, b, 1), None, [1], [0], [2])),  # one position each, so no gaps between
+        case(lambda a, b, c: (f(a, b, 2 * c), f(8, b, 2), None, [2], "valid"), "1.2"),
+        case(lambda a, b, c: (f(a, b, 2 * c), f(8, b, 2), None, [2], [0], [2]), "0.2 1.2"),  # with gaps between
     ],
     "conv2d": [
         case(lambda a, b, c: (f(a, 4, 2 * b, 2 * c), f(8, 4, 2, 2), f(8), [2, 2]), "0.1 1.1 1.2 1.3"),  # patches
