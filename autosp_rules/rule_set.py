@@ -9,8 +9,8 @@
     experts_over_ranks            where a plan states experts in shards, each rank computes its own experts' slots of
                                   all tokens
     shard_inputs                  hidden states start sharded on the sequence
-    name_masks                    what dense masks of attention mean is known, to costs and to the report
     find_written_out              attention that no rule made one operator is reported, with the reason
+    name_masks                    what dense masks of attention mean is known, to costs and to the report
     choose_attention              how each attention runs, by its heads; what that strategy needs is written out
     shard_seq_dim                 layout rules by worklist; a redistribution wherever two placements disagree
     refuse_whole                  under `strict`, most matrix products must run sharded

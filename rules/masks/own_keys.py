@@ -22,6 +22,7 @@ from rules.masks.reading import read_mask
 
 __all__ = ["keeps_own_keys"]
 
+_UNKNOWN = "a row may keep no key"
 _known: dict[str, bool | str] = {}
 """By the text of the mask's expression: all layers of a model read the same mask."""
 
@@ -46,7 +47,7 @@ def _look(mask: fx.Node) -> bool | str:
     if is_true_within(diagonal(length if isinstance(length, int) else LONGEST), kept, leaves_of(read)):
         return True
     if symbols_of(length):
-        return "a row may keep no key"
+        return _UNKNOWN
     closed, num_leaves = ClosedValues({}), len(read.places)
     size = closed.size(length)
     sides = [torch.arange(size), torch.arange(size)[:, None]]
@@ -56,4 +57,6 @@ def _look(mask: fx.Node) -> bool | str:
         is_kept = is_true_everywhere(MaskCall("where", (is_own, kept, True)), values, size, size)
     except (LargeValueError, OpenValueError) as error:
         return str(error)
-    return is_kept is True or "a row may keep no key"
+    if closed.others:  # another size, as that of the batch, decides: what holds for its hint may not for others
+        return _UNKNOWN
+    return is_kept is True or _UNKNOWN

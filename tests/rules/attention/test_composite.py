@@ -530,6 +530,23 @@ def test_a_bias_with_own_keys_hides_no_whole_row(name: str, mode: str) -> None:
     )
 
 
+def test_what_keeps_own_keys_for_one_batch_size_may_not_for_another() -> None:
+    """Of 6 keys, 8 sequences hide none; 7 hide the first one, which is all that row 0 has."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(L)
+        hidden = (positions[:, None] < positions) | ((positions + q.shape[0]) % 7 == 0)
+        return torch.softmax(q @ k.mT + torch.zeros(L, L).double().masked_fill(hidden, LEAST), -1) @ v
+
+    args = [torch.randn(8, H, L, E, dtype=torch.float64) for _ in range(3)]
+    for x in args:
+        torch._dynamo.mark_dynamic(x, 0)
+    found, _ = caught(attention, *args, inside=lambda gm: ATTENTION_UNBIASED.apply(normalize(gm)))
+    assert found["attention.fuse_causal_bias"].rewrites == 0
+    still, _ = caught(attention, *map(torch.clone, args), inside=lambda gm: ATTENTION_UNBIASED.apply(normalize(gm)))
+    assert still["attention.fuse_causal_bias"].rewrites == 1, "of 8 sequences alone"
+
+
 DRAWING: dict[str, Function] = {
     "fuse": lambda q, k, v, m, h: F.dropout(torch.softmax(q @ k.mT * SCALE, -1), 0.25) @ v,
     "fuse_scaled_bias": lambda q, k, v, m, h: F.dropout(torch.softmax((q @ k.mT + m) / 3.0, -1), 0.25) @ v,
