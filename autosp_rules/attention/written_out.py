@@ -56,34 +56,36 @@ class FindWrittenOut:
         self._fusions, self._asked = tuple(fusions), asked
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
-        alike: dict[tuple[str, int], list[tuple[fx.Node, str]]] = {}
+        alike: dict[tuple[Any, ...], list[tuple[fx.Node, fx.Node]]] = {}
         for node in edit.nodes():
-            if key(node) in _SOFTMAX and (weighted := _weighted(node)) is not None:
-                expected, found = self._why(weighted)
-                scores = fake_value(node)
-                num_bytes = product(map(size_hint, scores.shape)) * scores.element_size()
-                alike.setdefault((expected, num_bytes), []).append((node, f"{expected}, found {found}"))
-        for (_, num_bytes), calls in alike.items():
-            first, why = calls[0]
+            if key(node) in _SOFTMAX and (found := _weighted(node)) is not None:
+                weighted, between = found
+                alike.setdefault((str(fake_value(node).shape), key(weighted), *between), []).append((node, weighted))
+        for calls in alike.values():
+            first, weighted = calls[0]
+            scores = fake_value(first)
+            num_bytes = product(map(size_hint, scores.shape)) * scores.element_size()
+            event = AttentionWrittenOut(num_calls=len(calls), why=self._why(weighted), num_bytes=num_bytes)
             where = {"first": first.name, "source": source_line(first), "asked": self._asked}
-            event = AttentionWrittenOut(num_calls=len(calls), why=why, num_bytes=num_bytes)
             report.events.append(event.model_copy(update=where))
         return 0
 
     def text(self) -> str:
         return "an event for attention that no rule made one operator, with the condition that failed"
 
-    def _why(self, weighted: fx.Node) -> tuple[str, str]:
+    def _why(self, weighted: fx.Node) -> str:
         """Returns what the rule expected that came nearest, and what it found."""
         misses = [miss for rule in self._fusions for miss in rule.explain_in([weighted]).misses]
         if not misses:
-            return "a matmul of the weights and the values", key(weighted)
+            return f"a matmul of the weights and the values, found {key(weighted)}"
         nearest = max(misses, key=lambda miss: miss.failure.passed / miss.num_conditions)
-        return nearest.failure.expected, nearest.failure.found
+        return f"{nearest.failure.expected}, found {nearest.failure.found}"
 
 
-def _weighted(softmax: fx.Node) -> fx.Node | None:
-    """The product of weights and values, if this softmax over the last dimension is of scores; else None.
+def _weighted(softmax: fx.Node) -> tuple[fx.Node, list[str]] | None:
+    """The product of weights and values, if this softmax over the last dimension is of scores, and what is before it.
+
+    The latter are the operators from which calls that are alike, as those of equal layers, can be told.
 
     Scores are products of activations, weights are read by another one as its first operand. On the way to both,
     values keep their rows and columns.
@@ -98,10 +100,13 @@ def _weighted(softmax: fx.Node) -> fx.Node | None:
     def users(node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if key(user) not in _PRODUCTS and _sides(user) == sides]
 
-    if not any(key(node) in _PRODUCTS for node in reached([softmax], operands)):
+    between = sorted(map(key, reached([softmax], operands)))
+    if _PRODUCTS.isdisjoint(between):
         return None
     readers = ((weights, user) for weights in reached([softmax], users) for user in weights.users)
-    return next((user for x, user in readers if key(user) in _PRODUCTS and user.all_input_nodes[0] is x), None)
+    products = (user for x, user in readers if key(user) in _PRODUCTS and user.all_input_nodes[0] is x)
+    weighted = next(products, None)
+    return None if weighted is None else (weighted, between)
 
 
 def _sides(node: fx.Node) -> tuple[Size, ...]:

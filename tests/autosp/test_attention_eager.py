@@ -129,6 +129,7 @@ def test_written_out(name: str) -> None:
 
 def test_the_report_says_why_it_stays_written_out() -> None:
     (event,) = check(Layer(EAGER["window"]), ranks=(2,))[2].events_of(AttentionWrittenOut)
+    assert event.num_calls == 1
     assert event.why.startswith("keeps_own_keys(mask), found %")
     assert event.num_bytes == BATCH * 6 * LENGTH * LENGTH * 8
     (event,) = check(Layer(EAGER["softcap"]), ranks=(2,), attention="ring")[2].events_of(AttentionWrittenOut)
