@@ -13,7 +13,7 @@ ON_RANKS = EXAMPLES / "parallelisms.py"
 PLANS = [
     ["hsdp", "context", "experts"],
     ["replicas", "zero2", "zero3", "tensor", "sequence_tensor"],
-    ["tensor_sequence", "transformers", "sequence", "experts_alone"],
+    ["tensor_sequence", "transformers", "sequence", "sequence_zero3", "experts_alone"],
 ]
 
 

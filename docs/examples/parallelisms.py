@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from autosp_rules.parallelism import AUTOSP, CONTEXT
+from autosp_rules.parallelism import AUTOSP, AUTOSP_ZERO3, CONTEXT
 from fxrewrite.spmd import shard_parameters, spmd
 from rules.parallel import DATA, EXPERT_ZERO3, EXPERTS, MEGATRON, MEGATRON_SP, ZERO2, ZERO3, from_transformers
 
@@ -42,6 +42,7 @@ PLANS = {  # the plan; the sizes of its axes, outermost first; the model
     "tensor_sequence": (ZERO3 | MEGATRON_SP, {"dp": 2, "tp": 2}, llama),
     "transformers": (DATA | from_transformers(llama(), "tp"), {"dp": 2, "tp": 2}, llama),
     "sequence": (ZERO3 | AUTOSP, {"dp": 2, "sp": 2}, llama),
+    "sequence_zero3": (ZERO3 | AUTOSP_ZERO3, {"dp": 2, "sp": 2}, llama),
     "sequence_tensor": (AUTOSP | MEGATRON, {"sp": 2, "tp": 2}, llama),
     "context": (ZERO3 | CONTEXT, {"dp": 2, "sp": 2}, llama),
     "experts": (EXPERT_ZERO3, {"dp": 4}, mixtral),

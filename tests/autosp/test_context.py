@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autosp_rules.parallelism import CONTEXT, CONTEXT_ZIGZAG
-from fxrewrite.spmd import Parallelism, Parallelisms, Replicate, input_placements
+from autosp_rules.parallelism import CONTEXT, CONTEXT_ZERO3, CONTEXT_ZIGZAG
+from fxrewrite.spmd import Parallelism, Parallelisms, input_placements
 from fxrewrite.testing import simulate
 from rules.parallel import ZERO3
 from tests.rules.parallel.models import build
@@ -35,6 +35,7 @@ def gpt2() -> Any:
         ("GPT2", {}, CONTEXT_ZIGZAG, {"sp": 2}, {}),
         ("Gemma2", {"head_dim": 8, "sliding_window": 12}, CONTEXT_ZIGZAG, {"sp": 2}, {"attention_mask": MASK}),
         ("Llama", {}, ZERO3 | CONTEXT_ZIGZAG, {"dp": 2, "sp": 2}, {"position_ids": POSITIONS}),
+        ("Llama", {}, ZERO3 | CONTEXT_ZERO3, {"dp": 2, "sp": 2}, {"position_ids": POSITIONS}),
     ],
 )
 @pytest.mark.some(2)
@@ -52,5 +53,5 @@ def test_dense_models(
     found = simulate(model, {"input_ids": IDS, "labels": labels.clone(), **more}, plan, mesh)
     assert found.loss_error < 1e-6, str(found)  # transformers computes losses in float32, and Gemma 2 its norms
     assert found.grad_error < (1e-7 if family == "Gemma2" else 1e-12), str(found)
-    held = [held["sp"] for held in input_placements(found.program) if held.get("sp", Replicate()) != Replicate()]
+    held = [held for held in input_placements(found.program) if getattr(held.get("sp"), "dim", None) == 1]
     assert len(held) == 2 + len(more), "of ids, labels, and what else is given"

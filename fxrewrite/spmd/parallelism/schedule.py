@@ -10,7 +10,7 @@ is first read, so that few layers are whole at a time, and has the tag by which 
 again in the backward pass: kept, all of them together would be the whole model. What is gathered last is kept, since
 the backward pass begins with it, and so is what `Stored(..., kept=True)` says. What one layer reads first is gathered
 by one collective (a bucket), whose adjoint is one reduce-scatter, and which starts where the bucket before is first
-read.
+read. What is gathered over several axes has a bucket of each, and each starts a layer ahead of what reads it.
 What is first read while gradients are off, and has other readers too, is gathered before they were switched off.
 A layer is a module of a list, the outermost if they are nested; parameters outside of lists share buckets with their
 neighbours. A bucket's values have one axis and dtype, and all or none of them require gradients.
@@ -38,7 +38,8 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -86,52 +87,75 @@ class Schedule:
         return self._average_together(edit) + self._gather_late(edit, means, context)
 
     def _send_less(self, edit: Edit) -> dict[fx.Node, _Means]:
-        """Cast before gathers, and average after their adjoints; returns the means that are left to take of each."""
-        _, gathered = _of_parameters(edit.nodes())
+        """Cast before gathers, and average after their adjoints; returns the means that are left to take of each.
+
+        Over several axes, means are handed on to the first gather, whose gradient is the smallest.
+        """
+        depth = _depths(edit.nodes())
+        gathers = [node for node in depth if node.target in _GATHERS]
         means: dict[fx.Node, _Means] = {}
-        for node in edit.nodes():
-            if _starts(node, gathered):
-                read, of_gradient = _read_as(node)
-                averaged = self._gradients_first(edit, node, of_gradient)
-                means[self._cast_first(edit, node, read)] = averaged
+        for node in sorted(gathers, key=depth.__getitem__, reverse=True):
+            read, of_gradient = _read_as(node)
+            averaged = self._gradients_first(edit, node, of_gradient)
+            gather = self._cast_first(edit, node, read)
+            means[gather] = averaged if depth[node] == 1 else ()
+            if depth[node] > 1:
+                self._average(edit, gather, _sent(gather), averaged)
         return means
 
     def _gather_late(self, edit: Edit, means: Mapping[fx.Node, _Means], context: SpmdContext) -> int:
-        """Gather what one layer reads by one collective, a layer ahead if stated; returns how many nodes were moved."""
-        nodes = edit.nodes()
-        at = {node: position for position, node in enumerate(nodes)}
-        _, gathered = _of_parameters(nodes)
-        off = without_gradients(nodes)
-        first_read: dict[fx.Node, fx.Node] = {}
-        differentiated = set[fx.Node]()
-        for node in reversed(nodes):  # users first
-            if node in gathered and node.users:
-                if any(user in differentiated or (user not in gathered and user not in off) for user in node.users):
-                    differentiated.add(node)
-                readers = [first_read.get(user, user) for user in node.users]
-                if node in differentiated:
-                    readers = [off.get(reader, reader) for reader in readers]
-                first_read[node] = min(readers, key=at.__getitem__)
-        for node in nodes:
-            if node in first_read:
-                edit.move(node, first_read[node])
-        starts = [node for node in first_read if _starts(node, gathered)]
-        buckets = _buckets(edit, starts, first_read, apart=differentiated)
+        """Gather what one layer reads by one collective of each axis, a layer ahead if stated; returns how many nodes
+        were moved.
+
+        The last gathers are placed first: where they start is where the gathers before them are read.
+        """
+        reads = _Reads.of(edit.nodes())
+        for node in reads.nodes:
+            edit.move(node, reads.first[node])
+        starts = [node for node in reads.gathers if reads.depth[node] == 1]
+        buckets = _buckets(edit, starts, reads.first, apart=reads.differentiated)
+        self._compute_again(edit, reads, buckets, context)
+        last = max(reads.left.values(), default=0)
+        for left in range(last + 1):
+            one = _Reads.of(edit.nodes(), left) if last else reads
+            if last:
+                buckets = _buckets(edit, one.gathers, one.first, apart=one.differentiated)
+            self._place(edit, one, buckets, means, is_ahead=context.is_ahead)
+        return len(reads.first)
+
+    def _compute_again(
+        self, edit: Edit, reads: _Reads, buckets: Sequence[Sequence[fx.Node]], context: SpmdContext
+    ) -> None:
+        """Tag what is gathered to be gathered again in the backward pass, but for what is kept."""
         kept = {node for bucket in buckets for node in bucket if node.meta.get("recompute") == KEPT}
-        if buckets and not context.is_part:
-            kept |= set(buckets[-1])  # the backward pass reads it at once
-        again, given_up = set[fx.Node](), gathered - kept
+        if buckets and not context.is_part:  # the backward pass reads the last layer at once
+            last = layer_of(_look(buckets[-1][0])[0])
+            of_last = itertools.takewhile(lambda bucket: layer_of(_look(bucket[0])[0]) == last, reversed(buckets))
+            kept |= set(itertools.chain(*of_last))
+        again, given_up = set[fx.Node](), set(reads.depth) - kept
         region = next(_regions)  # one: between two regions the partitioner saves what one reads of the other
-        for node in nodes:
-            if node in first_read and (not again.isdisjoint(node.all_input_nodes) or _starts(node, given_up)):
+        for node in reads.nodes:
+            starts = node in given_up and node.target in _GATHERS and reads.depth[node] == 1
+            if starts or not again.isdisjoint(node.all_input_nodes):
                 again.add(node)
                 edit.set_meta(node, "recompute", CheckpointPolicy.MUST_RECOMPUTE)
                 edit.set_meta(node, "ac_graph_id", region)
+
+    def _place(
+        self,
+        edit: Edit,
+        reads: _Reads,
+        buckets: Sequence[Sequence[fx.Node]],
+        means: Mapping[fx.Node, _Means],
+        *,
+        is_ahead: bool,
+    ) -> None:
+        """Start each bucket's collective where the bucket before is first read, or where it is read itself."""
         waits = [min(bucket[0].users) for bucket in buckets]
         for position, bucket in enumerate(buckets):
-            before = waits[max(position - context.is_ahead, 0)]
-            if bucket[0] in differentiated:
-                before = off.get(first_read[before], before)
+            before = waits[max(position - is_ahead, 0)]
+            if bucket[0] in reads.differentiated:
+                before = reads.off.get(reads.first[before], before)
             for needed in _operands(bucket):
                 if not needed < before:
                     edit.move(needed, before)
@@ -140,7 +164,6 @@ class Schedule:
                 self._average(edit, bucket[0], _sent(bucket[0]), means[bucket[0]])
             else:
                 self._together(edit, bucket, means, before)
-        return len(first_read)
 
     def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> _Means:
         """Remove these nodes after a gather; scales go to its operand, and the means are returned, with its own."""
@@ -148,6 +171,8 @@ class Schedule:
         node = _sent(gather)
         # What reads another value as well may be a chunk, and ranks that average have others: a row of an index.
         while node.op == "call_function" and len(node.users) == len(node.all_input_nodes) == 1:
+            if node.target in _GATHERS:
+                break
             before = node.all_input_nodes[0]
             if node.target == MEAN_GRADIENT:
                 means.append(node.args[1:])
@@ -195,8 +220,8 @@ class Schedule:
 
     def _average_together(self, edit: Edit) -> int:
         """One mean of all gradients of a layer's parameters that ranks average alike; returns how many there are."""
-        of_parameters, _ = _of_parameters(edit.nodes())
-        means = [node for node in edit.nodes() if node.target == MEAN_GRADIENT and node in of_parameters and node.users]
+        depth = _depths(edit.nodes())
+        means = [node for node in depth if node.target == MEAN_GRADIENT and node.users]
         own = [node for node in means if len(node.all_input_nodes[0].users) == 1]
         first_read = {node: min(node.users) for node in own}
         found = [bucket for bucket in _buckets(edit, own, first_read) if len(bucket) > 1]
@@ -254,28 +279,69 @@ class Schedule:
         )
 
 
-def _of_parameters(nodes: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What is computed of parameters alone, and which of that depends on an all-gather."""
-    of_parameters, gathered, off = set[fx.Node](), set[fx.Node](), without_gradients(nodes)
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Where what is gathered of parameters is first read."""
+
+    depth: dict[fx.Node, int]
+    """Of all that is computed of parameters alone: how many gathers lie on the way to it."""
+    left: dict[fx.Node, int]
+    """Of what is gathered: how many gathers, over other axes, lie on the way from it to what reads it."""
+    first: dict[fx.Node, fx.Node]
+    """The first reader of each gathered node that is read."""
+    differentiated: set[fx.Node]
+    """Gathered nodes that are read while gradients are on."""
+    off: Mapping[fx.Node, fx.Node]
+    """Of nodes that run while gradients are off: where they were switched off."""
+
+    @classmethod
+    def of(cls, nodes: Sequence[fx.Node], left: int | None = None) -> _Reads:
+        """Of all that is gathered, or of that in front of so many more gathers, to which these are readers."""
+        depth, off = _depths(nodes), without_gradients(nodes)
+        at = {node: position for position, node in enumerate(nodes)}
+        more, first, differentiated = dict[fx.Node, int](), dict[fx.Node, fx.Node](), set[fx.Node]()
+        for node in reversed(nodes):  # users first
+            if not depth.get(node) or not node.users:
+                continue
+            more[node] = max((more[user] + (user.target in _GATHERS) for user in node.users if user in more), default=0)
+            if any(user in differentiated or (not depth.get(user) and user not in off) for user in node.users):
+                differentiated.add(node)
+            if left is None or more[node] == left:
+                readers = [first.get(user, user) for user in node.users]
+                if node in differentiated:
+                    readers = [off.get(reader, reader) for reader in readers]
+                first[node] = min(readers, key=at.__getitem__)
+        return cls(depth, more, first, differentiated, off)
+
+    @property
+    def nodes(self) -> Iterator[fx.Node]:
+        """Those with a reader, in the order of the graph."""
+        return (node for node in self.depth if node in self.first)
+
+    @property
+    def gathers(self) -> list[fx.Node]:
+        return [node for node in self.nodes if node.target in _GATHERS]
+
+
+def _depths(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """How many gathers lie on the way from parameters to each node that is computed of them alone, in their order."""
+    depth, off = dict[fx.Node, int](), without_gradients(nodes)
     for node in nodes:
         if node.op == "placeholder":
             if is_parameter(node):
-                of_parameters.add(node)
+                depth[node] = 0
             continue
         reads = node.all_input_nodes
         is_repeatable = is_pure(node) or node.target in COLLECTIVES.values()
-        if not (
+        if (
             node.op == "call_function"
             and is_repeatable
             and node not in off
             and reads
-            and of_parameters.issuperset(reads)
+            and all(read in depth for read in reads)
         ):
-            continue
-        of_parameters.add(node)
-        if node.target in _GATHERS or not gathered.isdisjoint(reads):
-            gathered.add(node)
-    return of_parameters, gathered
+            depth[node] = max(depth[read] for read in reads) + (node.target in _GATHERS)
+    return depth
 
 
 def _read_as(gather: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
@@ -296,10 +362,6 @@ def _read_as(gather: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 def _cast_to(node: fx.Node) -> torch.dtype | None:
     dtype = node.args[1] if node.target == aten.to.dtype and len(node.args) == 2 else None
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def _starts(node: fx.Node, gathered: set[fx.Node]) -> bool:
-    return node.target in _GATHERS and node in gathered and gathered.isdisjoint(node.all_input_nodes)
 
 
 def _buckets(

@@ -7,7 +7,7 @@ import copy
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from autosp_rules.parallelism import CONTEXT_ZIGZAG
+from autosp_rules.parallelism import AUTOSP_ZERO3, CONTEXT_ZIGZAG
 from fxrewrite import FxRewriteError
 from fxrewrite.spmd import (
     AtBorder,
@@ -49,12 +49,17 @@ from tests.versions import TORCH
 IDS = torch.arange(96).reshape(8, 12) * 7 % 61
 
 
-def decoder(*, tied: bool = False, layers: int = 1) -> nn.Module:
+def decoder(*, tied: bool = False, layers: int = 1, vocabulary: int = 62) -> nn.Module:
     """In float64; two ranks divide its vocabulary, and four do not; its key and value heads are shared."""
     torch.manual_seed(0)
     widths = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4}
     config = LlamaConfig(
-        vocab_size=62, num_key_value_heads=2, use_cache=False, tie_word_embeddings=tied, attention_dropout=0.0, **widths
+        vocab_size=vocabulary,
+        num_key_value_heads=2,
+        use_cache=False,
+        tie_word_embeddings=tied,
+        attention_dropout=0.0,
+        **widths,
     )
     return LlamaForCausalLM(config).double()
 
@@ -87,9 +92,16 @@ def largest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def train(model: nn.Module, step: Any, ids: torch.Tensor, *, steps: int, clip: float = 0.0) -> None:
-    """Steps of SGD, with momentum and over two micro-batches each where gradients are clipped."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 if clip else 0.0)
+def memory(values: Iterable[torch.Tensor]) -> int:
+    """Bytes that the allocator holds for these, of DTensors their shards; what two of them share is counted once."""
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    return sum({s.data_ptr(): s.nbytes() for s in (value.untyped_storage() for value in local)}.values())
+
+
+def train(model: nn.Module, step: Any, ids: torch.Tensor, *, steps: int, clip: float = 0.0) -> dict[str, int]:
+    """Steps of SGD with momentum, over two micro-batches each where gradients are clipped; what is held after it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    held = dict[str, int]()
     for _ in range(steps):
         *first, last = ids.chunk(2) if clip else [ids]
         with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
@@ -99,7 +111,13 @@ def train(model: nn.Module, step: Any, ids: torch.Tensor, *, steps: int, clip: f
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
+        held = {
+            "parameters": memory(model.parameters()),
+            "gradients": memory(p.grad for p in model.parameters() if p.grad is not None),
+            "momentum": memory(state["momentum_buffer"] for state in optimizer.state.values()),
+        }
         optimizer.zero_grad()
+    return held
 
 
 def compared(
@@ -112,34 +130,32 @@ def compared(
     **how: Any,
 ) -> dict[str, Any]:
     """Trains the same model on one device and over the mesh."""
-    one = model_of(tied=how.pop("tied", False), layers=how.pop("layers", 1))
+    one = model_of(**{name: how.pop(name) for name in ("tied", "layers", "vocabulary") if name in how})
     if how.pop("frozen", False):
         one.model.embed_tokens.requires_grad_(requires_grad=False)
     if how.pop("checkpointed", False):
         one.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model = shard_parameters(copy.deepcopy(one), plan, mesh)
-    held = sum(parameter.to_local().numel() for parameter in model.parameters())
-    share = held / sum(parameter.numel() for parameter in one.parameters())
     start = parameters_of(one)
     parts = IDS.chunk(2) if how.get("clip") else [IDS]
     for member in plan.members:
         if member.data == "own":
             parts = [part.chunk(mesh[member.axis].size())[mesh.get_local_rank(member.axis)] for part in parts]
     mine = torch.cat(list(parts))
-    if "sp" in mesh.mesh_dim_names:  # this rank's two blocks of each sequence
+    if CONTEXT_ZIGZAG in plan.members:  # this rank's two blocks of each sequence
         blocks, rank = mine.chunk(2 * mesh["sp"].size(), 1), mesh.get_local_rank("sp")
         mine = torch.cat([blocks[rank], blocks[-1 - rank]], 1)
     backend = spmd(plan, mesh=mesh, inner=inner, regions=regions)
     step = torch.compile(model, backend=backend, fullgraph=model_of is not hooked)
-    train(model, step, mine, steps=3, **how)
-    train(one, one, IDS, steps=3, **how)
+    held = train(model, step, mine, steps=3, **how)
+    of_one = train(one, one, IDS, steps=3, **how)
     expected = parameters_of(one)
     with whole_parameters():
         evaluated = model(input_ids=IDS).logits - one(input_ids=IDS).logits
     return {
         "parameters": largest(parameters_of(model), expected) / largest(expected, start),
         "evaluated": evaluated.abs().max().item(),
-        "held": share,
+        "held": max(held[kind] / of_one[kind] for kind in held),
         "regions": [str(event) for report in backend.reports for event in report.events_of(RegionsCompiled)],
     }
 
@@ -282,9 +298,8 @@ def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
     return {"said": said}
 
 
-def resumed(first: DeviceMesh, second: DeviceMesh, folder: Path) -> float:
+def resumed(plan: Parallelisms, first: DeviceMesh, second: DeviceMesh, folder: Path) -> float:
     """Saves a model from one mesh, and loads it on another, from the meta device; and that one into FSDP2's shards."""
-    plan = ZERO3 | MEGATRON
     model = shard_parameters(decoder(), plan, first)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
     with torch.device("meta"):
@@ -302,9 +317,19 @@ def resumed(first: DeviceMesh, second: DeviceMesh, folder: Path) -> float:
     return max(largest(parameters_of(other), expected), largest(parameters_of(of_torch), expected))
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def of_eight(folder: Path) -> dict[str, Any]:
+    """Three axes of two processes each, all of which hold parameters in shards."""
+    cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "sp", "tp"))
+    line = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+    plan = ZERO3 | AUTOSP_ZERO3 | MEGATRON
+    return {
+        "ZeRO-3, AutoSP, Megatron": compared(plan, cube, vocabulary=64),
+        "resumed": {"parameters": resumed(plan, cube, line, folder / "saved")},
+    }
+
+
+def of_four(folder: Path) -> dict[str, Any]:
+    """Two axes of two processes each, and one of four."""
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sequence = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
@@ -316,7 +341,7 @@ def main(folder: Path) -> None:
     up = Shard(0, outer=2) if TORCH >= (2, 12) else Shard(0)  # torch 2.11 cannot gather chunks of runs
     of_runs = {param("*.up.weight"): Stored(up), param("*.bias"): Stored(Shard(0), or_whole=True)}
     runs = replace(ZERO3, axis="shard", place=of_runs)
-    cells = {
+    return {
         "accumulated, ZeRO-3, tensor, bfloat16": accumulated(ZERO3 | tensor, square, torch.bfloat16),
         "accumulated, twice in shards": accumulated(
             replace(ZERO2, axis="rep", place=some) | runs, hybrid, torch.float64
@@ -341,8 +366,14 @@ def main(folder: Path) -> None:
         "ranks that differ": differing(square),
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),
-        "resumed": {"parameters": resumed(square, line, folder / "saved")},
+        "resumed": {"parameters": resumed(ZERO3 | MEGATRON, square, line, folder / "saved")},
     }
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cells = of_eight(folder) if dist.get_world_size() == 8 else of_four(folder)
     (folder / f"rank{dist.get_rank()}").write_text(json.dumps(cells))
     dist.destroy_process_group()
 

@@ -133,6 +133,11 @@ def test_what_is_sent(mesh: DeviceMesh) -> None:
     scattered = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2, "all_reduce": 2}  # of a layer's shards
     assert sent == {"forward": {"all_gather_into_tensor": 2}, "backward": scattered}
     torch._dynamo.reset()
+    compiled(ZERO3 | replace(ZERO3, axis="tp"), mesh, inner=inner)(X).backward()
+    # of a layer one over each axis; six rows are divided over tp alone, and the backward pass gathers no others
+    scattered = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 4, "all_reduce": 2}
+    assert sent == {"forward": {"all_gather_into_tensor": 4}, "backward": scattered}
+    torch._dynamo.reset()
     compiled(ZERO3, mesh, inner=inner, model=Autocast())(X).backward()
     assert sent["backward"] == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
     assert dtypes["all_gather_into_tensor"] == {torch.bfloat16}
@@ -420,6 +425,18 @@ def test_on_real_processes(tmp_path: Path) -> None:
         assert cells["replicas, ZeRO-3"]["held"] == 1 / 2
         assert any("regions" in line for line in cells["replicas, ZeRO-3"]["regions"]), cells["replicas, ZeRO-3"]
         assert cells["ZeRO-3, inductor"]["held"] <= 1.02 / 4, "four ranks do not divide the vocabulary"
+
+
+@pytest.mark.some(0)
+@pytest.mark.gloo
+def test_on_eight_processes(tmp_path: Path) -> None:
+    """On 2 x 2 x 2, each holds an eighth of parameters, gradients and optimizer states, to 2 %."""
+    for text in launch("../spmd/parallelism/parallel_worker.py", "", 8, tmp_path):
+        cells = json.loads(text)
+        found = cells["ZeRO-3, AutoSP, Megatron"]
+        assert found["parameters"] <= 1e-6, "a loss over shards of the vocabulary is summed in float32"
+        assert 1 / 8 <= found["held"] <= 1.02 / 8
+        assert cells["resumed"]["parameters"] == 0
 
 
 @pytest.mark.parametrize(
