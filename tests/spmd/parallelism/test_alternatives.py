@@ -14,6 +14,8 @@ from torch import fx, nn
 from torch._dynamo import lookup_backend
 from torch.distributed.device_mesh import DeviceMesh
 
+from autosp_rules.config import AutoSPConfig
+from autosp_rules.parallelism import autosp_parallelism
 from fxrewrite import FxRewriteError
 from fxrewrite.spmd import (
     Alternatives,
@@ -35,6 +37,8 @@ from fxrewrite.testing import explain_placement, fake_mesh, simulate
 from rules.parallel import DATA, ZERO2, ZERO3
 from rules.parallel.heads import WHOLE_HEADS
 from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
+from tests.rules.parallel.models import build
+from tests.rules.parallel.on_ranks import loss_of
 from tests.spmd.parallelism.test_accumulate import Sent
 
 
@@ -150,6 +154,28 @@ def test_every_way_is_exact(name: str) -> None:
     found = simulate(Model().double(), given(8), base.with_way(of[name]), {"tp": 2})
     assert found.loss_error < 1e-12
     assert found.grad_error < 1e-12
+
+
+@pytest.mark.slow
+def test_strategies_of_attention() -> None:
+    """As ways of one plan, beside ZeRO-3; one program serves the lengths whose ways have all been priced."""
+    names: Any = ("ulysses", "ring", "gather_kv")
+    attention = Alternatives("attention", {name: autosp_parallelism(AutoSPConfig(attention=name)) for name in names})
+    plan = Parallelism("sequence", axis="sp", alternatives=[attention])
+    ids = torch.arange(64).reshape(4, 16) * 7 % 61
+    for heads, way, sizes in ((2, "gather_kv", {"sp": 4}), (4, "ulysses", {"sp": 4}), (2, "gather_kv", {"sp": 2})):
+        model, whole = build("Llama", num_key_value_heads=heads), replace(ZERO3, axis="dp") | plan
+        found = simulate(model, {"input_ids": ids, "labels": ids}, whole, {"dp": 2, **sizes})
+        assert [event.way for event in found.report.events_of(Chosen)] == [way]
+        assert found.loss_error < 1e-6, "transformers computes losses in float32"
+        assert found.grad_error < 1e-12, str(found)
+    torch._dynamo.reset()
+    with fake_mesh((2,), ("sp",)) as mesh:
+        backend = spmd(plan, mesh=mesh, inner="eager")
+        step = torch.compile(loss_of(build("Llama")), backend=backend, dynamic=True)
+        for length in (16, 12, 8):
+            step(input_ids=ids[:, :length].clone(), labels=ids[:, :length].clone()).backward()
+    assert len(backend.reports) == 1
 
 
 def test_what_is_chosen_follows_from_sizes() -> None:
