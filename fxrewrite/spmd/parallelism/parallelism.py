@@ -190,6 +190,7 @@ class Parallelism:
         kinds = {
             "rules": (Rule, RuleSet, Step),
             "placed": (Rule, RuleSet, Step),
+            "lowered": (Rule, RuleSet, Step),
             "layouts": LayoutRule,
             "expect": Sends,
             "alternatives": Alternatives,
@@ -200,6 +201,8 @@ class Parallelism:
             if wrong:
                 expected = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
                 raise FxRewriteError(f"{self.name}: {field_name} is a list of {expected}, and has {wrong[0]!r}")
+        if not isinstance(self.method, RuleSet | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FxRewriteError(f"{self.name}: method is a RuleSet, and not {self.method!r}")
         for site, placed in self.place.items():
             if not isinstance(site, Site):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"{self.name}: {site!r} names no site; write param({site!r}), for parameters")

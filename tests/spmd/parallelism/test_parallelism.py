@@ -247,6 +247,10 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
     refused(mesh, twice, said)
     with pytest.raises(FxRewriteError, match="expect is a list of Sends, and has"):
         replace(TENSOR, expect=sends(all_reduce=1))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FxRewriteError, match="tensor: method is a RuleSet, and not "):
+        replace(TENSOR, method=[])  # pyright: ignore[reportArgumentType]
+    with pytest.raises(FxRewriteError, match="lowered is a list of Rule or RuleSet or Step, and has 'mine'"):
+        replace(TENSOR, lowered=["mine"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match="rules is a list of Rule or RuleSet or Step, and has 'mine'"):
         replace(TENSOR, rules=["mine"])  # pyright: ignore[reportArgumentType]
 
