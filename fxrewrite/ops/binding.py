@@ -262,7 +262,7 @@ def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Signature | 
 def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
     """Returns the first signature, in torch's order of overloads, that every argument fits."""
     if "::" not in keys.call_key(target, args, kwargs) and keys.wrapper_of(target) is not None:
-        return _python_signature(target, len(args), tuple(kwargs))
+        return _python_signature(keys.python_function(target), len(args), tuple(kwargs))
     signatures = _signatures(target, len(args), tuple(kwargs), _spread_from(target, args))
     # torch wraps a number into a 0-dim tensor only if no overload takes the number itself, hence two rounds.
     for numbers_as_tensors in (False, True):
@@ -308,7 +308,7 @@ def _signatures(target: Any, count: int, keywords: tuple[str, ...], rest: int | 
     """Returns the signatures of all signatures with this many positional arguments and these keywords."""
     wrapper = keys.wrapper_of(target)
     if wrapper is not None:
-        return [_wrapped_signature(target, wrapper, count, keywords)]
+        return [_wrapped_signature(keys.python_function(target), wrapper, count, keywords)]
     if isinstance(target, str) and target in CASTS:
         target, extra = "to", {"dtype": CASTS[target]}
         cast = _signature(schema_of(torch.ops.aten.to.dtype), count, keywords, rest, extra)

@@ -15,7 +15,7 @@ from torch import fx
 from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.names import operator_of
-from fxrewrite.ops.tables import ALIASES, CASTS, OPERATORS, WRAPPERS, Wrapper, parameters_of
+from fxrewrite.ops.tables import ALIASES, CASTS, METHODS, OPERATORS, WRAPPERS, Wrapper, parameters_of
 from fxrewrite.ops.value import is_scalar
 
 __all__ = ["callee", "key", "wrapper_of"]
@@ -51,6 +51,8 @@ def _method_key(name: str) -> str:
         return f"aten::{_DUNDERS[name]}"
     if name in CASTS:
         return "aten::to"
+    if name in METHODS:
+        return _aten_key(WRAPPERS[METHODS[name]].name)
     return _aten_key(name) if _is_aten(name) else f"torch.Tensor.{name}"
 
 
@@ -163,8 +165,8 @@ def possible_keys(target: Any) -> tuple[str, ...]:
     found = key(target)
     if target in OPERATORS:
         return found, f"operator.{target.__name__}"
-    if target in WRAPPERS:
-        return found, f"{found}_", _python_name(target)
+    if wrapper_of(target) is not None:
+        return found, f"{found}_", _python_name(python_function(target))
     return (found, "aten::split_with_sizes") if found == "aten::split" else (found,)
 
 
@@ -174,7 +176,7 @@ def _resolver(target: Any) -> str | Callable[[fx.Node], str]:
     if target in OPERATORS:
         on_numbers = f"operator.{target.__name__}"  # sizes are added and multiplied too
         return lambda node: on_numbers if is_scalar(node) else found
-    if target in WRAPPERS or found == "aten::split":
+    if wrapper_of(target) is not None or found == "aten::split":
         return lambda node: call_key(target, node.args, node.kwargs)
     return found
 
@@ -182,7 +184,8 @@ def _resolver(target: Any) -> str | Callable[[fx.Node], str]:
 def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Returns the key of `target(*args, **kwargs)`; for some targets the arguments decide between two operators."""
     found = key(target)
-    wrapper = None if isinstance(target, str) else WRAPPERS.get(target)
+    target = python_function(target)
+    wrapper = wrapper_of(target)
     if wrapper is None:
         return _by_argument(found, args, kwargs)
     given = dict(zip(_parameter_names(target), args, strict=False)) | dict(kwargs)
@@ -211,7 +214,13 @@ def _by_argument(found: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def wrapper_of(target: Any) -> Wrapper | None:
     """Returns the table entry of a Python function that wraps one ATen operator, or None."""
+    target = python_function(target)
     return None if isinstance(target, str) else WRAPPERS.get(target)
+
+
+def python_function(target: Any) -> Any:
+    """Returns the function that a tensor method is, of those that are written in Python; anything else as it is."""
+    return METHODS.get(target, target) if isinstance(target, str) else target
 
 
 def _parameter_names(target: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch._jit_internal import boolean_dispatched
 __all__ = [
     "ALIASES",
     "CASTS",
+    "METHODS",
     "OPERATORS",
     "RENAMED_KEYWORDS",
     "VARARGS",
@@ -162,6 +163,15 @@ def _is_zero(value: Any) -> bool:
     return value == 0
 
 
+def _is_no_vector_norm(value: Any) -> bool:
+    """True for a norm of matrices by its name; "fro" is that of the vector of all entries."""
+    return value != "fro" and not isinstance(value, (int, float))
+
+
+def _order(value: Any) -> Any:
+    return 2 if value == "fro" else value
+
+
 def _has_none(value: Any) -> bool:
     """True for an output size that is in part the input's."""
     return value is None or (isinstance(value, (list, tuple)) and None in value)
@@ -260,5 +270,18 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
     F.soft_margin_loss: Wrapper("soft_margin_loss", _UNARY, needs_default=_LOSS, convert={"reduction": _reduction}),
     F.pad: Wrapper("pad", _UNARY),
     torch.Tensor.unflatten: Wrapper("unflatten"),
+    torch.functional.norm: Wrapper(
+        "linalg_vector_norm",
+        {"self": "input", "ord": "p"},
+        needs_default=("out",),
+        unless={"p": _is_no_vector_norm},
+        convert={"ord": _order},
+    ),
+    torch.Tensor.norm: Wrapper(
+        "linalg_vector_norm", {"ord": "p"}, unless={"p": _is_no_vector_norm}, convert={"ord": _order}
+    ),
 }
 """Python functions of torch that are exactly one ATen operator; the key of other functions is their own name."""
+
+METHODS: Mapping[str, Callable[..., Any]] = {"norm": torch.Tensor.norm}
+"""Tensor methods by name that are Python functions with a table entry, and not the operator of their name."""

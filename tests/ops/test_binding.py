@@ -80,6 +80,8 @@ def test_a_function_that_torch_dispatches_by_a_flag_is_bound_as_its_operator(bou
         (bind(torch.add, X, Y, alpha=2), {"self": X, "other": Y, "alpha": 2}),
         (bind("float", X)["dtype"], torch.float32),
         (bind(torch.cat, [X, Y]), {"tensors": [X, Y], "dim": 0}),
+        (bind("norm", X, dim=-1), bind(aten.linalg_vector_norm.default, X, 2, [-1])),
+        (bind(torch.norm, X, 1, -1, True), bind(aten.linalg_vector_norm.default, X, 1, [-1], True)),
         (bind("contiguous", X)["memory_format"], torch.contiguous_format),
     ],
 )  # fmt: skip

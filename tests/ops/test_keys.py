@@ -65,6 +65,14 @@ SPELLINGS = {
         (aten.max_pool2d.default, "x", [2, 2]),
     ],
     "torch.nn.functional.max_pool2d": [(F.max_pool2d, "x", 2, None, 0, 1, False, True)],
+    "aten::linalg_vector_norm": [
+        ("norm", "x", 2, -1),
+        ("norm", "x"),
+        (torch.Tensor.norm, "x", "fro", [-1]),
+        (torch.norm, "x", 2, -1),
+        (aten.linalg_vector_norm.default, "x", 2, [-1]),
+    ],
+    "torch._tensor.Tensor.norm": [("norm", "x", "nuc"), (torch.Tensor.norm, "x", "nuc")],
     "aten::clamp": [(torch.clip, "x", 0, 1), ("clamp", "x", 0, 1)],
 }
 

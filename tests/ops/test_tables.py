@@ -114,11 +114,18 @@ CALLS = {
     F.l1_loss: [(A, B), (A, B, None, None, "none")],
     F.binary_cross_entropy_with_logits: [(A, B), (A, B, B, None, None, "sum", B[0])],
     F.pad: [(A, (1, 2)), (A, [1, 0], "constant", 3.0)],
+    torch.functional.norm: [
+        (A,),
+        (A, 1, -1, True),
+        (A, "fro", [0, 1]),
+        (A, float("inf"), None, False, None, torch.float64),
+    ],
+    torch.Tensor.norm: [(A,), (A, 2.0, -1), (A, 0, (0, 1), True)],
     torch.Tensor.unflatten: [(A, 1, (2, 2)), (A, -1, [2, -1])],
 }
 
 
-@pytest.mark.parametrize("function", WRAPPERS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", WRAPPERS, ids=lambda f: f"{f.__module__}.{f.__name__}")
 def test_wrappers_are_their_operator_on_the_bound_arguments(function) -> None:
     for args in CALLS.get(function, [(A - 0.5,)]):
         graph = fx.Graph()
