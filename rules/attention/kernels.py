@@ -67,17 +67,16 @@ def attend_block_backward(
     softcap: float,
 ) -> Gradients:
     """Returns these keys' share of the gradients of q, k and v, in `lse_dtype`; `out` and `lse` cover all keys."""
-    finite = _finite(lse)
     if has_kernel(q, v, softcap):
         dout, q, k, v, out = map(_kernel_strides, (dout, q, k, v, out))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, finite, 0.0, False, attn_mask=_added(mask, q.dtype), scale=scale
+            dout, q, k, v, out, _finite(lse), 0.0, False, attn_mask=_added(mask, q.dtype), scale=scale
         )
         return dq.to(lse.dtype), dk.to(lse.dtype), dv.to(lse.dtype)
     own = _scores(q, k, scale, softcap)
     scores = _masked(own, mask)
-    is_uniform = (finite <= torch.finfo(q.dtype).min / 2)[..., None]
-    weights = torch.where(is_uniform, torch.softmax(scores, -1), torch.exp(scores - finite[..., None]))
+    weights = torch.softmax(scores, -1) * _share(torch.logsumexp(scores, -1), lse)[..., None]
+    weights = weights.masked_fill(scores.isneginf(), 0)  # NaN in a row that keeps none of these keys
     dout, wide_q, wide_k, wide_v = (x.to(lse.dtype) for x in (dout, q, k, v))
     dweights = _merged_heads(_grouped(dout, v) @ wide_v.transpose(-2, -1), q)
     delta = (dout * out).sum(-1, keepdim=True)
@@ -115,6 +114,17 @@ def sinks_backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sin
     """Returns the gradient of the sinks; `out` and `lse` cover all keys and the sinks."""
     share = torch.exp(sinks.to(lse.dtype) - _finite(lse)[..., None])
     return (-share * (dout.to(lse.dtype) * out).sum(-1, keepdim=True)).to(sinks.dtype)
+
+
+def _share(lse: torch.Tensor, of_all: torch.Tensor) -> torch.Tensor:
+    """Returns which share of a row's weights these keys have, given the logsumexp of their scores and that of all.
+
+    If all keys of a row are hidden by a finite number, both are that number, which has no digits left for how many keys
+    there are; so what differs by rounding alone is equal.
+    """
+    differ = lse - _finite(of_all)
+    is_rounding = differ.abs() <= 4 * torch.finfo(lse.dtype).eps * of_all.abs()
+    return torch.exp(differ.masked_fill(is_rounding, 0)).masked_fill(lse.isneginf(), 0)
 
 
 def _finite(lse: torch.Tensor) -> torch.Tensor:

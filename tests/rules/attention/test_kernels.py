@@ -90,6 +90,23 @@ def test_a_row_that_the_lowest_number_hides_attends_to_all_keys_alike(heads: str
     torch.testing.assert_close(grads, torch.autograd.grad(expected, (q, k, v), dout), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("fill", [-1e9, -1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_any_number_that_hides_a_row_keeps_its_gradients(fill: float, dtype: torch.dtype) -> None:
+    """As products of matrices have them: the logsumexp has no digits left for how many keys there are."""
+    torch.manual_seed(0)
+    q, k, v = operands("groups", dtype)
+    mask = added(torch.arange(ROWS)[:, None].expand(ROWS, COLUMNS) != 2, fill, dtype)
+    expected = reference(q, k, v, mask, 0.7)
+    dout = torch.randn_like(expected)
+    with torch.no_grad():
+        out, lse = attend_block(q, k, v, mask, SCALE, 0.7)
+        grads = attend_block_backward(dout, q, k, v, out, lse, mask, SCALE, 0.7)
+    bound = 16 * torch.finfo(dtype).eps
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    torch.testing.assert_close((out, *grads), (expected, *wanted), rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize("heads", ["groups", "wider values"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes_round_as_the_operator_does(heads: str, dtype: torch.dtype) -> None:
