@@ -23,7 +23,8 @@
     attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
     flex_attention                if asked for, that becomes torch's flex attention where inductor has a kernel for it
     attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
-    lower_attention               what is left of attention is torch's operator, or written out where it has sinks
+    lower_attention               what is left of attention is torch's operator, or written out where it has sinks or
+                                  a softcap
     draw_by_rank                  what draws on a chunk, noise or dropout, draws other numbers on each rank; where
                                   numbers are to be those of one device, nothing may (refuse_own_draws)
     tiled_loss                    the head and its loss in tiles, where nobody reads the logits

@@ -37,7 +37,7 @@ from autosp_rules.attention.strategy import (
 )
 from autosp_rules.memory.costs import Sends, bytes_of, set_sends
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
-from fxrewrite.ops import key
+from fxrewrite.ops import fake_value, key
 from fxrewrite.spmd import (
     COLLECTIVE_CALLS,
     LOCAL_SHAPES,
@@ -61,10 +61,10 @@ from fxrewrite.spmd import (
     size_hint,
     size_proxy,
 )
-from rules.attention.by_rows import attention_by_rows
+from rules.attention.by_rows import attention_by_rows, mask_of
 from rules.attention.operator import attention_rule
 from rules.masks.expressions import parse_mask
-from rules.masks.kinds import CAUSAL, NOTHING_HIDDEN, MaskKind, kind_of, name_mask
+from rules.masks.kinds import kind_of, name_mask
 from rules.masks.own_keys import keeps_own_keys
 from rules.masks.reading import read_mask
 
@@ -81,11 +81,12 @@ def attend_over_ring(
     leaves: list[torch.Tensor],
     mask: str,
     scale: float,
+    softcap: float,
     per_group: int,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention on whole values; sharded on the sequence, it is lowered to a ring over groups of `per_group` ranks."""
-    return attention_by_rows(q, k, v, leaves, mask, scale, sinks)[0]
+    return attention_by_rows(q, k, v, leaves, mask, scale, softcap, sinks)[0]
 
 
 def _rows_are_independent(call: Call) -> IndexMap:
@@ -107,37 +108,22 @@ def _to_ring(name: str) -> Rule:
     made = attention_rule(f"autosp.{name}", needs(f"autosp.{name}"), domain="moderate")
 
     @made.replacement
-    def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, is_causal: bool, scale: Any) -> fx.Proxy:
+    def _(match: Match, q: Any, k: Any, v: Any, sinks: Any, scale: Any, softcap: float) -> fx.Proxy:
         """attend_over_ring(q, k, v, leaves, mask, sinks)"""
         size = SpmdContext.required(match.context, made.id).axis.size
         heads, depth = (match["q"].meta["val"].shape[dim] for dim in (1, 3))
         per_group = 1 if name == "ring_of_ranks" else _per_group(heads, size)
         scale = 1 / math.sqrt(depth) if scale is None else float(scale)
-        leaves, text, kind = _expression(match, mask, is_causal)
-        attended = match.call(attend_over_ring, q, k, v, leaves, text, scale, per_group, sinks)
+        leaves, text, kind = mask_of(match)
+        mask = match["mask"]
+        if mask is not None and (dtype := fake_value(mask).dtype) != torch.bool:
+            # A number as low as this hides in every row, and -inf says so for parts of the keys too.
+            text = f"where(gt({text}, {torch.finfo(dtype).min / 2}), {text}, -inf)"
+        attended = match.call(attend_over_ring, q, k, v, leaves, text, scale, float(softcap), per_group, sinks)
         name_mask(match.edit, attended.node, kind)
         return serve(match, attended)
 
     return made
-
-
-def _expression(match: Match, mask: Any, is_causal: bool) -> tuple[list[fx.Proxy], str, MaskKind | None]:
-    """Returns the mask as leaves, expression and meaning."""
-    if is_causal:
-        q, k = (match[name].meta["val"] for name in "qk")
-        columns, rows = (
-            match.call(aten.arange.default, size_proxy(match, x.shape[2]), device=x.device, pin_memory=False)
-            for x in (k, q)
-        )
-        return [columns, aten.unsqueeze(rows, -1)], "le(x0, x1)", CAUSAL
-    if mask is None:
-        return [], "", NOTHING_HIDDEN
-    read = read_mask(mask.node)
-    assert not isinstance(read, str), "a ring is chosen for masks that can be read"
-    text = read.text
-    if mask.dtype != torch.bool:  # with sinks so low a number hides; -inf says so for parts of the keys too
-        text = f"where(gt({text}, {torch.finfo(mask.dtype).min / 2}), {text}, -inf)"
-    return read.leaves(match), text, kind_of(mask.node)
 
 
 ring_of_ranks = _to_ring("ring_of_ranks")
@@ -156,7 +142,7 @@ lower_ring = Rule(
             op(
                 attend_over_ring,
                 *(cap("q"), cap("k"), cap("v"), cap("leaves", "any")),
-                *(cap(name, Literal) for name in ("mask", "scale", "per_group")),
+                *(cap(name, Literal) for name in ("mask", "scale", "softcap", "per_group")),
                 cap("sinks", Maybe),
             ),
         ),
@@ -167,7 +153,18 @@ lower_ring = Rule(
 
 
 @lower_ring.replacement
-def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, per_group: int, sinks: Any) -> Any:
+def _(
+    match: Match,
+    q: Any,
+    k: Any,
+    v: Any,
+    leaves: Any,
+    mask: str,
+    scale: float,
+    softcap: float,
+    per_group: int,
+    sinks: Any,
+) -> Any:
     """exchange(ring_attention(exchange(q, k, v, sinks)))"""
     context = SpmdContext.required(match.context, lower_ring.id)
     axis, placement = context.axis, placement_of(match.root)
@@ -185,7 +182,7 @@ def _(match: Match, q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float
     if is_moved:
         q, k, v, *moved = _moved(match, [q, k, v] if sinks is None else [q, k, v, sinks], how, back=False)
         sinks = moved[0] if moved else None
-    attended = match.call(RING_ATTENTION, q, k, v, leaves, mask, scale, sinks, *how)
+    attended = match.call(RING_ATTENTION, q, k, v, leaves, mask, scale, softcap, sinks, *how)
     name_mask(match.edit, attended.node, kind_of(match.root))
     _say(match, attended, _sends_of_ring(k, v, axis.size // per_group))
     out = match.call(operator.getitem, attended, 0)

@@ -81,6 +81,7 @@ def _attend(
     leaves: Sequence[torch.Tensor],
     mask: str,
     scale: float,
+    softcap: float,
     sinks: torch.Tensor | None,
     *place: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,13 +94,14 @@ def _attend(
             must be sinks: a row whose keys are all hidden by one finite number attends to all of them equally, but
             parts of the keys do not show that.
         scale: factor of the scores.
+        softcap: what scores are bent to stay below, before the mask; 0 leaves them.
         sinks: an additional score for each row of q, [B, H / U, S / R, 1], of a key whose value is 0; the logsumexp
             includes it.
         place: position in the ring; see `autosp_rules.attention.exchange.Ring`.
     """
     found: tuple[torch.Tensor, torch.Tensor] | None = None
     for held, cut in _around([k, v], leaves, Ring(*place)):
-        out, lse = attention_by_rows(q, *held, cut, mask, scale, None)
+        out, lse = attention_by_rows(q, *held, cut, mask, scale, softcap, None)
         out = out.to(lse.dtype)
         found = (out, lse) if found is None else merge_blocks(*found, out, lse)
     assert found is not None, "a ring has a group"
@@ -119,6 +121,7 @@ def _gradients_of(
     leaves: Sequence[torch.Tensor],
     mask: str,
     scale: float,
+    softcap: float,
     *place: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of a rank's q, k and v."""
@@ -126,7 +129,8 @@ def _gradients_of(
     dq, home = torch.zeros_like(q, dtype=lse.dtype), None
     # The gradients of a chunk follow it around the ring; each group adds its part and sends them on.
     for held, cut in _around([k, v], leaves, ring):
-        dq_part, *given = attention_by_rows_backward(dout, q, *held, out, lse, cut, mask, scale, lse.dtype)
+        how = (mask, scale, softcap, lse.dtype)
+        dq_part, *given = attention_by_rows_backward(dout, q, *held, out, lse, cut, *how)
         dq = dq + dq_part
         if home is not None:
             given = [x + y for x, y in zip(_arrived(home, given), given, strict=True)]
@@ -137,7 +141,7 @@ def _gradients_of(
     return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
 
 
-_MASK = "Tensor[] leaves, str mask, float scale"
+_MASK = "Tensor[] leaves, str mask, float scale, float softcap"
 
 ring_attention = torch.library.custom_op(
     "autosp::ring_attention",
@@ -167,8 +171,8 @@ def _(dout: Any, q: Any, k: Any, v: Any, *rest: Any) -> Any:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, leaves, mask, scale, sinks, *place = inputs
-    ctx.how = (mask, scale, *place)
+    q, k, v, leaves, mask, scale, softcap, sinks, *place = inputs
+    ctx.how = (mask, scale, softcap, *place)
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, sinks, *leaves)
 
@@ -177,8 +181,8 @@ def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks, *leaves = ctx.saved_tensors
     given = ring_attention_backward(dout, q, k, v, out, lse, leaves, *ctx.how)
     to_sinks = None if sinks is None else sinks_backward(dout, out, lse, sinks)
-    _, _, *place = ctx.how
-    return (*given, [None] * len(leaves), None, None, to_sinks, *[None] * len(place))
+    _, _, _, *place = ctx.how
+    return (*given, [None] * len(leaves), None, None, None, to_sinks, *[None] * len(place))
 
 
 ring_attention.register_autograd(_gradients, setup_context=_save)

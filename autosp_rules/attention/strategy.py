@@ -54,7 +54,7 @@ class AttentionCall:
     @staticmethod
     def of(node: fx.Node) -> AttentionCall:
         """Reads the operands and options of a call of `rules.attention.operator.ATTEND`."""
-        q, k, v, mask, sinks, dropout_p, is_causal, _, enable_gqa = bind(node).values()
+        q, k, v, mask, sinks, dropout_p, is_causal, _, enable_gqa, *_ = bind(node).values()
         q, k, v = (x.meta["val"] for x in (q, k, v))
         # In a sequence `longer` times as long, a token sends as much but computes `longer` times as much.
         longer = planned_size(k.shape[-2]) / max(1, size_hint(k.shape[-2]))  # it may be empty

@@ -34,17 +34,18 @@ class AttentionWrittenOut(Event, frozen=True):
     why: str = Field(description="what the rule that came nearest expected, and what it found")
     num_bytes: int = Field(description="of the scores of one call, over all ranks")
     asked: str = Field(default="auto", description="the strategy that was asked for, which does not apply to it")
+    is_bent: bool = Field(default=False, description="a tanh bends the scores, for which sdpa has no argument")
     first: str = Field(default="", description="the first softmax")
     source: str = ""
 
     def __str__(self) -> str:
         where = f"%{self.first} {self.source}".rstrip()
         asked = "" if self.asked == "auto" else f" without {self.asked}, which was asked for"
-        return (
-            f"attention: {self.num_calls} x written out by the model, and left so{asked}: expected {self.why}; its "
-            f"scores take {self.num_bytes:,} bytes over all ranks (scaled_dot_product_attention holds none; in "
-            f"transformers, attn_implementation='sdpa'); the first is {where}"
-        )
+        held = f"its scores take {self.num_bytes:,} bytes over all ranks"
+        if not self.is_bent:
+            held += " (scaled_dot_product_attention holds none; in transformers, attn_implementation='sdpa')"
+        left = f"{self.num_calls} x written out by the model, and left so{asked}: expected {self.why}"
+        return f"attention: {left}; {held}; the first is {where}"
 
 
 class FindWrittenOut:
@@ -61,13 +62,13 @@ class FindWrittenOut:
             if key(node) in _SOFTMAX and (found := _weighted(node)) is not None:
                 weighted, between = found
                 alike.setdefault((str(fake_value(node).shape), key(weighted), *between), []).append((node, weighted))
-        for calls in alike.values():
+        for (_, _, *between), calls in alike.items():
             first, weighted = calls[0]
             scores = fake_value(first)
             num_bytes = product(map(size_hint, scores.shape)) * scores.element_size()
             event = AttentionWrittenOut(num_calls=len(calls), why=self._why(weighted), num_bytes=num_bytes)
             where = {"first": first.name, "source": source_line(first), "asked": self._asked}
-            report.events.append(event.model_copy(update=where))
+            report.events.append(event.model_copy(update=where | {"is_bent": "aten::tanh" in between}))
         return 0
 
     def text(self) -> str:

@@ -3,13 +3,13 @@
     attention(q, k, v, (c <= r) & padding)
             ->  attention_by_rows(q, k, v, [c, r, padding], "bitwise_and(le(x0, x1), x2)")
 
-Matches sinks, and a mask that is an expression of per-row and per-column values (`rules.masks.reading`): causal,
-windows, chunks, documents, prefixes, padding, ALiBi, and combinations of them by and, or, not and arithmetic, bool or
-added. A dense mask takes at least L * S bytes, and its copy in q's dtype is kept for the backward. Here only the values
-of rows and columns are kept, L + S of them. Tiles of columns that every row of a block hides are skipped: the bounds of
-the mask (`rules.masks.bounds`) prove it, and neither their scores nor the mask itself is computed. So a causal mask
-costs half of the work, a window its width, documents the sum of their squares. The host waits for the device once, and
-twice more for an added mask, however many blocks there are.
+Matches sinks, a softcap, and a mask that is an expression of per-row and per-column values (`rules.masks.reading`):
+causal, windows, chunks, documents, prefixes, padding, ALiBi, and combinations of them by and, or, not and arithmetic,
+bool or added. A dense mask takes at least L * S bytes, and its copy in q's dtype is kept for the backward. Here only
+the values of rows and columns are kept, L + S of them. Tiles of columns that every row of a block hides are skipped:
+the bounds of the mask (`rules.masks.bounds`) prove it, and neither their scores nor the mask itself is computed. So a
+causal mask costs half of the work, a window its width, documents the sum of their squares. The host waits for the
+device once, and twice more for an added mask, however many blocks there are.
 Refuses, in these words:
     "%mask, an input or a parameter, has rows and columns"; "%mask, aten::embedding, has rows and columns"
     "%slope needs a gradient"; "dropout draws in the scores"; "q has rank 3"
@@ -30,7 +30,7 @@ from torch import fx
 
 from fxrewrite import DeadCode, Match, RuleSet, where
 from fxrewrite.ops import bind, fake_value
-from fxrewrite.spmd import is_same_size
+from fxrewrite.spmd import is_same_size, size_proxy
 from rules.attention.kernels import (
     attend_block,
     attend_block_backward,
@@ -39,13 +39,22 @@ from rules.attention.kernels import (
     sinks_backward,
     with_sinks,
 )
-from rules.attention.operator import attention_rule
+from rules.attention.operator import attention_rule, is_sdpa
 from rules.masks.bounds import mask_bounds
 from rules.masks.expressions import MaskExpression, Range, parse_mask
-from rules.masks.kinds import NOTHING_HIDDEN, kind_of, name_mask
+from rules.masks.kinds import CAUSAL, NOTHING_HIDDEN, MaskKind, kind_of, name_mask
 from rules.masks.reading import is_dense, read_mask
 
-__all__ = ["ATTENTION_BY_ROWS", "BY_ROWS", "attention_by_rows", "attention_by_rows_backward", "why_not_by_rows"]
+__all__ = [
+    "ATTENTION_BY_ROWS",
+    "BY_ROWS",
+    "attention_by_rows",
+    "attention_by_rows_backward",
+    "mask_of",
+    "why_not_by_rows",
+]
+
+aten = torch.ops.aten
 
 _MOST_ROWS = 256
 """Rows per block. Larger blocks read k and v less often, but compute more scores that a causal mask hides."""
@@ -59,7 +68,8 @@ bounds of all tiles."""
 @torch.library.custom_op(
     "fxrewrite_rules::attention_by_rows",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, Tensor? sinks) -> (Tensor, Tensor)",
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, float softcap, Tensor? sinks)"
+    " -> (Tensor, Tensor)",
 )
 def attention_by_rows(
     q: torch.Tensor,
@@ -68,6 +78,7 @@ def attention_by_rows(
     leaves: Sequence[torch.Tensor],
     mask: str,
     scale: float,
+    softcap: float,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention, and the logsumexp of its scores [B, H, L], which has no gradient; shapes as in this module.
@@ -77,11 +88,12 @@ def attention_by_rows(
         leaves: values per row [..., L, 1], per column [..., 1, S], or scalars.
         mask: an expression of the leaves, as `rules.masks.expressions` reads it; "" hides nothing.
         scale: factor of the scores.
+        softcap: what scores are bent to stay below, before the mask; 0 leaves them.
         sinks: an additional score for each row [B, H, L, 1], of a key whose value is 0; the logsumexp includes it.
     """
     out, lse = _results(q, v)
-    for rows, runs, part in _blocks(q, k, v, leaves, mask):
-        attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale)
+    for rows, runs, part in _blocks(q, k, v, leaves, mask, softcap):
+        attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale, softcap)
         _rows(out, rows).copy_(attended)
         lse.narrow(2, rows[0], sums.shape[2]).copy_(sums)
     if sinks is not None:
@@ -94,7 +106,7 @@ def attention_by_rows(
     "fxrewrite_rules::attention_by_rows_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] leaves, str mask, float scale,"
-    " ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+    " float softcap, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
 )
 def attention_by_rows_backward(
     dout: torch.Tensor,
@@ -106,6 +118,7 @@ def attention_by_rows_backward(
     leaves: Sequence[torch.Tensor],
     mask: str,
     scale: float,
+    softcap: float,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of q, k and v, in `dtype`, or in the operands' own dtypes.
@@ -114,11 +127,11 @@ def attention_by_rows_backward(
     """
     dq = torch.zeros_like(q, dtype=dtype)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    for rows, runs, part in _blocks(q, k, v, leaves, mask):
+    for rows, runs, part in _blocks(q, k, v, leaves, mask, softcap):
         dout_r, q_r, out_r = (_rows(x, rows) for x in (dout, q, out))
         k_c, v_c = _columns(k, runs), _columns(v, runs)
         lse_r = lse.narrow(2, rows[0], rows[1] - rows[0])
-        dq_r, dk_c, dv_c = attend_block_backward(dout_r, q_r, k_c, v_c, out_r, lse_r, part, scale)
+        dq_r, dk_c, dv_c = attend_block_backward(dout_r, q_r, k_c, v_c, out_r, lse_r, part, scale, softcap)
         _rows(dq, rows).copy_(dq_r)
         _add_columns(dk, runs, dk_c)
         _add_columns(dv, runs, dv_c)
@@ -133,28 +146,38 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 @attention_by_rows.register_fake
-def _(q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, sinks: Any) -> Any:
+def _(q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, softcap: float, sinks: Any) -> Any:
     return _results(q, v)
 
 
 @attention_by_rows_backward.register_fake
 def _(
-    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, leaves: Any, mask: str, scale: float, dtype: Any = None
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    leaves: Any,
+    mask: str,
+    scale: float,
+    softcap: float,
+    dtype: Any = None,
 ) -> Any:
     return tuple(torch.empty_like(x, dtype=dtype) for x in (q, k, v))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, leaves, ctx.mask, ctx.scale, sinks = inputs
+    q, k, v, leaves, ctx.mask, ctx.scale, ctx.softcap, sinks = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, sinks, *leaves)
 
 
 def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, sinks, *leaves = ctx.saved_tensors
-    given = attention_by_rows_backward(dout, q, k, v, out, lse, leaves, ctx.mask, ctx.scale)
+    given = attention_by_rows_backward(dout, q, k, v, out, lse, leaves, ctx.mask, ctx.scale, ctx.softcap)
     to_sinks = None if sinks is None else sinks_backward(dout, out, lse, sinks)
-    return (*given, [None] * len(leaves), None, None, to_sinks)
+    return (*given, [None] * len(leaves), None, None, None, to_sinks)
 
 
 attention_by_rows.register_autograd(_gradients, setup_context=_save)
@@ -163,11 +186,11 @@ ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
 
 
 def _blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], text: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], text: str, softcap: float
 ) -> Iterator[tuple[Range, list[Range], torch.Tensor | None]]:
     """Yields rows, the runs of columns that any of them may keep, and their mask; skips rows that keep no column."""
     mask = parse_mask(text) if text else None
-    of_scores = 0 if has_kernel(q, v) else q.shape[0] * q.shape[1]
+    of_scores = 0 if has_kernel(q, v, softcap) else q.shape[0] * q.shape[1]
     of_mask = 0 if mask is None else max((math.prod(leaf.shape[:-2]) for leaf in leaves), default=1)
     outer = max(of_scores, of_mask)
     for (first, end), runs in _kept(leaves, mask, q.shape[2], k.shape[2]):
@@ -278,28 +301,44 @@ def why_not_by_rows(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, dr
     return read if isinstance(read, str) else ""
 
 
+def mask_of(match: Match) -> tuple[list[fx.Proxy], str, MaskKind | None]:
+    """Returns the mask of a matched call as leaves, expression ("" hides nothing) and meaning.
+
+    `is_causal` is the comparison of positions. The rule matches only masks that can be read.
+    """
+    if match["is_causal"]:
+        columns, rows = (
+            match.call(aten.arange.default, size_proxy(match, x.shape[2]), device=x.device, pin_memory=False)
+            for x in (fake_value(match["k"]), fake_value(match["q"]))
+        )
+        return [columns, aten.unsqueeze(rows, -1)], "le(x0, x1)", CAUSAL
+    if match["mask"] is None:
+        return [], "", NOTHING_HIDDEN
+    read = read_mask(match["mask"])
+    assert not isinstance(read, str), "the rule matches masks that can be read"
+    return read.leaves(match), read.text, kind_of(match["mask"])
+
+
 @where.predicate("root", text="is_by_rows")
 def _is_by_rows(root: fx.Node) -> bool | str:
-    q, k, v, mask, sinks, dropout_p, *_ = bind(root).values()
-    if sinks is None and (mask is None or not is_dense(mask)):
+    q, k, v, mask, _, dropout_p, *_ = bind(root).values()
+    if is_sdpa(root) and (mask is None or not is_dense(mask)):
         return "the mask has no rows and columns" if mask is not None else "there is no mask"
     return why_not_by_rows(q, k, v, mask, dropout_p) or True
 
 
 # Where products in the backward pass overflow, what the mask hides is NaN here, and 0 in a product with whole scores.
-attend_by_rows = attention_rule("masks.attend_by_rows", _is_by_rows, optional=True, domain="moderate", is_causal=False)
+attend_by_rows = attention_rule("masks.attend_by_rows", _is_by_rows, optional=True, domain="moderate")
 
 
 @attend_by_rows.replacement
-def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: float | None) -> fx.Proxy:
+def _(match: Match, q: Any, k: Any, v: Any, sinks: Any, scale: float | None, softcap: float) -> fx.Proxy:
     """attention_by_rows"""
-    leaves, text, kind = list[fx.Proxy](), "full(1, torch.bool)", NOTHING_HIDDEN
-    if mask is not None:
-        read = read_mask(mask.node)
-        assert not isinstance(read, str), "the rule matches masks that can be read"
-        leaves, text, kind = read.leaves(match), read.text, kind_of(mask.node)
+    leaves, text, kind = mask_of(match)
     scale = 1 / math.sqrt(fake_value(match["q"]).shape[-1]) if scale is None else float(scale)
-    attended = match.call(ATTENTION_BY_ROWS, q, k, v, leaves, text, scale, sinks)
+    attended = match.call(
+        ATTENTION_BY_ROWS, q, k, v, leaves, text or "full(1, torch.bool)", scale, float(softcap), sinks
+    )
     name_mask(match.edit, attended.node, kind)
     return attended[0]
 

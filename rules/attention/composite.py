@@ -12,8 +12,8 @@ q's dtype or a wider one, cast before the scale or the softmax; a cast before or
 nan_to_num after a softmax. `q @ k^T` is any matrix product: the replacement transposes the second operand, and
 rules/attention/spellings.py merges that with the model's own transpose and turns einsum into such products.
 rules/attention/heads.py does the same for bmm and baddbmm, and rules/canonical/operands.py for numbers in tensors.
-Leaves alone: weights that have other users, a softcap, a softmax over another
-dimension, scores scaled by a tensor, and, in these words:
+Leaves alone: weights that have other users, a softmax over another dimension, scores scaled by a tensor, a softcap
+(but for ATTENTION_UNBIASED), and, in these words:
     "q has dtype int64"; "dtypes are float32, float32, float64"; "the ranks are 4, 4, 3"
     "batch and heads of k are (2, 4), of q (2, 1)": q would have to be repeated
     "the mask has rank 1, the scores have 4", "the mask has shape (2, 1, 6, 6), the scores have (1, 4, 6, 6)"
@@ -23,7 +23,7 @@ dimension, scores scaled by a tensor, and, in these words:
     "the mask is in torch.float64, the operands in torch.float32": on a CPU a float32 mask is taken as it is.
 ATTENTION_UNBIASED matches the same without an added mask or bias, or with one of which each row provably keeps its own
 key (causal, windows, ALiBi); the note on rows that keep no key says why that is a set of its own. It includes
-rules/attention/sinks.py, which does the same with sinks.
+rules/attention/sinks.py and softcap.py, which do the same with sinks, and with a softcap and any mask.
 Refuses a dropout that draws; ATTENTION_DROPOUT takes it: the draws may be others, of the same distribution
 (fused kernels draw in their own order).
 Rows that keep no key: with a fill of -inf the original is NaN and the operator 0. With a finite fill the original
@@ -69,7 +69,6 @@ from rules.attention.parts import (
     add,
     attend,
     attend_to_kept,
-    cast_and_dropout,
     filled,
     fused,
     fusion,
@@ -79,11 +78,13 @@ from rules.attention.parts import (
     is_added,
     is_mask,
     keys,
+    raw_weights,
     scaled,
     scaled_fill,
     weights,
 )
 from rules.attention.sinks import ATTENTION_SINKS, UNSHIFT
+from rules.attention.softcap import MERGE_FACTORS, SOFTCAPS
 from rules.attention.spellings import CLEANUP, EINSUM, KEYS, SOFTMAX
 from rules.canonical.normal_forms import drop_to, type_as_to_to
 from rules.canonical.operands import OPERANDS
@@ -169,23 +170,17 @@ def _scaled(match: Match, bias: Any) -> Any:
     return bias * match["scale"] if match["divisor"] is None else bias / match["divisor"]
 
 
-def _unbiased(scores: Any) -> Any:
-    """`weights` with all casts that ATTENTION has respelled before."""
-    given = (maybe(op("to", scores, cap("wide", Literal))), -1, cap("dtype", Literal))
-    return cast_and_dropout(op("softmax", *given), "type_as")
-
-
-fuse_unbiased = fusion("fuse_unbiased", torch.matmul(_unbiased(_scores), V))
+fuse_unbiased = fusion("fuse_unbiased", torch.matmul(raw_weights(_scores), V))
 fuse_unbiased_filled = fusion(
     "fuse_unbiased_filled",
-    torch.matmul(_unbiased(filled(_scores)), V),
+    torch.matmul(raw_weights(filled(_scores)), V),
     *_KEPT,
 )
 
 
 fuse_causal_bias = fusion(
     "fuse_causal_bias",
-    torch.matmul(_unbiased(_scores + MASK), V),
+    torch.matmul(raw_weights(_scores + MASK), V),
     *is_added("mask"),
     where.predicate("mask", text="keeps_own_keys")(keeps_own_keys),
 )
@@ -224,13 +219,17 @@ ATTENTION = RuleSet("attention", *_STEPS, RuleSet("attention.fusions", *_FUSIONS
 ATTENTION_DROPOUT = RuleSet(
     "attention_dropout", *_STEPS, RuleSet("attention_dropout.fusions", *map(_drawing, _FUSIONS)), CLEANUP
 )
-FUSIONS_UNBIASED = RuleSet("attention_unbiased.fusions", fuse_unbiased, fuse_unbiased_filled, fuse_causal_bias)
+FUSIONS_UNBIASED = RuleSet(
+    "attention_unbiased.fusions", fuse_unbiased, fuse_unbiased_filled, fuse_causal_bias, *SOFTCAPS.rules()
+)
 ATTENTION_UNBIASED = RuleSet(
     "attention_unbiased",
     OPERANDS,
     EINSUM,
+    MERGE_FACTORS,
     FUSIONS_UNBIASED,
     ATTENTION_SINKS,
     KEYS,
 )
-"""For attention whose added bias, if any, hides no whole row, or with sinks: every row is equal, gradients too."""
+"""For attention whose added bias, if any, hides no whole row, or with sinks or a softcap: every row is equal, gradients
+too."""

@@ -3,9 +3,10 @@
     attention_by_rows(q, k, v, [c, r, padding], "bitwise_and(le(x0, x1), x2)")[0]
             ->  flex_attention(q, k, v, score_mod, (tiles, mask_mod), ...)[0]
 
-A bool mask becomes mask_mod, an added one score_mod (`rules.masks.functions`). Tiles that hide everything are skipped,
-and tiles that keep everything are not masked (`rules.masks.tiles`). Grouped heads are not repeated. Sinks rescale the
-result by the logsumexp, which has a gradient. Outside inductor, torch's flex attention computes all scores at once.
+A bool mask becomes mask_mod, an added one score_mod, as a softcap does (`rules.masks.functions`). Tiles that hide
+everything are skipped, and tiles that keep everything are not masked (`rules.masks.tiles`). Grouped heads are not
+repeated. Sinks rescale the result by the logsumexp, which has a gradient. Outside inductor, torch's flex attention
+computes all scores at once.
 Matches the result of `rules.attention.by_rows` on CUDA, or on every device if the user requests it.
 Otherwise it stays blockwise, or, if the user requested flex, the rule refuses, in these words:
     "heads of 8 are narrower than 16"; "q is torch.float64": there are no such kernels
@@ -50,7 +51,7 @@ _NARROWEST = 16
 
 def why_not_flex(by_rows: fx.Node) -> str:
     """Says why blockwise attention cannot become flex attention; empty if it can."""
-    q, _, v, leaves, mask, _, sinks = bind(by_rows).values()
+    q, _, v, leaves, mask, _, _, sinks = bind(by_rows).values()
     queries = fake_value(q)
     if queries.device.type != "cpu":
         narrowest = min(queries.shape[-1], fake_value(v).shape[-1])
@@ -95,8 +96,9 @@ def _goes_by_flex(root: fx.Node) -> bool | str:
 
 def flex_rules(kernel: MaskKernel) -> RuleSet:
     """Returns the rule set that lowers blockwise attention to flex attention where `kernel` says so."""
-    operands = (cap("q"), cap("k"), cap("v"), cap("leaves", "any"), cap("mask", "literal"), cap("scale", "literal"))
-    by_rows: Any = op(ATTENTION_BY_ROWS, *operands, cap("sinks", "optional"))
+    operands = (cap("q"), cap("k"), cap("v"), cap("leaves", "any"), cap("mask", "literal"))
+    numbers = (cap("scale", "literal"), cap("softcap", "literal"))
+    by_rows: Any = op(ATTENTION_BY_ROWS, *operands, *numbers, cap("sinks", "optional"))
     flex = Rule(
         "masks.attend_by_flex",
         Pattern((op(operator.getitem, by_rows, 0),), () if kernel == "flex" else (_has_kernel, _goes_by_flex)),
@@ -108,7 +110,7 @@ def flex_rules(kernel: MaskKernel) -> RuleSet:
 
 
 def _by_flex(
-    match: Match, q: Any, k: Any, v: Any, leaves: Sequence[Any], mask: str, scale: float, sinks: Any
+    match: Match, q: Any, k: Any, v: Any, leaves: Sequence[Any], mask: str, scale: float, softcap: float, sinks: Any
 ) -> fx.Proxy:
     """flex_attention"""
     given: list[fx.Node] = match["leaves"]
@@ -119,7 +121,7 @@ def _by_flex(
     hidden = -math.inf if sinks is None else torch.finfo(q.dtype).min / 2
     tiles = match.call(MASK_TILES, leaves, mask, *lengths, hidden, device)
     read = [_squeezed(match, leaf) for leaf in leaves]
-    (score_mod, by_score), (mask_mod, by_mask) = _functions(parse_mask(mask), given, read, device)
+    (score_mod, by_score), (mask_mod, by_mask) = _functions(parse_mask(mask), given, read, softcap, device)
     arguments = flex_arguments(
         q,
         k,
@@ -141,13 +143,13 @@ def _by_flex(
 
 
 def _functions(
-    mask: MaskExpression, leaves: Sequence[fx.Node], read: Sequence[Any], device: torch.device
+    mask: MaskExpression, leaves: Sequence[fx.Node], read: Sequence[Any], softcap: float, device: torch.device
 ) -> tuple[tuple[fx.GraphModule, Sequence[Any]], ...]:
     """Returns score_mod and mask_mod, each with the leaves that it reads."""
     indices = [indices_of(fake_value(leaf)) for leaf in leaves]
     if _is_bool(mask, leaves):
-        return (score_body(None, (), device), ()), (mask_body(mask, indices, device), read)
-    return (score_body(mask, indices, device), read), (mask_body(_ALL, (), device), ())
+        return (score_body(None, (), softcap, device), ()), (mask_body(mask, indices, device), read)
+    return (score_body(mask, indices, softcap, device), read), (mask_body(_ALL, (), device), ())
 
 
 def _squeezed(match: Match, leaf: Any) -> fx.Proxy:

@@ -134,7 +134,7 @@ def _no_kernel_takes_groups(root: fx.Node, q: fx.Node, v: fx.Node) -> bool:
 
 
 repeat_heads = attention_rule(
-    "attention.repeat_heads", _no_kernel_takes_groups, optional=True, sinks=None, enable_gqa=True
+    "attention.repeat_heads", _no_kernel_takes_groups, optional=True, sinks=None, softcap=0.0, enable_gqa=True
 )
 
 

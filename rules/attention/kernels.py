@@ -1,8 +1,8 @@
 """Attention of some queries to some keys, and its logsumexp, forward and backward: the parts of blockwise attention.
 
-    out, lse = attend_block(q, k, v, mask, scale)
+    out, lse = attend_block(q, k, v, mask, scale, softcap)
     out, lse = merge_blocks(out, lse, out of other keys, lse of other keys)
-    dq, dk, dv = attend_block_backward(dout, q, k, v, out, lse, mask, scale)
+    dq, dk, dv = attend_block_backward(dout, q, k, v, out, lse, mask, scale, softcap)
 
 The backward of a block of keys takes `out` and `lse` over all keys. Its gradients of q must be summed over blocks of
 keys, those of k and v over blocks of queries, so they are at least float32. A sink is a key whose value is 0: it
@@ -11,8 +11,9 @@ Shapes: q [B, H, L, E], k [B, KV, S, E], v [B, KV, S, D], out [B, H, L, D], lse 
 repeated. A mask broadcasts to [B, H, L, S]: bool, where True may be attended to, or added, in q's dtype, or None.
 Rows that keep no key get 0, an lse of -inf, and no gradient, as from scaled_dot_product_attention. If one finite number
 hides all keys of a row, it attends to all of them equally; lse does not say how many, so they must be in one block.
-On the CPU with E == D this calls ATen's flash kernel, which rounds its results to q's dtype; elsewhere it multiplies
-matrices in at least float32, and gradients are not rounded.
+A score is q @ k^T * scale, or with a softcap c, c * tanh(q @ k^T * scale / c), before a mask is applied.
+On the CPU with E == D and without a softcap this calls ATen's flash kernel, which rounds its results to q's dtype;
+elsewhere it multiplies matrices in at least float32, and gradients are not rounded.
 Source: FlashAttention (arXiv 2205.14135, section 3.1); PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
 """
 
@@ -25,6 +26,7 @@ import torch
 __all__ = [
     "attend_block",
     "attend_block_backward",
+    "capped",
     "has_kernel",
     "lse_dtype",
     "merge_blocks",
@@ -38,16 +40,16 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def attend_block(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns attention to these keys only, in q's dtype, and the logsumexp of the scores, in `lse_dtype`."""
-    if has_kernel(q, v):
+    if has_kernel(q, v, softcap):
         q, k, v = map(_kernel_strides, (q, k, v))
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, attn_mask=_added(mask, q.dtype), scale=scale
         )
         return out, lse if mask is None else lse.masked_fill(_keeps_no_key(mask), -torch.inf)
-    scores = _scores(q, k, mask, scale)
+    scores = _masked(_scores(q, k, scale, softcap), mask)
     lse = torch.logsumexp(scores, -1)
     weights = torch.softmax(scores, -1).masked_fill(lse.isneginf()[..., None], 0)
     return _merged_heads(_grouped(weights, v) @ v.to(lse.dtype), q).to(q.dtype), lse
@@ -62,26 +64,35 @@ def attend_block_backward(
     lse: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
+    softcap: float,
 ) -> Gradients:
     """Returns these keys' share of the gradients of q, k and v, in `lse_dtype`; `out` and `lse` cover all keys."""
-    finite = _finite(lse)
-    if has_kernel(q, v):
+    if has_kernel(q, v, softcap):
         dout, q, k, v, out = map(_kernel_strides, (dout, q, k, v, out))
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, finite, 0.0, False, attn_mask=_added(mask, q.dtype), scale=scale
+            dout, q, k, v, out, _finite(lse), 0.0, False, attn_mask=_added(mask, q.dtype), scale=scale
         )
         return dq.to(lse.dtype), dk.to(lse.dtype), dv.to(lse.dtype)
-    scores = _scores(q, k, mask, scale)
-    is_uniform = (finite <= torch.finfo(q.dtype).min / 2)[..., None]
-    weights = torch.where(is_uniform, torch.softmax(scores, -1), torch.exp(scores - finite[..., None]))
+    own = _scores(q, k, scale, softcap)
+    scores = _masked(own, mask)
+    weights = torch.softmax(scores, -1) * _share(torch.logsumexp(scores, -1), lse)[..., None]
+    weights = weights.masked_fill(scores.isneginf(), 0)  # NaN in a row that keeps none of these keys
     dout, wide_q, wide_k, wide_v = (x.to(lse.dtype) for x in (dout, q, k, v))
     dweights = _merged_heads(_grouped(dout, v) @ wide_v.transpose(-2, -1), q)
     delta = (dout * out).sum(-1, keepdim=True)
-    dscores = _grouped(weights * (dweights - delta) * scale, k)
+    dscores = weights * (dweights - delta) * scale
+    if softcap:
+        dscores = dscores * (1 - (own / softcap).square())  # the derivative of tanh
+    dscores = _grouped(dscores, k)
     dq = _merged_heads(dscores @ wide_k, q)
     dk = dscores.transpose(-2, -1) @ _grouped(wide_q, k)
     dv = _grouped(weights, v).transpose(-2, -1) @ _grouped(dout, v)
     return dq, dk, dv
+
+
+def capped(scores: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Returns the scores, bent to between -softcap and softcap; with 0 as they are."""
+    return torch.tanh(scores / softcap) * softcap if softcap else scores
 
 
 def merge_blocks(
@@ -105,6 +116,17 @@ def sinks_backward(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sin
     return (-share * (dout.to(lse.dtype) * out).sum(-1, keepdim=True)).to(sinks.dtype)
 
 
+def _share(lse: torch.Tensor, of_all: torch.Tensor) -> torch.Tensor:
+    """Returns which share of a row's weights these keys have, given the logsumexp of their scores and that of all.
+
+    If all keys of a row are hidden by a finite number, both are that number, which has no digits left for how many keys
+    there are; so what differs by rounding alone is equal.
+    """
+    differ = lse - _finite(of_all)
+    is_rounding = differ.abs() <= 4 * torch.finfo(lse.dtype).eps * of_all.abs()
+    return torch.exp(differ.masked_fill(is_rounding, 0)).masked_fill(lse.isneginf(), 0)
+
+
 def _finite(lse: torch.Tensor) -> torch.Tensor:
     """Replaces -inf by 0, because exp(-inf - 0) is 0 and exp(-inf + inf) is NaN."""
     return lse.masked_fill(lse.isneginf(), 0)
@@ -115,9 +137,9 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
+def has_kernel(q: torch.Tensor, v: torch.Tensor, softcap: float) -> bool:
     """Whether a fused kernel computes attention of q to v; otherwise a block's scores [B, H, L, S] are in memory."""
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and not softcap
 
 
 def _kernel_strides(x: torch.Tensor) -> torch.Tensor:
@@ -138,9 +160,13 @@ def _keeps_no_key(mask: torch.Tensor) -> torch.Tensor:
     return ~mask.any(-1) if mask.dtype == torch.bool else mask.isneginf().all(-1)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
     wide = lse_dtype(q.dtype)
     scores = _merged_heads(_grouped(q.to(wide), k) @ k.to(wide).transpose(-2, -1), q) * scale
+    return capped(scores, softcap)
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     if mask is None:
         return scores
     return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

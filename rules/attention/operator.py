@@ -3,17 +3,21 @@
     scaled_dot_product_attention(q, k, v, mask, ...)  ->  attention(q, k, v, mask, ...)                  RAISE_ATTENTION
     attention(q, k, v, mask, ...)                     ->  scaled_dot_product_attention(q, k, v, mask, ...)
     attention(q, k, v, mask, sinks, scale=c)          ->  softmax(cat([q @ k^T * c + mask, sinks], -1))[..., :-1] @ v
+    attention(q, k, v, mask, scale=c, softcap=s)      ->  softmax(tanh(q @ k^T * c / s) * s + mask) @ v
 
-The last two are LOWER_ATTENTION, after which the graph has no `attention`. `attention` has the arguments of
-scaled_dot_product_attention, and sinks: one additional logit per row, which takes a share of the softmax and reads no
-value. A window is part of the mask. Decomposed attention reaches the operator through scaled_dot_product_attention
-(rules/attention/composite.py), or directly if it has sinks (rules/attention/sinks.py).
+The last three are LOWER_ATTENTION, after which the graph has no `attention`. `attention` has the arguments of
+scaled_dot_product_attention, sinks and a softcap. Sinks are one additional logit per row, which takes a share of the
+softmax and reads no value. A softcap bends scores to stay between -softcap and softcap, before masks and sinks; 0, the
+default, leaves them. A window is part of the mask. Decomposed attention reaches the operator through
+scaled_dot_product_attention (rules/attention/composite.py), or directly if that has no argument for a part of it
+(rules/attention/sinks.py, rules/attention/softcap.py).
 `attention_rule` makes a rule on a call of attention; its replacement changes some arguments with `attend_with`.
-Dropout together with sinks is refused when it runs, because no model writes both.
+Dropout together with sinks or a softcap is refused when it runs, because no rule makes both.
 Shapes: q [*, L, E], k [*, S, E], v [*, S, D], mask broadcasts to [*, L, S], sinks [*, L, 1] -> [*, L, D]; `*` is a
 batch, or batch and heads. With enable_gqa the heads of k and v divide those of q.
 Numerics: exact.
-Source: PyTorch, torch/nn/functional.py (scaled_dot_product_attention); sinks: arXiv 2309.17453.
+Source: PyTorch, torch/nn/functional.py (scaled_dot_product_attention); sinks: arXiv 2309.17453;
+softcap: Gemma 2 (arXiv 2408.00118).
 
 >>> q, k, v = torch.rand(3, 2, 4, 6, 8)
 >>> bool(torch.equal(ATTEND(q, k, v, is_causal=True), F.scaled_dot_product_attention(q, k, v, is_causal=True)))
@@ -30,9 +34,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op
+from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, key
 from fxrewrite.spmd import PLACEMENT, LayoutRule, attention_operations, declare_product, placement_of
+from rules.attention.kernels import capped
 from rules.layouts.attention import attention as attention_layout
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ __all__ = [
     "attention",
     "attention_rule",
     "attentions",
+    "is_sdpa",
     "sdpa_rule",
 ]
 
@@ -64,30 +70,46 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the operator's result. Raises NotImplementedError for dropout together with sinks."""
-    if sinks is None:
+    """Computes the operator's result.
+
+    Raises:
+        ValueError: there are a mask and `is_causal`, as from scaled_dot_product_attention (RuntimeError there).
+        NotImplementedError: there is dropout together with sinks or a softcap.
+    """
+    if sinks is None and not softcap:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if is_causal and attn_mask is not None:
+        raise ValueError("attention takes a mask or is_causal, not both")
     if dropout_p:
-        raise NotImplementedError(f"attention with sinks does not support dropout, but dropout_p is {dropout_p}")
+        what = "a softcap" if sinks is None else "sinks"
+        raise NotImplementedError(f"attention with {what} does not support dropout, but dropout_p is {dropout_p}")
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
     scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = capped(scores, softcap)
     if is_causal:
         kept = query.new_ones((query.shape[-2], key.shape[-2]), dtype=torch.bool).tril()
         scores = scores.masked_fill(torch.logical_not(kept), -math.inf)
     if attn_mask is not None:
         is_bool = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(torch.logical_not(attn_mask), -math.inf) if is_bool else scores + attn_mask
-    return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ value
+    if sinks is not None:
+        return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ value
+    if attn_mask is None:
+        return torch.softmax(scores, -1) @ value
+    keeps_none = torch.isneginf(torch.amax(scores, -1, True))
+    return torch.softmax(scores.masked_fill(keeps_none, 0.0), -1).masked_fill(keeps_none, 0.0) @ value
 
 
 _LIBRARY = torch.library.Library("fxrewrite_rules", "FRAGMENT")
 _LIBRARY.define(
     "attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, Tensor? sinks=None, *,"
-    " float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False) -> Tensor",
+    " float dropout_p=0.0, bool is_causal=False, float? scale=None, bool enable_gqa=False,"
+    " float softcap=0.0) -> Tensor",
     tags=(torch.Tag.nondeterministic_seeded,),  # as ATen's operator: with dropout it draws
 )
 _LIBRARY.impl("attention", attention, "CompositeImplicitAutograd")
@@ -99,11 +121,19 @@ ATTENTION_LAYOUTS = (LayoutRule("layout.attention_operator", (key(ATTEND),), att
 """The sharding rule of the operator; it treats sinks as a mask with one column."""
 
 _DEFAULTS = {"dropout_p": 0.0, "is_causal": False, "scale": None, "enable_gqa": False}
+_OWN_DEFAULTS = {"softcap": 0.0}
+"""Of options that scaled_dot_product_attention does not have."""
 
 
 def attentions(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     """Returns those of the nodes that call the operator."""
     return [node for node in nodes if node.target is ATTEND]
+
+
+def is_sdpa(attention: fx.Node) -> bool:
+    """Whether scaled_dot_product_attention computes this call of the operator: it has no sinks and no softcap."""
+    given = bind(attention)
+    return given["sinks"] is None and not given["softcap"]
 
 
 def attention_rule(
@@ -116,15 +146,17 @@ def attention_rule(
 ) -> Rule:
     """Returns a rule on one call of attention, with a sampler to verify it; the caller adds the replacement.
 
-    It captures q, k, v, mask, sinks, dropout_p, is_causal, scale and enable_gqa, except arguments of the operator that
-    are `given`: as terms, or as values that they must have. A rule that only `renames` the operator is exact, and draws
-    the same numbers by another operator; any other rule reassociates, and holds for values of its `domain`.
+    It captures q, k, v, mask, sinks, dropout_p, is_causal, scale, enable_gqa and softcap, except arguments of the
+    operator that are `given`: as terms, or as values that they must have. A rule that only `renames` the operator is
+    exact, and draws the same numbers by another operator; any other rule reassociates, and holds for values of its
+    `domain`.
     """
-    return _on_call(name, ATTEND, {"sinks": cap("sinks", Maybe), **given}, conditions, renames, optional, domain)
+    own = {"sinks": cap("sinks", Maybe), **{name: cap(name, Literal) for name in _OWN_DEFAULTS}}
+    return _on_call(name, ATTEND, {**own, **given}, conditions, renames, optional, domain)
 
 
 def sdpa_rule(name: str, *conditions: Constraint, renames: bool = False, optional: bool = False, **given: Any) -> Rule:
-    """Like `attention_rule`, on a call of scaled_dot_product_attention, which has no sinks."""
+    """Like `attention_rule`, on a call of scaled_dot_product_attention, which has no sinks and no softcap."""
     return _on_call(name, "scaled_dot_product_attention", given, conditions, renames, optional)
 
 
@@ -154,7 +186,7 @@ def _on_call(
 
 def _sample(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
     """Samples operands of attention: with or without grouped heads, with different lengths of queries and keys, with at
-    most one of a mask and `is_causal`, with or without sinks."""
+    most one of a mask and `is_causal`, with or without sinks or a softcap."""
     batch, kv_heads, repeats, rows, columns, depth = draw.shape(6)
     enable_gqa = given.get("enable_gqa", draw.flag())
     heads = 2 * kv_heads * repeats if enable_gqa else kv_heads
@@ -169,6 +201,7 @@ def _sample(draw: Draw, given: dict[str, Any]) -> dict[str, Any]:
         "is_causal": is_causal,
         "scale": draw.choice(None, 0.5),
         "enable_gqa": enable_gqa,
+        "softcap": draw.choice(0.0, 0.0, 1.5),
     }
 
 
@@ -176,15 +209,23 @@ def attend_with(match: Match, **changed: Any) -> fx.Proxy:
     """Calls `attention` with the arguments of the matched call, except those that are `changed`."""
     given = bind(match.root) | changed
     operands = [given.get(name) for name in ("query", "key", "value", "attn_mask", "sinks")]
-    options = {name: given[name] for name, default in _DEFAULTS.items() if given[name] != default}
+    defaults = _DEFAULTS | _OWN_DEFAULTS
+    options = {name: given[name] for name, default in defaults.items() if given.get(name, default) != default}
     return match.call(ATTEND, *operands, **options)
 
 
 _ANY_SCALE = cap("scale", "any")
 """Captures any scale, because in a graph with symbolic floats the scale is a node, not a literal."""
 raise_sdpa = sdpa_rule("attention.raise_sdpa", renames=True, scale=_ANY_SCALE)
-lower_to_sdpa = attention_rule("attention.lower_to_sdpa", renames=True, sinks=None, scale=_ANY_SCALE)
-write_out_sinks = attention_rule("attention.write_out_sinks", sinks=cap("sinks"), scale=_ANY_SCALE)
+lower_to_sdpa = attention_rule("attention.lower_to_sdpa", renames=True, sinks=None, softcap=0.0, scale=_ANY_SCALE)
+
+
+@where.predicate("root", text="is_no_sdpa")
+def _is_no_sdpa(root: fx.Node) -> bool | str:
+    return not is_sdpa(root) or "it has no sinks and no softcap"
+
+
+write_out = attention_rule("attention.write_out", _is_no_sdpa, scale=_ANY_SCALE)
 
 
 @raise_sdpa.replacement
@@ -202,10 +243,10 @@ def _(match: Match, q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_caus
     return made
 
 
-@write_out_sinks.replacement
+@write_out.replacement
 def _(match: Match, q: Any, k: Any, v: Any, mask: Any, sinks: Any, scale: Any) -> Any:
-    """softmax(cat([q @ k^T * scale + mask, sinks], -1))[..., :-1] @ v"""
-    options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa")}
+    """softmax(cat([capped(q @ k^T * scale) + mask, sinks], -1))[..., :-1] @ v"""
+    options = {name: match[name] for name in ("dropout_p", "is_causal", "enable_gqa", "softcap")}
     return attention(q, k, v, mask, sinks, scale=scale, **options)
 
 
@@ -215,4 +256,4 @@ def _none_is_left(nodes: Sequence[fx.Node]) -> str:
 
 
 RAISE_ATTENTION = RuleSet("raise_attention", raise_sdpa)
-LOWER_ATTENTION = RuleSet("lower_attention", lower_to_sdpa, write_out_sinks, invariant=_none_is_left)
+LOWER_ATTENTION = RuleSet("lower_attention", lower_to_sdpa, write_out, invariant=_none_is_left)

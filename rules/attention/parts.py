@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, op, where
+from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, where
 from fxrewrite.ops import named_operator, value
 from fxrewrite.spmd import is_same_size
+from rules.attention.operator import ATTEND
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
@@ -35,6 +36,7 @@ __all__ = [
     "cast_and_dropout",
     "divides",
     "draws",
+    "draws_nothing",
     "expanded",
     "filled",
     "fused",
@@ -48,6 +50,7 @@ __all__ = [
     "is_taken",
     "keys",
     "no_narrower",
+    "raw_weights",
     "scale_of",
     "scaled",
     "scaled_fill",
@@ -87,6 +90,12 @@ def filled(scores: Any, *, is_first: bool = True) -> Any:
 def weights(scores: Any, *, by: str = "softmax") -> Any:
     """A softmax over the keys, in any precision, with an optional dropout, and one cast before or after that."""
     return cast_and_dropout(op(by, scores, -1, cap("dtype", Literal)))
+
+
+def raw_weights(scores: Any) -> Any:
+    """`weights` with all casts that rules/attention/spellings.py respells."""
+    given = (maybe(op("to", scores, cap("wide", Literal))), -1, cap("dtype", Literal))
+    return cast_and_dropout(op("softmax", *given), "type_as")
 
 
 def cast_and_dropout(weighted: Any, *casts: str) -> Any:
@@ -160,6 +169,9 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
         "fill": fill,
         "scale": draw.choice(0.125, -0.5, 1, 2),
         "divisor": draw.choice(8.0, -2.0, 1, 3),
+        "factor": draw.choice(0.5, -0.25, 1),
+        "part": draw.choice(2.0, -4.0, 1),
+        "softcap": draw.choice(2.0, -1.5, 3),
         "sinks": draw.tensor(*batch, length, 1),
         "cast": draw.choice(draw.dtype, torch.float32),
         "wide": draw.choice(draw.dtype, torch.float32, torch.float64),
@@ -184,12 +196,16 @@ def _refused(draw: Draw, found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
         {"mask": found["mask"].double(), "bias": found["bias"].double(), "cast": draw.dtype},
         {"sinks": found["sinks"].to(other)},
         {"divisor": 0.0},
+        {"part": 0.0},
+        {"softcap": 0.0},
+        {"factor": math.inf},
         {"scale": math.inf},
     )
 
 
-def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None) -> Any:
-    """Calls scaled_dot_product_attention with the dropout of the match, and its scale unless `scale` is given.
+def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | None = None, softcap: float = 0.0) -> Any:
+    """Calls scaled_dot_product_attention with the dropout of the match, and its scale unless `scale` is given; or the
+    operator of `rules.attention.operator` if there is a softcap, for which the former has no argument.
 
     Operands of three dimensions get a batch of size 1, because no fused kernel takes three dimensions.
     """
@@ -198,18 +214,30 @@ def attend(match: Match, q: Any, k: Any, v: Any, mask: Any, *, scale: float | No
         mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
     dropout_p = float(match["p"]) if draws(match) else 0.0
     scale = scale_of(match) if scale is None else scale
-    if q.ndim == 4:
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
-    q, k, v = (torch.unsqueeze(x, 0) for x in (q, k, v))
-    if mask is not None and mask.ndim == 3:
-        mask = torch.unsqueeze(mask, 0)
-    return torch.select(F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale), 0, 0)
+    is_flat = q.ndim == 3
+    if is_flat:
+        q, k, v = (torch.unsqueeze(x, 0) for x in (q, k, v))
+        mask = torch.unsqueeze(mask, 0) if mask is not None and mask.ndim == 3 else mask
+    if softcap:
+        attended = match.call(ATTEND, q, k, v, mask, dropout_p=dropout_p, scale=scale, softcap=softcap)
+    else:
+        attended = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, scale=scale)
+    return torch.select(attended, 0, 0) if is_flat else attended
 
 
 def attend_to_kept(
-    match: Match, q: Any, k: Any, v: Any, bias: Any, mask: Any, fill: float, *, scale: float | None = None
+    match: Match,
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    fill: float,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
 ) -> Any:
-    """Calls scaled_dot_product_attention where scores that are not kept are filled, and `mask` is added to all.
+    """Calls what `attend` calls where scores that are not kept are filled, and `mask` is added to all.
 
     A row that keeps no key reads all values, by softmax(fill + mask), and gives q and k no gradient. That is their mean
     if there is no mask. With a mask, or a dropout, which draws for each of these values, q is 0 in such rows, and so
@@ -218,9 +246,10 @@ def attend_to_kept(
     kept, hidden = match["kept"], match["hidden"]
     kept = torch.logical_not(match.proxy(hidden)) if kept is None else match.proxy(kept)
     given = add(bias, mask)
+    how: dict[str, Any] = {"scale": scale, "softcap": softcap}
     if fill == -math.inf or (mask is None and not draws(match)):
         added = kept if given is None else _filled(kept, given, fill)
-        attended = attend(match, q, k, v, added, scale=scale)
+        attended = attend(match, q, k, v, added, **how)
         if fill == -math.inf or is_same_size(
             value(match["v"]).shape[-2], 0
         ):  # no keys at all: zeros, which have no mean
@@ -229,13 +258,19 @@ def attend_to_kept(
     keeps_any = torch.any(kept, -1, True)
     q = _filled(keeps_any, q, 0.0)
     if given is None:
-        return attend(match, q, k, v, torch.logical_or(kept, torch.logical_not(keeps_any)), scale=scale)
+        return attend(match, q, k, v, torch.logical_or(kept, torch.logical_not(keeps_any)), **how)
     if mask is None:
         nothing = torch.zeros_like(given)
-        return attend(match, q, k, v, torch.where(keeps_any, _filled(kept, given, fill), nothing), scale=scale)
+        return attend(match, q, k, v, torch.where(keeps_any, _filled(kept, given, fill), nothing), **how)
     low = mask + fill
     added = torch.where(kept, given, torch.where(keeps_any, low, low - fill))
-    return attend(match, q, k, v, added, scale=scale)
+    return attend(match, q, k, v, added, **how)
+
+
+@where.predicate("p", "train", text="draws_nothing")
+def draws_nothing(p: float | None, train: bool | None) -> bool | str:
+    """The match has no dropout that draws."""
+    return not (p and train) or f"a dropout of {p} draws"
 
 
 def draws(match: Match) -> bool:

@@ -44,6 +44,7 @@ from rules.attention.parts import (
     Q,
     V,
     add,
+    draws_nothing,
     expanded,
     filled,
     fusion,
@@ -149,12 +150,7 @@ def _reads_all_keys(kt: fx.Node, v: fx.Node) -> bool | str:
     return is_same_size(columns, rows) or f"the values have {rows} rows, the keys {columns}"
 
 
-@where.predicate("p", "train", text="draws_nothing")
-def _draws_nothing(p: float | None, train: bool | None) -> bool | str:
-    return not (p and train) or f"a dropout of {p} draws"
-
-
-_SINKS = (where.same_dtype("q", "sinks"), _is_a_column, _reads_all_keys, _draws_nothing)
+_SINKS = (where.same_dtype("q", "sinks"), _is_a_column, _reads_all_keys, draws_nothing)
 _biased: Any = maybe(scaled(torch.matmul(Q, KT)) + BIAS)
 
 fuse_sinks = fusion(

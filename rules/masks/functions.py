@@ -48,10 +48,16 @@ def mask_body(mask: MaskExpression, indices: Sequence[Indices], device: torch.de
     return fx.GraphModule({}, graph)
 
 
-def score_body(mask: MaskExpression | None, indices: Sequence[Indices], device: torch.device) -> fx.GraphModule:
-    """Makes the subgraph (score, b, h, q_idx, kv_idx, *leaves) -> score, plus the entry of the mask if there is one."""
+def score_body(
+    mask: MaskExpression | None, indices: Sequence[Indices], softcap: float, device: torch.device
+) -> fx.GraphModule:
+    """Makes the subgraph (score, b, h, q_idx, kv_idx, *leaves) -> score, bent to stay below the softcap unless that is
+    0, plus the entry of the mask if there is one."""
     graph = fx.Graph()
     score = graph.placeholder("score")
+    if softcap:
+        bent = graph.call_function(aten.tanh.default, (graph.call_function(aten.div.Tensor, (score, softcap)),))
+        score = graph.call_function(aten.mul.Tensor, (bent, softcap))
     writer = _Writer(graph, indices, device)
     graph.output(score if mask is None else graph.call_function(aten.add.Tensor, (score, writer.write(mask.term))))
     return fx.GraphModule({}, graph)

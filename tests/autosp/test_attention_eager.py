@@ -109,8 +109,8 @@ EAGER: dict[str, Attend] = {
 }
 
 
-FUSED = {"no mask", "filled", "where", "own keys", "sinks"}
-"""What becomes one operator: no row's keys are all hidden by a number that is added."""
+FUSED = {"no mask", "filled", "where", "own keys", "softcap", "sinks"}
+"""What becomes one operator: no row's keys are all hidden by a number that is added, or there is a softcap."""
 GATHERED = {"einsum", "batch and heads in one", "latent", "blocks"}
 """What gathers more than keys and values where heads do not divide."""
 
@@ -132,9 +132,13 @@ def test_the_report_says_why_it_stays_written_out() -> None:
     assert event.num_calls == 1
     assert event.why.startswith("keeps_own_keys(mask), found %")
     assert event.num_bytes == BATCH * 6 * LENGTH * LENGTH * 8
-    (event,) = check(Layer(EAGER["softcap"]), ranks=(2,), attention="ring")[2].events_of(AttentionWrittenOut)
+    (event,) = check(Layer(EAGER["latent"]), ranks=(2,), attention="ring")[2].events_of(AttentionWrittenOut)
     assert "left so without ring, which was asked for: " in str(event)
+    assert "attn_implementation='sdpa'" in str(event)
+    bent = check(Layer(lambda m, x, q, k, v: _scores(q, k).tanh().softmax(-1) @ v), ranks=(2,))[2]
+    (event,) = bent.events_of(AttentionWrittenOut)
     assert "found aten::tanh" in str(event)
+    assert "sdpa" not in str(event)
 
 
 def test_grouped() -> None:

@@ -62,6 +62,17 @@ def test_exact(name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])
+def test_softcap(attention: AttentionOption) -> None:
+    def attend(layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        rows, columns = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])
+        mask = torch.zeros(columns.shape * 2, dtype=q.dtype).masked_fill(columns > rows, -torch.inf)
+        return torch.softmax(torch.tanh(q @ k.transpose(-2, -1) / 0.3) * 0.3 + mask, -1) @ v
+
+    report = OneDevice(Layer(attend, 12, 12)).check(3, config(attention=attention))
+    assert kinds(report) == ["causal, by flex attention"]
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])
 def test_sinks(attention: AttentionOption) -> None:
     """In float32, as the logsumexp is."""
     report = assert_equal_to_one_device(

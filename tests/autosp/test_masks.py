@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from autosp_rules import AutoSPReport
 from autosp_rules.config import AttentionOption
-from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Layer, check
+from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Attend, Layer, check
 
 sdpa = F.scaled_dot_product_attention
 TOKENS = torch.tensor([[1, 1, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]])
@@ -73,13 +73,27 @@ def with_sinks(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
     return torch.softmax(both - both.amax(-1, keepdim=True), -1)[..., :-1]
 
 
+def attend_with_softcap(
+    layer: Layer, x: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """As Gemma 2 has it in transformers, with a cap that its scores exceed."""
+    rows, columns = torch.arange(q.shape[2])[:, None], torch.arange(q.shape[2])
+    hidden = (columns > rows) | (columns <= rows - 4)
+    if layer.heads != layer.kv_heads:
+        k, v = (x.repeat_interleave(layer.heads // layer.kv_heads, 1) for x in (k, v))
+    scores = torch.tanh(q @ k.transpose(-2, -1) * HEAD_DIM**-0.5 / 0.3) * 0.3
+    return torch.softmax(scores + hidden * torch.tensor(torch.finfo(q.dtype).min, dtype=q.dtype), -1) @ v
+
+
 @pytest.mark.parametrize("kv_heads", [12, 2])
 @pytest.mark.parametrize("attention", ["ulysses", "gather_kv", "ring", "ring_ulysses"])
+@pytest.mark.parametrize("attend", [attend_with_sinks, attend_with_softcap])
 @pytest.mark.some(3)
-def test_sinks_are_exact(attention: AttentionOption, kv_heads: int) -> None:
-    """Of 12 heads a rank has its own, and the first rows keep no key; two heads of keys divide over no ranks here."""
+def test_sinks_and_softcaps_are_exact(attend: Attend, attention: AttentionOption, kv_heads: int) -> None:
+    """Of 12 heads a rank has its own; two heads of keys divide over no ranks here. Beside sinks the first rows keep no
+    key."""
     ranks = {"ring": (3,), "ring_ulysses": (4,)}.get(attention, (3, 4))
-    for num_ranks, report in check(Layer(attend_with_sinks, 12, kv_heads), ranks=ranks, attention=attention).items():
+    for num_ranks, report in check(Layer(attend, 12, kv_heads), ranks=ranks, attention=attention).items():
         (line,) = [line for line in report.lines if line.startswith("attention: ")]
         assert line.startswith(f"attention: 1 x {attention}: asked for")
         sent = {c.kind: c for c in report.collectives if c.direction == "forward" and c.kind != "all_reduce"}
@@ -103,9 +117,15 @@ SENT_WITH_SINKS: dict[AttentionOption, set[str]] = {
 
 
 @pytest.mark.parametrize("length", [7, 9])
-def test_sinks_over_a_ring_whose_ranks_do_not_divide_the_length(length: int) -> None:
+@pytest.mark.parametrize("attend", [attend_with_sinks, attend_with_softcap])
+def test_a_ring_whose_ranks_do_not_divide_the_length(attend: Attend, length: int) -> None:
     """With padding: 4 rows a rank, whose halves trade places, and 5, which have none."""
-    check(Layer(attend_with_sinks, 12, 2), ranks=(2,), attention="ring", ids=IDS[:, :length])
+    check(Layer(attend, 12, 2), ranks=(2,), attention="ring", ids=IDS[:, :length])
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "gather_kv", "ring"])
+def test_softcaps_of_every_length(attention: AttentionOption) -> None:
+    check(Layer(attend_with_softcap, 12, 2), ranks=(4,), attention=attention, dynamic=True)
 
 
 @pytest.mark.parametrize("attention", ["ulysses", "gather_kv"])

@@ -36,6 +36,12 @@ CASES: dict[str, tuple[str, dict[str, torch.Tensor], str]] = {
     "window": ("MistralForCausalLM", {}, "window 6 and causal"),
     "window and not": ("Gemma3ForCausalLM", {}, "window 6 and causal"),
     "sinks, window and not": ("GptOssForCausalLM", {}, "window 6 and causal; causal"),
+    "softcap, window and not": ("Gemma2ForCausalLM", {}, "window 6 and causal; causal"),
+    "softcap and left padding": (
+        "VaultGemmaForCausalLM",
+        _padded(left=True),
+        "window 6 and causal and key padding; causal and key padding",
+    ),
     "documents": ("Qwen2ForCausalLM", PACKED, "documents and order of given positions"),
     "padding": ("BertForMaskedLM", _padded(left=False), "causal and key padding"),
 }
@@ -54,7 +60,9 @@ def _squares(gm: fx.GraphModule) -> Iterator[str]:
 def test_no_value_has_rows_and_columns(name: str) -> None:
     model_name, given, kinds = CASES[name]
     torch.manual_seed(0)
-    model: Any = build(model_name, "eager" if name.startswith("sinks") else "sdpa")
+    is_eager = name.startswith(("sinks", "softcap"))
+    dtype = torch.float32 if name.startswith("softcap") else torch.float64  # as the softmax of the model is
+    model: Any = build(model_name, "eager" if is_eager else "sdpa", dtype)
     ids = torch.randint(1, 64, (2, LENGTH))
     gm, inputs = captured(model.train(), {"input_ids": ids, "labels": ids, **given})
     with fake_mesh((RANKS,), ("sp",)) as mesh:

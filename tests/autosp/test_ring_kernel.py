@@ -46,13 +46,15 @@ def _tensors(made: Any) -> Iterator[torch.Tensor]:
             yield x
 
 
-@pytest.mark.parametrize("width", [DEPTH, 6])
-def test_without_a_mask_no_scores_of_all_rows_are_held(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("width", "softcap"), [(DEPTH, 0.0), (6, 0.0), (DEPTH, 1.5)])
+def test_without_a_mask_no_scores_of_all_rows_are_held(
+    width: int, softcap: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the kernel for the CPU (a width of 4), and with products of matrices, as on other devices."""
     monkeypatch.setattr(by_rows, "_MOST_ENTRIES", 8 * HEADS * ROWS)
     q, k, v = (torch.randn(1, HEADS, ROWS, n, requires_grad=True) for n in (DEPTH, DEPTH, width))
     with fake_mesh((RANKS,), ("sp",)) as mesh, _Seen() as seen:
         place = (0, RANKS, 1, False, axis_of(mesh, "sp").group)
-        out, _ = ring_attention(q, k, v, [], "", 0.5, None, *place)
+        out, _ = ring_attention(q, k, v, [], "", 0.5, softcap, None, *place)
         out.sum().backward()
     assert max(numel for numel, _ in seen.tensors) <= HEADS * ROWS * (DEPTH + width)  # k and v, on their way

@@ -19,6 +19,7 @@ from tests.zoo.table import markdown, mesh_markdown, read
 MODELS = {
     "BloomForCausalLM": "eager",  # a custom backward, alibi
     "DeepseekV3ForCausalLM": "sdpa",  # low-rank attention, in-place routing, experts
+    "Gemma2ForCausalLM": "eager",  # soft-capped scores
     "GptOssForCausalLM": "eager",  # attention sinks, experts
     "Mamba2ForCausalLM": "eager",  # convolution and chunked scan
     "Qwen3NextForCausalLM": "sdpa",  # gated delta net

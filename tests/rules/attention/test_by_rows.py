@@ -213,17 +213,18 @@ def test_graph(fx_snapshot: Any) -> None:
     assert gm == fx_snapshot(name="after")
 
 
-def arguments(dtype: torch.dtype = torch.float64) -> tuple[Any, ...]:
+def arguments(dtype: torch.dtype = torch.float64, softcap: float = 0.0) -> tuple[Any, ...]:
     x, _ = data()
     rows, columns = positions(x)
     leaves = [columns, rows, x[:, None, None] > 0]
-    return *operands(dtype=dtype), leaves, "bitwise_and(le(x0, x1), x2)", 0.5, None
+    return *operands(dtype=dtype), leaves, "bitwise_and(le(x0, x1), x2)", 0.5, softcap, None
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch 2.15's own
-def test_the_operator_is_one_for_torch() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_the_operator_is_one_for_torch(softcap: float) -> None:
     """Schema, fake values, gradients, static and dynamic shapes under AOTAutograd."""
-    torch.library.opcheck(ATTENTION_BY_ROWS, arguments())
+    torch.library.opcheck(ATTENTION_BY_ROWS, arguments(softcap=softcap))
 
 
 def test_the_sums_have_no_gradient() -> None:
@@ -235,7 +236,7 @@ def test_the_sums_have_no_gradient() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_narrow_dtypes(dtype: torch.dtype) -> None:
     given = arguments(dtype)
-    q, k, v, (columns, rows, kept), _, scale, _ = given
+    q, k, v, (columns, rows, kept), _, scale, *_ = given
     out, lse = attention_by_rows(*given)
     mask = (columns <= rows) & kept
     expected = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
@@ -373,7 +374,7 @@ def test_without_a_mask_rows_are_in_blocks_where_scores_are_held(
     monkeypatch.setattr(module, "_MOST_ENTRIES", 2 * B * H * S)
 
     def by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
-        return attention_by_rows(q, k, v, [], "", 0.5, None)[0]
+        return attention_by_rows(q, k, v, [], "", 0.5, 0.0, None)[0]
 
     check_equal(by_rows, lambda q, k, v, *_: F.scaled_dot_product_attention(q, k, v, scale=0.5, enable_gqa=True), width)
     assert blocks == [(n, S) for n in rows] * 2
@@ -381,9 +382,9 @@ def test_without_a_mask_rows_are_in_blocks_where_scores_are_held(
 
 def test_gradients_that_are_parts_of_sums_come_in_the_dtype_of_the_sums() -> None:
     q, k, v = (x.detach() for x in operands(6, torch.bfloat16))
-    out, lse = attention_by_rows(q, k, v, [], "", 0.5, None)
+    out, lse = attention_by_rows(q, k, v, [], "", 0.5, 0.0, None)
     dout = torch.ones_like(out)
-    given = (dout, q, k, v, out, lse, [], "", 0.5)
+    given = (dout, q, k, v, out, lse, [], "", 0.5, 0.0)
     wide, narrow = (attention_by_rows_backward(*given, dtype) for dtype in (torch.float32, None))
     torch.testing.assert_close(tuple(grad.bfloat16() for grad in wide), narrow, rtol=0, atol=0)
     assert all((grad != grad.bfloat16()).any() for grad in wide)

@@ -181,5 +181,14 @@ def test_graph(fx_snapshot: Any) -> None:
 def test_the_operator_is_one_for_torch() -> None:
     q, k, v, sinks = operands()
     positions = torch.arange(S)
-    arguments = (q, k, v, [positions, positions[:, None]], "le(x0, x1)", 0.5, column(sinks).detach().requires_grad_())
+    arguments = (
+        q,
+        k,
+        v,
+        [positions, positions[:, None]],
+        "le(x0, x1)",
+        0.5,
+        0.0,
+        column(sinks).detach().requires_grad_(),
+    )
     torch.library.opcheck(ATTENTION_BY_ROWS, arguments)
