@@ -177,7 +177,9 @@ def by_rank(overload: OpOverload) -> OpOverload:
             return tuple(x for x in _results(made) if x.is_floating_point())
 
         back: Callable[..., Sequence[torch.Tensor]] = torch.func.vjp(of_wanted, *(values[i] for i in at))[1]
-        return [torch.empty_like(values[i]).copy_(grad) for i, grad in zip(at, back(tuple(grads)), strict=True)]
+        # By default `vjp` keeps what its backward has read, and records it for another one.
+        found = back(tuple(grads), retain_graph=False, create_graph=False)
+        return [torch.empty_like(values[i]).copy_(grad) for i, grad in zip(at, found, strict=True)]
 
     forward = torch.library.custom_op(
         f"fxrewrite_rules::{name}", draw, mutates_args=(), schema=f"({parameters}) -> {results}"

@@ -19,6 +19,7 @@ Numerics: those of the settings, each of which is exact or reassociates.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -31,7 +32,7 @@ from autosp_rules.errors import AutoSPError
 from autosp_rules.memory.checkpoint import Checkpointed, checkpoint_text
 from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Edit, Event, Report, RuleSet, graph_text
-from fxrewrite.backends import StepMemory, step_memory
+from fxrewrite.backends import OVERLAP, RECOMPUTE_LATE, StepMemory, step_memory
 from fxrewrite.ops import tensors_of
 from fxrewrite.spmd import fix_rank
 from rules.tiling.tiles import TILE_BYTES
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DECIDED", "FitMemory", "MemoryFitted", "bytes_from"]
 
+log = logging.getLogger(__name__)
 DECIDED = ("checkpoint", "mlp_tile", "loss_tile")
 """Settings that a budget decides, unless they are given."""
 
@@ -96,21 +98,24 @@ class MemoryFitted(Event, frozen=True):
     seconds: float = Field(description="that the search took")
     compiler: str = Field(description="name of the backend that the peak is estimated for")
     is_symbolic: bool = Field(description="whether the length is a symbol; the peak is for the traced length")
-    unknown: tuple[str, ...] = Field(default=(), description="custom operators whose inside is not counted")
+    is_guess: bool = Field(default=False, description="whether it is guessed what inductor fuses")
+    unknown: tuple[str, ...] = Field(default=(), description="operators whose inside is not counted")
 
     def __str__(self) -> str:
         why = "; ".join(f"{settings} would take {_shown(peak)}" for settings, peak in self.too_large.items())
+        inside = f"may be exceeded, as the inside of {', '.join(self.unknown)} cannot be counted without data: "
         said = (
-            f"memory: {_shown(self.peak)} of {_shown(self.budget)} with {_said(self.settings)}"
+            f"memory: {inside if self.unknown else ''}{_shown(self.peak)} of {_shown(self.budget)} "
+            f"with {_said(self.settings)}"
             + (f", as {why}" if why else ", the fastest")
             + f"; {_shown(self.given)} are parameters, buffers and the batch, {_shown(self.gradients)} gradients; "
             f"the peak is at %{self.at}; estimated in {self.seconds:.1f} s from {self.num_traces} traces"
         )
-        if self.compiler == "inductor":
+        if self.is_guess:
             said += "; which values inductor fuses is a guess, measured peaks were 0.74 to 1.18 of such estimates"
         if self.is_symbolic:
             said += "; for the traced length, as it is a symbol: a longer sequence takes more"
-        return said + (f"; not counted is the inside of {', '.join(self.unknown)}" if self.unknown else "")
+        return said
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,8 @@ class FitMemory:
         inner = self._config.inner
         compiler = inner if isinstance(inner, str) else "a callable"
         may_keep = "checkpoint" not in self._given
-        search = _Search(edit, context, compiler, self._rules_with, may_keep=may_keep)
+        options = OVERLAP if self._config.overlap else {}
+        search = _Search(edit, context, compiler, self._rules_with, may_keep=may_keep, options=options)
         best = search.best(self._budget, map(self._settings, self._rungs()))
         if best is None:
             raise self._refusal(edit, context, min(search.tries, key=lambda one: one.memory.peak))
@@ -174,9 +180,12 @@ class FitMemory:
                 seconds=time.perf_counter() - started,
                 compiler=compiler,
                 is_symbolic=any(type(t.numel()) is not int for n in edit.nodes() for t in tensors_of(n)),
+                is_guess=best.memory.is_guess,
                 unknown=best.memory.unknown,
             )
         )
+        if best.memory.unknown:
+            log.warning("autosp: %s", report.events[-1])
         return self._rules_with(best.settings).run(edit, context, report)
 
     def _rules_with(self, settings: Mapping[str, Any]) -> RuleSet:
@@ -222,7 +231,15 @@ class FitMemory:
 
 
 class _Search:
-    """Tries settings on one graph, each program once; `may_keep`: whether layers may keep what a budget leaves."""
+    """Tries settings on one graph, each program once.
+
+    Args:
+        edit, context: the graph, and that of its plan.
+        compiler: name of the backend.
+        rules: the rules of memory for settings.
+        may_keep: whether layers may keep what a budget leaves.
+        options: with which inductor compiles.
+    """
 
     def __init__(
         self,
@@ -232,9 +249,10 @@ class _Search:
         rules: Callable[[Mapping[str, Any]], RuleSet],
         *,
         may_keep: bool,
+        options: Mapping[str, Any],
     ) -> None:
         self._edit, self._context, self._compiler, self._rules = edit, context, compiler, rules
-        self._may_keep = may_keep
+        self._may_keep, self._options = may_keep, options
         self._traced: dict[str, StepMemory] = {}
         self.tries: list[_Try] = []
 
@@ -284,7 +302,8 @@ class _Search:
         text = checkpoint_text(program) + graph_text(program)
         if text not in self._traced:
             fix_rank(program, 0)  # sizes are those of every rank, and so are decisions
-            self._traced[text] = step_memory(program, self._compiler)
+            options = {**self._options, **(RECOMPUTE_LATE if checkpoint_text(program) else {})}
+            self._traced[text] = step_memory(program, self._compiler, options)
         found = next((event.found for event in report.events_of(Checkpointed)), None)
         tried = _Try(settings, self._traced[text], None if found is None else found.kept_bytes)
         self.tries.append(tried)

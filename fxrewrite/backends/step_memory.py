@@ -3,17 +3,19 @@
 AOTAutograd cuts a program into a forward and a backward graph. Their storages live from the operator that makes them to
 the last one that reads them, as the graphs run: views share a storage, what the forward pass returns lives until the
 backward pass has read it last, results of the caller and gradients live to the end. What a custom operator allocates
-inside and gives back is counted by running its body on fake tensors.
+inside and gives back is counted by running its body on fake tensors; it may read a seed, which is a number.
 
 Not counted: workspaces of torch's own kernels, which are small, what libraries allocate by themselves, and fragments.
 Backends that fuse operators hold at most what is counted, as a rule: an intermediate value inside a kernel has no
-memory. `compiler="inductor"` counts after inductor's decompositions, without values that its pointwise kernels fuse.
+memory. `compiler="inductor"` counts what the code that inductor generates allocates (`inductor_memory`). Where that
+cannot be run, it counts after inductor's decompositions, without values that pointwise kernels fuse, which is a guess.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,18 +24,20 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._library.custom_ops import OPDEFS
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from fxrewrite.backends.live_bytes import KERNELS_OF_TORCH, WITHOUT_INSIDE, LiveBytes, alike, identity_of
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import key, value
 
 __all__ = ["StepMemory", "step_memory"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,9 @@ class StepMemory:
         saved: what the forward pass leaves for the backward pass and the caller.
         gradients: of the inputs that require them, which live when the step has ended.
         at: the operator at the peak.
-        unknown: custom operators whose inside could not be run without data, and is not counted.
+        unknown: operators whose inside could not be run without data, and is not counted: custom ones that read data or
+            have no body in Python, and higher-order ones.
+        is_guess: whether it is guessed what inductor fuses.
     """
 
     given: int
@@ -57,6 +63,7 @@ class StepMemory:
     gradients: int
     at: str
     unknown: tuple[str, ...] = ()
+    is_guess: bool = False
 
     @property
     def peak(self) -> int:
@@ -64,7 +71,9 @@ class StepMemory:
         return max(self.forward, self.backward)
 
 
-def step_memory(gm: fx.GraphModule, compiler: str = "aot_eager") -> StepMemory:
+def step_memory(
+    gm: fx.GraphModule, compiler: str = "aot_eager", options: Mapping[str, Any] | None = None
+) -> StepMemory:
     """Returns what one step of the program holds, with `.grad` of its inputs None before and results held to the end.
 
     Sizes are those of the trace, also where they are symbols. Without gradients it is the forward pass alone.
@@ -72,13 +81,20 @@ def step_memory(gm: fx.GraphModule, compiler: str = "aot_eager") -> StepMemory:
     Args:
         gm: a graph of ATen operators with fake values, as a backend on AOTAutograd gets it; it is not changed.
         compiler: "inductor", or any other backend on AOTAutograd, which counts as "aot_eager".
+        options: of `torch.compile`, for inductor.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
+    fuses = compiler == "inductor"
+    if fuses:
+        try:
+            return _under_inductor(gm, inputs, options)
+        except Exception as error:  # noqa: BLE001  # any: what is generated may do what needs data, or be new to us
+            _log.info("what inductor generates cannot be run without data, so its peak is a guess: %s", error)
     forward, backward = _cut(gm, [_example(node) for node in inputs], compiler)
-    given, insides, fuses = _sum(inputs), _Insides(), compiler == "inductor"
+    given, insides = _sum(inputs), _Insides()
     first = _held(forward, insides, fuses=fuses)
     if backward is None:
-        return StepMemory(given, given + first.peak, 0, first.end, 0, first.at, insides.unknown)
+        return StepMemory(given, given + first.peak, 0, first.end, 0, first.at, insides.unknown, fuses)
     read = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in read if node.name.startswith("tangents")]
     # The forward graph returns the caller's results, then what it saves, of which what is no input dies when read.
@@ -95,6 +111,25 @@ def step_memory(gm: fx.GraphModule, compiler: str = "aot_eager") -> StepMemory:
         gradients=_sum(backward.graph.output_node().all_input_nodes),
         at=first.at if peaks[0] > peaks[1] else last.at,
         unknown=insides.unknown,
+        is_guess=fuses,
+    )
+
+
+def _under_inductor(gm: fx.GraphModule, inputs: Sequence[fx.Node], options: Mapping[str, Any] | None) -> StepMemory:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what inductor imports
+        from fxrewrite.backends.inductor_memory import inductor_step  # lazy: loads inductor
+
+    found, given = inductor_step(gm, [_example(node) for node in inputs], options), _sum(inputs)
+    is_forward = found.forward > found.backward
+    return StepMemory(
+        given=given,
+        forward=given + found.forward,
+        backward=given + found.backward if found.has_backward else 0,
+        saved=found.saved,
+        gradients=found.gradients,
+        at=found.forward_at if is_forward else found.backward_at,
+        unknown=found.unknown,
     )
 
 
@@ -148,11 +183,7 @@ def _cut(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> tuple[fx.G
 def _storages(nodes: Iterable[fx.Node]) -> dict[int, int]:
     """Returns the bytes of each storage that tensors of the nodes have, by its identity."""
     tensors = (t for node in nodes for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor))
-    return {_identity(t): size_hint(t.untyped_storage().nbytes()) for t in tensors}
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return {identity_of(t): size_hint(t.untyped_storage().nbytes()) for t in tensors}
 
 
 def _sum(nodes: Iterable[fx.Node]) -> int:
@@ -255,75 +286,36 @@ class _Insides:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The operators whose bodies could not be run without data."""
+        """The operators whose inside is not counted."""
         return tuple(sorted(self._unknown))
 
     def of(self, node: fx.Node, result_bytes: int) -> int:
         """Returns the bytes that the operator holds at most beside its results, while it runs."""
+        if isinstance(node.target, HigherOrderOperator) and node.target.name() not in WITHOUT_INSIDE:
+            self._unknown.add(node.target.name())
         if not isinstance(node.target, OpOverload):
             return 0
         name = node.target._schema.name
         if name not in OPDEFS:
+            if node.target.namespace not in KERNELS_OF_TORCH:
+                self._unknown.add(name)
             return 0
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
         known = name, str(tree_map_only(torch.Tensor, _shown, (args, kwargs)))
         if known not in self._known:
-            self._known[known] = self._run(name, args, kwargs)
+            self._known[known] = self._run(node.target, args, kwargs)
         return max(0, self._known[known] - result_bytes)
 
-    def _run(self, name: str, args: Any, kwargs: Any) -> int:
+    def _run(self, operator: OpOverload, args: Any, kwargs: Any) -> int:
         """Runs the body at the traced sizes, in a mode of its own, as what depends on data makes symbols in a mode."""
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with mode, torch.no_grad():
-            args, kwargs = tree_map(_alike, (args, kwargs))
-        live = _Live(t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
-        try:
-            with torch.no_grad(), mode, live:
-                OPDEFS[name]._init_fn(*args, **kwargs)
-        except Exception:  # noqa: BLE001  # any: bodies may read data, which is not there
-            self._unknown.add(name)
-            return 0
+            args, kwargs = tree_map(alike, (args, kwargs))
+            with LiveBytes(tree_leaves((args, kwargs))) as live:
+                operator(*args, **kwargs)
+        self._unknown.update(live.unknown)
         return live.peak
-
-
-def _alike(given: Any) -> Any:
-    """Returns a tensor of the mode that is active, or a number, with sizes as they were traced."""
-    if isinstance(given, torch.Tensor):
-        shape, stride = (tuple(map(size_hint, sizes)) for sizes in (given.shape, given.stride()))
-        return torch.empty_strided(shape, stride, dtype=given.dtype, device=given.device)
-    return size_hint(given) if isinstance(given, torch.SymInt) else given
 
 
 def _shown(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
-
-
-class _Live(TorchDispatchMode):
-    """Counts the bytes of storages that are made and still live."""
-
-    def __init__(self, given: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._known = {_identity(t) for t in given}
-        self._held = 0
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor):
-                self._add(tensor)
-        return made
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        storage, identity = tensor.untyped_storage(), _identity(tensor)
-        size = size_hint(storage.nbytes())
-        if identity in self._known:
-            return
-        self._known.add(identity)
-        self._held += size
-        self.peak = max(self.peak, self._held)
-        weakref.finalize(storage, self._drop, identity, size)
-
-    def _drop(self, identity: int, size: int) -> None:
-        self._known.discard(identity)
-        self._held -= size

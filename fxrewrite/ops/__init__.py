@@ -70,6 +70,7 @@ from fxrewrite.ops.traits import (
 from fxrewrite.ops.value import (
     MISSING as MISSING,
     fake_value as fake_value,
+    has_data as has_data,
     has_inexact as has_inexact,
     held as held,
     is_inexact as is_inexact,

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxrewrite.errors import refuse
 
 __all__ = [
     "MISSING",
     "fake_value",
+    "has_data",
     "has_inexact",
     "held",
     "is_inexact",
@@ -74,6 +76,11 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """Returns the tensors that the node is known to hold: one, several in a list, or none."""
     found = value(node)
     return [v for v in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(v, torch.Tensor)]
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether the tensor has entries, and not only a shape."""
+    return not (isinstance(tensor, FakeTensor) or tensor.is_meta)
 
 
 def is_inexact(tensor: torch.Tensor) -> bool:

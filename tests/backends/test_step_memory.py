@@ -11,11 +11,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from fxrewrite import normalize
-from fxrewrite.backends import find_backend, step_memory
+from fxrewrite.backends import find_backend, inductor_memory, step_memory
+from rules.random import by_rank
 from rules.tiling.loss import tiled_loss_rules
 from rules.tiling.mlp import tiled_mlp_rules
 from tests.autosp.one_device import captured
-from tests.bench.measure import profiled
+from tests.bench.measure import allocate_in_pages, profiled, resident_peak
 from tests.versions import TORCH
 
 ROWS, WIDTH, VOCAB = 512, 64, 768
@@ -67,6 +68,53 @@ def test_the_peak_is_that_of_the_allocator(kind: str) -> None:
     assert found.peak - found.given == pytest.approx(measured.peak, rel=more)
     assert found.saved == pytest.approx(measured.saved, rel=0.02)
     assert found.peak == (found.forward if kind == "no gradients" else found.backward)
+
+
+def test_under_inductor_it_is_what_the_generated_code_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, ids = _Model(), torch.randint(VOCAB, (ROWS,))
+    captured_graph, inputs = captured(model, {"ids": ids})
+    gm = normalize(captured_graph)
+    text = gm.code
+    found = step_memory(gm, "inductor")
+    assert gm.code == text
+    assert not found.is_guess
+    run = find_backend("inductor")(gm, inputs)
+    run(*inputs)[0].backward()
+    model.zero_grad()
+    gc.collect()
+    measured = profiled(lambda: run(*inputs), lambda outputs: outputs[0].backward())
+    assert found.gradients == sum(p.nbytes for p in model.parameters())
+    assert found.peak - found.given == pytest.approx(measured.peak, rel=0.02)
+    assert found.saved == pytest.approx(measured.saved, rel=0.02)
+    monkeypatch.setattr(inductor_memory, "inductor_step", None)
+    guess = step_memory(gm, "inductor")
+    assert guess.is_guess
+    assert (guess.given, guess.gradients) == (found.given, found.gradients)
+
+
+def test_what_draws_for_a_rank_is_counted() -> None:
+    """Attention with dropout makes scores of S x S on a CPU; the gradient runs it again, and keeps what it reads."""
+    attend = by_rank(torch.ops.aten.scaled_dot_product_attention.default)
+
+    def loss(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        return attend(q, k, v, None, 0.1, True, None, False, seed, 1).sum()
+
+    allocate_in_pages()
+    heads = [torch.rand(1, 2, 1024, 16, requires_grad=True) for _ in range(3)]
+    gm = normalize(captured(loss, dict(zip("qkv", heads, strict=True)) | {"seed": torch.tensor(7)})[0])
+    found = step_memory(gm)
+    assert not found.unknown
+    run = find_backend("aot_eager")(gm, [*heads, torch.tensor(7)])
+
+    def step() -> None:
+        for head in heads:
+            head.grad = None
+        run(*heads, torch.tensor(7))[0].backward()
+
+    step()
+    assert found.peak - found.given == pytest.approx(resident_peak(step), rel=0.05)
+    assert found.peak - found.given > 4 * (2 * 1024**2) * 4
 
 
 def test_a_custom_operator_that_reads_data_is_named() -> None:
