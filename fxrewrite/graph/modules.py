@@ -9,13 +9,20 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-__all__ = ["matches_glob", "module_names"]
+__all__ = ["matches_glob", "module_calls", "module_names"]
 
 
 def module_names(node: fx.Node) -> Iterator[str]:
     """The modules in whose forward the node runs, the outermost first: `model`, `model.layers`, `model.layers.0`."""
-    paths = (path for path, _ in node.meta.get("nn_module_stack", {}).values())
-    yield from dict.fromkeys(map(_qualified, paths))
+    yield from dict.fromkeys(name for _, name in module_calls(node))
+
+
+def module_calls(node: fx.Node) -> Iterator[tuple[str, str]]:
+    """The calls of modules in which the node runs, the outermost first: a key of the call, and the module's name.
+
+    A module that is called twice has two keys, and modules of two models have different ones, whatever their names.
+    """
+    yield from ((str(call), _qualified(path)) for call, (path, _) in node.meta.get("nn_module_stack", {}).items())
 
 
 def matches_glob(name: str, glob: str) -> bool:

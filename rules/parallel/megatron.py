@@ -22,12 +22,14 @@ LAYERS = {param("*.{q,k,v,gate,up}_proj.weight"): Shard(0), param("*.{o,down}_pr
 ENDS = {
     param("*{embed_tokens,lm_head}.weight", optional=True): Shard(0),
     module_output("*embed_tokens", optional=True): Replicate(),
+    module_input("*lm_head", optional=True): Replicate(),
 }
+"""What the head reads is stated, since a loss that needs all classes of a token, as of `logits.log_softmax(-1)`, would
+otherwise have all from the last layer's sum on compute on rows, where that is cheaper than to gather logits."""
 CHUNKS = {
     module_output("*embed_tokens", optional=True): Shard(1),
     module_output("*.{o,down}_proj"): Shard(1),
     module_input("*.{self_attn,mlp}"): Replicate(),
-    module_input("*lm_head", optional=True): Replicate(),
 }
 
 MEGATRON_LAYERS = Parallelism(

@@ -120,7 +120,8 @@ def reduce_gradients(model: nn.Module) -> None:
 
 def reduce_left(parameters: Iterable[torch.Tensor]) -> None:
     """Reduce the gradients of the models whose parameters these are if any is left: a reduced one is about to come."""
-    for accumulation in {vars(parameter)[_ATTRIBUTE] for parameter in parameters if is_unreduced(parameter)}:
+    left = dict.fromkeys(vars(parameter)[_ATTRIBUTE] for parameter in parameters if is_unreduced(parameter))
+    for accumulation in left:  # of several models, in an order that is the same on all ranks
         accumulation.reduce()
 
 
@@ -246,7 +247,8 @@ class _Leaves(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.unreduced, ctx.parameters = unreduced, parameters
         found = (getattr(parameter, _ATTRIBUTE, None) for parameter in parameters)
-        ctx.ending = {accumulation for accumulation in found if accumulation is not None and not accumulation.depth}
+        # in the order of the program, which is the same on all ranks, since each of them is reduced by itself
+        ctx.ending = list(dict.fromkeys(one for one in found if one is not None and not one.depth))
         return tuple(p.to_local().new_empty(()).expand(one.shape) for one, p in zip(unreduced, parameters, strict=True))
 
     @staticmethod

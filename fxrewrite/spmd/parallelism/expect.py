@@ -9,7 +9,7 @@ from torch import fx
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.modules import matches_glob, module_names
+from fxrewrite.graph.modules import matches_glob, module_calls
 from fxrewrite.graph.source import source_line
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
@@ -47,37 +47,37 @@ class Sends:
         if context.is_part and not self.within:  # a part of the program need not send all
             report.events.append(NotInPart(stated=self.name))
             return 0
-        found = dict[str, Counter[str]]()
-        where = dict[tuple[str, str], list[fx.Node]]()
+        found = dict[tuple[str, str], Counter[str]]()
+        where = dict[tuple[str, str, str], list[fx.Node]]()
         for node in edit.nodes():
-            module = self._module(node)
-            if module is None:
+            call = self._call(node)
+            if call is None:
                 continue
-            counts = found.setdefault(module, Counter())
+            counts = found.setdefault(call, Counter())
             kind = KINDS.get(node.target)  # pyright: ignore[reportArgumentType]
             if kind is not None and node.meta.get("axis") == axis.name:
                 counts[kind] += 1
-                where.setdefault((module, kind), []).append(node)
+                where.setdefault((*call, kind), []).append(node)
         if not found and context.is_part:
             report.events.append(NotInPart(stated=self.name))
         elif not found:
             raise FxRewriteError(f"{self.name}: no module of the graph matches {self.within!r}")
-        for module, counts in found.items():
+        for (call, module), counts in found.items():
             for kind in dict.fromkeys(KINDS.values()):
                 expected = self.counts.get(kind, 0)
                 if counts[kind] != expected:
-                    lines = "".join(f"\n  %{n.name}  {source_line(n)}" for n in where.get((module, kind), ()))
+                    lines = "".join(f"\n  %{n.name}  {source_line(n)}" for n in where.get((call, module, kind), ()))
                     raise FxRewriteError(
                         f"{module or 'the program'} has {counts[kind]} {kind} over {axis.name}, and {expected} are "
                         f"expected ({self.text()}){':' if lines else ''}{lines}"
                     )
         return 0
 
-    def _module(self, node: fx.Node) -> str | None:
-        """The module whose collectives are counted that the node runs in; the program is one, named ''."""
+    def _call(self, node: fx.Node) -> tuple[str, str] | None:
+        """The call of a module in which the node runs, whose collectives are counted; the program is one, named ''."""
         if not self.within:
-            return ""
-        return next((name for name in module_names(node) if matches_glob(name, self.within)), None)
+            return "", ""
+        return next(((call, name) for call, name in module_calls(node) if matches_glob(name, self.within)), None)
 
     def __repr__(self) -> str:
         return f"<Sends: {self.text()}>"
@@ -93,8 +93,8 @@ def sends(
     """That the forward program has exactly so many collectives over the axis, and no others.
 
     Args:
-        within: a glob over modules' qualified names; each module that matches, the outermost of those that hold each
-            other, has so many. By default the whole program.
+        within: a glob over modules' qualified names; each call of a module that matches, the outermost of those that
+            hold each other, has so many. By default the whole program.
         all_reduce: how many.
         all_gather: how many.
         reduce_scatter: how many.

@@ -35,6 +35,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 import networkx as nx
+import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -174,7 +175,8 @@ def _check_inputs(edit: Edit, reduction: Reduction, *, own_inputs: bool) -> None
     """Refuse inputs with gradients that are written to, as by `Embedding(max_norm=...)`, and would be read unwritten.
 
     What reads an input reads it after an operator on its gradient, which is not written to; a write to the gathered
-    value of shards is lost; and ranks with batches of their own would write different values. Buffers have no gradient.
+    value of shards is lost; and ranks with batches of their own would write different values. Buffers, and arguments
+    that do not require one, have no gradient.
     """
     written = memory_written(edit.graph)
     shown = written | {node.all_input_nodes[0] for node in written if node.target is redistribute}
@@ -226,5 +228,9 @@ def _is_input(node: fx.Node) -> bool:
 
 
 def _requires_grad(node: fx.Node) -> bool:
-    """Whether an input may have a gradient; parameters say so."""
-    return not is_parameter(node) or getattr(node.meta.get("example_value"), "requires_grad", False)
+    """Whether an input may have a gradient: as the value says that it was traced with, which programs are guarded by.
+
+    Where that is unknown, an argument may have one, and a parameter or buffer that is written to has none.
+    """
+    traced = node.meta.get("example_value")
+    return traced.requires_grad if isinstance(traced, torch.Tensor) else not is_parameter(node)

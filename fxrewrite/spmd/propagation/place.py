@@ -32,7 +32,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name, is_buffer
-from fxrewrite.graph.modules import matches_glob, module_names
+from fxrewrite.graph.modules import matches_glob, module_calls
 from fxrewrite.graph.sizes import Size, divide_exactly, require_divisible, size_hint, written_factor
 from fxrewrite.ops import is_parameter, is_tensor, key
 from fxrewrite.report import Report
@@ -286,10 +286,9 @@ def held_placement(
 def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str) -> int:
     if site.kind != "param":
         raise MisstatedError(f"{site}: {placed}: only parameters are gathered before use")
-    known = {name: node for name, node in _inputs(edit, of_model=True).items() if not is_buffer(node)}
     first = next(node for node in edit.graph.nodes if node.op != "placeholder")
     changes = 0
-    for name, node in _matching(site, known):
+    for name, node in _matching_inputs(edit, site, without_buffers=True):
         value, users = node.meta["val"], list(node.users)
         inner = [held for held in placements_of(node).values() if not isinstance(held, Zigzag)]
         placement = held_placement(value.shape, placed, axis, f"{site}: {name}", inner=inner)
@@ -312,16 +311,31 @@ def _hold(edit: Edit, node: fx.Node, placement: Placement, site: Site, name: str
     edit.set_fact(node, STATED, str(site))
 
 
-def _inputs(edit: Edit, *, of_model: bool) -> dict[str, fx.Node]:
-    """Inputs by name; what another graph of the model computed (`meta["argument"]` is "") has none."""
-    placeholders = (node for node in edit.nodes() if node.op == "placeholder" and node.meta.get("argument") != "")
-    return {argument_name(node): node for node in placeholders if is_parameter(node) == of_model}
+def _inputs(edit: Edit, *, of_model: bool) -> dict[str, list[fx.Node]]:
+    """Inputs by name; what another graph of the model computed (`meta["argument"]` is "") has none.
+
+    Several have one name where the graph reads several models, as a policy and the reference that it started from.
+    """
+    found: dict[str, list[fx.Node]] = {}
+    for node in edit.nodes():
+        if node.op == "placeholder" and node.meta.get("argument") != "" and is_parameter(node) == of_model:
+            found.setdefault(argument_name(node), []).append(node)
+    return found
+
+
+def _matching_inputs(edit: Edit, site: Site, *, without_buffers: bool = False) -> Iterator[tuple[str, fx.Node]]:
+    """The inputs that a site matches, with their names."""
+    known = _inputs(edit, of_model=site.kind == "param")
+    if without_buffers:
+        parameters = ((name, [node for node in nodes if not is_buffer(node)]) for name, nodes in known.items())
+        known = {name: nodes for name, nodes in parameters if nodes}
+    for name, nodes in _matching(site, known):
+        yield from ((name, node) for node in nodes)
 
 
 def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
-    known = _inputs(edit, of_model=site.kind == "param")
     changes = 0
-    for name, node in _matching(site, known):
+    for name, node in _matching_inputs(edit, site):
         shape = node.meta["val"].shape
         held_placement(shape, placement, axis, f"{site}: {name}")
         # A size that the graph reads of a local one, as P * s, stays right when the value becomes local.
@@ -341,7 +355,7 @@ def _place_zigzag(edit: Edit, axis: Axis, site: Site, placed: Zigzag, rule: str)
         raise MisstatedError(f"{site}: only inputs can be held as {placed}; state Shard({placed.dim})")
     changes, blocks = _place_inputs(edit, axis, site, Shard(placed.dim), rule), 2 * axis.size
     first = next(node for node in edit.graph.nodes if node.op != "placeholder")
-    for name, node in _matching(site, _inputs(edit, of_model=False)):
+    for name, node in _matching_inputs(edit, site):
         shape: Any = node.meta["val"].shape
         if not require_divisible(shape[placed.dim], blocks):
             of = f"{site}: {name} {[size_hint(n) for n in shape]}"
@@ -378,7 +392,7 @@ def _place_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rul
 
 def _place_module_outputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
     changes = 0
-    for name, nodes in _matching(site, _modules(edit)):
+    for name, nodes in _matching_calls(edit, site):
         inside = set(nodes)
         for node in nodes:
             users = [user for user in node.users if user not in inside]
@@ -390,7 +404,7 @@ def _place_module_outputs(edit: Edit, axis: Axis, site: Site, placement: Placeme
 
 def _place_module_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule: str) -> int:
     changes = 0
-    for name, nodes in _matching(site, _modules(edit)):
+    for name, nodes in _matching_calls(edit, site):
         inside = set(nodes)
         read = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in inside)
         for operand in read:
@@ -454,14 +468,20 @@ def argument_name(placeholder: fx.Node) -> str:
     return input_name(placeholder).removeprefix("kwargs_")
 
 
-def _modules(edit: Edit) -> dict[str, list[fx.Node]]:
-    """The calls that run in each module, those of its submodules as well, by qualified name."""
-    found: dict[str, list[fx.Node]] = {}
+def _modules(edit: Edit) -> dict[str, dict[str, list[fx.Node]]]:
+    """By qualified name of a module: of each of its calls what runs in it, in its submodules as well."""
+    found: dict[str, dict[str, list[fx.Node]]] = {}
     for node in edit.nodes():
         if node.op == "call_function":
-            for name in module_names(node):
-                found.setdefault(name, []).append(node)
+            for call, name in module_calls(node):
+                found.setdefault(name, {}).setdefault(call, []).append(node)
     return found
+
+
+def _matching_calls(edit: Edit, site: Site) -> Iterator[tuple[str, list[fx.Node]]]:
+    """What runs in each call of a module that a site matches, with the module's name."""
+    for name, calls in _matching(site, _modules(edit)):
+        yield from ((name, nodes) for nodes in calls.values())
 
 
 def _matching(site: Site, known: Mapping[str, T]) -> Iterator[tuple[str, T]]:

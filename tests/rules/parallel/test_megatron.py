@@ -8,7 +8,7 @@ from torch import nn
 
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError, RefusedError
-from fxrewrite.spmd import Gathered, Parallelisms
+from fxrewrite.spmd import Gathered, Parallelism, Parallelisms
 from rules.parallel import DATA, MEGATRON, MEGATRON_LAYERS, MEGATRON_SP, ZERO3
 from tests.rules.parallel.models import build
 from tests.rules.parallel.on_ranks import IDS, compared, loss_of
@@ -92,3 +92,17 @@ def test_lengths_that_do_not_divide() -> None:
     ids = torch.arange(22).reshape(2, 11)
     with pytest.raises(FxRewriteError, match="tp=2 ranks do not divide S"):
         compared(loss_of(model), model, MEGATRON_SP, {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize("plan", [MEGATRON, MEGATRON_LAYERS], ids=lambda plan: plan.name)
+def test_a_loss_of_log_probabilities(plan: Parallelism) -> None:
+    """Such as of preferences and policies: it needs all classes of a token, and layers compute as with any loss."""
+    model = build("Llama").double()
+
+    def loss(input_ids: torch.Tensor) -> torch.Tensor:
+        classes = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
+        return -classes.gather(-1, input_ids[:, 1:, None]).mean()
+
+    found = compared(loss, model, plan, {"input_ids": IDS.repeat(8, 1)})  # cheaper than all logits is the head
+    assert ("tp", SCATTER) not in found.forward
+    assert found.forward[("tp", REDUCE)] >= 2 * LAYERS

@@ -9,7 +9,7 @@ import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from autosp_rules.parallelism import autosp_parallelism
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
 from fxrewrite.spmd import no_sync, reduce_gradients, shard_parameters, spmd
-from fxrewrite.spmd.parallelism.accumulate import is_unreduced
+from fxrewrite.spmd.parallelism.accumulate import Accumulation, is_unreduced
 from fxrewrite.testing import fake_mesh
 from rules.parallel import DATA, ZERO2, ZERO3
 from tests.spmd.parallelism.test_parallelism import TENSOR, Autocast, Model
@@ -279,3 +279,29 @@ def test_a_model_that_breaks_and_two_models(mesh: DeviceMesh) -> None:
     step(X).backward()
     for parameter in (*model.parameters(), *other.parameters()):
         assert parameter.grad.placements == parameter.placements
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["at the end", "before a gradient that is reduced"])
+def test_models_of_one_program_are_reduced_in_its_order(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, is_left: bool
+) -> None:
+    """All ranks reduce them in one order, whatever it is: collectives of two models would otherwise meet."""
+    models = [shard_parameters(Model(), ZERO3, mesh) for _ in range(8)]
+    backend = spmd(ZERO3, mesh=mesh, inner="eager")
+    step = torch.compile(lambda x: sum(model(x) for model in models), backend=backend, fullgraph=True)
+    with ExitStack() as opened:
+        for model in models:
+            opened.enter_context(no_sync(model))
+        step(X).backward()
+    order = [model.layers[0].up._accumulation for model in models]
+    for accumulation in order if is_left else ():
+        accumulation.keeps = False  # so that the program reduces by itself, after those that are left
+    reduced, reduce = list[Accumulation](), Accumulation.reduce
+
+    def note(accumulation: Accumulation) -> None:
+        reduced.append(accumulation)
+        reduce(accumulation)
+
+    monkeypatch.setattr(Accumulation, "reduce", note)
+    step(X).backward()
+    assert reduced == order

@@ -18,11 +18,13 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autosp_rules import AutoSPError, autosp
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError
+from fxrewrite.backends import normalized
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     Parallelism,
@@ -31,6 +33,8 @@ from fxrewrite.spmd import (
     Shard,
     Stored,
     Zigzag,
+    contexts,
+    input_placements,
     inputs,
     module_input,
     module_output,
@@ -41,8 +45,9 @@ from fxrewrite.spmd import (
     spmd,
 )
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.testing import explain_placement, fake_mesh, simulate
+from fxrewrite.testing import explain_placement, fake_mesh, run_on_ranks, simulate
 from rules.parallel import DATA, MEGATRON, ZERO2, ZERO3
+from tests.autosp.one_device import captured
 from tests.autosp.test_gloo import launch
 from tests.versions import TORCH
 
@@ -506,6 +511,66 @@ def test_parameters_that_are_read_without_gradients(plan: Any) -> None:
     order = [steps[node.target] for node in found.program.graph.nodes if node.target in steps]
     # the teacher's two layers are gathered where they run; one of the model is, a layer ahead, before the switch
     assert order == ["gather", "switch", "gather", "gather", "switch", "gather"]
+
+
+@pytest.mark.slow
+def test_models_of_one_program_with_the_same_names() -> None:
+    """A model that is called twice and its reference: each parameter is placed, and each call sends its own sums."""
+    policy, reference = Model().double(), Model().double()
+
+    def margin(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (policy(x) - reference(x).detach()) * policy(y) + reference(y)
+
+    given = {"x": ROWS, "y": ROWS.cos()}
+    expected = margin(**given)
+    expected.backward()
+    gm, values = captured(margin, given)
+    program = normalized(gm)
+    with fake_mesh((2,), ("tp",)) as mesh:
+        TENSOR.plan().apply(program, context=contexts(mesh))
+        run = run_on_ranks(program, values, mesh, backward=0)
+    for (found,) in run.outputs:
+        torch.testing.assert_close(found, expected.detach())
+    held = [placed["tp"] for placed in input_placements(program)]
+    assert [held.count(placement) for placement in (Shard(0), Shard(1))] == [4, 4]
+    grads = [value for value in run.gradients() if value is not None]
+    wanted = [value.grad for value in values if value.grad is not None]
+    for found, value in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, value)
+
+
+def test_two_models_in_shards(mesh: DeviceMesh) -> None:
+    policy, reference = (shard_parameters(Model(), ZERO3 | TENSOR, mesh) for _ in range(2))
+    backend = spmd(ZERO3 | TENSOR, mesh=mesh, inner="eager")
+    torch.compile(lambda x: policy(x) - reference(x), backend=backend, fullgraph=True)(X).backward()
+    for model in (policy, reference):
+        assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+
+
+class Repeated(Model):
+    """A layer that is called three times with what it returned, or three layers."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block()] * 3 if is_shared else [Block(), Block(), Block()])
+
+
+@pytest.mark.slow
+def test_a_module_that_is_called_several_times() -> None:
+    """What is stated of a module holds for each call, as for modules of their own."""
+    shared, apart = (Repeated(is_shared=how).double() for how in (True, False))
+    found = simulate(shared, {"x": ROWS}, TENSOR, {"tp": 2})
+    assert found.grad_error < 1e-14, str(found)
+    assert found.sent == {"tp": {"all_reduce": 3}}
+    rows = {module_input("layers.*"): Shard(0), module_output("layers.*"): Replicate()}
+    sent: list[Any] = []
+    for model in (shared, apart):
+        found = simulate(model, {"x": ROWS}, Parallelism("rows", axis="tp", place=rows), {"tp": 2})
+        assert found.grad_error < 1e-14, str(found)
+        sent.append(found.sent)
+    assert sent[0] == sent[1]
+    with pytest.raises(ValueError, match=r"layers.0 has 1 all_reduce over tp, and 0 are expected"):
+        simulate(shared, {"x": ROWS}, replace(TENSOR, expect=[sends(within="layers.*")]), {"tp": 2})
 
 
 @pytest.mark.slow

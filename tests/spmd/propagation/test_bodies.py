@@ -347,3 +347,23 @@ def test_a_backward_that_clips_reads_as_it_runs(fx_snapshot: Any) -> None:
     program, *_ = compiled(ON_CHUNKS["a clipped gradient and a weight"], IDS)
     (function,) = filter(None, map(custom_function, program.graph.nodes))
     assert function.backward == fx_snapshot
+
+
+class Weighs(nn.Module):
+    """It writes to the weights of the loss that it is passed, which have no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 4, dtype=torch.float64)
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        weights[:, 0] = 0
+        return (self.embedding(ids).square().mean(-1) * weights).mean()
+
+
+@pytest.mark.parametrize("plan", [AUTOSP, ZERO3], ids=["whole", "own"])
+def test_an_argument_without_a_gradient_is_written_to(plan: Any) -> None:
+    ids = torch.arange(24).reshape(2, 12) * 7 % 50
+    found = simulate(Weighs(), {"ids": ids, "weights": ids.double().sin()}, plan, {plan.axis: 2})
+    assert found.loss_error < 1e-14, str(found)
+    assert found.grad_error < 1e-14, str(found)
