@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 from torch import fx
 
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import product, size_hint, source_line
 from fxrewrite.ops import bind, fake_value
+from fxrewrite.spmd import Size
 from rules.attention.by_rows import ATTENTION_BY_ROWS, why_not_by_rows
 from rules.attention.flex import MaskKernel, why_not_flex
 from rules.attention.flex_operator import FLEX_ATTENTION
-from rules.attention.operator import ATTEND
+from rules.attention.operator import ATTEND, is_sdpa
 from rules.masks.kinds import kind_of
 from rules.masks.reading import is_dense
 
@@ -31,7 +34,10 @@ class MaskedAttention(Event, frozen=True):
     computed: Literal["rows", "flex", "dense"] = Field(description="dense: the mask is held")
     mask: str = Field(default="", description="what it means, where it is not dense")
     why: str = Field(default="", description="why it is dense, or why it is computed by rows where flex was asked for")
-    num_bytes: int = Field(default=0, description=f"of a rank's part of a dense mask at {_LONG:,} tokens")
+    num_bytes: int = Field(
+        default=0,
+        description=f"of a rank's part of a dense mask at {_LONG:,} tokens, or of scores beside sinks or a softcap",
+    )
     first: str = Field(default="", description="the first call's node")
     source: str = ""
 
@@ -121,16 +127,19 @@ class CheckFlex:
 
 
 def _dense(node: fx.Node) -> MaskedAttention | None:
-    """The reason and the price of a mask that is held."""
+    """The reason and the price of a mask that is held, or of scores, where the call is written out."""
     q, k, v, mask, _, dropout_p, *_ = bind(node).values()
-    if mask is None or not is_dense(mask):
-        return None
+    if is_sdpa(node):
+        if mask is None or not is_dense(mask):
+            return None
+        num_bytes = _price(fake_value(mask).shape, fake_value(mask))
+    else:
+        num_bytes = _price((*fake_value(q).shape[:-1], fake_value(k).shape[-2]), fake_value(q))
     why = why_not_by_rows(q, k, v, mask, dropout_p)
-    return MaskedAttention(num_calls=1, computed="dense", why=why, num_bytes=_price(mask))
+    return MaskedAttention(num_calls=1, computed="dense", why=why, num_bytes=num_bytes)
 
 
-def _price(mask: fx.Node) -> int:
-    """Returns how many bytes a rank's part of the mask takes at `_LONG` tokens."""
-    found = fake_value(mask)
-    *outer, rows, columns = map(size_hint, found.shape)
-    return round(product(outer) * _LONG * (_LONG * rows / columns)) * found.element_size()
+def _price(shape: Sequence[Size], like: torch.Tensor) -> int:
+    """Returns how many bytes a rank's part of a value with rows and columns takes at `_LONG` tokens."""
+    *outer, rows, columns = map(size_hint, shape)
+    return round(size_hint(product(outer)) * _LONG * (_LONG * rows / max(1, columns))) * like.element_size()

@@ -138,3 +138,4 @@ def test_sinks_with_a_mask_that_cannot_be_read(attention: AttentionOption) -> No
 
     (kind,) = kinds(check(Layer(attend, 4, 4), ranks=(2,), attention=attention)[2])
     assert kind.startswith("dense: ")
+    assert kind.endswith(f"; {BATCH * 4 // 2 * 131_072**2 * 8:,} bytes at 131,072 tokens"), "of scores"
