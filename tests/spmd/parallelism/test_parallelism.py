@@ -17,6 +17,7 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -490,6 +491,29 @@ def test_parameters_that_are_read_without_gradients(plan: Any) -> None:
     order = [steps[node.target] for node in found.program.graph.nodes if node.target in steps]
     # the teacher's two layers are gathered where they run; one of the model is, a layer ahead, before the switch
     assert order == ["gather", "switch", "gather", "gather", "switch", "gather"]
+
+
+class Images(Model):
+    """It puts rows, which have gradients, where a mask says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layers[0](x)
+        hidden[x[:, 0] > 7] = self.layers[1](hidden)[:2]
+        return hidden.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Error detected in IndexPutBackward0")  # AOTAutograd says where it was
+def test_what_the_inner_backend_cannot_compile_is_said(mesh: DeviceMesh) -> None:
+    step = torch.compile(shard_parameters(Images(), ZERO3, mesh), backend=spmd(ZERO3, mesh=mesh, inner="aot_eager"))
+    with pytest.raises(BackendCompilerFailed, match=r"'aot_eager' cannot compile aten.nonzero.* masked_scatter"):
+        step(X)
+
+
+def test_transforms_of_functions_are_refused_by_name(mesh: DeviceMesh) -> None:
+    model = shard_parameters(Model(), ZERO3, mesh)
+    step = torch.compile(torch.func.grad(lambda x: model(x)), backend=spmd(ZERO3, mesh=mesh, inner="eager"))
+    with pytest.raises(BackendCompilerFailed, match=r"a transform of torch.func .* inside of the compiled function"):
+        step(X)
 
 
 @pytest.mark.slow
