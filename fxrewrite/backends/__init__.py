@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         inner_compiler as inner_compiler,
         normalized as normalized,
         reached_recompile_limit as reached_recompile_limit,
+        refuse_dependence_on_values as refuse_dependence_on_values,
         refuse_precompile as refuse_precompile,
         rewriting_backend as rewriting_backend,
         untraced_callers as untraced_callers,

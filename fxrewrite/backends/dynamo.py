@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -16,6 +17,7 @@ from torch._dynamo import lookup_backend
 from torch._dynamo.exc import InvalidBackend, TorchRuntimeError
 from torch._dynamo.source import EphemeralSource
 from torch._guards import CompileContext
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
@@ -33,6 +35,7 @@ __all__ = [
     "inner_compiler",
     "normalized",
     "reached_recompile_limit",
+    "refuse_dependence_on_values",
     "refuse_precompile",
     "rewriting_backend",
     "untraced_callers",
@@ -278,6 +281,21 @@ def inner_compiler(
     given = {name: value for name, value in (("mode", mode), ("options", options)) if value}
     function = find_backend(inner)
     return functools.partial(function, **given) if given else function
+
+
+@contextmanager
+def refuse_dependence_on_values(inner: str | Callable[..., Any]) -> Generator[None]:
+    """Inside, FxRewriteError is raised where the inner backend cannot compile an operator whose result's size, or a
+    number that the program needs, depends on values: torch has no other name for it than that of the operator.
+    """
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        name = repr(inner) if isinstance(inner, str) else getattr(inner, "__qualname__", "")
+        raise FxRewriteError(
+            f"the inner backend {name} cannot compile {error.func}, whose result depends on values in its size; in "
+            'place of x[mask] = y with a gradient of y, write x.masked_scatter(mask, y); or use inner="eager"'
+        ) from error
 
 
 def refuse_precompile() -> None:

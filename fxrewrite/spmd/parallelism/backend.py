@@ -17,6 +17,7 @@ from fxrewrite.backends import (
     graph_break_reason,
     inner_compiler,
     normalized,
+    refuse_dependence_on_values,
     refuse_precompile,
     untraced_callers,
 )
@@ -146,11 +147,12 @@ class SpmdBackend:
             ),
         ]
         compile_inner = inner_compiler(self.inner, **options)
-        if self._regions == "once":
-            run, found = compile_regions(program, local, compile_inner)
-            report.events.append(RegionsCompiled.of(found))
-        else:
-            run = compile_inner(program, local)
+        with refuse_dependence_on_values(self.inner):
+            if self._regions == "once":
+                run, found = compile_regions(program, local, compile_inner)
+                report.events.append(RegionsCompiled.of(found))
+            else:
+                run = compile_inner(program, local)
         compiled = _Program(program, run, self, self._timeout, sizes, unreduced, crossing)
         self._programs.append(compiled)
         return compiled

@@ -59,9 +59,11 @@ def whole(parameter: DTensor, keeps: bool = False) -> torch.Tensor:
 
     With `keeps`, the program leaves its gradient unreduced (`fxrewrite.spmd.parallelism.accumulate`).
     """
-    local = parameter.to_local()
+    local = local_value(
+        parameter
+    )  # without autograd, which transforms of torch.func would refuse before the backend does
     if is_fake(local):  # Dynamo looks at the result's shape; without_whole takes the call out
-        return local.new_empty(parameter.shape).requires_grad_(parameter.requires_grad)
+        return local.new_empty(parameter.shape, requires_grad=parameter.requires_grad)
     with torch.no_grad():
         return parameter.full_tensor()
 

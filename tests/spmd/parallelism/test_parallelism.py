@@ -17,6 +17,8 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -511,6 +513,23 @@ def test_parameters_that_are_read_without_gradients(plan: Any) -> None:
     order = [steps[node.target] for node in found.program.graph.nodes if node.target in steps]
     # the teacher's two layers are gathered where they run; one of the model is, a layer ahead, before the switch
     assert order == ["gather", "switch", "gather", "gather", "switch", "gather"]
+
+
+def rows_of_a_mask(gm: fx.GraphModule, inputs: Any) -> Any:
+    """What AOTAutograd raises of `x[mask] = y`, the gradient of which has as many rows as the mask has."""
+    raise DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+
+
+def test_what_the_inner_backend_cannot_compile_is_said(mesh: DeviceMesh) -> None:
+    with pytest.raises(BackendCompilerFailed, match=r"rows_of_a_mask cannot compile aten.nonzero.*masked_scatter"):
+        compiled(ZERO3, mesh, inner=rows_of_a_mask)(X)
+
+
+def test_transforms_of_functions_are_refused_by_name(mesh: DeviceMesh) -> None:
+    model = shard_parameters(Model(), ZERO3, mesh)
+    step = torch.compile(torch.func.grad(lambda x: model(x)), backend=spmd(ZERO3, mesh=mesh, inner="eager"))
+    with pytest.raises(BackendCompilerFailed, match=r"a transform of torch.func .* inside of the compiled function"):
+        step(X)
 
 
 @pytest.mark.slow
