@@ -223,7 +223,8 @@ class FitMemory:
         share = (budget - fixed) / max(memory.peak - fixed, 1)
         tokens, ranks = tokens_per_rank(edit.gm) * context.axis.size, context.axis.size
         hint = (
-            f"about {int(tokens * share):,} tokens in place of {tokens:,} fit, or about {int(ranks / share) + 1} ranks"
+            f"about {int(tokens * share):,} tokens in place of {tokens:,} fit, "
+            f"or about {int(ranks / share) + 1} ranks, if these divide the heads of attention"
         )
         if self._config.logits == "keep":
             hint += ", or logits='drop' if nobody reads the logits of a loss"

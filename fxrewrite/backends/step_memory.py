@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from fxrewrite.backends.live_bytes import KERNELS_OF_TORCH, WITHOUT_INSIDE, LiveBytes, alike, identity_of
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.sizes import size_hint
-from fxrewrite.ops import key, value
+from fxrewrite.ops import key, tensors_of, value
 
 __all__ = ["StepMemory", "step_memory"]
 
@@ -296,6 +296,9 @@ class _Insides:
         if not isinstance(node.target, OpOverload):
             return 0
         name = node.target._schema.name
+        if name == "aten::native_dropout":  # on a CPU, its kernel makes the mask in the operand's dtype as well
+            (x, *_) = tensors_of(node)
+            return size_hint(x.numel()) * x.element_size() if x.device.type == "cpu" else 0
         if name not in OPDEFS:
             if node.target.namespace not in KERNELS_OF_TORCH:
                 self._unknown.add(name)

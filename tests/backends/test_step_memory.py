@@ -117,6 +117,16 @@ def test_what_draws_for_a_rank_is_counted() -> None:
     assert found.peak - found.given > 4 * (2 * 1024**2) * 4
 
 
+def test_the_copy_that_dropout_makes_of_its_mask_on_a_cpu_is_counted() -> None:
+    x = torch.rand(1024, 1024, requires_grad=True)
+    gm = normalize(captured(lambda x: F.dropout(x, 0.5).sum(), {"x": x})[0])
+    found = step_memory(gm)
+    run = find_backend("aot_eager")(gm, [x])
+    run(x)
+    measured = profiled(lambda: run(x), lambda outputs: outputs[0].backward())
+    assert found.peak - found.given == pytest.approx(measured.peak, rel=0.05)
+
+
 def test_a_custom_operator_that_reads_data_is_named() -> None:
     @torch.library.custom_op("step_memory_test::by_data", mutates_args=())
     def by_data(x: torch.Tensor) -> torch.Tensor:
