@@ -150,14 +150,16 @@ class _Bodies(TorchFunctionMode):
         was_inside, self.is_inside = self.is_inside, True
         if not was_inside:
             self._live.calls(_name_of(func))
+        before = self._live.peak, self._live.at
         try:
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*tree_map(_readable, args), **tree_map(_readable, kwargs))
         except Exception as error:  # noqa: BLE001  # any: bodies may read data, which is not there
             _log.debug("the inside of %s is not counted: %r", func, error)
-            return func(*args, **kwargs)
         finally:
             self.is_inside = was_inside
+        self._live.peak, self._live.at = before  # not that of a part of the body
+        return func(*args, **kwargs)
 
 
 def _name_of(func: OpOverload) -> str:
