@@ -273,12 +273,16 @@ def held_placement(
     placement: Placement = as_placement(placed.held if isinstance(placed, Stored) else placed)
     if isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.uneven):
         raise MisstatedError(f"{of}: an input cannot be held as {placement}; Shard(dim) and Replicate() can be")
-    if isinstance(placed, Stored) and isinstance(placement, Shard) and not _fits(shape, placement, axis):
-        cut = {held.dim for held in map(as_placement, inner) if isinstance(held, Shard)}
-        if placement.dim in range(len(shape)) and placement == Shard(placement.dim) and placement.dim not in cut:
-            return replace(placement, uneven=True)
-        if placed.or_whole:
-            return Replicate()
+    if isinstance(placement, Shard):
+        cut = [held for held in map(as_placement, inner) if isinstance(held, Shard) and held.dim == placement.dim]
+        is_ragged = any(held.uneven for held in cut)  # `shape` has its padding, and the last ranks hold less
+        if isinstance(placed, Stored) and (is_ragged or not _fits(shape, placement, axis)):
+            if not cut and placement.dim in range(len(shape)) and placement == Shard(placement.dim):
+                return replace(placement, uneven=True)
+            if placed.or_whole:
+                return Replicate()
+        if is_ragged:
+            raise MisstatedError(f"{of}: ranks of an inner axis hold uneven shards of dimension {placement.dim}")
     _check_fits(shape, placement, axis, of)
     return placement
 
@@ -290,8 +294,7 @@ def _place_stored(edit: Edit, axis: Axis, site: Site, placed: Stored, rule: str)
     changes = 0
     for name, node in _matching_inputs(edit, site, without_buffers=True):
         value, users = node.meta["val"], list(node.users)
-        inner = [held for held in placements_of(node).values() if not isinstance(held, Zigzag)]
-        placement = held_placement(value.shape, placed, axis, f"{site}: {name}", inner=inner)
+        placement = held_placement(value.shape, placed, axis, f"{site}: {name}", inner=_inner(node))
         _hold(edit, node, placement, site, name)
         if isinstance(placement, Shard) and users:
             gathered = _redistributed(edit, axis, node, users, Replicate(), f"{site}: {name}", before=first, rule=rule)
@@ -337,7 +340,7 @@ def _place_inputs(edit: Edit, axis: Axis, site: Site, placement: Placement, rule
     changes = 0
     for name, node in _matching_inputs(edit, site):
         shape = node.meta["val"].shape
-        held_placement(shape, placement, axis, f"{site}: {name}")
+        held_placement(shape, placement, axis, f"{site}: {name}", inner=_inner(node))
         # A size that the graph reads of a local one, as P * s, stays right when the value becomes local.
         if isinstance(placement, Shard) and written_factor(shape[placement.dim]) % axis.size:
             raise FxRewriteError(
@@ -452,6 +455,11 @@ def _check_fits(shape: Sequence[Size], placement: Placement, axis: Axis, of: str
     check_placement(placement, shape, of)
     if not _fits(shape, placement, axis):
         raise FxRewriteError(f"{of} {[size_hint(n) for n in shape]}: {axis} ranks do not divide {placement}")
+
+
+def _inner(node: fx.Node) -> list[AnyPlacement]:
+    """How ranks of inner axes hold an input."""
+    return [held for held in placements_of(node).values() if not isinstance(held, Zigzag)]
 
 
 def _fits(shape: Sequence[Size], placement: Placement, axis: Axis) -> bool:

@@ -206,6 +206,14 @@ def test_uneven_shards() -> None:
             FxRewriteError, match=r"zero3: layers.0.up.weight \[4, 6\]: dp=3 ranks do not divide S\(0\)"
         ):
             shard_parameters(Model(), strict | TENSOR, six)
+    rows = torch.arange(60.0).double().sin().reshape(10, 6)  # 8 rows of a weight over five ranks: 2, 2, 2, 2 and none
+    ragged = ZERO3 | replace(ZERO3, axis="tp")
+    found = simulate(Model().double(), {"x": rows}, ragged, {"dp": 2, "tp": 5})
+    assert max(found.loss_error, found.grad_error) < 1e-14, str(found)
+    with fake_mesh((2, 5), ("dp", "tp")) as ten:
+        assert tuple(shard_parameters(Model(), ragged, ten).layers[0].up.weight.to_local().shape) == (2, 6)
+        with pytest.raises(FxRewriteError, match=r"up.weight: ranks of an inner axis hold uneven shards of dimension 0"):
+            shard_parameters(Model(), strict | replace(ZERO3, axis="tp"), ten)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
