@@ -212,7 +212,9 @@ def test_uneven_shards() -> None:
     assert max(found.loss_error, found.grad_error) < 1e-14, str(found)
     with fake_mesh((2, 5), ("dp", "tp")) as ten:
         assert tuple(shard_parameters(Model(), ragged, ten).layers[0].up.weight.to_local().shape) == (2, 6)
-        with pytest.raises(FxRewriteError, match=r"up.weight: ranks of an inner axis hold uneven shards of dimension 0"):
+        with pytest.raises(
+            FxRewriteError, match=r"up.weight: ranks of an inner axis hold uneven shards of dimension 0"
+        ):
             shard_parameters(Model(), strict | replace(ZERO3, axis="tp"), ten)
 
 
