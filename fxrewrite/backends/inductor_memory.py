@@ -7,20 +7,19 @@ operators as it will, while the kernels that it generated, which are never compi
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import fx
-from torch._dynamo.repro import after_aot
 from torch._functorch import config as functorch_config
-from torch._inductor import async_compile, codecache, config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor import compile_fx
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.utils import shape_env_from_inputs
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -102,63 +101,72 @@ def _generated(
 ) -> list[_Generated]:
     """Returns the graphs that inductor generates code for: forward, and backward if there is one."""
     found: list[_Generated] = []
-    loaded: list[Callable[[list[Any]], Any]] = []
-
-    def load(key: str, path: str, linemap: Any = None, attrs: Mapping[str, Any] | None = None) -> Any:
-        module = _module_without_kernels(Path(path).read_text(), attrs or {}, live)
-        loaded.append(module["call"])
-        return SimpleNamespace(call=module["call"], key=key, __file__=path, runner=None)
 
     def inner(graph: fx.GraphModule, examples: Sequence[Any], **how: Any) -> Any:
         read = graph.graph.find_nodes(op="placeholder")
         results: Any = graph.graph.output_node().args[0]
         reads, values = [node.name for node in read], [value(node) for node in read]
         returns = [node.name if isinstance(node, fx.Node) else None for node in results]
-        compiled = compile_fx_inner(graph, examples, **how)
-        found.append(_Generated(values, reads, returns, bool(how.get("is_backward")), loaded[-1]))
-        return compiled
+        is_backward = bool(how.get("is_backward"))
+        lowered = _lowered(graph, examples, is_backward=is_backward, is_inference=bool(how.get("is_inference")))
+        module = _module_without_kernels(*lowered, live)
+        found.append(_Generated(values, reads, returns, is_backward, module["call"]))
+        return make_boxed_func(_nothing)
 
     def trace(fn: Any, args: Sequence[Any]) -> Any:
-        compile_fx(fn, args, inner_compile=inner, config_patches=dict(options))
+        compile_fx.compile_fx(fn, args, inner_compile=inner, config_patches=dict(options))
         return gm
 
-    uncached = config.patch(fx_graph_cache=False, fx_graph_remote_cache=False, compile_threads=1)
-    with (
-        uncached,
-        functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True),
-        _loads(load),
-    ):
+    with functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True):
         on_fake_values(trace, copy_module(gm), inputs)
     return found
 
 
-@contextlib.contextmanager
-def _loads(load: Callable[..., Any]) -> Generator[None]:
-    """In the scope, code that inductor generates is loaded by this function.
+def _lowered(
+    gm: fx.GraphModule, examples: Sequence[Any], *, is_backward: bool, is_inference: bool
+) -> tuple[str, dict[str, Any]]:
+    """Returns the code that inductor generates for a graph, and the constants that the code reads.
 
-    No program that reproduces the compilation is written either, as that asks for process groups, which a plan without
-    ranks does not have.
+    These are the steps of `compile_fx_inner` up to the code, without its cache and without the program that reproduces
+    the compilation: that asks for process groups, which a plan without ranks does not have.
     """
-    no_repro = mock.patch.object(after_aot, "save_graph_repro", _nothing)
-    with mock.patch.object(codecache.PyCodeCache, "load_by_key_path", load), no_repro:
-        yield
+    compile_fx.view_to_reshape(gm)
+    with torch.no_grad():
+        mode = compile_fx.fake_tensor_prop(gm, examples)
+    compile_fx._recursive_record_original_output_strides(gm)
+    shape_env = gm.shape_env or shape_env_from_inputs(examples)  # pyright: ignore[reportArgumentType]
+    with DebugContext(), V.set_fake_mode(mode), compile_fx.maybe_disable_comprehensive_padding(examples):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        lowering = GraphLowering(
+            gm,
+            example_inputs=examples,
+            shape_env=shape_env,  # pyright: ignore[reportArgumentType]
+            is_inference=is_inference,
+            is_backward=is_backward,
+        )
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*examples)
+            code: Any = lowering.codegen()[0]
+    return code.value, dict(lowering.constants)
 
 
-def _module_without_kernels(source: str, attributes: Mapping[str, Any], live: LiveBytes) -> dict[str, Any]:
+_COMPILER = "from torch._inductor.async_compile import AsyncCompile\n"
+"""The line of generated code that imports inductor's compiler of kernels."""
+
+
+class _NoCompiler:
+    """In place of inductor's compiler of kernels."""
+
+    def wait(self, scope: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_args, **_kwargs: _Kernel()
+
+
+def _module_without_kernels(source: str, constants: Mapping[str, Any], live: LiveBytes) -> dict[str, Any]:
     """Returns what a generated module defines, with kernels that do nothing and allocations that are counted."""
-    module: dict[str, Any] = {"__name__": "generated"}
-
-    class Kernels:
-        """In place of inductor's compiler of kernels."""
-
-        def wait(self, scope: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            return lambda *_args, **_kwargs: _Kernel()
-
-    with mock.patch.object(async_compile, "AsyncCompile", Kernels):
-        exec(compile(source, "generated", "exec"), module)
-    module.update(attributes)
+    module: dict[str, Any] = {"__name__": "generated", "AsyncCompile": _NoCompiler, **constants}
+    exec(compile(source.replace(_COMPILER, ""), "generated", "exec"), module)
     for name, found in list(module.items()):
         if name.startswith("empty_strided_"):
             module[name] = _empty_on(name.removeprefix("empty_strided_"))
