@@ -166,7 +166,7 @@ class FitMemory:
         search = _Search(edit, context, compiler, self._rules_with, may_keep=may_keep, options=options)
         best = search.best(self._budget, map(self._settings, self._rungs()))
         if best is None:
-            raise self._refusal(edit, context, min(search.tries, key=lambda one: one.memory.peak))
+            raise self._refusal(edit, context, search.least())
         report.events.append(
             MemoryFitted(
                 budget=self._budget,
@@ -270,7 +270,7 @@ class _Search:
             # A smaller tile of the loss changes a peak that is in the loss, and no other.
             if before is not None and _only_loss_tile(settings, before.settings) and "entropy" not in before.memory.at:
                 continue
-            tried = self._try(settings)
+            tried = self._try(settings, budget)
             if tried.memory.peak <= budget:
                 is_open = self._may_keep and settings["checkpoint"] == "attention"
                 return (is_open and self._with_more_kept(tried, budget)) or tried
@@ -284,13 +284,18 @@ class _Search:
             return None
         for share in _SHARES:
             more = int(share * (budget - lean.memory.peak))
-            tried = self._try({**lean.settings, "checkpoint": lean.kept_bytes + more})
+            tried = self._try({**lean.settings, "checkpoint": lean.kept_bytes + more}, budget)
             if tried.memory.peak <= budget:
                 return tried
         return None
 
-    def _try(self, settings: dict[str, Any]) -> _Try:
-        """Returns what a step takes with these settings; the graph is as before."""
+    def least(self) -> _Try:
+        """Returns the try of the smallest peak, which is not guessed where it can be known."""
+        found = min(self.tries, key=lambda one: one.memory.peak)
+        return self._try(found.settings, None) if found.memory.is_guess else found
+
+    def _try(self, settings: dict[str, Any], limit: int | None) -> _Try:
+        """Returns what a step takes with these settings, roughly if far above a limit; the graph is as before."""
         report, program = Report(), None
         try:
             with self._edit.savepoint():
@@ -301,10 +306,11 @@ class _Search:
             pass
         assert program is not None, "it was copied"
         text = checkpoint_text(program) + graph_text(program)
-        if text not in self._traced:
+        known = self._traced.get(text)
+        if known is None or (limit is None and known.is_guess):
             fix_rank(program, 0)  # sizes are those of every rank, and so are decisions
             options = {**self._options, **(RECOMPUTE_LATE if checkpoint_text(program) else {})}
-            self._traced[text] = step_memory(program, self._compiler, options)
+            self._traced[text] = step_memory(program, self._compiler, options, limit=limit)
         found = next((event.found for event in report.events_of(Checkpointed)), None)
         tried = _Try(settings, self._traced[text], None if found is None else found.kept_bytes)
         self.tries.append(tried)

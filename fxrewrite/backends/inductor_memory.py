@@ -22,6 +22,7 @@ from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fxrewrite.backends.live_bytes import LiveBytes, alike
 from fxrewrite.backends.traces import on_fake_values
@@ -108,7 +109,8 @@ def _generated(
         reads, values = [node.name for node in read], [value(node) for node in read]
         returns = [node.name if isinstance(node, fx.Node) else None for node in results]
         is_backward = bool(how.get("is_backward"))
-        lowered = _lowered(graph, examples, is_backward=is_backward, is_inference=bool(how.get("is_inference")))
+        with _disable_current_modes():  # what is fake knows its own mode
+            lowered = _lowered(graph, examples, is_backward=is_backward, is_inference=bool(how.get("is_inference")))
         module = _module_without_kernels(*lowered, live)
         found.append(_Generated(values, reads, returns, is_backward, module["call"]))
         return make_boxed_func(_nothing)

@@ -79,6 +79,8 @@ def test_under_inductor_it_is_what_the_generated_code_allocates(monkeypatch: pyt
     found = step_memory(gm, "inductor")
     assert gm.code == text
     assert not found.is_guess
+    assert step_memory(gm, "inductor", limit=found.peak) == found
+    assert step_memory(gm, "inductor", limit=found.peak // 4).is_guess, "it is far above the limit in any case"
     run = find_backend("inductor")(gm, inputs)
     run(*inputs)[0].backward()
     model.zero_grad()
