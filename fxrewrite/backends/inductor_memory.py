@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxrewrite.backends.live_bytes import LiveBytes, alike
+from fxrewrite.backends.live_bytes import LiveBytes, alike, identity_of
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.ops import value
@@ -90,9 +90,7 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
             del held, results
             gradients = backward.call(args)
             last, last_at = live.peak, live.at
-    held_at_end = {
-        id(t.untyped_storage()): t.untyped_storage().nbytes() for t in gradients if isinstance(t, torch.Tensor)
-    }
+    held_at_end = {identity_of(t): t.untyped_storage().nbytes() for t in gradients if isinstance(t, torch.Tensor)}
     del of_caller
     return InductorStep(first, at, saved, last, last_at, sum(held_at_end.values()), True, live.unknown)
 
@@ -166,7 +164,13 @@ class _NoCompiler:
 
 
 def _module_without_kernels(source: str, constants: Mapping[str, Any], live: LiveBytes) -> dict[str, Any]:
-    """Returns what a generated module defines, with kernels that do nothing and allocations that are counted."""
+    """Returns what a generated module defines, with kernels that do nothing and allocations that are counted.
+
+    Raises:
+        NotImplementedError: the code gets its kernels in another way, so they would be compiled and run without data.
+    """
+    if _COMPILER not in source:
+        raise NotImplementedError("inductor's code imports its compiler of kernels in another way")
     module: dict[str, Any] = {"__name__": "generated", "AsyncCompile": _NoCompiler, **constants}
     exec(compile(source.replace(_COMPILER, ""), "generated", "exec"), module)
     for name, found in list(module.items()):

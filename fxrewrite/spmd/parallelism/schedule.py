@@ -170,9 +170,11 @@ class Schedule:
         means: list[tuple[Any, ...]] = []
         node = _sent(gather)
         # What reads another value as well may be a chunk, and ranks that average have others: a row of an index.
-        while node.op == "call_function" and len(node.users) == len(node.all_input_nodes) == 1:
-            if node.target in _GATHERS:
-                break
+        while (
+            node.op == "call_function"
+            and node.target not in _GATHERS
+            and len(node.users) == len(node.all_input_nodes) == 1
+        ):
             before = node.all_input_nodes[0]
             if node.target == MEAN_GRADIENT:
                 means.append(node.args[1:])
