@@ -112,7 +112,7 @@ class MemoryFitted(Event, frozen=True):
             f"the peak is at %{self.at}; estimated in {self.seconds:.1f} s from {self.num_traces} traces"
         )
         if self.is_guess:
-            said += "; which values inductor fuses is a guess, measured peaks were 0.74 to 1.18 of such estimates"
+            said += "; which values inductor fuses is a guess, measured peaks were 0.65 to 1.18 of such estimates"
         if self.is_symbolic:
             said += "; for the traced length, as it is a symbol: a longer sequence takes more"
         return said

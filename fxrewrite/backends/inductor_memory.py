@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxrewrite.backends.live_bytes import LiveBytes, alike, identity_of
+from fxrewrite.backends.live_bytes import LiveBytes, alike, storage_key
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.ops import value
@@ -90,7 +90,7 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
             del held, results
             gradients = backward.call(args)
             last, last_at = live.peak, live.at
-    held_at_end = {identity_of(t): t.untyped_storage().nbytes() for t in gradients if isinstance(t, torch.Tensor)}
+    held_at_end = {storage_key(t): t.untyped_storage().nbytes() for t in gradients if isinstance(t, torch.Tensor)}
     del of_caller
     return InductorStep(first, at, saved, last, last_at, sum(held_at_end.values()), True, live.unknown)
 

@@ -26,7 +26,7 @@ _EMPTY = frozenset(
     }
 )
 """What generated code calls between its kernels."""
-__all__ = ["KERNELS_OF_TORCH", "WITHOUT_INSIDE", "LiveBytes", "alike", "identity_of"]
+__all__ = ["KERNELS_OF_TORCH", "WITHOUT_INSIDE", "LiveBytes", "alike", "storage_key"]
 
 KERNELS_OF_TORCH = frozenset({"aten", "prims", "_c10d_functional", "inductor", "rngprims"})
 """Namespaces whose operators have kernels that allocate little beside their results."""
@@ -39,7 +39,7 @@ WITHOUT_INSIDE = frozenset(
 """Higher-order operators that allocate nothing beside their results."""
 
 
-def identity_of(tensor: torch.Tensor) -> int:
+def storage_key(tensor: torch.Tensor) -> int:
     """Returns what tensors have in common that share memory."""
     return tensor.untyped_storage()._cdata
 
@@ -83,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
 
     def know(self, given: Iterable[Any]) -> None:
         """Does not count these tensors."""
-        self._known |= {identity_of(x) for x in given if isinstance(x, torch.Tensor)}
+        self._known |= {storage_key(x) for x in given if isinstance(x, torch.Tensor)}
 
     def restart(self) -> None:
         """Looks for the peak from now on."""
@@ -120,7 +120,7 @@ class LiveBytes(TorchDispatchMode):
         return made
 
     def _add(self, tensor: torch.Tensor) -> None:
-        storage, identity = tensor.untyped_storage(), identity_of(tensor)
+        storage, identity = tensor.untyped_storage(), storage_key(tensor)
         size = size_hint(storage.nbytes())
         if identity in self._known:
             return

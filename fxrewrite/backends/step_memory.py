@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from fxrewrite.backends.live_bytes import KERNELS_OF_TORCH, WITHOUT_INSIDE, LiveBytes, alike, identity_of
+from fxrewrite.backends.live_bytes import KERNELS_OF_TORCH, WITHOUT_INSIDE, LiveBytes, alike, storage_key
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import key, tensors_of, value
@@ -72,7 +72,7 @@ class StepMemory:
 
 
 _LEAST_OF_GUESS = 0.5
-"""Peaks that were measured under inductor were 0.6 of a guess at least, 0.74 in models of real widths."""
+"""Peaks that were measured under inductor were 0.65 of a guess at least, 0.74 in models of real widths."""
 
 
 def step_memory(
@@ -203,7 +203,7 @@ def _cut(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> tuple[fx.G
 def _storages(nodes: Iterable[fx.Node]) -> dict[int, int]:
     """Returns the bytes of each storage that tensors of the nodes have, by its identity."""
     tensors = (t for node in nodes for t in tree_leaves(node.meta.get("val")) if isinstance(t, torch.Tensor))
-    return {identity_of(t): size_hint(t.untyped_storage().nbytes()) for t in tensors}
+    return {storage_key(t): size_hint(t.untyped_storage().nbytes()) for t in tensors}
 
 
 def _sum(nodes: Iterable[fx.Node]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
@@ -108,7 +108,7 @@ def _entries(edit: Edit, node: fx.Node, held: dict[str, torch.Tensor]) -> Any:
         found = ops.held(edit.gm, node)
         if not isinstance(found, torch.Tensor):
             _refuse(node, f"%{node.name} is a {type(found).__name__} and not a tensor", "compute it in the graph")
-        if isinstance(found, FakeTensor) or found.is_meta:
+        if not ops.has_data(found):
             _refuse(
                 node,
                 f"self.{node.target} has no entries ({'a fake tensor' if not found.is_meta else 'on device meta'})",

@@ -59,9 +59,7 @@ def whole(parameter: DTensor, keeps: bool = False) -> torch.Tensor:
 
     With `keeps`, the program leaves its gradient unreduced (`fxrewrite.spmd.parallelism.accumulate`).
     """
-    local = local_value(
-        parameter
-    )  # without autograd, which transforms of torch.func would refuse before the backend does
+    local = local_value(parameter)  # autograd would fail in transforms of torch.func, before the backend refuses them
     if is_fake(local):  # Dynamo looks at the result's shape; without_whole takes the call out
         return local.new_empty(parameter.shape, requires_grad=parameter.requires_grad)
     with torch.no_grad():
