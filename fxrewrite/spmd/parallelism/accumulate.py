@@ -163,9 +163,12 @@ def is_unreduced(parameter: torch.Tensor) -> bool:
 
 
 def reduced_gradient(local: torch.Tensor, parameter: DTensor) -> DTensor:
-    """The local gradient, which is held as the parameter is; padding is cut off."""
+    """The local gradient, which is held as the parameter is; padding is cut off.
+
+    Leading rows are cut off as a view: a copy would come on top of the bucket, which other gradients keep in memory.
+    """
     held = parameter.to_local().shape
-    own = local if local.shape == held else local[tuple(map(slice, held))].clone()
+    own = local if local.shape == held else local[tuple(map(slice, held))].contiguous()
     return DTensor(own, parameter._spec, requires_grad=False)
 
 
