@@ -250,7 +250,7 @@ def _print_growth(
         for size, one in zip(sizes, found, strict=False):
             cells = [f"{one.seconds:.2f}", *(f"{n / 2**20:.1f}" for n in (one.peak, one.saved, one.sent))]
             print(row([way, f"{size:,}", *cells, f"{one.compile:.1f}", f"{one.transform:.2f}"]), flush=True)
-        if len(found) == len(sizes):
+        if 1 < len(sizes) == len(found):
             first, last = found[0].model_dump(), found[-1].model_dump()
             span = math.log(sizes[-1] / sizes[0])
             grown = {name: math.log(last[name] / first[name]) / span if first[name] else None for name in first}
@@ -290,8 +290,9 @@ def main() -> None:
     if "longest" in options.table:
         _print_longest(replace(LONGEST, **given), options.ways, options.budget << 20, run)
     if "layers" in options.table:
-        settings = [replace(DEEP, **{**given, "layers": layers}) for layers in LAYERS]
-        _print_growth("layers", LAYERS, settings, options.ways, run)
+        sizes = (options.layers,) if options.layers else LAYERS
+        settings = [replace(DEEP, **{**given, "layers": layers}) for layers in sizes]
+        _print_growth("layers", sizes, settings, options.ways, run)
     if "lengths" in options.table:
         _print_growth("lengths", LENGTHS, [replace(STEPS, **given)], options.ways, run)
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.modules import matches_glob, module_calls
+from fxrewrite.graph.modules import matches_glob, module_calls, module_names
 from fxrewrite.graph.source import source_line
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
@@ -61,7 +61,9 @@ class Sends:
         if not found and context.is_part:
             report.events.append(NotInPart(stated=self.name))
         elif not found:
-            raise FxRewriteError(f"{self.name}: no module of the graph matches {self.within!r}")
+            names = list(dict.fromkeys(name for node in edit.nodes() for name in module_names(node) if name))
+            near = did_you_mean(self.within, names) or f"; the graph has {', '.join(names[:3])} ..." * bool(names)
+            raise FxRewriteError(f"{self.name}: no module of the graph matches {self.within!r}{near}")
         for (call, module), counts in found.items():
             for kind in dict.fromkeys(KINDS.values()):
                 expected = self.counts.get(kind, 0)
