@@ -40,7 +40,7 @@ from autosp_rules import autosp
 __all__ = ["WAYS", "Step", "is_installed", "llama", "ours"]
 
 _TILES = 8  # of the tuned way
-_TILE_BYTES = 2**22
+_TILE_BYTES, _SMALL = 2**22, 2**20
 _CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop", "loss_tile": _TILE_BYTES}
 
 
@@ -223,6 +223,7 @@ WAYS: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "autosp, MLPs tiled too": ours(**_CHECKPOINTED, mlp_tile=_TILE_BYTES),
     "autosp, all checkpointed": ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
     "autosp, all, MLPs tiled": ours(**{**_CHECKPOINTED, "checkpoint": "full"}, mlp_tile=_TILE_BYTES),
+    "autosp, all, small tiles": ours(checkpoint="full", logits="drop", loss_tile=_SMALL, mlp_tile=_SMALL),
     "autosp, equal layers once": ours(checkpoint="none", logits="drop", regions="once"),
     "autosp, ring": ours(attention="ring"),
 }
