@@ -11,13 +11,13 @@ TRAINERS := .venv-trainers/bin
 
 # What `make bench` measures of long contexts, and the plots that are made of it
 FIGURES := docs/figures/long-context
-COMPARED := "Ulysses by hand" "Ulysses by hand, tuned" autosp "autosp, layers checkpointed" "autosp, all, MLPs tiled"
+COMPARED := "Ulysses by hand" "Ulysses by hand, tuned" autosp "autosp, layers checkpointed" "autosp, all, small tiles"
 
 GPU_PYTHON ?= python3
 # What `make gpu` needs beside torch; none of it asks for a torch.
 GPU_NEEDS := editables hatchling hypothesis networkx pydantic pytest pytest-xdist syrupy 'transformers>=5.8,<6'
 
-.PHONY: help env demo test further quick trainers check compat gpu wheels bench zoo zoo-mesh cells proofs peers mutate third-party clean
+.PHONY: help env demo test further quick trainers check compat gpu wheels bench bench-further zoo zoo-mesh cells proofs peers mutate third-party clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' Makefile
@@ -57,16 +57,20 @@ wheels:  ## the folder wheels/, from which `make gpu` installs without an index;
 	grep -v -e '^torch==' constraints.txt > .constraints-without-torch
 	$(PYTHON) -m pip download --dest wheels --only-binary=:all: --constraint .constraints-without-torch $(FOR) $(GPU_NEEDS)
 
-bench: .venv/bench.stamp  ## the tables of docs/benchmarks.md and docs/long-context.md and their plots, hours on a quiet machine
+bench: .venv/bench.stamp  ## most tables of docs/benchmarks.md, half an hour on a quiet machine
 	$(BIN)/python tests/bench/engines.py
 	$(BIN)/python tests/bench/masks.py
 	$(BIN)/python tests/bench/saved.py
-	$(BIN)/python tests/bench/budget.py
-	$(BIN)/python tests/bench/caches.py
+	$(BIN)/python tests/bench/caches.py --layers 2
 	$(BIN)/python tests/bench/checks.py
-	$(BIN)/python tests/bench/shards.py
-	$(BIN)/python tests/bench/regions.py
 	$(BIN)/python tests/bench/passes.py
+	$(BIN)/python tests/bench/regions.py --layers 8
+	$(BIN)/python tests/bench/shards.py
+	$(BIN)/python tests/bench/long_context.py --table steps --ways $(COMPARED)
+
+bench-further: .venv/bench.stamp  ## the other tables, of many lengths, layers and ranks, and the plots: hours
+	$(BIN)/python tests/bench/budget.py
+	$(BIN)/python tests/bench/regions.py --layers 32 --rounds 3
 	$(BIN)/python tests/bench/long_context.py --table steps longest --out $(FIGURES).jsonl
 	$(BIN)/python tests/bench/long_context.py --table layers lengths --ways "Ulysses by hand" "autosp, layers checkpointed" "autosp, equal layers once"
 	$(BIN)/python tests/bench/long_context.py --table lengths --out $(FIGURES).jsonl --ways $(COMPARED)
