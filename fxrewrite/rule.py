@@ -37,6 +37,8 @@ from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.where import Constraint
 
 if TYPE_CHECKING:
+    import torch
+
     from fxrewrite.verify import Runner, Sampler, Verdict
 
 __all__ = ["Domain", "Numerics", "Rng", "Rule", "Shapes", "rule"]
@@ -184,7 +186,7 @@ class Rule:
         *,
         samples: int = 64,
         seed: int = 0,
-        dtypes: Sequence[str] = ("float32", "float64", "bfloat16"),
+        dtypes: Sequence[str | torch.dtype] | None = None,
         grad: bool = True,
         run: Runner | None = None,
         proof: bool = False,
@@ -195,7 +197,8 @@ class Rule:
         Args:
             samples: how many graphs.
             seed: the same seed gives the same graphs in every process.
-            dtypes: of floating-point inputs.
+            dtypes: of inputs that are no integers or bools; by default float32, float64, bfloat16 and, where the
+                pattern takes it and no sampler is given, complex64.
             grad: whether gradients are compared; never those of a rule that says that it does not keep them.
             run: runs a graph, for example on simulated ranks; by default on one device.
             proof: whether to prove it too, with `fxrewrite.prove`; that takes seconds. A rule that is not proved may
@@ -205,7 +208,7 @@ class Rule:
         Raises:
             RuleDefinitionError: the rule is wrong as written, on any graph: there is nothing that could be true of it.
         """
-        from fxrewrite.verify import numbers_of, verify_rewrite
+        from fxrewrite.verify import DTYPES, numbers_of, verify_rewrite
 
         program: Program[Rule] = Program([(self, self.pattern)])  # once: of many readings it takes longer than a trial
         promised: dict[str, Any] = {"domain": self.domain, "terminates": self.terminates}
@@ -218,7 +221,7 @@ class Rule:
             shapes=self.shapes,
             samples=samples,
             seed=seed,
-            dtypes=dtypes,
+            dtypes=DTYPES if dtypes is None else dtypes,
             grad=grad and self.gradients,
             sampler=self._sampler,
             run=run,

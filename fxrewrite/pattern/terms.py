@@ -112,8 +112,11 @@ _READ: Mapping[str, Any] = {
 }
 """What is read of a value as an attribute."""
 _TRANSPOSED: Mapping[str, str] = {
-    name: f'write x.transpose(-2, -1), or op("{key}", x) for a graph of ATen overloads whose model says x.{name}'
-    for name, key in (("T", "numpy_T"), ("mT", "mT"), ("H", "matrix_H"), ("mH", "mH"))
+    name: f'write x.transpose(-2, -1){conj}, or op("{key}", x) for a graph of ATen overloads whose model says x.{name}'
+    for name, key, conj in (
+        *(("T", "numpy_T", ""), ("mT", "mT", "")),
+        *(("H", "matrix_H", ".conj()"), ("mH", "mH", ".conj()")),
+    )
 }
 """What to write instead of an attribute that is a transposed value."""
 _NUMBERS_OF = ("aten::size", "aten::numel")

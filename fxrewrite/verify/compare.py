@@ -102,7 +102,8 @@ class RulePromise:
 
 def relative_bound(dtypes: Iterable[torch.dtype]) -> float:
     """Returns the relative error that an approximation of values of these dtypes may have."""
-    return max((_APPROXIMATE.get(dtype, 5e-2) for dtype in dtypes if dtype.is_floating_point), default=0.0)
+    reals = (dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+    return max((_APPROXIMATE.get(dtype, 5e-2) for dtype in reals), default=0.0)
 
 
 def compare(

@@ -90,7 +90,8 @@ class Facts:
             return draw.choice(*draw.dtypes, *_ALSO)
         if draw.flag(0.1):
             return draw.choice(*draw.dtypes)
-        return draw.choice(*_ALSO) if attempt > 3 and draw.flag(0.4) else draw.dtype
+        is_bold = attempt > 3 and not draw.dtype.is_complex  # a sample of complex numbers is of nothing else
+        return draw.choice(*_ALSO) if is_bold and draw.flag(0.4) else draw.dtype
 
     def _partner(self, name: str, groups: Sequence[tuple[str, ...]], bound: Mapping[str, Any]) -> InputSpec | None:
         names = (other for group in groups if name in group for other in group)

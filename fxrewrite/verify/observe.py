@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from fxrewrite import ops
 from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.sample import TORCH_ERRORS
 
@@ -179,7 +180,7 @@ class _Largest(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         for value in pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel():
+            if isinstance(value, torch.Tensor) and ops.is_inexact(value) and value.numel():
                 finite = value.detach()[torch.isfinite(value)]
                 self.largest = max(self.largest, finite.abs().max().item() if finite.numel() else 0.0)
         return result

@@ -57,7 +57,7 @@ class Oracle:
         is_random: whether the graph draws random numbers; in float64 it would draw others.
 
     Attributes:
-        eps: of the coarsest floating-point dtype in the graph.
+        eps: of the coarsest floating-point or complex dtype in the graph.
     """
 
     def __init__(
@@ -75,7 +75,8 @@ class Oracle:
         self._largest = largest
         self._is_random = is_random
         dtypes = {value.dtype for node in gm.graph.nodes if isinstance(value := ops.value(node), torch.Tensor)}
-        self.eps = max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
+        inexact = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
+        self.eps = max((torch.finfo(dtype).eps for dtype in inexact), default=0.0)
 
     @cached_property
     def magnitude(self) -> float:

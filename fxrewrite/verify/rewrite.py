@@ -37,7 +37,10 @@ from fxrewrite.verify.tensors import InputSpec
 from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
 
-__all__ = ["quiet", "verify_rewrite"]
+__all__ = ["DTYPES", "quiet", "verify_rewrite"]
+
+DTYPES = ("float32", "float64", "bfloat16", "complex64")
+"""Of the inputs that are no integers or bools, unless a caller or a constraint says otherwise."""
 
 _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
@@ -45,6 +48,8 @@ _MOST, _LARGEST = 8, 1100
 """Upper limit of most sizes; of those that a rule's code names."""
 _RARE = 6
 """Graphs proposed with an option that need not occur; if none of them runs, it is given up."""
+_COMPLEX = 8
+"""To so many samples of real numbers, one of complex numbers is added."""
 _POINTS = 32
 """Most numbers of a rule's code and graphs next to which entries are drawn."""
 _LARGEST_POINT = 1e30
@@ -66,7 +71,7 @@ def verify_rewrite(
     rng: str = "preserves",
     shapes: str = "preserves",
     samples: int = 64,
-    dtypes: Sequence[str] = ("float32", "float64", "bfloat16"),
+    dtypes: Sequence[str | torch.dtype] = DTYPES,
     grad: bool = True,
     seed: int = 0,
     sampler: Sampler | None = None,
@@ -92,8 +97,9 @@ def verify_rewrite(
         rewrite: applies it once to a graph, in place; returns the number of rewrites; may raise `RefusedError`.
         numerics, rng, shapes: what the rule promises, as in `fxrewrite.rule`.
         samples: how many graphs to rewrite and compare.
-        dtypes: of the floating-point inputs.
-        grad: whether to compare gradients, at finite inputs.
+        dtypes: of the inputs that are no integers or bools. Complex ones are drawn in further samples, an eighth of
+            `samples`, if the pattern takes them and no sampler decides what tensors are.
+        grad: whether to compare gradients, at finite real inputs.
         seed: another seed gives other samples.
         sampler: draws captures that cannot be guessed, from a `Draw`. With a sampler, an alternative that never occurs
             is a remark; without, it is an error.
@@ -113,8 +119,8 @@ def verify_rewrite(
         FxRewriteError: there is no such dtype, or `samples` is not positive.
         RuleDefinitionError: the rule is wrong as written, on any graph.
     """
-    floats = tuple(_dtype(name) for name in dtypes)
-    if not floats or samples < 1:
+    drawn = tuple(_dtype(name) for name in dtypes)
+    if not drawn or samples < 1:
         raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
     virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and is_virtual(t.key)]
     bed = next((_test_bed(key, pattern) for key in virtual if tested_by(key)), None) if run is None else None
@@ -141,7 +147,7 @@ def verify_rewrite(
     sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
     long_sizes = sorted({size for n in sizes for size in (n, n + 1, 2 * n)})
     search = _Search(
-        rule_id, trials, floats, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink, wide
+        rule_id, trials, drawn, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink, wide
     )
     search.name(constants)
     with quiet():
@@ -166,10 +172,12 @@ def quiet() -> Generator[None]:
         log.disabled = was
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise FxRewriteError(f"{name!r} is not a floating-point dtype; write float32, bfloat16 ...")
+def _dtype(name: str | torch.dtype) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not (found.is_floating_point or found.is_complex):
+        raise FxRewriteError(
+            f"{name!r} is not a floating-point or complex dtype; write float32, bfloat16, complex64 ..."
+        )
     return found
 
 
@@ -241,6 +249,7 @@ class _Search:
     wide: bool
     points: set[float] = field(default_factory=set[float])
     rounds: bool = False
+    complex_samples: int = 0
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
     proposed: Counter[Alternative] = field(default_factory=Counter[Alternative])
     counts: Counter[str] = field(default_factory=Counter[str])
@@ -266,19 +275,42 @@ class _Search:
             index += 1
             if trial.differences:
                 return self._verdict(samples, self._counterexample(index - 1, trial))
-        return self._verdict(samples, None)
+        wrong = self._complex_difference(samples)
+        return self._verdict(samples, self._counterexample(-1, wrong) if wrong is not None else None)
+
+    def _complex_difference(self, samples: int) -> Trial | None:
+        """Tests samples of complex numbers, unless the pattern takes none; returns the first with a difference."""
+        is_asked = {dtype.is_complex for dtype in self.dtypes} == {False, True}
+        if not is_asked or self.sampler is not None or self.trials.bed is not None:
+            return None
+        if self.trials.promise.numerics == "exact":  # kernels round products of complex numbers in different orders
+            rounded = replace(self.trials.promise, numerics="reassociates")
+            self.trials = replace(self.trials, promise=rounded)
+        wanted = max(1, samples // _COMPLEX)
+        for index in range(_RARE * wanted):
+            if self.complex_samples == wanted or (index == _RARE and not self.complex_samples):
+                break
+            trial = self.propose(-1 - index, most=_MOST, is_complex=True)
+            specs = [spec for _, spec in trial.sample.specs()] if trial.sample is not None else []
+            if not any(spec.dtype.is_complex and 0 not in spec.shape for spec in specs):
+                continue  # some operators take a tensor of complex numbers if it is empty
+            if trial.differences:
+                return trial
+            self.complex_samples += trial.status == "compared"
+        return None
 
     def _is_impossible(self, rare: Alternative) -> bool:
         return self.proposed[rare] >= _RARE and not self.met[rare]
 
-    def propose(self, index: int, *, most: int) -> Trial:
-        """Makes and tests the sample with this number."""
+    def propose(self, index: int, *, most: int, is_complex: bool = False) -> Trial:
+        """Makes and tests the sample with this number. One of complex numbers is not counted among the others."""
+        dtypes = [dtype for dtype in self.dtypes if dtype.is_complex == is_complex] or self.dtypes
         draw = Draw(
             f"{self.seed}/{index}/{most}",
-            self.dtypes[index % len(self.dtypes)],
-            self.dtypes,
+            dtypes[index % len(dtypes)],
+            dtypes,
             most=most,
-            domain=self.domain,
+            domain="moderate" if is_complex else self.domain,  # kernels differ in products of complex infinities
             index=index,
             sizes=self.trials.bed.sizes if self.trials.bed is not None else self.facts.sizes,
             often=0.9 if self.trials.bed is not None else 0.4,
@@ -312,7 +344,8 @@ class _Search:
         size_calls = any(map(is_size, terms)) and draw.flag()
         sample = Sample(reading, form, twice, exposed, given, size_calls)
         trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
-        self._count(trial, reading.chosen)
+        if not is_complex:
+            self._count(trial, reading.chosen)
         return trial
 
     def name(self, numbers: Iterable[Any]) -> None:
@@ -411,6 +444,8 @@ class _Search:
         uncovered = () if stopped else tuple(str(o) for o in order if o not in self.met and o.option not in o.site.rare)
         counts = self.counts
         remarks = [f"allowed, on {number} samples: {example}" for number, example in self.allowed.values()]
+        if self.complex_samples:
+            remarks.append(f"tested on {self.complex_samples} samples of complex numbers too")
         if not stopped and counts["compared"] < samples:
             remarks.append(f"{counts['compared']} of {samples} samples were found among {counts['proposed']} graphs")
         return Verdict(

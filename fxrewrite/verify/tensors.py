@@ -166,12 +166,15 @@ def with_entries(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Te
 def _entries(
     contents: Contents, count: int, dtype: torch.dtype, generator: torch.Generator, points: tuple[float, ...]
 ) -> torch.Tensor:
+    if dtype.is_complex:
+        parts = (_entries(contents, count, dtype.to_real(), generator, points) for _ in range(2))
+        return torch.complex(*parts).to(dtype)
     if contents in ("ones", "zeros"):
         return torch.full((count,), int(contents == "ones"), dtype=dtype)
     if dtype is torch.bool:
         probability = _TRUE[int(torch.randint(0, len(_TRUE), (1,), generator=generator))]
         return torch.rand(count, generator=generator) < probability
-    if not (dtype.is_floating_point or dtype.is_complex):
+    if not dtype.is_floating_point:
         low, high = _INTEGERS.get(contents, (-3, 8))
         range_of = torch.iinfo(dtype)
         low, high = (low, high) if low < range_of.max else (range_of.max // 2, range_of.max)

@@ -257,7 +257,7 @@ class Trials:
         if self.run is None:
             return largest_value(gm, inputs())
         tensors = [value for value in (*inputs(), *was.results) if isinstance(value, torch.Tensor)]
-        finite = [value[torch.isfinite(value)].abs() for value in tensors if value.is_floating_point()]
+        finite = [value[torch.isfinite(value)].abs() for value in tensors if ops.is_inexact(value)]
         return max((value.max().item() for value in finite if value.numel()), default=0.0)
 
     def _ends(self, after: fx.GraphModule) -> bool:

@@ -195,7 +195,10 @@ def _(match: Match, wide: torch.dtype, dtype: torch.dtype | None) -> Any:
 
 zeros_of_empty_rows = Rule(
     "attention.zeros_of_empty_rows",
-    Pattern((either(*(op("nan_to_num", op("softmax", _x, -1, cap("dtype", Literal)), *nan) for nan in ((), (0.0,)))),)),
+    Pattern(
+        (either(*(op("nan_to_num", op("softmax", _x, -1, cap("dtype", Literal)), *nan) for nan in ((), (0.0,)))),),
+        (where.dtype("x", *_FLOATS),),
+    ),
     domain="finite",
     optional=True,
 )

@@ -173,6 +173,7 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         (lambda x: functional("port_a_list::fill", [x], x, x=x), "outs, x, each once, not 2 by place and x by name"),
         (lambda x: torch.relu(x.grad), "a pattern has no attribute 'grad'; it has shape, dtype and device"),
         (lambda x, y: x @ y.T, r"a pattern has no attribute 'T'; write x.transpose\(-2, -1\), or op"),
+        (lambda x: x.mH * 2, r"no attribute 'mH'; write x.transpose\(-2, -1\).conj\(\), or op"),
         (lambda x: x.relu() if x else x, "cannot branch on a value"),
         (lambda x: torch.ger(x), "missing 1 required"),
         (lambda x: torch.ops.aten.relu(x, 2), "aten::relu called with 2 positional arguments"),

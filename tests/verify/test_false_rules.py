@@ -389,6 +389,15 @@ def test_errors_before_and_after_are_equal() -> None:
     assert always.error == "the original raises on every sample: write a sampler"
 
 
+def test_a_rule_that_is_false_of_complex_numbers_is_caught_unless_it_excludes_them() -> None:
+    pattern = op("mul", op("conj", X), 2)
+    assert "(2-2j) became (2+2j)" in str(verify(rule_of(pattern, lambda x: x * 2), samples=8))
+    assert verify(rule_of(pattern, lambda x: x * 2, where.dtype("x", torch.float32)), samples=8).ok
+    true = verify(rule_of(pattern, lambda x: torch.conj(x * 2)), samples=8)
+    assert true.ok
+    assert true.remarks == ("tested on 1 samples of complex numbers too",)
+
+
 def test_strides_are_a_remark_unless_they_are_asked_for() -> None:
     rule = rule_of(torch.neg(X), lambda x: torch.clone(x * -1, memory_format=torch.contiguous_format))
     verdict = verify(rule)
