@@ -25,12 +25,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
+from torch.library import CustomOpDef
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
@@ -157,23 +159,56 @@ def by_rank(overload: OpOverload) -> OpOverload:
     """
     schema = overload._schema
     name = "_".join(filter(None, (*schema.name.split("::"), schema.overload_name, "by_rank")))
-    text, _, results = str(schema).partition("(")[2].rpartition(") -> ")
-    arguments = [text for text in re.sub(r"=(\[[^]]*\]|[^,]*)", "", text).split(", ") if text != "*"]
-    arguments = [text for text in arguments if not text.startswith("Generator?")]
-    names = [argument.rpartition(" ")[2] for argument in arguments]
-    parameters = ", ".join([*arguments, "Tensor seed", "SymInt rank"])
+    parameters, results = _positional(str(schema))
+    drawn = _Drawn(overload, tuple(parameter.rpartition(" ")[2] for parameter in parameters))
+    given = ", ".join([*parameters, "Tensor seed", "SymInt rank"])
+    forward = torch.library.custom_op(
+        f"fxrewrite_rules::{name}", drawn.draw, mutates_args=(), schema=f"({given}) -> {results}"
+    )
+    forward.register_fake(lambda *values: drawn.call(values[:-2]))
+    backward = torch.library.custom_op(
+        f"fxrewrite_rules::{name}_backward",
+        drawn.draw_backward,
+        mutates_args=(),
+        schema=f"({given}, bool[] wanted, Tensor[] grads) -> Tensor[]",
+    )
+    backward.register_fake(
+        lambda *values: [torch.empty_like(x) for x, want in zip(values, values[-2], strict=False) if want]
+    )
+    differentiates(backward)
+    _differentiate(forward, backward, reads_values=not schema.name.endswith("_like"))
+    return getattr(torch.ops.fxrewrite_rules, name).default
 
-    def draw(*given: Any) -> Any:
+
+def _positional(schema: str) -> tuple[list[str], str]:
+    """Returns the parameters of a schema, without defaults and its generator, and its results, both as text."""
+    text, _, results = schema.partition("(")[2].rpartition(") -> ")
+    parameters = [text for text in re.sub(r"=(\[[^]]*\]|[^,]*)", "", text).split(", ") if text != "*"]
+    return [text for text in parameters if not text.startswith("Generator?")], results
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """What a stateless operator runs: an overload with its arguments by name, from a generator of a seed and a rank."""
+
+    overload: OpOverload
+    names: tuple[str, ...]
+
+    def call(self, values: Sequence[Any]) -> Any:
+        return self.overload(**dict(zip(self.names, values, strict=True)))
+
+    def draw(self, *given: Any) -> Any:
         *values, seed, rank = given
         with _seeded(_tensors(values)[0].device, (int(seed) + rank) % 2**63):
-            return overload(**dict(zip(names, values, strict=True)))
+            return self.call(values)
 
-    def draw_backward(*given: Any) -> list[torch.Tensor]:
+    def draw_backward(self, *given: Any) -> list[torch.Tensor]:
+        """The gradients of the `wanted` arguments: the call is repeated with the same draws."""
         *values, wanted, grads = given
         at = [i for i, want in enumerate(wanted) if want]
 
         def of_wanted(*chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            made = draw(*(chosen[at.index(i)] if i in at else value for i, value in enumerate(values)))
+            made = self.draw(*(chosen[at.index(i)] if i in at else value for i, value in enumerate(values)))
             return tuple(x for x in _results(made) if x.is_floating_point())
 
         back: Callable[..., Sequence[torch.Tensor]] = torch.func.vjp(of_wanted, *(values[i] for i in at))[1]
@@ -181,26 +216,14 @@ def by_rank(overload: OpOverload) -> OpOverload:
         found = back(tuple(grads), retain_graph=False, create_graph=False)
         return [torch.empty_like(values[i]).copy_(grad) for i, grad in zip(at, found, strict=True)]
 
-    forward = torch.library.custom_op(
-        f"fxrewrite_rules::{name}", draw, mutates_args=(), schema=f"({parameters}) -> {results}"
-    )
-    forward.register_fake(lambda *values: overload(**dict(zip(names, values[:-2], strict=True))))
-    backward = torch.library.custom_op(
-        f"fxrewrite_rules::{name}_backward",
-        draw_backward,
-        mutates_args=(),
-        schema=f"({parameters}, bool[] wanted, Tensor[] grads) -> Tensor[]",
-    )
-    backward.register_fake(
-        lambda *values: [torch.empty_like(x) for x, want in zip(values, values[-2], strict=False) if want]
-    )
 
-    differentiates(backward)
+def _differentiate(forward: CustomOpDef, backward: CustomOpDef, *, reads_values: bool) -> None:
+    """Makes `backward` the gradient of `forward`; one that reads no values, only their shapes, has none."""
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         results = _results(output)
         ctx.is_real = [x.is_floating_point() for x in results]
-        if schema.name.endswith("_like"):  # it reads no values
+        if not reads_values:
             ctx.mark_non_differentiable(*results)
             return
         ctx.mark_non_differentiable(*(x for x, is_real in zip(results, ctx.is_real, strict=True) if not is_real))
@@ -215,7 +238,6 @@ def by_rank(overload: OpOverload) -> OpOverload:
         return tuple(next(found) if want else None for want in wanted)
 
     forward.register_autograd(gradients, setup_context=save)
-    return getattr(torch.ops.fxrewrite_rules, name).default
 
 
 def _results(made: Any) -> tuple[torch.Tensor, ...]:

@@ -169,6 +169,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: Parallelism("mine", axis=None),
         "a parallelism has a name and the name of its axis, not axis=None",
     ),
+    "a place that is a list": (
+        lambda: Parallelism("mine", axis="tp", place=[(param("weight"), Shard(0))]),  # pyright: ignore[reportArgumentType]
+        r"mine: place maps sites to placements, \{param\(...\): Shard\(0\)\}, not \[",
+    ),
+    "a frozen model": (
+        lambda: simulate(torch.nn.Linear(2, 2).requires_grad_(False), {"input": torch.rand(2, 2)}, MINE, {"tp": 2}),
+        r"nothing requires a gradient, so there is no step to train; call model.requires_grad_\(\)",
+    ),
     "a plan that is a list": (lambda: simulated([MINE], {"tp": 2}), "the plan is a list; pass a Parallelism, or sev"),
     "a mesh that is a number": (lambda: simulated(MINE, 2), "the mesh is a int; pass a DeviceMesh, or for simulated"),
     "a mesh without numbers": (lambda: simulated(MINE, {"tp": "2"}), "'2' is no number of ranks; pass an int"),

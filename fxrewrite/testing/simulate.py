@@ -79,6 +79,9 @@ def simulate(
         FxRewriteError: the plan does not fit the model, or an axis of the plan has no size.
     """
     check_axes(plan, mesh)
+    tensors = (value for value in tree_leaves((dict(inputs), *model.parameters())) if isinstance(value, torch.Tensor))
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise FxRewriteError("nothing requires a gradient, so there is no step to train; call model.requires_grad_()")
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
     call = captured_call(model, inputs, plan, mesh)
     program = normalized(call.program)

@@ -203,6 +203,10 @@ class Parallelism:
                 raise FxRewriteError(f"{self.name}: {field_name} is a list of {expected}, and has {wrong[0]!r}")
         if not isinstance(self.method, RuleSet | None):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise FxRewriteError(f"{self.name}: method is a RuleSet, and not {self.method!r}")
+        if not isinstance(self.place, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise FxRewriteError(
+                f"{self.name}: place maps sites to placements, {{param(...): Shard(0)}}, not {self.place!r}"
+            )
         for site, placed in self.place.items():
             if not isinstance(site, Site):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"{self.name}: {site!r} names no site; write param({site!r}), for parameters")
