@@ -49,6 +49,7 @@ Trait: TypeAlias = Literal[
     "maybe_view",
     "statistics",
     "one_dtype",
+    "any_of_equal",
     "saves_nothing",
     "saves_result",
     "saves_operands",
@@ -67,6 +68,7 @@ commutative: `self` and `other` may trade places, other arguments at their defau
 maybe_view: a view, or the operand itself, where that is possible, and else a copy.
 statistics: running statistics are written while training, which the schema does not say.
 one_dtype: its kernels refuse operands of several dtypes, indices and masks aside, and meta kernels do not compare them.
+any_of_equal: which of equal entries it takes, or in which order, is not documented, and may change.
 saves_nothing, saves_result, saves_operands: what autograd saves of the call's tensors for the backward pass, at most;
 of dropout in training it saves the noise, which is as large as the result.
 """
@@ -112,6 +114,7 @@ _TABLE: Mapping[Trait, str] = {
         complex conv1d conv2d conv3d convolution dot gcd grid_sampler grid_sampler_2d grid_sampler_3d heaviside
         index_add index_copy index_put lcm linalg_cross linear matmul mm mv nll_loss_forward polar put vdot
     """,
+    "any_of_equal": "argsort kthvalue median mode msort nanmedian sort topk",
     "saves_nothing": """
         _to_copy add add_ arange cat clone constant_pad_nd copy cumsum flip full full_like mean neg ones ones_like
         repeat roll rsub stack sub sum tril triu zeros zeros_like

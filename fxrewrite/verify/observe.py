@@ -14,7 +14,17 @@ from fxrewrite import ops
 from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.sample import TORCH_ERRORS
 
-__all__ = ["Observation", "Runner", "TestBed", "cotangents", "gradients", "largest_value", "observe", "run_here"]
+__all__ = [
+    "Observation",
+    "Runner",
+    "TestBed",
+    "cotangents",
+    "gradients",
+    "largest_value",
+    "observe",
+    "run_here",
+    "values_of",
+]
 
 Runner: TypeAlias = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
 """Runs a graph on inputs, and returns its outputs as a flat list; on simulated ranks, those of all ranks."""
@@ -172,24 +182,44 @@ def random_gradients(
     return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
 
 
-class _Largest(fx.Interpreter):
-    """Runs a graph and records the largest finite magnitude among all its values."""
+class _Values(fx.Interpreter):
+    """Runs a graph and shows the tensors among its values, in the order of the graph."""
 
-    largest = 0.0
+    def __init__(self, gm: fx.GraphModule, see: Callable[[torch.Tensor], None]) -> None:
+        super().__init__(gm)
+        self._see = see
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         for value in pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor) and ops.is_inexact(value) and value.numel():
-                finite = value.detach()[torch.isfinite(value)]
-                self.largest = max(self.largest, finite.abs().max().item() if finite.numel() else 0.0)
+            if isinstance(value, torch.Tensor):
+                self._see(value.detach())
         return result
+
+
+def _run_seen(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], see: Callable[[torch.Tensor], None]) -> None:
+    """Runs a graph without gradients, and shows all of its tensors."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(_SEED)
+        _Values(gm, see).run(*inputs)
 
 
 def largest_value(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
     """Returns the largest finite magnitude of inputs, intermediate values and results; rounding scales with it."""
-    interpreter = _Largest(gm)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.default_generator.manual_seed(_SEED)
-        interpreter.run(*inputs)
-    return interpreter.largest
+    largest = 0.0
+
+    def see(value: torch.Tensor) -> None:
+        nonlocal largest
+        if ops.is_inexact(value) and value.numel():
+            finite = value[torch.isfinite(value)]
+            largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
+
+    _run_seen(gm, inputs, see)
+    return largest
+
+
+def values_of(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns all tensors of a run: inputs, intermediate values and results."""
+    found: list[torch.Tensor] = []
+    _run_seen(gm, inputs, lambda value: found.append(value.clone()))
+    return found

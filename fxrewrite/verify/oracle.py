@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 
 from fxrewrite import ops
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.verify.observe import values_of
 from fxrewrite.verify.sample import TORCH_ERRORS
 from fxrewrite.verify.tensors import with_entries
 
@@ -54,10 +55,13 @@ class Oracle:
         inputs: makes its inputs.
         evaluate: what is compared of a run: its results or its gradients.
         largest: computes the largest finite magnitude in a run.
+        after: the rewritten graph.
         is_random: whether the graph draws random numbers; in float64 it would draw others.
 
     Attributes:
         eps: of the coarsest floating-point or complex dtype in the graph.
+        is_narrowed: whether the rewritten graph has a floating-point dtype that is coarser, or of less range, than each
+            of the original.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Oracle:
         inputs: Callable[[], list[torch.Tensor]],
         evaluate: Evaluate,
         largest: Callable[[], float],
+        after: fx.GraphModule,
         *,
         is_random: bool,
     ) -> None:
@@ -74,21 +79,36 @@ class Oracle:
         self._evaluate = evaluate
         self._largest = largest
         self._is_random = is_random
-        dtypes = {value.dtype for node in gm.graph.nodes if isinstance(value := ops.value(node), torch.Tensor)}
-        inexact = (dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex)
-        self.eps = max((torch.finfo(dtype).eps for dtype in inexact), default=0.0)
+        self._dtypes = _real_dtypes(gm)
+        self.eps = max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
+        self.is_narrowed = bool(self._dtypes) and not all(
+            any(_is_as_fine(new, old) for old in self._dtypes) for new in _real_dtypes(after)
+        )
 
     @cached_property
     def magnitude(self) -> float:
         """Largest finite magnitude among inputs, intermediate values and results."""
         return self._largest()
 
-    def reference(self, index: int) -> Reference:
-        """Returns the reference of the result with this index."""
+    @cached_property
+    def rounds(self) -> bool:
+        """Whether a value of the original may be rounded at these inputs: it is another number in float64."""
+        if self._is_random or torch.float64 in self._dtypes:
+            return True
+        try:
+            values = values_of(self._gm, self._inputs())
+            exact = values_of(in_float64(self._gm), [widened(value) for value in self._inputs()])
+        except TORCH_ERRORS:
+            return True
+        pairs = zip(values, exact, strict=True)
+        return not all(torch.equal(value.to(wide.dtype), wide) for value, wide in pairs)
+
+    def reference(self, index: int, *, is_near: bool = True) -> Reference:
+        """Returns the reference of the result with this index; of these inputs alone unless `is_near`."""
         plain, exact, *others = self._runs
         found = exact[index] if exact is not None else None
         error: torch.Tensor | float = 0.0
-        for first, second in _pairs(plain, exact, others):
+        for first, second in _pairs(plain, exact, others if is_near else []):
             gap = _gap(first[index], second[index]) if first is not None and second is not None else None
             if gap is not None:
                 error = torch.maximum(gap, torch.as_tensor(error, dtype=gap.dtype))
@@ -127,6 +147,17 @@ class Oracle:
         if found[0] is None or found[1] is None or len(found[0]) != len(found[1]):
             found[1::2] = [None] * len(found[1::2])
         return found
+
+
+def _real_dtypes(gm: fx.GraphModule) -> set[torch.dtype]:
+    """Returns the floating-point dtypes of a graph's values; of complex ones, those of their parts."""
+    dtypes = {value.dtype for node in gm.graph.nodes if isinstance(value := ops.value(node), torch.Tensor)}
+    return {dtype.to_real() for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
+
+
+def _is_as_fine(new: torch.dtype, old: torch.dtype) -> bool:
+    new_limits, old_limits = torch.finfo(new), torch.finfo(old)
+    return new_limits.eps <= old_limits.eps and new_limits.max >= old_limits.max
 
 
 def _are_finite_alike(first: Any, second: Any) -> bool:

@@ -18,7 +18,7 @@ from tests.autosp.one_device import captured
 sdpa = F.scaled_dot_product_attention
 LENGTH = 24
 IDS = torch.arange(2 * LENGTH).reshape(2, LENGTH) * 7 % 8
-HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (6, 1), "six": (6, 6)}
+HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (6, 1), "six": (6, 6), "thirds": (12, 3)}
 
 
 def _padded() -> torch.Tensor:
@@ -33,11 +33,18 @@ def _added(low: float) -> torch.Tensor:
     return torch.where((by >= 0) & (by < 5), -0.5 * by.double(), low)
 
 
+def _of_heads(heads: int) -> torch.Tensor:
+    """A window of keys that is longer for each head. [H, S, S]"""
+    by = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    return (by >= 0) & (by < 3 * torch.arange(1, heads + 1)[:, None, None])
+
+
 MASKS: dict[str, Attend] = {
     "none": lambda q, k, v, **gqa: sdpa(q, k, v, scale=0.4, **gqa),
     "causal": lambda q, k, v, **gqa: sdpa(q, k, v, is_causal=True, **gqa),
     "padded": lambda q, k, v, **gqa: sdpa(q, k, v, _padded(), **gqa),
     "added": lambda q, k, v, **gqa: sdpa(q, k, v, _added(torch.finfo(torch.float64).min), **gqa),
+    "of heads": lambda q, k, v, **gqa: sdpa(q, k, v, _of_heads(q.shape[1]), **gqa),
     "added -1e9": lambda q, k, v, **gqa: sdpa(q, k, v, _added(-1e9), **gqa),
 }
 
@@ -49,6 +56,7 @@ def layer(heads: str, mask: str) -> Layer:
 
 CELLS: list[tuple[AttentionOption, str, str, int]] = [
     ("ulysses", "gqa", "padded", 4),
+    ("ulysses", "thirds", "causal", 4),
     ("gather_kv", "mha", "causal", 2),
     ("gather_kv", "gqa", "padded", 3),
     ("gather_kv", "six", "none", 4),
@@ -60,6 +68,7 @@ CELLS: list[tuple[AttentionOption, str, str, int]] = [
     ("ring", "six", "added -1e9", 3),
     ("ring_ulysses", "mha", "padded", 4),
     ("ring_ulysses", "six", "causal", 4),
+    ("ring_ulysses", "six", "of heads", 4),
     ("ring_ulysses", "gqa", "causal", 8),
 ]
 

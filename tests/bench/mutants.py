@@ -125,6 +125,11 @@ EQUAL = {
     },
     "is_number(alpha)": _SAME_CALL,
     "is_number(beta)": _SAME_CALL,
+    "attention.merge_factors: is_number(factor)": _SAME_CALL,
+    **{
+        f"attention.{name}: divides(softcap)": "with a soft cap of 0 all scores are 0, and so they are without one"
+        for name in ("fuse_softcap", "fuse_softcap_filled")
+    },
     "attention.split_scores: is_number(scale)": _SAME_CALL,
     "attention.split_scores: divides(divisor)": _SAME_CALL,
 }

@@ -236,6 +236,17 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
     "the largest is far behind": (
         torch.amax(X, -1), lambda x: torch.amax(x[:, :100], -1), (where.rank("x", 2), where.size("x", 1, ">", 0)), {},
     ),
+    "a gradient at a bound": (torch.clamp(X, max=1), lambda x: torch.where(x < 1, x, 1.0), (), {"domain": "moderate"}),
+    "a gradient of equal operands": (torch.maximum(X, Y), lambda x, y: torch.where(x >= y, x, y), (), {}),
+    "a gradient at a named number": (torch.clamp(X, 0.0, 6.0), lambda x: torch.nn.functional.relu6(x), (), {}),
+    "a cast to another half precision": (
+        op("to", op("to", X, torch.float16), torch.float32), lambda x: x.to(torch.bfloat16).to(torch.float32),
+        (where.dtype("x", torch.float32),), {"domain": "moderate"},
+    ),
+    "a cast by way of another half precision": (
+        op("to", X, torch.float16), lambda x: x.to(torch.bfloat16).to(torch.float16),
+        (where.dtype("x", torch.float32),), {"domain": "moderate"},
+    ),
     "half precision inside": (
         torch.sum(X, -1), lambda x: torch.sum(x.to(torch.bfloat16), -1).to(torch.float32),
         (where.dtype("x", torch.float32),), {},

@@ -207,10 +207,10 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)}) for _ in range(2))
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(7, 8), "down": nn.Linear(8, 7)}) for _ in range(2))
         self.layers[1].down.weight = self.layers[0].down.weight
         self.layers[1].down.bias.requires_grad_(requires_grad=False)
-        self.scale = nn.Parameter(torch.ones(6))
+        self.scale = nn.Parameter(torch.ones(7))
 
     def forward(self, x: torch.Tensor, *, is_short: bool = False) -> torch.Tensor:
         for i, layer in enumerate(self.layers):
@@ -225,7 +225,7 @@ def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch
     torch.manual_seed(0)
     one = Halves().double()
     one.dtype = dtype
-    whole_batches = torch.randn(3, 8, 6).double()
+    whole_batches = torch.randn(3, 8, 7).double()
     batches = whole_batches
     for member in plan.members:
         if member.data == "own":

@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo import lookup_backend
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial as TorchPartial
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,8 +27,8 @@ from autosp_rules import AutoSPConfig
 from autosp_rules.parallelism import autosp_parallelism
 from fxrewrite import FxRewriteError
 from fxrewrite.ops import key
-from fxrewrite.spmd import no_sync, reduce_gradients, shard_parameters, spmd
-from fxrewrite.spmd.parallelism.accumulate import Accumulation, is_unreduced
+from fxrewrite.spmd import Shard, Stored, no_sync, param, reduce_gradients, shard_parameters, spmd
+from fxrewrite.spmd.parallelism.accumulate import Accumulation, Unreduced, _summand as summand, is_unreduced
 from fxrewrite.testing import fake_mesh
 from rules.parallel import DATA, ZERO2, ZERO3
 from tests.spmd.parallelism.test_parallelism import TENSOR, Autocast, Model
@@ -190,6 +191,19 @@ def test_a_copy_accumulates_by_itself(mesh: DeviceMesh) -> None:
         step(X).backward()
     assert all(map(is_unreduced, model.parameters()))
     pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("rows", [2, 7, 9])
+def test_what_ranks_add_to_a_sum_that_is_reduced_is_it(rows: int) -> None:
+    """Of a gradient in shards that three ranks do not divide, and of one that every rank holds whole."""
+    one = nn.Linear(2, rows)
+    plan = replace(ZERO3, place={param("weight"): Stored(Shard(0))})
+    found = {name: torch.zeros_like(value) for name, value in one.named_parameters()}
+    for rank in range(3):
+        with fake_mesh((3,), ("dp",), rank=rank) as mesh, torch.no_grad():
+            for name, held in shard_parameters(copy.deepcopy(one), plan, mesh).named_parameters():
+                found[name] += summand(held, Unreduced(0, held.shape, (TorchPartial(),)))
+    torch.testing.assert_close(found, dict(one.named_parameters()), rtol=0, atol=0)
 
 
 class OneGradient(Model):

@@ -23,6 +23,7 @@ from fxrewrite.spmd import (
     Parallelism,
     Price,
     Shard,
+    Stored,
     choose,
     choose_alternatives,
     collective_bytes,
@@ -257,6 +258,11 @@ def test_parameters_that_may_be_held() -> None:
     limited = replace(plan, alternatives=[replace(one, most_held=prices["whole"].held - 1)])
     found = choose_alternatives(limited, model, call, {"dp": 2})
     assert ways(found) == ["kept"]
+    two = Alternatives("at rest", {"whole": {}, "kept": ZERO2.place}, most_held=prices["kept"].held)
+    first = {param("layers.0.up.weight"): Stored(Shard(0), or_whole=True, kept=True)}
+    loose = Alternatives("more", {"nothing": {}, "first": first}, most_held=prices["whole"].held)
+    found = choose_alternatives(replace(plan, alternatives=[two, loose]), model, call, {"dp": 2})
+    assert ways(found) == ["kept", "nothing"], "the least limit of several"
     assert "bytes of parameters, and" in found.chosen[0].impossible["whole"]
     with pytest.raises(
         FxRewriteError, match=r"(?s)at rest: no way is possible.*whole: a rank would hold.*stored: .*kept: "

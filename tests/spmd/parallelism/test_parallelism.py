@@ -335,6 +335,10 @@ def test_what_a_module_reads_is_stated_over_two_axes() -> None:
     found = simulate(Weighted().double(), {"x": ROWS}, outer | inner, {"dp": 2, "tp": 2})
     assert found.sent == {"dp": {"all_gather": 1}, "tp": {"all_gather": 1}}
     assert found.grad_error < 1e-14, str(found)
+    by_rows = outer | replace(inner, place={**inner.place, inputs("x"): Shard(0)})
+    with fake_mesh((2, 2), ("dp", "tp")) as mesh:
+        compiled(by_rows, mesh, model=Weighted().double())(ROWS[:2]).backward()
+    assert simulate(Weighted().double(), {"x": ROWS}, by_rows, {"dp": 2, "tp": 2}).grad_error < 1e-14
 
 
 def test_a_gather_that_nobody_reads_is_not_sent() -> None:
