@@ -297,10 +297,10 @@ def test_another_seed_gives_other_samples() -> None:
 
 def test_a_rule_of_five_nodes_takes_seconds() -> None:
     verify(TRUE["silu"], samples=4)  # what torch loads when it is first used
-    start = time.perf_counter()
+    start = time.process_time()
     rule = rule_of(X * 0.5 * (1 + torch.erf(X * 0.7071067811865476)), lambda x: F.gelu(x), numerics="reassociates")
     assert verify(rule, domain="finite").ok
-    assert time.perf_counter() - start < 30  # about one; the machine may be busy
+    assert time.process_time() - start < 15  # about one
 
 
 def test_no_sample_is_an_error_that_says_how_near_it_came() -> None:
