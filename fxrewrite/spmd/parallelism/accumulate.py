@@ -28,6 +28,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import unserializable_hook
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES, axis_of
@@ -76,6 +78,7 @@ class Accumulation:
         self.parameters = dict(parameters)
         for parameter in parameters.values():
             setattr(parameter, _ATTRIBUTE, self)
+            _join_reduced(parameter)
         self.keeps = True
         self.depth += 1
         try:
@@ -261,17 +264,41 @@ class _Leaves(torch.autograd.Function):
         for one, parameter, local in zip(ctx.unreduced, ctx.parameters, unshared(grads), strict=True):
             found.append(None if local is None else one.gradient(local, parameter))
             if local is not None and parameter.grad is not None and not is_unreduced(parameter):
-                parameter.grad = one.gradient(_summand(parameter.grad, one), parameter)
+                parameter.grad = _summand(parameter.grad, found[-1])
         for accumulation in ctx.ending:
             torch.autograd.Variable._execution_engine.queue_callback(accumulation.reduce)
         return None, *found
 
 
-def _summand(grad: DTensor, like: Unreduced) -> torch.Tensor:
-    """Of a gradient that is reduced, what this rank adds to a sum that is it; nothing is sent."""
-    local, mesh = grad.to_local(), grad.device_mesh
-    whole = local.new_zeros(like.shape)
-    where = torch.arange(whole.numel(), device=local.device).view(like.shape)
+def _join_reduced(parameter: nn.Parameter) -> None:
+    """From now on gradients that come reduced, as of a penalty that eager code computes, are added to unreduced ones.
+
+    torch cannot add them: "redistribute from S(0) to P(sum) not supported".
+    """
+    hooks: Mapping[int, Any] = parameter._backward_hooks or {}  # a copy of a parameter has none
+    if not parameter.requires_grad or any(isinstance(hook, _JoinReduced) for hook in hooks.values()):
+        return
+    parameter.register_hook(unserializable_hook(_JoinReduced(ref(parameter))))
+
+
+class _JoinReduced:
+    def __init__(self, parameter: ref[nn.Parameter]) -> None:
+        self._parameter = parameter
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        parameter = self._parameter()
+        if parameter is None or not isinstance(grad, DTensor) or not is_unreduced(parameter):
+            return grad
+        if any(placement.is_partial() for placement in grad.placements):
+            return grad
+        return _summand(grad, parameter.grad)
+
+
+def _summand(grad: DTensor, like: Any) -> DTensor:
+    """Of a gradient that is reduced, what this rank adds to a sum that is it, held as `like`; nothing is sent."""
+    local, mesh, shape = grad.to_local(), grad.device_mesh, like.to_local().shape
+    whole = local.new_zeros(shape)
+    where = torch.arange(whole.numel(), device=local.device).view(shape)
     for dim in reversed(range(mesh.ndim)):
         if like.placements[dim].is_partial():
             cut = _Cut.of(grad, dim)
@@ -281,7 +308,7 @@ def _summand(grad: DTensor, like: Unreduced) -> torch.Tensor:
                 local = torch.zeros_like(local)
     where = where[where >= 0]
     whole.view(-1)[where] = local.reshape(-1)
-    return whole
+    return DTensor(whole, like._spec, requires_grad=False)
 
 
 # reducing

@@ -386,8 +386,10 @@ def _read_whole(gm: fx.GraphModule, held: fx.Node) -> torch.Tensor | None:
         body = _body(gm, user)
         if body is None:
             raise FxRewriteError(
-                f"{held.name} is read as a DTensor by {user.target}: a module keeps a reference to its parameter "
-                "besides its attribute, or runs inside of an operator of higher order; compile the model without it"
+                f"{held.name} is read as a DTensor by {user.target}: a parameter is taken from model.parameters() or "
+                "from a reference that a module keeps, or its module runs inside of an operator of higher order; read "
+                "it as an attribute of its module (module.weight), or compute what reads it outside of the compiled "
+                "function"
             )
         for operand, placeholder in zip(user.args[1:], body.graph.find_nodes(op="placeholder"), strict=True):
             if operand is held:

@@ -220,6 +220,11 @@ class Halves(nn.Module):
         return x.square().mean()
 
 
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Of parameters, which eager code computes."""
+    return whole(torch.stack([p.square().sum() for p in model.parameters() if p.requires_grad]).sum())
+
+
 def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch.dtype) -> dict[str, float]:
     """Gradients of micro-batches that are reduced once, and of one device; or, in bfloat16, reduced each time."""
     torch.manual_seed(0)
@@ -239,6 +244,7 @@ def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch
         for i, x in [*enumerate(batches)] * 2:  # the second time there are gradients that are reduced
             with no_sync(model) if once and i < 2 else nullcontext():
                 step(x, is_short=i > 0).backward()
+                penalty(model).backward()
             assert any(map(is_unreduced, model.parameters())) == (once and i < 2)
         assert len(backend.reports) == 2, "a program for each branch"
         for parameter in model.parameters():
@@ -251,6 +257,7 @@ def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch
     else:
         for i, x in [*enumerate(whole_batches)] * 2:
             one(x, is_short=i > 0).backward()
+            penalty(one).backward()
         expected = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
     assert len(expected) == sum(p.requires_grad for p in one.parameters())
     return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
