@@ -88,17 +88,7 @@ class AutoSPBackend:
             return (lambda *inputs: run(*crossing.entered(inputs))) if crossing.entries else run
         _refuse_dtensors(gm)
         border = _border(gm, crossing)
-        if border.graph_break and (self.config.breaks == "refuse" or self.config.strict):
-            raise AutoSPError.of(
-                f"the model does not compile to one graph: {border.graph_break}",
-                hint=f"{graph_break_hint(border.graph_break)}; or allow it: breaks='gather', without strict=True",
-            )
-        if border.graph_break and self.config.memory is not None:
-            raise AutoSPError.of(
-                f"memory is a budget for a step that is one graph, and the model does not compile to one: "
-                f"{border.graph_break}",
-                hint=f"{graph_break_hint(border.graph_break)}; or set checkpoint, mlp_tile and loss_tile yourself",
-            )
+        self._refuse_break(border.graph_break)
         # A graph without a sequence is an error, unless it is a part of a model: then another part may have one.
         try:
             program, report = transform(gm, self.config, axis, border)
@@ -123,17 +113,35 @@ class AutoSPBackend:
         fix_rank(program)
         compile_inner = self._inner(**options, recomputes=bool(recomputed))
         try:
-            examples = crossing.examples(program, example_inputs)
-            if self.config.regions == "once":
-                run, found = compile_regions(program, examples, compile_inner)
-                report.events.append(RegionsCompiled.of(found))
-            else:
-                run = compile_inner(program, examples)
+            run = self._compiled(program, crossing.examples(program, example_inputs), compile_inner, report)
         except Exception as error:
             say_not_compiled(axis, error, ADVICE)
             raise
         sharded.run = offloaded(run) if self.config.offload else run
         return sharded
+
+    def _refuse_break(self, why: str) -> None:
+        """Raises AutoSPError if the model breaks the graph (`why` says where) and the settings do not allow that."""
+        if why and (self.config.breaks == "refuse" or self.config.strict):
+            raise AutoSPError.of(
+                f"the model does not compile to one graph: {why}",
+                hint=f"{graph_break_hint(why)}; or allow it: breaks='gather', without strict=True",
+            )
+        if why and self.config.memory is not None:
+            raise AutoSPError.of(
+                f"memory is a budget for a step that is one graph, and the model does not compile to one: {why}",
+                hint=f"{graph_break_hint(why)}; or set checkpoint, mlp_tile and loss_tile yourself",
+            )
+
+    def _compiled(
+        self, program: fx.GraphModule, examples: Sequence[Any], compile_inner: Any, report: AutoSPReport
+    ) -> Callable[..., Any]:
+        """Compiles a rank's program by the inner backend: whole, or each distinct region of it once."""
+        if self.config.regions != "once":
+            return compile_inner(program, examples)
+        run, found = compile_regions(program, examples, compile_inner)
+        report.events.append(RegionsCompiled.of(found))
+        return run
 
     def _crossing(self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str) -> Crossing:
         """What passes as DTensors; the graph reads inputs that are some whole from now on."""

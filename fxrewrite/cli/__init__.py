@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_const",
         dest="samples",
         const=_THOROUGH,
-        help="%(const)s inputs a rule: all contents with all sizes and dtypes several times; for the night",
+        help="%(const)s inputs a rule: all contents with all sizes and dtypes several times; for an overnight run",
     )
     verify.add_argument("--seed", type=int, default=0, metavar="N", help="of the inputs drawn (default: %(default)s)")
     verify.add_argument("--prove", action="store_true", help="prove each rule too, which takes seconds a rule")

@@ -444,6 +444,8 @@ class _Search:
         uncovered = () if stopped else tuple(str(o) for o in order if o not in self.met and o.option not in o.site.rare)
         counts = self.counts
         remarks = [f"allowed, on {number} samples: {example}" for number, example in self.allowed.values()]
+        if counts["refused"] and counts["compared"] and not stopped:
+            remarks.append(f"refused most often: {self.refusals.most_common(1)[0][0]}")
         if self.complex_samples:
             remarks.append(f"tested on {self.complex_samples} samples of complex numbers too")
         if not stopped and counts["compared"] < samples:

@@ -201,7 +201,6 @@ class Trials:
     ) -> Trial:
         specs = [spec for _, spec in sample.specs()]
         run = self.run or run_here
-        is_held = holds(before) if run_after is not run else [False] * len(specs)
 
         def inputs() -> list[torch.Tensor]:
             return [spec.tensor() for spec in specs]
@@ -218,27 +217,11 @@ class Trials:
         graded = self.grad and only in (None, "gradient") and was.error is None is is_now.error and _is_finite(inputs())
         comparable = self.promise.rng == "preserves" or not (was.has_drawn or is_now.has_drawn)
         if graded and comparable and not any(d.kind in ("shape", "outputs") for d in differences):
-            given = cotangents(was.results)
-            grads = gradients(before, inputs(), given, run)
-            graded = isinstance(grads, list)
-            if isinstance(grads, list):
-                others = gradients(after, inputs(), given, run_after)
-                grads = [None if held else grad for grad, held in zip(grads, is_held, strict=True)]
-                names = [name for name, _ in sample.specs()]
-
-                def backward(gm: fx.GraphModule, at: list[torch.Tensor]) -> Sequence[Any] | None:
-                    found = gradients(gm, at, given, run_after)
-                    return found if isinstance(found, list) else None
-
-                exact = oracle(backward)
-                found = compare_gradients(grads, others, names, self.promise, exact)
-                if not found and self._keeps_kinks(before):
-                    kinks = compare_gradients(grads, others, names, self.promise, exact, is_near=False)
-                    found = kinks if kinks and not exact.rounds else []
-                bound = relative_bound(grad.dtype for grad in grads if grad is not None)
-                relative = bound if self.promise.numerics == "approximate" else None
-                is_rounding = found and exact.explains(after, grads, others, relative)
-                (rounding if is_rounding else differences).extend(found)
+            found = self._compare_gradients(sample, before, after, was, run_after, oracle)
+            graded = found is not None
+            if found is not None:
+                wrong, is_rounding = found
+                (rounding if is_rounding else differences).extend(wrong)
         else:
             graded = False
         if self.terminates and only in (None, "endless") and not self._ends(after):
@@ -255,6 +238,42 @@ class Trials:
             graded=graded,
             drawn=not comparable,
         )
+
+    def _compare_gradients(
+        self,
+        sample: Sample,
+        before: fx.GraphModule,
+        after: fx.GraphModule,
+        was: Observation,
+        run_after: Runner,
+        oracle: Callable[[Evaluate], Oracle],
+    ) -> tuple[list[Difference], bool] | None:
+        """Returns differences of gradients, and whether they are rounding; None if the original has no gradients."""
+        names = [name for name, _ in sample.specs()]
+
+        def inputs() -> list[torch.Tensor]:
+            return [spec.tensor() for _, spec in sample.specs()]
+
+        run, given = self.run or run_here, cotangents(was.results)
+        grads = gradients(before, inputs(), given, run)
+        if not isinstance(grads, list):
+            return None
+        others = gradients(after, inputs(), given, run_after)
+        if run_after is not run:  # what the module holds is no input of the rewritten graph
+            grads = [None if is_held else grad for grad, is_held in zip(grads, holds(before), strict=True)]
+
+        def backward(gm: fx.GraphModule, at: list[torch.Tensor]) -> Sequence[Any] | None:
+            found = gradients(gm, at, given, run_after)
+            return found if isinstance(found, list) else None
+
+        exact = oracle(backward)
+        found = compare_gradients(grads, others, names, self.promise, exact)
+        if not found and self._keeps_kinks(before):
+            kinks = compare_gradients(grads, others, names, self.promise, exact, is_near=False)
+            found = kinks if kinks and not exact.rounds else []
+        bound = relative_bound(grad.dtype for grad in grads if grad is not None)
+        relative = bound if self.promise.numerics == "approximate" else None
+        return found, bool(found) and exact.explains(after, grads, others, relative)
 
     def _keeps_kinks(self, before: fx.GraphModule) -> bool:
         """Whether the gradient at a kink, where nothing is rounded, is the original's to say."""

@@ -315,6 +315,16 @@ def test_no_sample_is_an_error_that_says_how_near_it_came() -> None:
         verdict.raise_if_false()
 
 
+def test_a_verdict_says_why_most_matches_are_refused() -> None:
+    def body(x: Any, dim: int) -> Any:
+        return torch.unsqueeze(x.relu(), dim if dim >= 0 else dim + x.ndim)  # it forgets to add 1
+
+    pattern = Pattern((op("unsqueeze", op("relu", X), cap("dim", Literal)),))
+    verdict = Rule("views.unsqueeze", pattern, body, shapes="preserves", terminates=False).verify(samples=8)
+    assert verdict.ok
+    assert "refused most often: views.unsqueeze: the replacement gives float" in str(verdict)
+
+
 def test_a_rule_that_refuses_everything_is_an_error() -> None:
     rule = rule_of(torch.relu(X), lambda x: torch.sum(x), shapes="preserves", rng="preserves")
     verdict = verify(rule, samples=2, dtypes=["float64"])
