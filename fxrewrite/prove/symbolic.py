@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,21 +104,47 @@ class Symbols:
         replaced = replaced.xreplace({symbol: new for symbol, new in even.items() if symbol in replaced.free_symbols})
         for function, ours in ((FloorDiv, idiv), (Mod, imod), (PythonMod, imod)):
             replaced = replaced.replace(function, ours)
-        return replaced
+        return replaced.replace(idiv, _quotient).replace(imod, _remainder)
 
     def _multiples(self) -> dict[sympy.Symbol, sympy.Expr]:
         """Symbols that were found to be multiples of a number, as multiples of others."""
         for guard in self.shapes.guards[self._seen :]:
             relation: Expr = guard.expr
             left, right = relation.args if isinstance(guard.expr, sympy.Eq) else (None, None)
-            if isinstance(left, (Mod, PythonMod)) and right == 0 and left.args[1].is_Integer:
-                symbol, factor = left.args
-                if not isinstance(symbol, sympy.Symbol):
-                    continue
+            for symbol, factor in (*_multiple(left, right), *_multiple(right, left)):
                 part = sympy.Symbol(f"{symbol}_by_{factor}", integer=True, positive=True)
                 self._parts.setdefault(symbol, factor * part)
+                self.names.setdefault(part, f"{self.names.get(symbol, symbol)}/{factor}")
         self._seen = len(self.shapes.guards)
         return self._parts
+
+
+def _multiple(left: Expr, right: Expr) -> Iterator[tuple[sympy.Symbol, Expr]]:
+    """Yields a symbol and a number of which it is a multiple where the two sides are equal."""
+    if isinstance(left, (Mod, PythonMod)) and right == 0 and left.args[0].is_Symbol and left.args[1].is_Integer:
+        yield left.args  # pyright: ignore[reportReturnType]
+    if isinstance(left, sympy.Symbol) and isinstance(right, sympy.Expr):
+        for quotient in right.atoms(FloorDiv):
+            if right == quotient.args[1] * quotient and quotient.args[0] == left and quotient.args[1].is_Integer:
+                yield left, quotient.args[1]
+
+
+def _exact_quotient(dividend: Expr, divisor: Expr) -> Expr | None:
+    """The quotient if the divisor is a factor of the dividend for all sizes, which are not 0; else None."""
+    quotient = sympy.cancel(dividend / divisor)
+    symbols = sorted(quotient.free_symbols, key=str)
+    if not symbols or not quotient.is_polynomial(*symbols):
+        return None
+    return quotient if all(c.is_Integer for c in sympy.Poly(quotient, *symbols).coeffs()) else None
+
+
+def _quotient(dividend: Expr, divisor: Expr) -> Expr:
+    found = _exact_quotient(dividend, divisor)
+    return idiv(dividend, divisor) if found is None else found
+
+
+def _remainder(dividend: Expr, divisor: Expr) -> Expr:
+    return imod(dividend, divisor) if _exact_quotient(dividend, divisor) is None else sympy.Integer(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,14 @@ import sympy
 import torch
 import torch.ao.quantization.fx._decomposed  # defines torch.ops.quantized_decomposed
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
+from torch.utils._sympy.functions import FloorDiv
 
 from fxrewrite import Literal, Rule, op
 from fxrewrite.pattern import trace
 from fxrewrite.prove import Proof, prove
 from fxrewrite.prove.indices import Indices, idiv, imod
+from fxrewrite.prove.symbolic import Symbols, size_expression
+from rules.fusions.rotary import INLINE_ROTARY
 
 aten = torch.ops.aten
 
@@ -313,6 +316,26 @@ def test_conditions_that_always_hold_are_not_shown_and_others_are() -> None:
     indices = Indices()  # a quotient that holds a quotient, which was an error of sympy
     column = indices.fresh(b)
     assert indices.divided(half * b + column, b) == (half, column)
+
+
+def test_quotients_that_have_no_rest_are_written_so() -> None:
+    symbols = Symbols()
+    with symbols.mode:
+        s, t, u = (symbols.size(hint, f"size(x, {dim})") for dim, hint in enumerate((4, 6, 8)))
+        a, b = map(size_expression, (s, t))
+        assert symbols.simplified(idiv(a * a, a)) == a
+        assert symbols.simplified(idiv(2 * a * b, 2 * b)) == a
+        assert symbols.simplified(imod(a * b + b, b)) == 0
+        assert symbols.simplified(idiv(a + 1, 2)) == idiv(a + 1, 2)
+        assert symbols.simplified(idiv(a, a * b)) == idiv(a, a * b)
+        assert u == 2 * (u // 2), "asked, so that it is even"
+        assert symbols.simplified(2 * FloorDiv(size_expression(u), 2)) == symbols.simplified(size_expression(u))
+        assert "size(x, 2)/2" in symbols.names.values()
+
+
+def test_a_rotary_embedding_is_what_it_is_written_out_to() -> None:
+    (inline,) = INLINE_ROTARY.rules()
+    assert prove(inline).strength == "bitwise"
 
 
 def test_an_index_that_a_view_split_is_whole_again() -> None:
