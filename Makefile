@@ -57,7 +57,7 @@ wheels:  ## the folder wheels/, from which `make gpu` installs without an index;
 	grep -v -e '^torch==' constraints.txt > .constraints-without-torch
 	$(PYTHON) -m pip download --dest wheels --only-binary=:all: --constraint .constraints-without-torch $(FOR) $(GPU_NEEDS)
 
-bench: .venv/bench.stamp  ## most tables of docs/benchmarks.md, half an hour on a quiet machine
+bench: .venv/bench.stamp  ## most tables of docs/benchmarks.md; the machine must be quiet
 	$(BIN)/python tests/bench/engines.py
 	$(BIN)/python tests/bench/masks.py
 	$(BIN)/python tests/bench/saved.py
@@ -68,7 +68,7 @@ bench: .venv/bench.stamp  ## most tables of docs/benchmarks.md, half an hour on 
 	$(BIN)/python tests/bench/shards.py
 	$(BIN)/python tests/bench/long_context.py --table steps --ways $(COMPARED)
 
-bench-further: .venv/bench.stamp  ## the other tables, of many lengths, layers and ranks, and the plots: hours
+bench-further: .venv/bench.stamp  ## the other tables, of many lengths, layers and ranks, and the plots; hours
 	$(BIN)/python tests/bench/budget.py
 	$(BIN)/python tests/bench/regions.py --layers 32 --rounds 3
 	$(BIN)/python tests/bench/long_context.py --table steps longest --out $(FIGURES).jsonl
