@@ -276,7 +276,8 @@ class _Search:
             if trial.differences:
                 return self._verdict(samples, self._counterexample(index - 1, trial))
         wrong = self._complex_difference(samples)
-        return self._verdict(samples, self._counterexample(-1, wrong) if wrong is not None else None)
+        counterexample = self._counterexample(-1, wrong) if wrong is not None else None
+        return self._verdict(samples, counterexample, is_complex=True)
 
     def _complex_difference(self, samples: int) -> Trial | None:
         """Tests samples of complex numbers, unless the pattern takes none; returns the first with a difference."""
@@ -438,12 +439,17 @@ class _Search:
                     return trial
         return first
 
-    def _verdict(self, samples: int, counterexample: Counterexample | None) -> Verdict:
+    def _verdict(self, samples: int, counterexample: Counterexample | None, *, is_complex: bool = False) -> Verdict:
         order = [Alternative(site, i) for site in sites(self.trials.pattern) for i in range(len(site.options))]
         stopped = counterexample is not None
         uncovered = () if stopped else tuple(str(o) for o in order if o not in self.met and o.option not in o.site.rare)
         counts = self.counts
         remarks = [f"allowed, on {number} samples: {example}" for number, example in self.allowed.values()]
+        if stopped and is_complex:
+            hint = 'exclude them: where=["dtype(x) in {float32, float64, bfloat16, float16}"]'
+            remarks.insert(
+                0, f"found on complex numbers; all samples before were equal. If the rule is not for them, {hint}"
+            )
         if counts["refused"] and counts["compared"] and not stopped:
             remarks.append(f"refused most often: {self.refusals.most_common(1)[0][0]}")
         if self.complex_samples:

@@ -181,7 +181,12 @@ def test_attention_that_an_own_rule_finds_is_served_like_any_other() -> None:
     assert [event.strategy for event in report.events_of(AttentionRuns)] == ["ring"]
 
 
-@rule("own.to_softmax", numerics="approximate", domain="finite", where=["size(x, -1) > 0"])
+@rule(
+    "own.to_softmax",
+    numerics="approximate",
+    domain="finite",
+    where=["size(x, -1) > 0", "dtype(x) in {float32, float64, bfloat16}"],
+)
 def to_softmax(x):
     return torch.exp(x - torch.logsumexp(x, -1, keepdim=True))
 
