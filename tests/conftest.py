@@ -39,9 +39,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     for item in items:
-        if "gloo" in item.keywords:
+        if item.get_closest_marker("gloo"):
             item.add_marker(pytest.mark.xdist_group("gloo"))  # one test with real processes at a time
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("default"), append=False)  # inductor warns about cards' settings
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))

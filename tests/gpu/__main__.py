@@ -4,8 +4,9 @@
     python -m tests.gpu --only training --layers 0 --budget 3600
     python -m tests.gpu --device cpu --tiny              that the sections run, on any machine
 
-Each section runs in a process of its own (`processes.py`), so what crashes, hangs or has not enough memory is one
-figure with an error. The file is written again whenever a figure was added.
+Each section runs in processes of its own (`processes.py`), so what crashes, hangs or has not enough memory is one
+figure with an error. They compile at the same time, and measure in turn. The file is written again whenever a figure
+was added.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tests.gpu.table import choose_mask_kernel, status_of, table
 SECTIONS = {"card": 15, "suite": 110, "exactness": 80, "attention": 150, "training": 190, "compilers": 70}
 """The modules of this folder that have figures, in order, each with its share of the time. What a section leaves is
 for those after it."""
+_CHILD = ("SECTION", "PART", "PARTS", "TURNS", "LINES", "LEAVE_OUT")
 _LONGEST_SHARE = 0.6
 """The most of a section's time that one figure may take."""
 
@@ -41,7 +43,8 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[%(default)s]")
     parser.add_argument("--tiny", action="store_true", help="small sizes, which measure nothing")
     parser.add_argument("--layers", type=int, default=4, help="layers of the models that train; 0: all [%(default)s]")
-    parser.add_argument("--child", nargs=3, metavar=("SECTION", "LINES", "LEAVE_OUT"), help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=max(1, min(4, _cpus() // 3)), help="processes [%(default)s]")
+    parser.add_argument("--child", nargs=6, metavar=_CHILD, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         _measure(*options.child, options)
@@ -49,13 +52,19 @@ def main() -> int:
     return _measure_all(options)
 
 
-def _measure(section: str, lines: str, leave_out: str, options: argparse.Namespace) -> None:
-    """One section, in this process."""
+def _cpus() -> int:
+    return os.cpu_count() or 1
+
+
+def _measure(
+    section: str, part: str, parts: str, turns: str, lines: str, leave_out: str, options: argparse.Namespace
+) -> None:
+    """A part of a section, in this process."""
     import torch
 
     from tests.gpu.figures import Setting, write_figures
 
-    setting = Setting(options.device, options.tiny, options.layers)
+    setting = Setting(options.device, options.tiny, options.layers, Path(turns))
     if setting.is_cuda:
         if not torch.cuda.is_available():
             raise SystemExit(f"torch {torch.__version__} finds no CUDA card; --device cpu --tiny runs without one")
@@ -63,7 +72,7 @@ def _measure(section: str, lines: str, leave_out: str, options: argparse.Namespa
     else:
         torch.set_num_threads(1)
     figures = importlib.import_module(f"tests.gpu.{section}").figures(setting)
-    write_figures(figures, Path(lines), json.loads(leave_out))
+    write_figures(figures, Path(lines), json.loads(leave_out), int(part), int(parts))
 
 
 def _measure_all(options: argparse.Namespace) -> int:
@@ -86,6 +95,9 @@ def _measure_all(options: argparse.Namespace) -> int:
 
     with TemporaryDirectory() as cache:  # every run compiles anew
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = str(min(8, max(1, _cpus() // options.jobs)))
+        turns = Path(cache, "turns")
+        turns.touch()
         for name in names:
             share = SECTIONS[name] / sum(SECTIONS[later] for later in names[names.index(name) :])
             seconds = share * (ends - time.monotonic())
@@ -93,7 +105,10 @@ def _measure_all(options: argparse.Namespace) -> int:
             command = [sys.executable, "-m", "tests.gpu", "--device", options.device, "--layers", str(options.layers)]
             command += [*(["--tiny"] if options.tiny else []), "--child", name]
             section = run_section(
-                command, seconds, a_figure=_LONGEST_SHARE * seconds, on_change=lambda new, name=name: write(name, new)
+                [[*command, str(part), str(options.jobs), str(turns)] for part in range(options.jobs)],
+                seconds,
+                a_figure=_LONGEST_SHARE * seconds,
+                on_change=lambda new, name=name: write(name, new),
             )
             found["sections_left_out"].remove(name)
             write(name, section)

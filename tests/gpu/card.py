@@ -60,7 +60,8 @@ def _product(setting: Setting) -> dict[str, Any]:
     """What a product of square matrices in bfloat16 reaches: the most that a model can."""
     size = 64 if setting.tiny else 8192
     a, b = (torch.randn(size, size, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
-    seconds = seconds_of(lambda: a @ b, setting, 5)
+    with setting.alone():
+        seconds = seconds_of(lambda: a @ b, setting, 5)
     return {"size": size, "seconds": seconds, "flops_per_second": 2 * size**3 / seconds}
 
 
@@ -88,8 +89,9 @@ def seconds_of(step: Callable[[], Any], setting: Setting, rounds: int, *, warm_u
 def measured(
     forward: Callable[[], T], backward: Callable[[T], Any], setting: Setting, *, rounds: int = 3, warm_up: int = 2
 ) -> dict[str, Any]:
-    """Costs of a step: its seconds; bytes above those that were there before, the most (`peak`), behind the forward
-    (`saved`) and allocated at once (`largest`); the longest kernels, with their milliseconds."""
+    """Costs of a step, to be measured alone: its seconds; bytes above those that were there before, the most (`peak`),
+    behind the forward (`saved`) and allocated at once (`largest`); the longest kernels, with their milliseconds.
+    """
     found: dict[str, Any] = {}
     found["seconds"] = seconds_of(lambda: backward(forward()), setting, rounds, warm_up=warm_up)
     if setting.is_cuda:

@@ -73,7 +73,8 @@ def _cuda_graphs(setting: Setting) -> dict[str, Any]:
             for _ in range(3):  # CUDA graphs are recorded at the second call
                 off = differences(step, model, inputs)
             found[mode] = off
-            costs = measured(lambda step=step: step(**inputs)[0], torch.Tensor.backward, setting)
+            with setting.alone():
+                costs = measured(lambda step=step: step(**inputs)[0], torch.Tensor.backward, setting)
             found["step"][mode], found["launches"][mode] = costs["seconds"], costs["graph_launches"]
             found["skipped"] = counters["inductor"]["cudagraph_skips"]
     equal = all(found[mode]["loss"] <= 1e-4 and found[mode]["gradient"] <= 1e-2 for mode in found["step"])  # TF32
@@ -135,7 +136,8 @@ def _regions(regions: Any, setting: Setting) -> dict[str, Any]:
         started = time.perf_counter()
         step(**inputs).loss.backward()
         compile_seconds = time.perf_counter() - started
-        costs = measured(lambda: step(**inputs).loss, torch.Tensor.backward, setting)
+        with setting.alone():
+            costs = measured(lambda: step(**inputs).loss, torch.Tensor.backward, setting)
     lines = [line for line in backend.reports[0].lines if "region" in line]
     return {**costs, "compile": compile_seconds, "layers": model.config.num_hidden_layers, "report": lines}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,11 +29,27 @@ class Setting:
         device: "cuda", or "cpu", where what only CUDA can tell is None.
         tiny: sizes with which every section ends in a minute on two cores; they measure nothing.
         layers: how many layers of the models that are timed are there; 0: all.
+        turns: a file that processes lock in turn to measure; None where there is one process.
     """
 
     device: str
     tiny: bool
     layers: int
+    turns: Path | None = None
+
+    @contextmanager
+    def alone(self) -> Generator[None]:
+        """Other processes of this run do not measure meanwhile; what they compile goes on. It cannot be nested."""
+        if self.turns is None:
+            yield
+            return
+        with self.turns.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # closing the file gives it back
+            try:
+                yield
+            finally:
+                if self.is_cuda:
+                    torch.cuda.empty_cache()  # the others need the card's memory
 
     @property
     def is_cuda(self) -> bool:
@@ -43,16 +61,17 @@ class Setting:
         return "nccl" if self.is_cuda else "gloo"
 
 
-def write_figures(figures: Figures, lines: Path, leave_out: Sequence[str]) -> None:
-    """Measures all figures but those to leave out; an error of one does not stop the others."""
+def write_figures(figures: Figures, lines: Path, leave_out: Sequence[str], part: int = 0, parts: int = 1) -> None:
+    """Measures the figures of one of several parts but those to leave out; an error of one does not stop the others."""
     with lines.open("a") as file:
 
         def write(**said: Any) -> None:
             file.write(json.dumps(said) + "\n")
             file.flush()
 
-        write(names=list(figures))
-        for name, measure in figures.items():
+        own = dict(list(figures.items())[part::parts])
+        write(names=list(own))
+        for name, measure in own.items():
             if name in leave_out:
                 continue
             write(begins=name)

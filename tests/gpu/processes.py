@@ -13,10 +13,12 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any, TypeAlias
 
 __all__ = ["Section", "run_section"]
@@ -32,18 +34,53 @@ _TAIL = 2000
 
 
 def run_section(
-    command: Sequence[str], seconds: float, *, a_figure: float, on_change: Callable[[Section], None]
+    commands: Sequence[Sequence[str]], seconds: float, *, a_figure: float, on_change: Callable[[Section], None]
 ) -> Section:
-    """What `command`, followed by the file for its lines and a JSON list of figures to leave out, has measured.
+    """What children that run at once have measured, each some figures of the section.
 
     Args:
-        command: how the child is started.
+        commands: how each child is started; the file for its lines and a JSON list of figures to leave out follow.
         seconds: limit of the section.
         a_figure: limit of each figure, in seconds.
-        on_change: is called with the section whenever a figure was added.
+        on_change: is called with the section whenever a figure was added, by one thread at a time.
     """
+    parts: list[Section] = [{"figures": {}, "left_out": [], "seconds": 0.0} for _ in commands]
+    lock = Lock()
+
+    def changed(_: Section) -> None:
+        with lock:
+            on_change(_joined(parts))
+
+    with ThreadPoolExecutor(len(commands)) as pool:
+        runs = [
+            pool.submit(_run_part, part, command, seconds, a_figure=a_figure, on_change=changed)
+            for part, command in zip(parts, commands, strict=True)
+        ]
+    for run in runs:
+        run.result()
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[Section]) -> Section:
+    found: Section = {
+        "figures": {name: figure for part in parts for name, figure in list(part["figures"].items())},
+        "left_out": [name for part in parts for name in part["left_out"]],
+        "seconds": max(part["seconds"] for part in parts),
+    }
+    errors = dict.fromkeys(part["error"] for part in parts if "error" in part)
+    return {**found, "error": "\n".join(errors)} if errors else found
+
+
+def _run_part(
+    section: Section,
+    command: Sequence[str],
+    seconds: float,
+    *,
+    a_figure: float,
+    on_change: Callable[[Section], None],
+) -> None:
+    """Fills the section with what one child measures; it is started again without what it did not survive."""
     started = time.monotonic()
-    section: Section = {"figures": {}, "left_out": [], "seconds": 0.0}
     begun: list[str] = []
     names: list[str] = []
     while (left := seconds - (time.monotonic() - started)) > 0:
@@ -78,7 +115,6 @@ def run_section(
     section["seconds"] = round(time.monotonic() - started, 1)
     section["left_out"] = [name for name in names if name not in begun]
     on_change(section)
-    return section
 
 
 def _watch(

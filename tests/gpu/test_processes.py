@@ -32,7 +32,7 @@ with open(sys.argv[1], "a") as file:
 def test_what_is_lost() -> None:
     seen: list[int] = []
     section = run_section(
-        [sys.executable, "-S", "-c", CHILD], 30, a_figure=2, on_change=lambda new: seen.append(len(new["figures"]))
+        [[sys.executable, "-S", "-c", CHILD]], 30, a_figure=2, on_change=lambda new: seen.append(len(new["figures"]))
     )
     assert section["figures"]["good"] == {"seconds": 1.0, "holds": True}
     assert section["figures"]["crashes"]["error"].startswith("the process was ended by SIGABRT\nno such kernel")
@@ -47,7 +47,7 @@ def test_what_is_lost() -> None:
 
 def test_a_child_that_does_not_start_and_one_without_time() -> None:
     def run(command: str, seconds: float) -> Section:
-        return run_section([sys.executable, "-S", "-c", command], seconds, a_figure=9, on_change=lambda _: None)
+        return run_section([[sys.executable, "-S", "-c", command]], seconds, a_figure=9, on_change=lambda _: None)
 
     assert run("raise SystemExit('no card')", 30)["error"] == "the process exited with status 1\nno card\n"
     assert run("", 0)["error"] == "no time was left for it"

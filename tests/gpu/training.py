@@ -1,10 +1,12 @@
 """Rank 0 of 8 of models of Llama's shapes in bfloat16, alone over torch's fake process group: steps, bytes, MFU.
 
 Collectives return at once, so times are those of what a rank computes; it is random weights that train. Each way starts
-at the shortest sequence and doubles it until the card's memory, or the figure's time, is over.
+at the shortest sequence and makes it four times as long until the card's memory, or the figure's time, is over.
 
     seconds, peak, saved, largest    of one step, forward and backward, without an optimizer (`card.measured`)
+    of_peak                          of a budget of memory: the estimate of `autosp(memory=...)`, by the peak measured
     mfu                              operations of the rank's share over those that the card could do in that time
+    would_fit                        tokens that fill the card, by a line through the peaks of the two longest
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from typing import Any
 
 import torch
 import transformers
+from torch._dynamo.exc import BackendCompilerFailed
 
+from autosp_rules import autosp
+from autosp_rules.events import MemoryFitted
 from autosp_rules.parallelism import AUTOSP
 from fxrewrite.spmd import shard_parameters, spmd
 from fxrewrite.testing import fake_mesh
@@ -37,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Each has 8 KV heads and a vocabulary of 128,256. Source: the models' configurations on Hugging Face."""
 SHORTEST = 8192
-_SECONDS = 25.0
+_SECONDS = 15.0
 """Of one way of one model: no longer sequence is begun after them, compiling not counted."""
 _CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop"}
 _FIRST: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
@@ -100,7 +105,8 @@ def figures(setting: Setting) -> Figures:
             for way, prepare in _MORE.items():
                 found[f"{model}, {way}"] = partial(_alone, model, prepare, setting)
             found[f"{model}, ZeRO-3 over 8 and autosp over 8"] = partial(_alone_in_shards, model, setting)
-    return dict(list(found.items())[: 2 + len(_FIRST) + len(_MORE)]) if setting.tiny else found
+            found[f"{model}, a budget of memory"] = partial(_in_a_budget, model, setting)
+    return dict(list(found.items())[: 3 + len(_FIRST) + len(_MORE)]) if setting.tiny else found
 
 
 def _alone(name: str, prepare: Callable[[transformers.LlamaConfig], Step], setting: Setting) -> dict[str, Any]:
@@ -128,6 +134,51 @@ def _alone_in_shards(name: str, setting: Setting) -> dict[str, Any]:
         return _by_length(model, setting, run)
 
 
+def _in_a_budget(name: str, setting: Setting) -> dict[str, Any]:
+    """Settings that a budget chose, first of all that fits, then of 0.6 of that, less what is always there."""
+    sizes = Model.of(name, setting).config
+    ids = torch.randint(sizes.vocab_size, (1, 128 if setting.tiny else 8 * SHORTEST), device=setting.device)
+    tries: list[dict[str, Any]] = []
+    budget = 64 * 2**30
+    for _ in range(2):
+        torch._dynamo.reset()
+        with fake_mesh((RANKS,), ("sp",)):
+            with torch.device(setting.device):
+                model = transformers.LlamaForCausalLM._from_config(sizes).train()
+            backend = autosp(memory=budget, logits="drop")
+            step = torch.compile(model, backend=backend, fullgraph=True)
+            try:
+                step(input_ids=ids, labels=ids).loss.backward()
+            except BackendCompilerFailed as error:
+                tries.append({"budget": budget, "refused": str(error.inner_exception)})
+                break
+            model.zero_grad()
+            with setting.alone():
+                costs = measured(lambda step=step: step(input_ids=ids, labels=ids).loss, _fresh(model), setting)
+        (event,) = backend.reports[0].events_of(MemoryFitted)
+        peak = event.given + costs["peak"]
+        chosen = {"budget": budget, "settings": event.settings, "estimate": event.peak, "peak": peak, "at": event.at}
+        chosen |= {"is_guess": event.is_guess, "search_seconds": event.seconds, "seconds": costs["seconds"]}
+        tries.append({**chosen, "of_peak": event.peak / peak})
+        budget = event.given + event.gradients + int(0.6 * (event.peak - event.given - event.gradients))
+        del model, step
+    return {
+        "tries": tries,
+        "length": ids.shape[1],
+        "holds": all(0.95 <= one.get("of_peak", 1) <= 1.05 for one in tries),
+    }
+
+
+def _fresh(model: torch.nn.Module) -> Callable[[torch.Tensor], None]:
+    """A backward pass that finds no gradients, and leaves none to the next one."""
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        model.zero_grad()
+
+    return backward
+
+
 def _by_length(
     model: Model, setting: Setting, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
@@ -137,14 +188,16 @@ def _by_length(
     found: dict[str, Any] = {"layers": model.config.num_hidden_layers, "layers_of_model": model.layers_of_model}
     found |= {"ranks": RANKS, "steps": steps, "ended_by": "the last length that is measured", "longest": None}
     length = 64 if setting.tiny else SHORTEST
-    lengths = [length * 2**i for i in range(2 if setting.tiny else 12)]
+    lengths = [length * 4**i for i in range(2 if setting.tiny else 6)]
     _warm_up(run, model, lengths[0], setting, found)
-    ends = time.monotonic() + _SECONDS
+    spent = 0.0
     for length in lengths:
         ids = _ids(length, model, setting)
         try:
-            began = time.monotonic()
-            step = measured(lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, warm_up=1)
+            with setting.alone():
+                began = time.monotonic()
+                step = measured(lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, warm_up=1)
+                last_spent = time.monotonic() - began
         except torch.OutOfMemoryError:
             if not steps:
                 raise
@@ -154,11 +207,22 @@ def _by_length(
         step |= {"operations": operations, "mfu": None if peak is None else operations / step["seconds"] / peak}
         steps[length] = step
         found["longest"] = length
-        if time.monotonic() + 4 * (time.monotonic() - began) > ends and length != lengths[-1]:
+        spent += last_spent
+        if spent + 16 * last_spent > _SECONDS and length != lengths[-1]:
             found["ended_by"] = "the figure's time"
             break
+    if setting.is_cuda and len(steps) > 1:
+        found["would_fit"] = _would_fit(steps)
     last = steps[found["longest"]]
     return {**found, **{name: last[name] for name in ("seconds", "peak", "saved", "mfu")}}
+
+
+def _would_fit(steps: dict[int, dict[str, Any]]) -> int:
+    """Tokens with which a step would fill the card, as its peak grows by the same bytes for each token."""
+    (short, first), (long, second) = list(steps.items())[-2:]
+    per_token = (second["peak"] - first["peak"]) / (long - short)
+    left = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated() - second["peak"]
+    return long + int(left / per_token)
 
 
 def _ids(length: int, model: Model, setting: Setting) -> torch.Tensor:
