@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -83,6 +83,8 @@ class FakeValues:
         # torch's own cache makes every new result twice, which takes most of the time where sizes are expressions
         uncached = disable_fake_tensor_cache(mode) if _has_symbols((args, kwargs)) else contextlib.nullcontext()
         with mode, quiet, uncached, symbolic_kernels():
+            if isinstance(target, torch._ops.HigherOrderOperator):
+                return _without_tracing(function, args, kwargs)
             return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
 
     def _of_input(self, node: fx.Node) -> Any:
@@ -167,6 +169,18 @@ def _mode_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
         if found is ops.MISSING and node.op in ("call_function", "call_method", "call_module"):
             break
     return None, "val"
+
+
+def _without_tracing(operator: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a higher-order operator, which would trace its bodies for autograd, in a fake mode of its own."""
+    is_differentiated = torch.is_grad_enabled() and any(
+        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
+    )
+    with torch.no_grad():
+        result = operator(*args, **kwargs)
+    if not is_differentiated:
+        return result
+    return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), result)
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:

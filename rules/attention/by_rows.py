@@ -22,7 +22,7 @@ Source: FlashAttention (arXiv 2205.14135); PyTorch, torch/nn/attention/flex_atte
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,8 +56,9 @@ __all__ = [
 
 aten = torch.ops.aten
 
-_MOST_ROWS = 256
-"""Rows per block. Larger blocks read k and v less often, but compute more scores that a causal mask hides."""
+_MOST_ROWS = {"cpu": 256, "cuda": 1024}
+"""Rows per block, by type of device. Larger blocks read k and v less often and start fewer kernels, but compute more
+scores that a causal mask hides."""
 _COLUMNS = 128
 """Columns per tile: a block of rows computes or skips them together."""
 _MOST_ENTRIES = 1 << 24
@@ -193,12 +194,12 @@ def _blocks(
     of_scores = 0 if has_kernel(q, v, softcap) else q.shape[0] * q.shape[1]
     of_mask = 0 if mask is None else max((math.prod(leaf.shape[:-2]) for leaf in leaves), default=1)
     outer = max(of_scores, of_mask)
-    for (first, end), runs in _kept(leaves, mask, q.shape[2], k.shape[2]):
+    for (first, end), runs, is_whole in _kept(leaves, mask, q.shape[2], k.shape[2], q.device):
         num_columns = sum(last - start for start, last in runs)
-        step = max(1, _MOST_ENTRIES // max(1, outer * num_columns))
+        step = max(1, _MOST_ENTRIES // max(1, (of_scores if is_whole else outer) * num_columns))
         for start in range(first, end, step):
             rows = (start, min(start + step, end))
-            yield rows, runs, None if mask is None else _part(mask, leaves, rows, runs).to(q.device)
+            yield rows, runs, None if mask is None or is_whole else _part(mask, leaves, rows, runs).to(q.device)
 
 
 def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, runs: Sequence[Range]) -> torch.Tensor:
@@ -212,42 +213,61 @@ def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, run
 
 
 def _kept(
-    leaves: Sequence[torch.Tensor], mask: MaskExpression | None, length: int, num_keys: int
-) -> list[tuple[Range, list[Range]]]:
-    """Returns blocks of rows with the runs of columns that any row may keep; skips blocks that keep none.
+    leaves: Sequence[torch.Tensor], mask: MaskExpression | None, length: int, num_keys: int, device: torch.device
+) -> list[tuple[Range, list[Range], bool]]:
+    """Returns blocks of rows with the runs of columns that any row may keep, and whether every row keeps all of them.
 
-    Columns are skipped in tiles that the bounds of the mask prove hidden. An added mask needs care: the lowest number
-    of a dtype hides a column only if the row keeps another column. A row that has nothing else attends to all columns
-    equally, so none of its columns may be skipped.
+    Blocks that keep none are skipped. Neighbours whose rows all keep the same columns are one block. Columns are left
+    out in tiles that the bounds of the mask prove hidden. An added mask needs care: the lowest number of a dtype hides
+    a column only if the row keeps another column. A row that has nothing else attends to all columns equally, so none
+    of its columns may be skipped.
     """
     if not length or not num_keys:
         return []
     if mask is None:
-        return [((0, length), [(0, num_keys)])]
-    width = _COLUMNS
-    while length // _MOST_ROWS * (num_keys // width) > _MOST_ENTRIES:
+        return [((0, length), [(0, num_keys)], True)]
+    width, most_rows = _COLUMNS, _MOST_ROWS.get(device.type, _MOST_ROWS["cpu"])
+    while length // most_rows * (num_keys // width) > _MOST_ENTRIES:
         width *= 2
-    low, high = mask_bounds(mask, leaves, rows=_MOST_ROWS, columns=width)
-    starts = range(0, length, _MOST_ROWS)
+    low, high = mask_bounds(mask, leaves, rows=most_rows, columns=width)
+    starts = range(0, length, most_rows)
     tiles = len(starts), -(-num_keys // width)
     if not has_data(high):  # a body that is run to count what it allocates: the most that it may
-        return [((start, min(start + _MOST_ROWS, length)), [(0, num_keys)]) for start in starts]
+        return [((start, min(start + most_rows, length)), [(0, num_keys)], False) for start in starts]
     is_bool = high.dtype == torch.bool
     least = 0 if is_bool else torch.finfo(high.dtype).min / 2
     kept = _of_any(high > least, tiles)
-    # Kept tiles become runs: each starts and ends where neighbours differ.
-    edges = torch.nn.functional.pad(kept, (1, 1)).byte().diff(dim=-1).nonzero().tolist()  # waits for the device
+    # Kept tiles become runs: each starts and ends where neighbours differ. A last column says which rows are whole.
+    edges = torch.nn.functional.pad(kept, (1, 1)).byte().diff(dim=-1)
+    is_whole = ((_of_all(low, tiles) | ~kept) if is_bool else torch.zeros_like(kept)).all(-1, keepdim=True)
+    found = torch.cat([edges.bool(), is_whole], -1).nonzero().tolist()  # waits for the device
+    whole = {row for row, column in found if column == edges.shape[1]}
+    edges = [edge for edge in found if edge[1] < edges.shape[1]]
     runs: list[list[Range]] = [[] for _ in starts]
     for (row, first), (_, last) in zip(edges[::2], edges[1::2], strict=True):
         runs[row].append((first * width, min(last * width, num_keys)))
-    blocks = [((start, min(start + _MOST_ROWS, length)), found) for start, found in zip(starts, runs, strict=True)]
+    blocks = [((start, min(start + most_rows, length)), run) for start, run in zip(starts, runs, strict=True)]
     # Rows that finite numbers hide completely attend to all columns, so their blocks must keep everything.
     if not is_bool:
         is_safe = (low > least / 2).any(-1, keepdim=True)
         doubtful = _of_any((high <= least) & ~high.isneginf() & ~is_safe, tiles).any(-1).nonzero().flatten().tolist()
         for row in _with_rows_below(least / 2, doubtful, blocks, mask, leaves):
             blocks[row] = (blocks[row][0], [(0, num_keys)])
-    return [(rows, found) for rows, found in blocks if found]
+    return list(_joined((rows, run, row in whole) for row, (rows, run) in enumerate(blocks) if run))
+
+
+def _joined(blocks: Iterable[tuple[Range, list[Range], bool]]) -> Iterator[tuple[Range, list[Range], bool]]:
+    """Yields the blocks, and one in place of neighbours whose rows all keep the same columns."""
+    last: tuple[Range, list[Range], bool] | None = None
+    for rows, runs, is_whole in blocks:
+        if last is not None and is_whole and last[2] and last[0][1] == rows[0] and last[1] == runs:
+            last = ((last[0][0], rows[1]), runs, True)
+            continue
+        if last is not None:
+            yield last
+        last = rows, runs, is_whole
+    if last is not None:
+        yield last
 
 
 def _with_rows_below(
@@ -267,6 +287,11 @@ def _with_rows_below(
 def _of_any(found: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
     """[tile rows, tile columns]: whether the condition holds for the tile in any sequence and head."""
     return found.expand(*found.shape[:-2], *tiles).reshape(-1, *tiles).any(0)
+
+
+def _of_all(found: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
+    """[tile rows, tile columns]: whether the condition holds for the tile in every sequence and head."""
+    return found.expand(*found.shape[:-2], *tiles).reshape(-1, *tiles).all(0)
 
 
 def _rows(x: torch.Tensor, part: Range) -> torch.Tensor:

@@ -12,9 +12,12 @@ repeated. A mask broadcasts to [B, H, L, S]: bool, where True may be attended to
 Rows that keep no key get 0, an lse of -inf, and no gradient, as from scaled_dot_product_attention. If one finite number
 hides all keys of a row, it attends to all of them equally; lse does not say how many, so they must be in one block.
 A score is q @ k^T * scale, or with a softcap c, c * tanh(q @ k^T * scale / c), before a mask is applied.
-On the CPU with E == D and without a softcap this calls ATen's flash kernel, which rounds its results to q's dtype;
-elsewhere it multiplies matrices in at least float32, and gradients are not rounded.
-Source: FlashAttention (arXiv 2205.14135, section 3.1); PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp.
+Without a softcap this calls ATen's fused kernels, which round their results to q's dtype: on the CPU its flash kernel,
+where E == D; on CUDA, where E and D are multiples of 8 and q is not float64, flash attention in 16 bits without a mask,
+and memory-efficient attention otherwise, for which heads of k and v are repeated. Elsewhere it multiplies matrices in
+at least float32, and gradients are not rounded.
+Source: FlashAttention (arXiv 2205.14135, section 3.1); PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
+aten/src/ATen/native/transformers/cuda/attention.cu and attention_backward.cu.
 """
 
 from __future__ import annotations
@@ -45,10 +48,17 @@ def attend_block(
     """Returns attention to these keys only, in q's dtype, and the logsumexp of the scores, in `lse_dtype`."""
     if has_kernel(q, v, softcap):
         q, k, v = map(_kernel_strides, (q, k, v))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, attn_mask=_added(mask, q.dtype), scale=scale
-        )
-        return out, lse if mask is None else lse.masked_fill(_keeps_no_key(mask), -torch.inf)
+        added = _added(mask, q.dtype)
+        if q.device.type == "cuda":
+            out, lse = _attend_on_cuda(q, k, v, added, scale)
+        else:
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=added, scale=scale)
+        if mask is None:
+            return out, lse
+        keeps_none = _keeps_no_key(mask)
+        if q.device.type == "cuda":  # its kernel divides by a sum of no weights
+            out = out.masked_fill(keeps_none[..., None], 0)
+        return out, lse.masked_fill(keeps_none, -torch.inf)
     scores = _masked(_scores(q, k, scale, softcap), mask)
     lse = torch.logsumexp(scores, -1)
     weights = torch.softmax(scores, -1).masked_fill(lse.isneginf()[..., None], 0)
@@ -69,8 +79,11 @@ def attend_block_backward(
     """Returns these keys' share of the gradients of q, k and v, in `lse_dtype`; `out` and `lse` cover all keys."""
     if has_kernel(q, v, softcap):
         dout, q, k, v, out = map(_kernel_strides, (dout, q, k, v, out))
+        added = _added(mask, q.dtype)
+        if q.device.type == "cuda":
+            return _attend_on_cuda_backward(dout, q, k, v, out, lse, added, scale)
         dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            dout, q, k, v, out, _finite(lse), 0.0, False, attn_mask=_added(mask, q.dtype), scale=scale
+            dout, q, k, v, out, _finite(lse), 0.0, False, attn_mask=added, scale=scale
         )
         return dq.to(lse.dtype), dk.to(lse.dtype), dv.to(lse.dtype)
     own = _scores(q, k, scale, softcap)
@@ -139,7 +152,79 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def has_kernel(q: torch.Tensor, v: torch.Tensor, softcap: float) -> bool:
     """Whether a fused kernel computes attention of q to v; otherwise a block's scores [B, H, L, S] are in memory."""
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and not softcap
+    if softcap or q.device.type not in ("cpu", "cuda"):
+        return False
+    if q.device.type == "cpu":
+        return q.shape[-1] == v.shape[-1]
+    return q.dtype != torch.float64 and q.shape[-1] % _ALIGNED == 0 and v.shape[-1] % _ALIGNED == 0
+
+
+_ALIGNED = 8
+"""What CUDA's kernels want the head dimensions to be a multiple of."""
+_ALIGNED_MASK = 16
+"""The same of the distance of a mask's rows, in elements."""
+_ALIGNED_LSE = 32
+"""Rows of the logsumexp are padded to a multiple of it, in memory-efficient attention."""
+_WIDEST_FLASH = 256
+"""Head dimension (elements) up to which there is flash attention."""
+
+
+def _has_flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    return mask is None and is_half and q.shape[-1] == v.shape[-1] <= _WIDEST_FLASH
+
+
+def _attend_on_cuda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if _has_flash(q, v, mask):
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
+        return out, lse
+    k, v = (_repeated(x, q) for x in (k, v))
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, _aligned(mask, q, k), True, scale=scale)
+    return out, lse.narrow(-1, 0, q.shape[2])
+
+
+def _attend_on_cuda_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> Gradients:
+    not_drawn = torch.empty((), dtype=torch.int64, device=q.device)  # seed and offset: there is no dropout
+    sums = _finite(lse)  # exp(-inf - 0) is 0
+    if _has_flash(q, v, mask):
+        lengths, not_drawn = (q.shape[2], k.shape[2]), not_drawn.to(torch.uint64)
+        dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
+            dout, q, k, v, out, sums.contiguous(), None, None, *lengths, 0.0, False, not_drawn, not_drawn, scale=scale
+        )
+        return dq.to(lse.dtype), dk.to(lse.dtype), dv.to(lse.dtype)
+    wide_k, wide_v = (_repeated(x, q) for x in (k, v))
+    sums = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % _ALIGNED_LSE), value=torch.inf)
+    added, wanted = _aligned(mask, q, k), [True, True, True, False]
+    dq, wide_dk, wide_dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+        dout, q, wide_k, wide_v, added, out, sums, not_drawn, not_drawn, 0.0, wanted, scale=scale
+    )
+    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=lse.dtype) for x in (wide_dk, wide_dv))
+    return dq.to(lse.dtype), dk, dv
+
+
+def _repeated(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """[B, KV, S, D] -> [B, H, S, D]"""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _aligned(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    """Returns the mask for every sequence and head, whose rows begin where the kernel can read them."""
+    if mask is None:
+        return None
+    size = k.shape[2]
+    padded = torch.nn.functional.pad(mask.expand(*mask.shape[:2], q.shape[2], size), (0, -size % _ALIGNED_MASK))
+    return padded[..., :size].expand(*q.shape[:2], -1, -1)
 
 
 def _kernel_strides(x: torch.Tensor) -> torch.Tensor:

@@ -83,6 +83,7 @@ def _run_part(
     started = time.monotonic()
     begun: list[str] = []
     names: list[str] = []
+    is_done = False
     while (left := seconds - (time.monotonic() - started)) > 0:
         with TemporaryDirectory() as folder:
             lines, output = Path(folder, "lines"), Path(folder, "output")
@@ -104,13 +105,14 @@ def _run_part(
         for name in open_figures:
             section["figures"][name] = {"error": f"{why}\n{said}"}
         if not why:
+            is_done = True
             break
         if not names:
             section["error"] = f"{why}\n{said}"
             break
         if not open_figures and len(begun) == len(names):
             break
-    if not names and "error" not in section:
+    if not (names or is_done) and "error" not in section:
         section["error"] = "no time was left for it"
     section["seconds"] = round(time.monotonic() - started, 1)
     section["left_out"] = [name for name in names if name not in begun]

@@ -1,9 +1,11 @@
-"""The tests that are marked `gpu`, a file at a time."""
+"""The tests that are marked `gpu`."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,15 +20,16 @@ _ROOT = Path(__file__).parents[2]
 
 def figures(setting: Setting) -> Figures:
     files = sorted(path for path in (_ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
-    return {str(path.relative_to(_ROOT)): lambda path=path: _run(path) for path in files}
+    return {"tests": lambda: _run(files)}
 
 
-def _run(path: Path) -> dict[str, Any]:
+def _run(files: Sequence[Path]) -> dict[str, Any]:
     """How many tests passed, failed and were skipped, and what those that failed say."""
     with TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        done = subprocess.run([*command, str(path)], check=False, cwd=_ROOT, capture_output=True, text=True)
+        command += ["-n", str(max(1, min(6, (os.cpu_count() or 1) // 2)))]
+        done = subprocess.run([*command, *map(str, files)], check=False, cwd=_ROOT, capture_output=True, text=True)
         if not report.exists():
             raise RuntimeError(f"pytest exited with status {done.returncode}\n{(done.stdout + done.stderr)[-1000:]}")
         cases = list(ET.parse(report).iter("testcase"))

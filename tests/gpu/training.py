@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Each has 8 KV heads and a vocabulary of 128,256. Source: the models' configurations on Hugging Face."""
 SHORTEST = 8192
-_SECONDS = 15.0
+_SECONDS = 12.0
 """Of one way of one model: no longer sequence is begun after them, compiling not counted."""
 _CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop"}
 _FIRST: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
@@ -208,7 +208,7 @@ def _by_length(
         steps[length] = step
         found["longest"] = length
         spent += last_spent
-        if spent + 16 * last_spent > _SECONDS and length != lengths[-1]:
+        if spent + 6 * last_spent > _SECONDS and length != lengths[-1]:
             found["ended_by"] = "the figure's time"
             break
     if setting.is_cuda and len(steps) > 1:

@@ -28,7 +28,7 @@ Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ROWS", 3)
+    monkeypatch.setattr(module, "_MOST_ROWS", {"cpu": 3})
     monkeypatch.setattr(module, "_COLUMNS", 1)
 
 
@@ -285,6 +285,22 @@ def test_columns_that_a_block_of_rows_hides_are_left_out(
     assert blocks == expected * 2
 
 
+def test_rows_that_keep_the_same_columns_are_one_block_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, int, bool]] = []
+
+    def watched(q: Any, k: Any, v: Any, mask: Any, *how: Any) -> Any:
+        seen.append((q.shape[2], k.shape[2], mask is None))
+        return attend_block(q, k, v, mask, *how)
+
+    monkeypatch.setattr(module, "attend_block", watched)
+    attend = attend_with(lambda x, y: (positions(x)[1] < 4) | ((positions(x)[0] >= 6) & (positions(x)[1] < 6)))
+    gm = traced(attend, [*operands(), *data()])
+    BY_ROWS.apply(gm)
+    results(gm)
+    assert seen == [(6, 4, True), (1, 6, True)]
+    check_equal(gm, attend)
+
+
 FAR: dict[str, tuple[Mask, int]] = {
     "window": (lambda x, y: near(x, 8), 64 * (8 + 8)),
     "window, added": (lambda x, y: added(near(x, 8), LOW), 64 * (8 + 8)),
@@ -308,7 +324,7 @@ def test_what_is_hidden_is_not_computed(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, int]]
 ) -> None:
     """Neither scores nor the mask: what is evaluated of it is at most twice what is attended to."""
-    monkeypatch.setattr(module, "_MOST_ROWS", 8)
+    monkeypatch.setattr(module, "_MOST_ROWS", {"cpu": 8})
     monkeypatch.setattr(module, "_COLUMNS", 4)
     evaluated: list[int] = []
     part = MaskExpression.part

@@ -167,9 +167,10 @@ def test_graph(fx_snapshot: Any) -> None:
         assert flex_text(gm) == fx_snapshot(name=name)
 
 
-def test_compiled() -> None:
-    """At two lengths by one program, and with checkpointing."""
-    attend = attend_with(READABLE["causal and padding"])
+@pytest.mark.parametrize("name", ["causal and padding", "alibi"])
+def test_compiled(name: str) -> None:
+    """At two lengths by one program, and with checkpointing; an added mask reads tensors in what autograd traces."""
+    attend = attend_with(READABLE[name])
 
     def checkpointed(*args: torch.Tensor) -> torch.Tensor:
         return checkpoint(attend, *args, use_reentrant=False)  # pyright: ignore[reportReturnType]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from rules.attention.kernels import attend_block, attend_block_backward, merge_blocks
+from rules.attention.kernels import attend_block, attend_block_backward, has_kernel, merge_blocks
 
 BATCH, ROWS, COLUMNS, SCALE = 2, 6, 9, 0.3
 MASKS = ("none", "bool", "hides rows", "hides rows by infinity", "bias", "two dimensions")
@@ -137,3 +139,34 @@ def test_a_part_of_a_gradient_is_not_rounded_to_a_narrow_dtype() -> None:
         found = attend_block_backward(dout, q, k, v, out.float(), lse.float(), None, SCALE, 0.0)
     assert {grad.dtype for grad in found} == {torch.float32}
     torch.testing.assert_close(tuple(grad.double() for grad in found), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_kernels_of_cuda(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of keys, of sizes that no kernel likes, against the operator in float64 on the CPU."""
+    monkeypatch.setattr(sys.modules[__name__], "ROWS", 83)
+    monkeypatch.setattr(sys.modules[__name__], "COLUMNS", 117)
+    torch.manual_seed(0)
+    q, k, v = (x.detach().to(dtype) for x in operands("groups"))
+    mask = mask_of(kind, q.shape[1], dtype)
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    wide_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    expected = reference(*wide, wide_mask, 0.0)
+    dout = torch.randn_like(expected).to(dtype)
+    wanted = torch.autograd.grad(expected, wide, dout.double())
+
+    q, k, v, dout = (x.cuda() for x in (q, k, v, dout))
+    mask = None if mask is None else mask.cuda()
+    assert has_kernel(q, v, 0.0)
+    given = [
+        (q, k[:, :, keys], v[:, :, keys], None if mask is None else mask[..., keys])
+        for keys in (slice(0, 37), slice(37, COLUMNS))
+    ]
+    out, lse = merge_blocks(*(part for block in given for part in attend_block(*block, SCALE, 0.0)))
+    (dq, dk, dv), (dq_1, dk_1, dv_1) = (attend_block_backward(dout, *b[:3], out, lse, b[3], SCALE, 0.0) for b in given)
+    found = (out, dq + dq_1, torch.cat([dk, dk_1], 2), torch.cat([dv, dv_1], 2))
+    bound = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    for mine, theirs in zip(found, (expected, *wanted), strict=True):
+        assert (mine.cpu().double() - theirs).abs().max() <= bound * theirs.abs().max()
