@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationError, field_validator
 
@@ -18,7 +18,6 @@ from fxrewrite import Rule, RuleSet
 from fxrewrite.spmd import LayoutRule
 from rules.attention.flex import MaskKernel
 from rules.experts.exchange import ExpertsOption
-from rules.tiling.tiles import TILE_BYTES
 
 __all__ = ["AttentionOption", "AutoSPConfig"]
 
@@ -119,8 +118,10 @@ class AutoSPConfig(BaseModel):
         description="whether the logits that a loss is made of are returned: dropped, they are None, are never held "
         "whole, and the loss is computed in tiles",
     )
-    loss_tile: int = Field(
-        default=TILE_BYTES, gt=0, description="bytes of logits that a loss computed in tiles holds at once"
+    loss_tile: Literal["auto"] | Annotated[int, Field(gt=0, strict=True)] = Field(
+        default="auto",
+        description="bytes of logits that a loss computed in tiles holds at once, or auto: 128 MiB, or as many rows as "
+        "the head has inputs if that is more, so that the sums of its weight's gradient cost little",
     )
     mlp_tile: MlpTileOption = Field(
         default="auto",

@@ -207,7 +207,11 @@ def _memory(config: AutoSPConfig) -> tuple[RuleSet | Step, ...]:
 
     "auto" tiles MLPs by what layers keep, a number of bytes comes before that is decided.
     """
-    loss = staged(tiled_loss_rules(config.loss_tile), needs=(COLLECTIVE_CALLS,), gives=(LOSS,))
+    loss = staged(
+        tiled_loss_rules(None if config.loss_tile == "auto" else config.loss_tile),
+        needs=(COLLECTIVE_CALLS,),
+        gives=(LOSS,),
+    )
     tags = staged(TagCheckpoints(config.checkpoint), needs=(KERNELS, DRAWS, LOSS), gives=(CHECKPOINTS,))
     if config.mlp_tile is None:
         return loss, tags

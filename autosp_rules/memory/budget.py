@@ -199,7 +199,7 @@ class FitMemory:
         """Yields settings from the fastest to the leanest."""
         tile = max(_LEAST_TILE, min(TILE_BYTES, 1 << (self._budget // 64).bit_length()))
         least = max(_LEAST_TILE, tile // 8)
-        yield {"checkpoint": "none", "mlp_tile": "auto", "loss_tile": TILE_BYTES}
+        yield {"checkpoint": "none", "mlp_tile": "auto", "loss_tile": "auto"}
         yield {"checkpoint": "none", "mlp_tile": "auto", "loss_tile": tile}
         yield {"checkpoint": "attention", "mlp_tile": "auto", "loss_tile": tile}
         yield {"checkpoint": "attention", "mlp_tile": tile, "loss_tile": tile}

@@ -18,6 +18,7 @@ from autosp_rules.memory.costs import bytes_of, planned_for
 from fxrewrite import Edit, Event, Report, refuse
 from fxrewrite.graph import Fact, is_same_size, source_line
 from fxrewrite.ops import bind, has_trait, is_view, key, value
+from rules.tiling.tiles import TILE_BYTES
 
 __all__ = ["DropLogits", "FindHeldLogits", "LogitsDropped", "LogitsHeld", "LogitsNoOutput"]
 
@@ -98,12 +99,12 @@ class DropLogits:
 
 
 class FindHeldLogits:
-    """The step that reports logits which were to be dropped and are held nevertheless, of more than `tile_bytes`."""
+    """The step that reports logits which were to be dropped and are held nevertheless, of more than a tile."""
 
     name = "find_held_logits"
 
-    def __init__(self, tile_bytes: int) -> None:
-        self._tile_bytes = tile_bytes
+    def __init__(self, loss_tile: int | Literal["auto"]) -> None:
+        self._tile_bytes = TILE_BYTES if isinstance(loss_tile, str) else loss_tile
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         for node in edit.nodes():

@@ -56,9 +56,11 @@ __all__ = [
 
 aten = torch.ops.aten
 
-_MOST_ROWS = {"cpu": 256, "cuda": 1024}
-"""Rows per block, by type of device. Larger blocks read k and v less often and start fewer kernels, but compute more
-scores that a causal mask hides."""
+_MOST_ROWS = 256
+"""Rows per block. Larger blocks read k and v less often, but compute more scores that a causal mask hides."""
+_BLOCKS_ON_CUDA = 8
+"""So many blocks or more on CUDA, where starting a kernel takes longer than a small block; of a power of two of rows,
+which cuts the two halves of a chunk in zigzag order apart."""
 _COLUMNS = 128
 """Columns per tile: a block of rows computes or skips them together."""
 _MOST_ENTRIES = 1 << 24
@@ -226,7 +228,9 @@ def _kept(
         return []
     if mask is None:
         return [((0, length), [(0, num_keys)], True)]
-    width, most_rows = _COLUMNS, _MOST_ROWS.get(device.type, _MOST_ROWS["cpu"])
+    width, most_rows = _COLUMNS, _MOST_ROWS
+    if device.type == "cuda":
+        most_rows = max(_COLUMNS, min(4 * _MOST_ROWS, 1 << (length // _BLOCKS_ON_CUDA).bit_length() - 1))
     while length // most_rows * (num_keys // width) > _MOST_ENTRIES:
         width *= 2
     low, high = mask_bounds(mask, leaves, rows=most_rows, columns=width)

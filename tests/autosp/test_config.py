@@ -25,7 +25,7 @@ NO_SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
         "checkpoint='ful': it should be 'auto', 'none', 'attention' or 'full', or it should be a valid integer; "
         "did you mean 'full'?",
     ),
-    "range": ({"loss_tile": 0}, "loss_tile=0: it should be greater than 0"),
+    "range": ({"loss_tile": 0}, "loss_tile=0: it should be 'auto', or it should be greater than 0"),
     "no name": ({"axis": ""}, "axis='': it should have at least 1 character"),
     "bytes": (
         {"memory": "24 gigs"},

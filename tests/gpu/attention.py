@@ -121,8 +121,8 @@ def _measure(case: Case, setting: Setting) -> dict[str, Any]:
         )
     found["holds"] = found["worst"] <= found["bound"]
     if setting.is_cuda:
-        # a mask has a byte for each row and column, scores have two or four for each head
-        found["has_square"] = found["largest"] >= length * length
+        # a mask has a byte for each row and column, what is added to scores, as they are, two or more for each head
+        found["has_square"] = found["largest"] >= length * length * (8 * dtype.itemsize if case.mask == "alibi" else 1)
         found["holds"] = found["holds"] and (case.way == "sdpa" or not found["has_square"])
     return found
 

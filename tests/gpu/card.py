@@ -87,10 +87,17 @@ def seconds_of(step: Callable[[], Any], setting: Setting, rounds: int, *, warm_u
 
 
 def measured(
-    forward: Callable[[], T], backward: Callable[[T], Any], setting: Setting, *, rounds: int = 3, warm_up: int = 2
+    forward: Callable[[], T],
+    backward: Callable[[T], Any],
+    setting: Setting,
+    *,
+    rounds: int = 3,
+    warm_up: int = 2,
+    profiles: bool = True,
 ) -> dict[str, Any]:
     """Costs of a step, to be measured alone: its seconds; bytes above those that were there before, the most (`peak`),
-    behind the forward (`saved`) and allocated at once (`largest`); the longest kernels, with their milliseconds.
+    behind the forward (`saved`) and, if it `profiles`, allocated at once (`largest`); then the longest kernels, with
+    their milliseconds, too.
     """
     found: dict[str, Any] = {}
     found["seconds"] = seconds_of(lambda: backward(forward()), setting, rounds, warm_up=warm_up)
@@ -104,6 +111,8 @@ def measured(
         del result
         torch.cuda.synchronize()
         found["peak"] = torch.cuda.max_memory_allocated() - before
+    if not profiles and setting.is_cuda:
+        return found
     seen = profiled(forward, backward, setting.device)
     found = {"peak": seen.peak, "saved": seen.saved, **found, "largest": seen.largest}
     if setting.is_cuda and not (seen.kernels or seen.graph_launches):

@@ -196,7 +196,9 @@ def _by_length(
         try:
             with setting.alone():
                 began = time.monotonic()
-                step = measured(lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, warm_up=1)
+                step = measured(
+                    lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, warm_up=1, profiles=not steps
+                )
                 last_spent = time.monotonic() - began
         except torch.OutOfMemoryError:
             if not steps:
@@ -217,9 +219,11 @@ def _by_length(
     return {**found, **{name: last[name] for name in ("seconds", "peak", "saved", "mfu")}}
 
 
-def _would_fit(steps: dict[int, dict[str, Any]]) -> int:
-    """Tokens with which a step would fill the card, as its peak grows by the same bytes for each token."""
+def _would_fit(steps: dict[int, dict[str, Any]]) -> int | None:
+    """Tokens with which a step would fill the card, as its peak grows by the same bytes for each token, if it grows."""
     (short, first), (long, second) = list(steps.items())[-2:]
+    if second["peak"] < 1.5 * first["peak"]:
+        return None  # parameters and gradients are what it holds
     per_token = (second["peak"] - first["peak"]) / (long - short)
     left = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated() - second["peak"]
     return long + int(left / per_token)

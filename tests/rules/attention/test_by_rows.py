@@ -28,7 +28,7 @@ Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ROWS", {"cpu": 3})
+    monkeypatch.setattr(module, "_MOST_ROWS", 3)
     monkeypatch.setattr(module, "_COLUMNS", 1)
 
 
@@ -324,7 +324,7 @@ def test_what_is_hidden_is_not_computed(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, int]]
 ) -> None:
     """Neither scores nor the mask: what is evaluated of it is at most twice what is attended to."""
-    monkeypatch.setattr(module, "_MOST_ROWS", {"cpu": 8})
+    monkeypatch.setattr(module, "_MOST_ROWS", 8)
     monkeypatch.setattr(module, "_COLUMNS", 4)
     evaluated: list[int] = []
     part = MaskExpression.part

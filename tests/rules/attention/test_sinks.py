@@ -23,7 +23,7 @@ Function = Callable[..., torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ROWS", {"cpu": 3})
+    monkeypatch.setattr(module, "_MOST_ROWS", 3)
     monkeypatch.setattr(module, "_COLUMNS", 1)
 
 
