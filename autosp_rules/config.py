@@ -57,7 +57,7 @@ class AutoSPConfig(BaseModel):
         "(price)",
     )
     mask_kernel: MaskKernel = Field(
-        default="rows",
+        default="auto",
         description="how attention is computed whose mask is more than causal and is never held whole: by rows (rows), "
         "by torch's flex attention, or refused where it cannot be (flex), or auto: flex attention under inductor on "
         "CUDA where it can be, else by rows",
