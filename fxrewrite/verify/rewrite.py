@@ -44,6 +44,8 @@ DTYPES = ("float32", "float64", "bfloat16", "complex64")
 
 _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
+_REFUSALS = 8
+"""Matches refused per requested sample after which no more graphs are proposed, if the rule has rewritten none."""
 _MOST, _LARGEST = 8, 1100
 """Upper limit of most sizes; of those that a rule's code names."""
 _RARE = 6
@@ -267,6 +269,8 @@ class _Search:
         }
         limit, index, is_extended = _PROPOSALS * samples, 0, False
         while index < limit and (self.counts["compared"] < samples or wanted - self.met.keys()):
+            if not self.counts["compared"] and self.counts["refused"] >= _REFUSALS * samples:
+                break
             # Enough samples, but some alternatives did not occur yet: extend the search once, in proportion to these.
             if self.counts["compared"] >= samples and not is_extended:
                 is_extended = True

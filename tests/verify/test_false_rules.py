@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Pattern, Rule, any_, cap, either, loose, maybe, op, where
+from fxrewrite import Literal, Pattern, Rule, any_, cap, either, loose, maybe, op, refuse, where
 from fxrewrite.errors import VerificationError
 from fxrewrite.ops import declare_pure
 from fxrewrite.verify import verify_rewrite
@@ -513,3 +513,12 @@ def test_a_rule_that_may_draw_other_numbers_is_compared_in_shape() -> None:
     assert verdict.ok
     assert verdict.drawn > verdict.samples // 2  # nothing is drawn where a tensor is empty
     assert "the rule may draw other numbers" in str(verdict)
+
+
+def test_a_rule_that_refuses_every_match_says_why_and_stops_early() -> None:
+    def never(x: Any) -> Any:
+        refuse("not this one")
+
+    verdict = verify(rule_of(torch.sigmoid(X), never), samples=4)
+    assert verdict.error.startswith("no sample is rewritten, 32 matches are refused: ")
+    assert "not this one" in verdict.error
