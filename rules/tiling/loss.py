@@ -120,7 +120,7 @@ def tiled_cross_entropy_with_grads(
     of_x, of_weight, of_bias = grads = _grads(x, weight, bias, wanted)
     losses = x.new_empty(len(x), dtype=dtype_after(steps, x.dtype))
     counted = target != ignore_index
-    factors = counted.to(losses.dtype) if factors is None else torch.where(counted, factors, 0)
+    factors = None if factors is None else torch.where(counted, factors, 0)
 
     def run(rows: slice) -> None:
         """Adds one tile. A function, so that its temporaries are freed before the next tile is computed."""
@@ -132,15 +132,22 @@ def tiled_cross_entropy_with_grads(
         losses[rows] = _losses(log_probs, target[rows], classes, ignore_index, label_smoothing)
         if not any(wanted):
             return
-        of_loss = _grad_of_losses(log_probs, (target * counted)[rows], classes, label_smoothing, factors[rows])
+        plain = class_weight is None and not label_smoothing
+        of_loss = _grad_of_losses(log_probs, (target * counted)[rows], None if plain else classes, label_smoothing)
+        if factors is not None:
+            of_loss.mul_(factors[rows, None])
         (of_logits,) = grads_of_steps(steps, values, of_loss)
+        # Factors of 0 and 1 are those of few columns of x, not of V logits, and round nothing.
+        kept = counted[rows, None].to(x.dtype)
+        if wanted[2]:
+            of_logits = of_logits * kept
         if wanted[0]:
-            of_x[rows] = of_logits @ weight
+            of_x[rows] = (of_logits @ weight).mul_(kept)
         is_first = rows.start == 0  # what it writes over may be anything
         if wanted[1] and of_weight.dtype == x.dtype:
-            of_weight.addmm_(of_logits.t(), x[rows], beta=0 if is_first else 1)
+            of_weight.addmm_(of_logits.t(), x[rows] * kept, beta=0 if is_first else 1)
         elif wanted[1]:
-            product = of_logits.t() @ x[rows]
+            product = of_logits.t() @ (x[rows] * kept)
             of_weight.copy_(product) if is_first else of_weight.add_(product)
         if wanted[2]:
             total = of_logits.sum(0, dtype=of_bias.dtype)
@@ -226,14 +233,17 @@ def _losses(
 
 
 def _grad_of_losses(
-    log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor, smoothing: float, factors: torch.Tensor
+    log_probs: torch.Tensor, target: torch.Tensor, class_weight: torch.Tensor | None, smoothing: float
 ) -> torch.Tensor:
-    """Returns d(sum of `factors * losses`) / d(logits), in place of `log_probs`."""
-    of_target = (1 - smoothing) * factors * class_weight[target]
+    """Returns d(loss) / d(logits) of each row, in place of `log_probs`; no class weights are all ones."""
+    grad = log_probs.exp_()
+    if class_weight is None:
+        return grad.scatter_add_(1, target[:, None], -torch.ones_like(target, dtype=grad.dtype)[:, None])
+    of_target = (1 - smoothing) * class_weight[target]
     of_all = smoothing / len(class_weight) * class_weight
-    grad = log_probs.exp_().mul_((of_target + factors * of_all.sum())[:, None])
+    grad.mul_((of_target + of_all.sum())[:, None])
     if smoothing:
-        grad.addr_(factors, of_all, alpha=-1)
+        grad.sub_(of_all)
     return grad.scatter_add_(1, target[:, None], -of_target[:, None])
 
 
