@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from torch import fx
 
+from fxrewrite.backends import RewritingBackend
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.members import MemberSet
@@ -112,6 +113,10 @@ class RuleSet(MemberSet):
     def apply(self, gm: fx.GraphModule, context: Any = None) -> Report:
         """`self.once().apply(gm, context)`."""
         return self.once().apply(gm, context)
+
+    def backend(self, inner: str | Callable[..., Any] = "inductor", **how: Any) -> RewritingBackend[Report]:
+        """`self.once().backend(inner, **how)`."""
+        return self.once().backend(inner, **how)
 
 
 @overload
