@@ -454,7 +454,9 @@ def _redistributed(
 def _check_fits(shape: Sequence[Size], placement: Placement, axis: Axis, of: str) -> None:
     check_placement(placement, shape, of)
     if not _fits(shape, placement, axis):
-        raise FxRewriteError(f"{of} {[size_hint(n) for n in shape]}: {axis} ranks do not divide {placement}")
+        do = _divisors(shape, placement)
+        said = f"; {', '.join(map(str, do))} do" if do else ""
+        raise FxRewriteError(f"{of} {[size_hint(n) for n in shape]}: {axis} ranks do not divide {placement}{said}")
 
 
 def _inner(node: fx.Node) -> list[AnyPlacement]:
@@ -469,6 +471,18 @@ def _fits(shape: Sequence[Size], placement: Placement, axis: Axis) -> bool:
         return False
     entries = divide_exactly(shape[placement.dim], placement.outer * placement.inner)
     return placement.uneven or (entries is not None and require_divisible(entries, axis.size))
+
+
+_MOST_RANKS = 64
+"""Up to which numbers of ranks are said to fit."""
+
+
+def _divisors(shape: Sequence[Size], placement: Placement) -> list[int]:
+    """The numbers of ranks, above one, that divide what is to be cut."""
+    if not isinstance(placement, Shard) or placement.dim not in range(len(shape)):
+        return []
+    entries = divide_exactly(shape[placement.dim], placement.outer * placement.inner)
+    return [n for n in range(2, min(entries, _MOST_RANKS) + 1) if entries % n == 0] if isinstance(entries, int) else []
 
 
 def argument_name(placeholder: fx.Node) -> str:
