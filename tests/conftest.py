@@ -22,6 +22,9 @@ def fresh_state() -> Iterator[None]:
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     yield
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        torch._C._autograd._saved_tensors_hooks_enable()
+        pytest.fail("the test left torch's hooks of saved tensors disabled, so that nothing can be checkpointed")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
         pytest.fail("the test left a process group behind")

@@ -52,6 +52,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
     "experts.spread_pairs": (WITH_LAYOUT, "parallel/test_experts.py"),
     "experts.write_out": (OF_A_BODY, "parallel/test_experts.py"),
     "attention.repeat_heads": (ON_DEVICE, HERE),
+    "masks.attend_by_flex": (ON_DEVICE, "attention/test_flex.py"),
     "autosp.causal_to_mask": (WHERE_CHOSEN, HERE),
     "autosp.repeat_kv_heads": (WHERE_CHOSEN, HERE),
     "autosp.gather_keys": (WHERE_CHOSEN, HERE),
