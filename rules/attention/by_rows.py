@@ -230,7 +230,8 @@ def _kept(
         return [((0, length), [(0, num_keys)], True)]
     width, most_rows = _COLUMNS, _MOST_ROWS
     if device.type == "cuda":
-        most_rows = max(_COLUMNS, min(4 * _MOST_ROWS, 1 << (length // _BLOCKS_ON_CUDA).bit_length() - 1))
+        eighth = max(1, length // _BLOCKS_ON_CUDA)
+        most_rows = max(_COLUMNS, min(4 * _MOST_ROWS, 1 << (eighth.bit_length() - 1)))
     while length // most_rows * (num_keys // width) > _MOST_ENTRIES:
         width *= 2
     low, high = mask_bounds(mask, leaves, rows=most_rows, columns=width)

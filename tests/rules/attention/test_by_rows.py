@@ -18,7 +18,7 @@ from rules.attention import by_rows as module
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS, attention_by_rows, attention_by_rows_backward
 from rules.attention.kernels import attend_block
 from rules.attention.operator import RAISE_ATTENTION
-from rules.masks.expressions import MaskExpression
+from rules.masks.expressions import MaskExpression, parse_mask
 
 B, H, KV, S = 2, 4, 2, 7
 LOW = torch.finfo(torch.float64).min
@@ -299,6 +299,20 @@ def test_rows_that_keep_the_same_columns_are_one_block_without_a_mask(monkeypatc
     results(gm)
     assert seen == [(6, 4, True), (1, 6, True)]
     check_equal(gm, attend)
+
+
+def test_blocks_for_cuda_do_not_cut_across_the_halves_of_a_chunk_in_zigzag_order() -> None:
+    """Of 4 ranks, rank 1 computes the keys of each other rank as one block, which flash attention runs."""
+    size = 512
+    chunks = [
+        torch.cat([torch.arange(half * size, (half + 1) * size) for half in (rank, 7 - rank)]) for rank in range(4)
+    ]
+    causal_text = parse_mask("le(x0, x1)")
+    rows = chunks[1][:, None]
+    blocks = [module._kept([keys, rows], causal_text, 2 * size, 2 * size, torch.device("cuda")) for keys in chunks]
+    assert blocks[0] == [((0, 2 * size), [(0, size)], True)]
+    assert blocks[2] == blocks[3] == [((size, 2 * size), [(0, 2 * size)], True)]
+    assert len(blocks[1]) == 8
 
 
 FAR: dict[str, tuple[Mask, int]] = {
