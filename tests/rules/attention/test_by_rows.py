@@ -301,8 +301,12 @@ def test_rows_that_keep_the_same_columns_are_one_block_without_a_mask(monkeypatc
     check_equal(gm, attend)
 
 
-def test_blocks_for_cuda_do_not_cut_across_the_halves_of_a_chunk_in_zigzag_order() -> None:
+def test_blocks_for_cuda_do_not_cut_across_the_halves_of_a_chunk_in_zigzag_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of 4 ranks, rank 1 computes the keys of each other rank as one block, which flash attention runs."""
+    monkeypatch.setattr(module, "_MOST_ROWS", 256)
+    monkeypatch.setattr(module, "_COLUMNS", 128)
     size = 512
     chunks = [
         torch.cat([torch.arange(half * size, (half + 1) * size) for half in (rank, 7 - rank)]) for rank in range(4)
