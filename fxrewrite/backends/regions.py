@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
+from fxrewrite.capture.autocast import drop_regions, shield
 from fxrewrite.graph.repeats import Part, cut_repeats
 from fxrewrite.ops import has_inexact, has_trait, held, mutates, tensors_of, value, without_gradients
 
@@ -90,8 +91,11 @@ def compile_regions(
         example_inputs: fake values, as Dynamo passes them.
         compile_inner: `(gm, example_inputs) -> callable`.
     """
+    drop_regions(gm.graph)  # what switches autocast off is around all of the graph; each region gets its own
     cut = cut_repeats(gm)
     if len(cut.parts) < 2:
+        shield(gm.graph)
+        gm.recompile()
         num_nodes = sum(len(part.nodes) for part in cut.parts)
         return compile_inner(gm, list(example_inputs)), Regions((1,), num_nodes, num_nodes, tuple(cut.left_out))
     mode = detect_fake_mode(example_inputs) or FakeTensorMode()
@@ -159,7 +163,7 @@ def _differentiated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[fx
 
 
 def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:
-    """A part as a module of its own."""
+    """A part as a module of its own, which runs without autocast as the graph does."""
     graph, at, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
     for node in part.reads:
         at[node] = graph.placeholder(node.name)
@@ -173,6 +177,7 @@ def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:
             _hold(root, str(node.target), gm.get_submodule(str(node.target)))
         at[node] = graph.node_copy(node, at.__getitem__)
     graph.output(tuple(at[node] for node in part.gives))
+    shield(graph)
     return fx.GraphModule(root, graph)
 
 

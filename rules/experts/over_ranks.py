@@ -160,18 +160,21 @@ def _has_experts_in_shards(body: SlotBody, operands: list[fx.Node]) -> bool | st
         found = tables(body)
     except RefusedError as error:
         return error.refusal.reason
-    return bool(found) and all(held_as(_origin(operands[position])) == Shard(0) for position in found)
+    return bool(found) and all(_is_of_shards(operands[position]) for position in found)
 
 
-def _origin(node: fx.Node) -> fx.Node:
-    """What a value is a view of, or a cast."""
-    while _is_of_one(node) and held_as(node) is None:
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _is_of_one(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not redistribute and len(node.all_input_nodes) == 1
+def _is_of_shards(node: fx.Node) -> bool:
+    """Whether a value is held as Shard(0), or is computed of such values alone: a cast, the sum with an adapter."""
+    todo, seen = [node], set[fx.Node]()
+    while todo:
+        read = todo.pop()
+        is_computed = read.op == "call_function" and read.target is not redistribute and read.all_input_nodes
+        if is_computed and held_as(read) is None:
+            todo += [operand for operand in read.all_input_nodes if operand not in seen]
+            seen.update(read.all_input_nodes)
+        elif held_as(read) != Shard(0):
+            return False
+    return True
 
 
 @where.predicate("root", "body", text="is_sum_of_tokens")

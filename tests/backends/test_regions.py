@@ -132,6 +132,22 @@ def test_a_model_of_transformers_equals_eager(name: str) -> None:
     assert max(report.calls) == 4
 
 
+def test_layers_under_autocast_are_regions() -> None:
+    """Around the call: its casts are nodes of the graph. Also where the backward pass runs under it."""
+    torch.manual_seed(0)
+    model, x, reports = Stack(Block), torch.randn(6, 8), list[Regions]()
+    compiled = torch.compile(model, backend=regional("aot_eager", reports.append))
+    found: list[list[torch.Tensor]] = []
+    for call in (model, compiled):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (loss,) = call(x)
+            found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype
+        torch.testing.assert_close(one, other, rtol=0.05, atol=1e-3)
+    assert max(reports[0].calls) >= 3, reports[0]
+
+
 @pytest.mark.slow
 def test_inductor_equals_eager() -> None:
     torch.manual_seed(0)

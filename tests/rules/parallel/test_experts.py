@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from autosp_rules.config import AutoSPConfig
 from autosp_rules.parallelism import CONTEXT, CONTEXT_ZIGZAG, autosp_parallelism
@@ -124,6 +125,30 @@ def test_experts_over_the_axis_of_the_batch(family: str, plan: Any, ranks: int, 
         model, plan, {member.axis: ranks for member in plan.members}, 1e-8 if family == "DeepseekV3" else 1e-12
     )
     assert found.sent["dp"] == sent
+    assert not found.report.events_of(Gathered)
+
+
+class Adapter(nn.Module):
+    """Adds a product of low rank to the matrix of each expert."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        experts, rows, columns = weight.shape
+        self.a, self.b = (nn.Parameter(torch.randn(experts, *size).double()) for size in ((2, columns), (rows, 2)))
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight + self.b @ self.a * 0.1
+
+
+@pytest.mark.parametrize(("plan", "sent"), [(EXPERTS, {"all_reduce": 1}), (EXPERT_DATA, {"all_to_all": 3})])
+@pytest.mark.some(1)
+def test_adapters_of_experts_are_held_with_them(plan: Parallelism, sent: dict[str, int]) -> None:
+    model = mixture("Mixtral", num_hidden_layers=1, output_router_logits=False).requires_grad_(False)
+    experts = model.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        register_parametrization(experts, name, Adapter(getattr(experts, name)))
+    found = exact(model, plan, {plan.axis: 2})
+    assert found.sent[plan.axis] == sent
     assert not found.report.events_of(Gathered)
 
 
