@@ -159,6 +159,13 @@ class _Inliner(Once):
         super().__init__(without_vmap(gm), **options)
         self.current = gm.graph.output_node()
         self.regions = Regions()
+        for node in gm.graph.nodes:  # before any node runs: a transform first disables torch's hooks of saved tensors
+            if getattr(node.target, "__name__", "") in _TRANSFORMS:
+                refuse(
+                    "a transform of torch.func (grad, vjp, jvp, hessian ...) inside of the compiled function",
+                    node=node,
+                    hint="call loss.backward() or torch.autograd.grad on what the compiled function returns",
+                )
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.tag_new_nodes()
@@ -184,12 +191,6 @@ class _Inliner(Once):
             return self.regions.enter(*args)
         if target is EXIT:
             return self.regions.exit()
-        if getattr(target, "__name__", "") in _TRANSFORMS:
-            refuse(
-                "a transform of torch.func (grad, vjp, jvp, hessian ...) inside of the compiled function",
-                node=self.current,
-                hint="call loss.backward() or torch.autograd.grad on what the compiled function returns",
-            )
         if target is APPLY:
             return self.bodies.call({**self.current.meta, **self.tags}, args, kwargs)
         if isinstance(target, HigherOrderOperator):
