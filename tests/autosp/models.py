@@ -80,6 +80,10 @@ def build(name: str, *, checkpointing: bool = False, layers: int = 2) -> torch.n
         for _ in range(layers - max(len(stack), 2)):
             stack.append(copy.deepcopy(stack[-1], {id(model.config): model.config}))
         del stack[layers:]
+    if layers > 2:  # models run as many layers as their configuration says
+        model.config.num_hidden_layers = layers
+        if types := getattr(model.config, "layer_types", None):
+            model.config.layer_types = [*types, *types[-1:] * (layers - len(types))]
     if checkpointing:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # transformers is renaming it
