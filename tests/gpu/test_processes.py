@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
@@ -43,6 +44,18 @@ def test_what_is_lost() -> None:
     found: dict[str, Any] = {"sections": {"one": section}, "sections_left_out": ["two"]}
     rows = [line.split(" | ")[:3] for line in table(found)[5:]]
     assert [row[0] for row in rows] == ["| failed"] * 3 + ["| not so", "| left out", "| ok"]
+
+
+def test_what_several_children_find_is_one_section() -> None:
+    def child(*names: str) -> list[str]:
+        lines = [{"names": names}, *({"begins": n} for n in names), *({"figure": n, "found": {}} for n in names)]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        return [sys.executable, "-S", "-c", f"import sys; open(sys.argv[1], 'a').write({text!r})"]
+
+    section = run_section([child("a", "c"), child("b"), child()], 30, a_figure=9, on_change=lambda _: None)
+    assert sorted(section["figures"]) == ["a", "b", "c"]
+    assert section["left_out"] == []
+    assert "error" not in section, "a child may have no figure to measure"
 
 
 def test_a_child_that_does_not_start_and_one_without_time() -> None:
