@@ -4,7 +4,7 @@
 
 The transfer of the next k and v starts before the present ones are read. If no kernel reads them, scores are computed
 for a block of rows at a time. A rank computes the blocks of the mask for its own rows from leaves that are replicated;
-keys that the mask hides from a whole block of rows are skipped.
+keys that the mask hides from a whole block of rows are skipped. Which those are, the host reads once for all groups.
 The backward saves q, k, v and the sinks of a rank's own rows, the result and its logsumexp. There dk and dv are sent
 along with k and v, and one step further, to their owner. They and dq are summed over the steps in at least float32, and
 rounded at the end; the CPU kernel itself rounds what it adds in each step.
@@ -16,14 +16,14 @@ Source: Ring Attention (arXiv 2310.01889); PyTorch, torch/distributed/tensor/exp
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from autosp_rules.attention.exchange import PLACE, Ring, send
-from fxrewrite.ops import communicates
+from fxrewrite.ops import HOST_WAITS, communicates
 from fxrewrite.spmd import COLLECTIVES
-from rules.attention.by_rows import attention_by_rows, attention_by_rows_backward
+from rules.attention.by_rows import attention_by_rows_backward, attention_to_part, tiles_of_parts
 from rules.attention.kernels import lse_dtype, merge_blocks, sinks_backward, with_sinks
 
 __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
@@ -58,20 +58,32 @@ def _of_heads(leaf: torch.Tensor, ring: Ring) -> torch.Tensor:
     return leaf.narrow(-3, ring.member * size, size)
 
 
+class _Step(NamedTuple):
+    """The keys of one group, the mask's leaves cut to the rank's rows and these columns, and the tiles to compute."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    leaves: list[torch.Tensor]
+    kept: torch.Tensor | None
+
+
 def _around(
-    held: list[torch.Tensor], leaves: Sequence[torch.Tensor], ring: Ring
-) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Yields k and v of the rank's group, then of each group before it, with the mask's leaves cut to its columns.
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], mask: str, ring: Ring
+) -> Iterator[_Step]:
+    """Yields the keys of the rank's group, then of each group before it.
 
     Step s has the keys of group g - s, while those of the next step arrive.
     """
     own = [_of_group(_of_heads(leaf, ring), -2, ring.group, ring) for leaf in leaves]
-    for step in range(ring.num_groups):
-        coming = _to_next(held, ring) if step + 1 < ring.num_groups else None
-        source = (ring.group + (ring.num_groups - step)) % ring.num_groups
-        yield held, [_of_group(x, -1, source, ring) for x in own]
+    sources = [(ring.group + (ring.num_groups - step)) % ring.num_groups for step in range(ring.num_groups)]
+    cut = [[_of_group(x, -1, source, ring) for x in own] for source in sources]
+    last = len(sources) - 1
+    coming = _to_next([k, v], ring) if last else None  # before the host waits for the bounds of the mask
+    for step, kept in enumerate(tiles_of_parts(cut, mask, q, k)):
+        yield _Step(k, v, cut[step], kept)
         if coming is not None:
-            held = _arrived(coming, held)
+            k, v = _arrived(coming, [k, v])
+            coming = _to_next([k, v], ring) if step + 1 < last else None
 
 
 def _attend(
@@ -100,8 +112,8 @@ def _attend(
         place: position in the ring; see `autosp_rules.attention.exchange.Ring`.
     """
     found: tuple[torch.Tensor, torch.Tensor] | None = None
-    for held, cut in _around([k, v], leaves, Ring(*place)):
-        out, lse = attention_by_rows(q, *held, cut, mask, scale, softcap, None)
+    for step in _around(q, k, v, leaves, mask, Ring(*place)):
+        out, lse = attention_to_part(q, step.k, step.v, step.leaves, mask, scale, softcap, step.kept)
         out = out.to(lse.dtype)
         found = (out, lse) if found is None else merge_blocks(*found, out, lse)
     assert found is not None, "a ring has a group"
@@ -128,9 +140,9 @@ def _gradients_of(
     ring = Ring(*place)
     dq, home = torch.zeros_like(q, dtype=lse.dtype), None
     # The gradients of a chunk follow it around the ring; each group adds its part and sends them on.
-    for held, cut in _around([k, v], leaves, ring):
-        how = (mask, scale, softcap, lse.dtype)
-        dq_part, *given = attention_by_rows_backward(dout, q, *held, out, lse, cut, *how)
+    for step in _around(q, k, v, leaves, mask, ring):
+        how = (step.leaves, mask, scale, softcap, lse.dtype, step.kept)
+        dq_part, *given = attention_by_rows_backward(dout, q, step.k, step.v, out, lse, *how)
         dq = dq + dq_part
         if home is not None:
             given = [x + y for x, y in zip(_arrived(home, given), given, strict=True)]
@@ -148,6 +160,7 @@ ring_attention = torch.library.custom_op(
     _attend,
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}, Tensor? sinks, {PLACE}) -> (Tensor, Tensor)",
+    tags=HOST_WAITS,
 )
 ring_attention_backward = torch.library.custom_op(
     "autosp::ring_attention_backward",
@@ -155,6 +168,7 @@ ring_attention_backward = torch.library.custom_op(
     mutates_args=(),
     schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, {PLACE})"
     " -> (Tensor, Tensor, Tensor)",
+    tags=HOST_WAITS,
 )
 communicates(ring_attention, _attend)
 communicates(ring_attention_backward, _gradients_of)

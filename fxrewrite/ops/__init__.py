@@ -19,6 +19,7 @@ from fxrewrite.ops.communicating import (
 )
 from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random
 from fxrewrite.ops.effects import (
+    HOST_WAITS as HOST_WAITS,
     declare_pure as declare_pure,
     is_barrier as is_barrier,
     is_pure as is_pure,

@@ -22,6 +22,7 @@ from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.ops.traits import operators
 
 __all__ = [
+    "HOST_WAITS",
     "declare_pure",
     "is_barrier",
     "is_declared_pure",
@@ -35,6 +36,8 @@ __all__ = [
     "updates_statistics",
 ]
 
+HOST_WAITS = (torch.Tag.cudagraph_unsafe,)
+"""Tags of a custom operator whose host waits for the device: inductor leaves it out of CUDA graphs."""
 _PURE: set[Any] = set()
 _PURE_MODULES = ("torch.nn.functional.", "torch.functional.", "operator.", "math.", "torch.Tensor.")
 _PURE_BUILTINS = frozenset({"builtins.getattr", "builtins.max", "builtins.min", "builtins.len", "builtins.tuple"}) | {

@@ -9,7 +9,7 @@ bool or added. A dense mask takes at least L * S bytes, and its copy in q's dtyp
 the values of rows and columns are kept, L + S of them. Tiles of columns that every row of a block hides are skipped:
 the bounds of the mask (`rules.masks.bounds`) prove it, and neither their scores nor the mask itself is computed. So a
 causal mask costs half of the work, a window its width, documents the sum of their squares. The host waits for the
-device once, and twice more for an added mask, however many blocks there are.
+device once, and twice more for an added mask, however many blocks there are; so a CUDA graph cannot record it.
 Refuses, in these words:
     "%mask, an input or a parameter, has rows and columns"; "%mask, aten::embedding, has rows and columns"
     "%slope needs a gradient"; "dropout draws in the scores"; "q has rank 3"
@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from fxrewrite import DeadCode, Match, RuleSet, where
-from fxrewrite.ops import bind, fake_value, has_data
+from fxrewrite.ops import HOST_WAITS, bind, fake_value, has_data
 from fxrewrite.spmd import is_same_size, size_proxy
 from rules.attention.kernels import (
     attend_block,
@@ -50,7 +51,10 @@ __all__ = [
     "BY_ROWS",
     "attention_by_rows",
     "attention_by_rows_backward",
+    "attention_to_part",
+    "kept_tiles",
     "mask_of",
+    "tiles_of_parts",
     "why_not_by_rows",
 ]
 
@@ -65,7 +69,11 @@ _COLUMNS = 128
 """Columns per tile: a block of rows computes or skips them together."""
 _MOST_ENTRIES = 1 << 24
 """Limit of memory, in entries: of the mask (and of the scores, where no kernel avoids them) in a block, and of the
-bounds of all tiles."""
+bounds of all tiles (of a part of the keys)."""
+_MOST_DIMS = 4
+"""Dimensions of a mask: sequences, heads, rows, columns."""
+_Block: TypeAlias = "tuple[Range, list[Range], bool]"
+"""Rows, the runs of columns that any of them may keep, and whether every row keeps all of these."""
 
 
 @torch.library.custom_op(
@@ -73,6 +81,7 @@ bounds of all tiles."""
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, float softcap, Tensor? sinks)"
     " -> (Tensor, Tensor)",
+    tags=HOST_WAITS,
 )
 def attention_by_rows(
     q: torch.Tensor,
@@ -94,22 +103,48 @@ def attention_by_rows(
         softcap: what scores are bent to stay below, before the mask; 0 leaves them.
         sinks: an additional score for each row [B, H, L, 1], of a key whose value is 0; the logsumexp includes it.
     """
-    out, lse = _results(q, v)
-    for rows, runs, part in _blocks(q, k, v, leaves, mask, softcap):
-        attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale, softcap)
-        _rows(out, rows).copy_(attended)
-        lse.narrow(2, rows[0], sums.shape[2]).copy_(sums)
+    out, lse = _attend(q, k, v, leaves, mask, scale, softcap, None)
     if sinks is not None:
         less, lse = with_sinks(out, lse, sinks)
         out.copy_(less)
     return out, lse
 
 
+def _attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    mask: str,
+    scale: float,
+    softcap: float,
+    kept: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to a part of the keys, without sinks and without gradients; `kept_tiles` of its mask is known."""
+    out, lse = _results(q, v)
+    for rows, runs, part in _blocks(q, k, v, leaves, mask, softcap, kept):
+        attended, sums = attend_block(_rows(q, rows), _columns(k, runs), _columns(v, runs), part, scale, softcap)
+        _rows(out, rows).copy_(attended)
+        lse.narrow(2, rows[0], sums.shape[2]).copy_(sums)
+    return out, lse
+
+
+attention_to_part = torch.library.custom_op(
+    "fxrewrite_rules::attention_to_part",
+    _attend,
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor[] leaves, str mask, float scale, float softcap, Tensor? kept)"
+    " -> (Tensor, Tensor)",
+    tags=HOST_WAITS,
+)
+
+
 @torch.library.custom_op(
     "fxrewrite_rules::attention_by_rows_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] leaves, str mask, float scale,"
-    " float softcap, ScalarType? dtype=None) -> (Tensor, Tensor, Tensor)",
+    " float softcap, ScalarType? dtype=None, Tensor? kept=None) -> (Tensor, Tensor, Tensor)",
+    tags=HOST_WAITS,
 )
 def attention_by_rows_backward(
     dout: torch.Tensor,
@@ -123,6 +158,7 @@ def attention_by_rows_backward(
     scale: float,
     softcap: float,
     dtype: torch.dtype | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of q, k and v, in `dtype`, or in the operands' own dtypes.
 
@@ -130,7 +166,7 @@ def attention_by_rows_backward(
     """
     dq = torch.zeros_like(q, dtype=dtype)
     dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-    for rows, runs, part in _blocks(q, k, v, leaves, mask, softcap):
+    for rows, runs, part in _blocks(q, k, v, leaves, mask, softcap, kept):
         dout_r, q_r, out_r = (_rows(x, rows) for x in (dout, q, out))
         k_c, v_c = _columns(k, runs), _columns(v, runs)
         lse_r = lse.narrow(2, rows[0], rows[1] - rows[0])
@@ -149,7 +185,8 @@ def _results(q: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 @attention_by_rows.register_fake
-def _(q: Any, k: Any, v: Any, leaves: Any, mask: str, scale: float, softcap: float, sinks: Any) -> Any:
+@attention_to_part.register_fake
+def _(q: Any, k: Any, v: Any, *_: Any) -> Any:
     return _results(q, v)
 
 
@@ -166,6 +203,7 @@ def _(
     scale: float,
     softcap: float,
     dtype: Any = None,
+    kept: Any = None,
 ) -> Any:
     return tuple(torch.empty_like(x, dtype=dtype) for x in (q, k, v))
 
@@ -189,14 +227,25 @@ ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
 
 
 def _blocks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, leaves: Sequence[torch.Tensor], text: str, softcap: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    text: str,
+    softcap: float,
+    kept: torch.Tensor | None,
 ) -> Iterator[tuple[Range, list[Range], torch.Tensor | None]]:
     """Yields rows, the runs of columns that any of them may keep, and their mask; skips rows that keep no column."""
     mask = parse_mask(text) if text else None
+    length, num_keys = q.shape[2], k.shape[2]
+    if not length or not num_keys:
+        return
+    if mask is not None and kept is None:
+        kept = kept_tiles(leaves, text, 1, length, num_keys, q.device)[0]
     of_scores = 0 if has_kernel(q, v, softcap) else q.shape[0] * q.shape[1]
     of_mask = 0 if mask is None else max((math.prod(leaf.shape[:-2]) for leaf in leaves), default=1)
     outer = max(of_scores, of_mask)
-    for (first, end), runs, is_whole in _kept(leaves, mask, q.shape[2], k.shape[2], q.device):
+    for (first, end), runs, is_whole in _joined(_read(kept, length, num_keys, q.device)):
         num_columns = sum(last - start for start, last in runs)
         step = max(1, _MOST_ENTRIES // max(1, (of_scores if is_whole else outer) * num_columns))
         for start in range(first, end, step):
@@ -214,56 +263,125 @@ def _part(mask: MaskExpression, leaves: Sequence[torch.Tensor], rows: Range, run
     return torch.cat(wide, -1) if len(wide) > 1 else wide[0]
 
 
-def _kept(
-    leaves: Sequence[torch.Tensor], mask: MaskExpression | None, length: int, num_keys: int, device: torch.device
-) -> list[tuple[Range, list[Range], bool]]:
-    """Returns blocks of rows with the runs of columns that any row may keep, and whether every row keeps all of them.
+@torch.library.custom_op(
+    "fxrewrite_rules::kept_tiles",
+    mutates_args=(),
+    schema="(Tensor[] leaves, str mask, int num_parts, SymInt length, SymInt num_keys, Device device) -> Tensor",
+    tags=HOST_WAITS,
+)
+def kept_tiles(
+    leaves: Sequence[torch.Tensor], mask: str, num_parts: int, length: int, num_keys: int, device: torch.device
+) -> torch.Tensor:
+    """Returns on the host which tiles some row may keep: bool [parts, blocks of rows, tiles of columns + 1].
 
-    Blocks that keep none are skipped. Neighbours whose rows all keep the same columns are one block. Columns are left
-    out in tiles that the bounds of the mask prove hidden. An added mask needs care: the lowest number of a dtype hides
-    a column only if the row keeps another column. A row that has nothing else attends to all columns equally, so none
-    of its columns may be skipped.
+    The last column says whether every row of the block keeps all columns of the tiles that are kept. The others are
+    True unless the bounds of the mask prove the tile hidden. An added mask needs care: the lowest number of a dtype
+    hides a column only if the row keeps another column. A row that has nothing else attends to all columns equally, so
+    none of its columns may be skipped.
+
+    Args:
+        leaves: of the mask, those of parts as `tiles_of_parts` stacks them.
+        mask: an expression of the leaves.
+        num_parts: how many parts of the keys.
+        length, num_keys: rows, and columns of a part.
+        device: where attention runs; on CUDA blocks are larger.
     """
-    if not length or not num_keys:
-        return []
-    if mask is None:
-        return [((0, length), [(0, num_keys)], True)]
+    expression = parse_mask(mask)
+    most_rows, width = _tile_size(length, num_keys, device)
+    low, high = mask_bounds(expression, leaves, rows=most_rows, columns=width)
+    tiles = num_parts, -(-length // most_rows), -(-num_keys // width)
+    if not has_data(high):
+        return high.new_empty(*tiles[:2], tiles[2] + 1, dtype=torch.bool)
+    is_bool = high.dtype == torch.bool
+    least = 0 if is_bool else torch.finfo(high.dtype).min / 2
+    kept = _of_tiles(high > least, tiles).any(1)
+    if is_bool:
+        is_whole = (_of_tiles(low, tiles).all(1) | ~kept).all(-1, keepdim=True)
+        return torch.cat([kept, is_whole], -1).cpu()  # waits for the device
+    # Rows that finite numbers hide completely attend to all columns, so their blocks must keep everything.
+    is_safe = (low > least / 2).any(-1, keepdim=True)
+    doubtful = _of_tiles((high <= least) & ~high.isneginf() & ~is_safe, tiles).any(1).any(-1, keepdim=True)
+    kept, doubtful = torch.cat([kept, doubtful], -1).cpu().split([tiles[2], 1], -1)
+    tops: dict[tuple[int, int], torch.Tensor] = {}
+    for part, row in doubtful[..., 0].nonzero().tolist():
+        own = [leaf[part] if leaf.dim() > _MOST_DIMS else leaf for leaf in leaves]
+        rows = (row * most_rows, min((row + 1) * most_rows, length))
+        if runs := _runs(kept[part, row].tolist(), width, num_keys):
+            tops[part, row] = _part(expression, own, rows, runs).amax(-1).amin()
+        else:
+            kept[part, row] = True
+    for (part, row), top in zip(tops, torch.stack(list(tops.values())).tolist() if tops else [], strict=True):
+        if not top > least / 2:
+            kept[part, row] = True
+    return torch.cat([kept, torch.zeros_like(doubtful)], -1)
+
+
+@kept_tiles.register_fake
+def _(leaves: Any, mask: str, num_parts: int, length: Any, num_keys: Any, device: torch.device) -> Any:
+    most_rows, width = _tile_size(length, num_keys, device)
+    return torch.empty(num_parts, -(-length // most_rows), -(-num_keys // width) + 1, dtype=torch.bool)
+
+
+def tiles_of_parts(
+    parts: Sequence[Sequence[torch.Tensor]], mask: str, q: torch.Tensor, k: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """Returns `kept_tiles` for each part of the keys, or None without a mask; the host waits once for all parts.
+
+    Each part is as long as k, and has leaves of its own.
+    """
+    if not mask:
+        return [None] * len(parts)
+    leaves = [_stacked(leaf) for leaf in zip(*parts, strict=True)]
+    return kept_tiles(leaves, mask, len(parts), q.shape[2], k.shape[2], q.device).unbind(0)
+
+
+def _stacked(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stacks what the parts have of one leaf, in front of all dimensions of a mask; what they share stays as it is."""
+    if all(leaf is leaves[0] for leaf in leaves):
+        return leaves[0]
+    return torch.stack([leaf.reshape((1,) * (_MOST_DIMS - leaf.dim()) + leaf.shape) for leaf in leaves])
+
+
+def _tile_size(length: int, num_keys: int, device: torch.device) -> tuple[int, int]:
+    """Returns how many rows a block has at most, and how many columns a tile."""
     width, most_rows = _COLUMNS, _MOST_ROWS
     if device.type == "cuda":
         eighth = max(1, length // _BLOCKS_ON_CUDA)
         most_rows = max(_COLUMNS, min(4 * _MOST_ROWS, 1 << (eighth.bit_length() - 1)))
     while length // most_rows * (num_keys // width) > _MOST_ENTRIES:
         width *= 2
-    low, high = mask_bounds(mask, leaves, rows=most_rows, columns=width)
-    starts = range(0, length, most_rows)
-    tiles = len(starts), -(-num_keys // width)
-    if not has_data(high):  # a body that is run to count what it allocates: the most that it may
-        return [((start, min(start + most_rows, length)), [(0, num_keys)], False) for start in starts]
-    is_bool = high.dtype == torch.bool
-    least = 0 if is_bool else torch.finfo(high.dtype).min / 2
-    kept = _of_any(high > least, tiles)
-    # Kept tiles become runs: each starts and ends where neighbours differ. A last column says which rows are whole.
-    edges = torch.nn.functional.pad(kept, (1, 1)).byte().diff(dim=-1)
-    is_whole = ((_of_all(low, tiles) | ~kept) if is_bool else torch.zeros_like(kept)).all(-1, keepdim=True)
-    found = torch.cat([edges.bool(), is_whole], -1).nonzero().tolist()  # waits for the device
-    whole = {row for row, column in found if column == edges.shape[1]}
-    edges = [edge for edge in found if edge[1] < edges.shape[1]]
-    runs: list[list[Range]] = [[] for _ in starts]
-    for (row, first), (_, last) in zip(edges[::2], edges[1::2], strict=True):
-        runs[row].append((first * width, min(last * width, num_keys)))
-    blocks = [((start, min(start + most_rows, length)), run) for start, run in zip(starts, runs, strict=True)]
-    # Rows that finite numbers hide completely attend to all columns, so their blocks must keep everything.
-    if not is_bool:
-        is_safe = (low > least / 2).any(-1, keepdim=True)
-        doubtful = _of_any((high <= least) & ~high.isneginf() & ~is_safe, tiles).any(-1).nonzero().flatten().tolist()
-        for row in _with_rows_below(least / 2, doubtful, blocks, mask, leaves):
-            blocks[row] = (blocks[row][0], [(0, num_keys)])
-    return list(_joined((rows, run, row in whole) for row, (rows, run) in enumerate(blocks) if run))
+    return most_rows, width
 
 
-def _joined(blocks: Iterable[tuple[Range, list[Range], bool]]) -> Iterator[tuple[Range, list[Range], bool]]:
+def _read(kept: torch.Tensor | None, length: int, num_keys: int, device: torch.device) -> Iterator[_Block]:
+    """Yields the blocks of rows that keep a column."""
+    if kept is None:
+        yield (0, length), [(0, num_keys)], True
+        return
+    most_rows, width = _tile_size(length, num_keys, device)
+    of_rows = kept.tolist() if has_data(kept) else [None] * len(kept)
+    for row, of_row in enumerate(of_rows):
+        rows = (row * most_rows, min((row + 1) * most_rows, length))
+        if of_row is None:  # a body that is run to count what it allocates: the most that it may
+            yield rows, [(0, num_keys)], False
+        elif runs := _runs(of_row[:-1], width, num_keys):
+            yield rows, runs, of_row[-1]
+
+
+def _runs(kept: Sequence[bool], width: int, num_keys: int) -> list[Range]:
+    """Returns the columns of the tiles that are kept, in runs of neighbours."""
+    runs, first = [], 0
+    for is_kept, tiles in groupby(kept):
+        last = first + sum(1 for _ in tiles)
+        if is_kept:
+            runs.append((first * width, min(last * width, num_keys)))
+        first = last
+    return runs
+
+
+def _joined(blocks: Iterable[_Block]) -> Iterator[_Block]:
     """Yields the blocks, and one in place of neighbours whose rows all keep the same columns."""
-    last: tuple[Range, list[Range], bool] | None = None
+    last: _Block | None = None
     for rows, runs, is_whole in blocks:
         if last is not None and is_whole and last[2] and last[0][1] == rows[0] and last[1] == runs:
             last = ((last[0][0], rows[1]), runs, True)
@@ -275,28 +393,12 @@ def _joined(blocks: Iterable[tuple[Range, list[Range], bool]]) -> Iterator[tuple
         yield last
 
 
-def _with_rows_below(
-    least: float,
-    doubtful: Sequence[int],
-    blocks: Sequence[tuple[Range, list[Range]]],
-    mask: MaskExpression,
-    leaves: Sequence[torch.Tensor],
-) -> list[int]:
-    """Returns the indices of the blocks that contain a row without an entry above `least`."""
-    tops = {row: _part(mask, leaves, *blocks[row]).amax(-1).amin() for row in doubtful if blocks[row][1]}
-    found = torch.stack(list(tops.values())).tolist() if tops else []
-    above = {row for row, top in zip(tops, found, strict=True) if top > least}
-    return [row for row in doubtful if row not in above]
-
-
-def _of_any(found: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
-    """[tile rows, tile columns]: whether the condition holds for the tile in any sequence and head."""
-    return found.expand(*found.shape[:-2], *tiles).reshape(-1, *tiles).any(0)
-
-
-def _of_all(found: torch.Tensor, tiles: tuple[int, int]) -> torch.Tensor:
-    """[tile rows, tile columns]: whether the condition holds for the tile in every sequence and head."""
-    return found.expand(*found.shape[:-2], *tiles).reshape(-1, *tiles).all(0)
+def _of_tiles(found: torch.Tensor, tiles: tuple[int, int, int]) -> torch.Tensor:
+    """[parts, sequences and heads, tile rows, tile columns]"""
+    num_parts, *of_part = tiles
+    wide = found.expand(*found.shape[:-2], *of_part)
+    is_stacked = found.dim() > _MOST_DIMS
+    return wide.reshape(num_parts if is_stacked else 1, -1, *of_part).expand(num_parts, -1, *of_part)
 
 
 def _rows(x: torch.Tensor, part: Range) -> torch.Tensor:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from fxrewrite import FxRewriteError
+from fxrewrite.ops import HOST_WAITS
 from rules.masks.bounds import mask_bounds
 from rules.masks.expressions import MaskCall, MaskExpression, Term, parse_mask
 
@@ -38,6 +39,7 @@ NUM_TILE_TENSORS = 8
     mutates_args=(),
     schema="(Tensor[] leaves, str mask, SymInt rows, SymInt columns, float hidden, Device device)"
     f" -> ({', '.join(['Tensor'] * NUM_TILE_TENSORS)})",
+    tags=HOST_WAITS,
 )
 def _tiles(
     leaves: Sequence[torch.Tensor], mask: str, rows: int, columns: int, hidden: float, device: torch.device

@@ -20,7 +20,7 @@ from torch import fx
 
 from fxrewrite.graph.sizes import new_data_size
 from fxrewrite.match import Match
-from fxrewrite.ops import communicates, declare_pure
+from fxrewrite.ops import HOST_WAITS, communicates, declare_pure
 from fxrewrite.spmd.group import COLLECTIVES
 
 __all__ = ["SEND_ROWS", "read_size"]
@@ -52,6 +52,7 @@ send_rows = torch.library.custom_op(
     _send_rows,
     mutates_args=(),
     schema="(Tensor[] values, Tensor counts, SymInt rows, str group) -> Tensor[]",
+    tags=HOST_WAITS,
 )
 communicates(send_rows, _send_rows)
 

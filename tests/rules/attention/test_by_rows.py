@@ -13,12 +13,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import autosp_rules  # noqa: F401  # its operators
 from fxrewrite import RuleSet
 from rules.attention import by_rows as module
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS, attention_by_rows, attention_by_rows_backward
 from rules.attention.kernels import attend_block
 from rules.attention.operator import RAISE_ATTENTION
-from rules.masks.expressions import MaskExpression, parse_mask
+from rules.masks.expressions import MaskExpression
 
 B, H, KV, S = 2, 4, 2, 7
 LOW = torch.finfo(torch.float64).min
@@ -311,12 +312,46 @@ def test_blocks_for_cuda_do_not_cut_across_the_halves_of_a_chunk_in_zigzag_order
     chunks = [
         torch.cat([torch.arange(half * size, (half + 1) * size) for half in (rank, 7 - rank)]) for rank in range(4)
     ]
-    causal_text = parse_mask("le(x0, x1)")
-    rows = chunks[1][:, None]
-    blocks = [module._kept([keys, rows], causal_text, 2 * size, 2 * size, torch.device("cuda")) for keys in chunks]
+    rows, cuda = chunks[1][:, None], torch.device("cuda")
+    of_parts = [module.kept_tiles([keys, rows], "le(x0, x1)", 1, 2 * size, 2 * size, cuda)[0] for keys in chunks]
+    blocks = [list(module._joined(module._read(kept, 2 * size, 2 * size, cuda))) for kept in of_parts]
     assert blocks[0] == [((0, 2 * size), [(0, size)], True)]
     assert blocks[2] == blocks[3] == [((size, 2 * size), [(0, 2 * size)], True)]
     assert len(blocks[1]) == 8
+
+
+LOWEST = torch.finfo(torch.float32).min
+PARTS = {
+    "causal": "le(x0, x1)",
+    "documents of sequences": "bitwise_and(le(x0, x1), eq(x2, x3))",
+    "added, and rows that keep no column of a part": f"where(bitwise_and(le(x0, x1), eq(x2, x3)), 0.0, {LOWEST})",
+    "added -inf": "where(le(x0, x1), x4, -inf)",
+}
+
+
+@pytest.mark.parametrize("text", PARTS.values(), ids=PARTS)
+def test_the_tiles_of_all_parts_of_the_keys_are_those_of_each(text: str) -> None:
+    num_parts, size = 3, 4
+    at, documents = torch.arange(num_parts * size), torch.tensor([[0] * 5 + [1] * 7, [2] * 9 + [3] * 3])
+    rows = slice(size, 2 * size)
+    parts: list[list[torch.Tensor]] = []
+    shared = [at[rows, None], documents[:, None, rows, None], torch.tensor([0.5, 1.0]).double()[:, None, None]]
+    for part in range(num_parts):
+        columns = slice(part * size, (part + 1) * size)
+        parts.append([at[columns], shared[0], documents[:, None, None, columns], shared[1], shared[2]])
+    q = k = torch.empty(2, 2, size, 1)
+    together = module.tiles_of_parts(parts, text, q, k)
+    alone = [module.kept_tiles(leaves, text, 1, size, size, q.device)[0] for leaves in parts]
+    torch.testing.assert_close(list(together), alone)
+    assert len({tuple(tiles.flatten().tolist()) for tiles in alone}) > 1
+
+
+def test_a_cuda_graph_does_not_record_an_operator_that_waits_for_the_device() -> None:
+    rows = ("attention_by_rows", "attention_by_rows_backward", "attention_to_part", "kept_tiles", "mask_tiles")
+    operators = [getattr(torch.ops.fxrewrite_rules, name) for name in rows]
+    operators += [torch.ops.autosp.ring_attention, torch.ops.autosp.ring_attention_backward]
+    for operator in (*operators, torch.ops.fxrewrite.send_rows):
+        assert torch.Tag.cudagraph_unsafe in operator.default.tags
 
 
 FAR: dict[str, tuple[Mask, int]] = {
