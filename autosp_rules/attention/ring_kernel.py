@@ -23,7 +23,8 @@ import torch
 from autosp_rules.attention.exchange import PLACE, Ring, send
 from fxrewrite.ops import HOST_WAITS, communicates
 from fxrewrite.spmd import COLLECTIVES
-from rules.attention.by_rows import attention_by_rows_backward, attention_to_part, tiles_of_parts
+from rules.attention.blocks import tiles_of_parts
+from rules.attention.by_rows import attention_by_rows_backward, attention_to_part
 from rules.attention.kernels import lse_dtype, merge_blocks, sinks_backward, with_sinks
 
 __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]

@@ -13,7 +13,7 @@ from autosp_rules.attention.ring_kernel import ring_attention
 from fxrewrite.ops import bodies_of_communicating
 from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh
-from rules.attention import by_rows
+from rules.attention import blocks, by_rows
 
 HEADS, ROWS, DEPTH, RANKS = 2, 64, 4, 2
 
@@ -51,7 +51,7 @@ def test_without_a_mask_no_scores_of_all_rows_are_held(
     width: int, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the kernel for the CPU (a width of 4), and with products of matrices, as on other devices."""
-    monkeypatch.setattr(by_rows, "_MOST_ENTRIES", 8 * HEADS * ROWS)
+    monkeypatch.setattr(blocks, "_MOST_ENTRIES", 8 * HEADS * ROWS)
     q, k, v = (torch.randn(1, HEADS, ROWS, n, requires_grad=True) for n in (DEPTH, DEPTH, width))
     with fake_mesh((RANKS,), ("sp",)) as mesh, _Seen() as seen:
         place = (0, RANKS, 1, False, axis_of(mesh, "sp").group)

@@ -9,7 +9,8 @@ with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing i
     peak, saved     bytes that the allocator handed out in one step above what was there before: the most at any time,
                     and what is left behind the forward; read from torch's profiler, not estimated
     sent            bytes that collectives carried away from a rank in one step, from the same profile
-    longest         the longest sequence whose step stays within a budget of peak bytes, by bisection
+    longest         the longest sequence whose step stays within a budget of peak bytes, by bisection; they are those of
+                    the process, since the profiler may miss what threads of gloo free
     compile         the first step, from an empty cache, and the part of it that the way's own passes took
     layers, lengths the same for 2, 16 and 32 layers, and for three lengths of one compiled step; growth is the exponent
                     between the first and the last
@@ -44,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autosp_rules.demo.launch import RankError, launch
 from fxrewrite.testing import fake_mesh
 from tests.bench.figures import Figures, Measured, append
-from tests.bench.measure import profiled, row, with_quartiles
+from tests.bench.measure import allocate_in_pages, profiled, resident_peak, row, with_quartiles
 from tests.bench.turns import Turns, run_in_turns
 from tests.bench.ways import WAYS, Step, is_installed, llama
 
@@ -131,11 +132,13 @@ def _figures(seconds: Sequence[float], memory: tuple[int, int, int], first: floa
 
 def _longest(way: str, setting: Setting, budget: int) -> int:
     """The longest sequence, in steps of 128 tokens, whose peak stays within `budget` bytes."""
+    allocate_in_pages()
     step = setting.prepared(way)
-    next(_steps(step, setting, setting.length))
 
     def fits(blocks: int) -> bool:
-        peak = torch.tensor(_profiled(step, setting, _BLOCK * blocks)[0])
+        steps = _steps(step, setting, _BLOCK * blocks)
+        next(steps)
+        peak = torch.tensor(resident_peak(lambda: next(steps)))
         torch.distributed.all_reduce(peak, torch.distributed.ReduceOp.MAX)
         return peak.item() <= budget
 

@@ -12,6 +12,7 @@
     autosp, MLPs tiled too        as checkpointed, and mlp_tile of 4 MiB
     autosp, all checkpointed      checkpoint="full", logits="drop", tiles of 4 MiB
     autosp, all, MLPs tiled       the same, and mlp_tile of 4 MiB
+    autosp, all, small tiles      checkpoint="full", logits="drop", tiles of the loss and of MLPs of 1 MiB
     autosp, ring                  attention="ring"
 
 A step takes whole ids and labels [1, S] and returns the loss, ready for `backward`.

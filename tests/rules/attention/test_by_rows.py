@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autosp_rules  # noqa: F401  # its operators
 from fxrewrite import RuleSet
-from rules.attention import by_rows as module
+from rules.attention import blocks as sizes, by_rows as module
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS, attention_by_rows, attention_by_rows_backward
 from rules.attention.kernels import attend_block
 from rules.attention.operator import RAISE_ATTENTION
@@ -29,8 +29,8 @@ Mask = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ROWS", 3)
-    monkeypatch.setattr(module, "_COLUMNS", 1)
+    monkeypatch.setattr(sizes, "_MOST_ROWS", 3)
+    monkeypatch.setattr(sizes, "_COLUMNS", 1)
 
 
 def positions(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -302,50 +302,6 @@ def test_rows_that_keep_the_same_columns_are_one_block_without_a_mask(monkeypatc
     check_equal(gm, attend)
 
 
-def test_blocks_for_cuda_do_not_cut_across_the_halves_of_a_chunk_in_zigzag_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of 4 ranks, rank 1 computes the keys of each other rank as one block, which flash attention runs."""
-    monkeypatch.setattr(module, "_MOST_ROWS", 256)
-    monkeypatch.setattr(module, "_COLUMNS", 128)
-    size = 512
-    chunks = [
-        torch.cat([torch.arange(half * size, (half + 1) * size) for half in (rank, 7 - rank)]) for rank in range(4)
-    ]
-    rows, cuda = chunks[1][:, None], torch.device("cuda")
-    of_parts = [module.kept_tiles([keys, rows], "le(x0, x1)", 1, 2 * size, 2 * size, cuda)[0] for keys in chunks]
-    blocks = [list(module._joined(module._read(kept, 2 * size, 2 * size, cuda))) for kept in of_parts]
-    assert blocks[0] == [((0, 2 * size), [(0, size)], True)]
-    assert blocks[2] == blocks[3] == [((size, 2 * size), [(0, 2 * size)], True)]
-    assert len(blocks[1]) == 8
-
-
-LOWEST = torch.finfo(torch.float32).min
-PARTS = {
-    "causal": "le(x0, x1)",
-    "documents of sequences": "bitwise_and(le(x0, x1), eq(x2, x3))",
-    "added, and rows that keep no column of a part": f"where(bitwise_and(le(x0, x1), eq(x2, x3)), 0.0, {LOWEST})",
-    "added -inf": "where(le(x0, x1), x4, -inf)",
-}
-
-
-@pytest.mark.parametrize("text", PARTS.values(), ids=PARTS)
-def test_the_tiles_of_all_parts_of_the_keys_are_those_of_each(text: str) -> None:
-    num_parts, size = 3, 4
-    at, documents = torch.arange(num_parts * size), torch.tensor([[0] * 5 + [1] * 7, [2] * 9 + [3] * 3])
-    rows = slice(size, 2 * size)
-    parts: list[list[torch.Tensor]] = []
-    shared = [at[rows, None], documents[:, None, rows, None], torch.tensor([0.5, 1.0]).double()[:, None, None]]
-    for part in range(num_parts):
-        columns = slice(part * size, (part + 1) * size)
-        parts.append([at[columns], shared[0], documents[:, None, None, columns], shared[1], shared[2]])
-    q = k = torch.empty(2, 2, size, 1)
-    together = module.tiles_of_parts(parts, text, q, k)
-    alone = [module.kept_tiles(leaves, text, 1, size, size, q.device)[0] for leaves in parts]
-    torch.testing.assert_close(list(together), alone)
-    assert len({tuple(tiles.flatten().tolist()) for tiles in alone}) > 1
-
-
 def test_a_cuda_graph_does_not_record_an_operator_that_waits_for_the_device() -> None:
     rows = ("attention_by_rows", "attention_by_rows_backward", "attention_to_part", "kept_tiles", "mask_tiles")
     operators = [getattr(torch.ops.fxrewrite_rules, name) for name in rows]
@@ -377,8 +333,8 @@ def test_what_is_hidden_is_not_computed(
     name: str, width: int, monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, int]]
 ) -> None:
     """Neither scores nor the mask: what is evaluated of it is at most twice what is attended to."""
-    monkeypatch.setattr(module, "_MOST_ROWS", 8)
-    monkeypatch.setattr(module, "_COLUMNS", 4)
+    monkeypatch.setattr(sizes, "_MOST_ROWS", 8)
+    monkeypatch.setattr(sizes, "_COLUMNS", 4)
     evaluated: list[int] = []
     part = MaskExpression.part
 
@@ -426,7 +382,7 @@ def test_no_block_of_the_mask_outlives_the_one_after_it(monkeypatch: pytest.Monk
 def test_blocks_are_smaller_where_scores_are_held(
     monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_ENTRIES", 2 * B * H * S)
+    monkeypatch.setattr(sizes, "_MOST_ENTRIES", 2 * B * H * S)
     gm = traced(attend_with(READABLE["of numbers"]), [*operands(6), *data()])
     BY_ROWS.apply(gm)
     results(gm, 6)
@@ -440,7 +396,7 @@ def test_blocks_are_smaller_where_scores_are_held(
 def test_without_a_mask_rows_are_in_blocks_where_scores_are_held(
     width: int, rows: list[int], monkeypatch: pytest.MonkeyPatch, blocks: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(module, "_MOST_ENTRIES", 2 * B * H * S)
+    monkeypatch.setattr(sizes, "_MOST_ENTRIES", 2 * B * H * S)
 
     def by_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> torch.Tensor:
         return attention_by_rows(q, k, v, [], "", 0.5, 0.0, None)[0]

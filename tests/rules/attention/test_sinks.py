@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fxrewrite import DeadCode, RuleSet
-from rules.attention import by_rows as module
+from rules.attention import blocks
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED
 from tests.rewriting import traced
@@ -23,8 +23,8 @@ Function = Callable[..., torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ROWS", 3)
-    monkeypatch.setattr(module, "_COLUMNS", 1)
+    monkeypatch.setattr(blocks, "_MOST_ROWS", 3)
+    monkeypatch.setattr(blocks, "_COLUMNS", 1)
 
 
 def operands(width: int = D) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from fxrewrite import DeadCode, RuleSet
 from fxrewrite.ops import bind, key
-from rules.attention import by_rows as module
+from rules.attention import blocks
 from rules.attention.by_rows import BY_ROWS
 from rules.attention.composite import ATTENTION_UNBIASED
 from rules.attention.flex import flex_rules
@@ -32,8 +32,8 @@ Function = Callable[..., Tensor]
 
 @pytest.fixture(autouse=True)
 def three_rows_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_ROWS", 3)
-    monkeypatch.setattr(module, "_COLUMNS", 1)
+    monkeypatch.setattr(blocks, "_MOST_ROWS", 3)
+    monkeypatch.setattr(blocks, "_COLUMNS", 1)
 
 
 def operands(*, width: int = D, kv_heads: int = H, dtype: torch.dtype = torch.float64) -> list[Tensor]:
