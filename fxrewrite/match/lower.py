@@ -161,7 +161,6 @@ def lower(pattern: Pattern) -> tuple[Variant, ...]:
     Raises:
         RuleDefinitionError: there are more than MAX_VARIANTS, or an output shares no captured value with the others.
     """
-    captures = pattern.captures
     variants: dict[tuple[object, ...], Variant] = {}
     for first in range(len(pattern.outputs)):
         per_output = [list(_read(output, Path.root(index))) for index, output in enumerate(pattern.outputs[first:])]
@@ -170,7 +169,7 @@ def lower(pattern: Pattern) -> tuple[Variant, ...]:
             unread = _unread(pattern.outputs[:first], parts)
             if unread is None:
                 continue
-            variant = _variant(parts, pattern, captures, first, unread)
+            variant = _variant(parts, pattern, first, unread)
             variants.setdefault((variant.stages, tuple(variant.captures.items()), unread), variant)
             if len(variants) > MAX_VARIANTS:
                 raise RuleDefinitionError(
@@ -377,11 +376,11 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
 def _variant(
     parts: tuple[_Part, ...],
     pattern: Pattern,
-    named_captures: tuple[Capture, ...],
     first_output: int,
     unread: tuple[Result, ...],
 ) -> Variant:
     """Combines one reading per output: equal names must be equal values, equal draws different nodes."""
+    has_sizes = any(part.sizes for part in parts)
     captures: dict[str, Path] = {}
     drawn: dict[Op, Path] = {}
     stages: list[tuple[Condition, ...]] = []
@@ -396,7 +395,7 @@ def _variant(
         may_miss.append(result if is_known else None)
         # Any further output is found by climbing from a value that an earlier output captured.
         if index:
-            links.append(_link(index, part, captures, pattern, named_captures))
+            links.append(_link(index, part, captures, pattern))
         conditions = list(part.conditions)
         # The second occurrence of a name is not a capture but a condition for the first one's value.
         for name, path in part.captures:
@@ -405,7 +404,8 @@ def _variant(
             else:
                 captures[name] = path
         conditions += _draws_apart(part, drawn, pattern)
-        computed |= {term: path for path, term in reversed(part.operators)}
+        if has_sizes:  # to look a term up takes a walk over it
+            computed |= {term: path for path, term in reversed(part.operators)}
         for path, term in part.sizes:
             conditions += _is_size(path, term, captures, computed, pattern)
         stages.append(tuple(conditions))
@@ -413,10 +413,10 @@ def _variant(
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
     inner = tuple(path for path, _ in operators if path.parent is not None)
-    named = {capture.name: captures.get(capture.name) for capture in named_captures} | dict.fromkeys(pattern.absent)
+    named = {capture.name: captures.get(capture.name) for capture in pattern.captures} | dict.fromkeys(pattern.absent)
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
-    literals = frozenset(c.name for c in named_captures if c.kind == "literal" and c.name in captures)
+    literals = frozenset(c.name for c in pattern.captures if c.kind == "literal" and c.name in captures)
     first = pattern.outputs[0]
     return Variant(
         tuple(stages),
@@ -472,10 +472,8 @@ def _link_of_siblings(term: Siblings, part: _Part, captures: dict[str, Path], pa
     return Link(0, ((on, _climb_keys(on, part)),))
 
 
-def _link(
-    index: int, part: _Part, captures: dict[str, Path], pattern: Pattern, named_captures: tuple[Capture, ...]
-) -> Link:
-    kinds = {capture.name: capture.kind for capture in named_captures}
+def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
+    kinds = {capture.name: capture.kind for capture in pattern.captures}
     choices: list[tuple[Path, tuple[frozenset[str], ...]]] = []
     for name, path in part.captures:
         if name in captures and kinds[name] != "literal":

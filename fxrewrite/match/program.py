@@ -1,7 +1,8 @@
 """One decision program for all rules of a set: a tree of conditions per root operator, which checks shared ones once.
 
 Where rules differ in an operator or a literal at the same place, the tree looks the value up instead of trying one rule
-after the other, so the time per node does not grow with the number of rules. Trees are compiled to Python functions.
+after the other, so the time per node does not grow with the number of rules. A tree becomes a Python function when the
+first node with its root operator is looked at: a set with all spellings of attention pays for those of the graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
-from fxrewrite.match.compile import Leaf, Tree, compile_tree
+from fxrewrite.match.compile import Leaf, Run, Tree, compile_tree
 from fxrewrite.match.finish import Failure, complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
@@ -37,7 +38,8 @@ class Program(Generic[Owner]):
     def __init__(self, owners: Iterable[tuple[Owner, Pattern]]) -> None:
         self._owners: list[tuple[Owner, Pattern, tuple[Variant, ...]]] = []
         self.root_keys: list[tuple[Owner, frozenset[str]]] = []
-        trees: dict[str, Tree] = {}
+        self._trees: dict[str, Tree] = {}
+        self._runs: dict[str, Run] = {}
         keys: dict[Owner, frozenset[str]] = {}
         for owner, pattern in owners:
             variants = lower(pattern)
@@ -45,33 +47,34 @@ class Program(Generic[Owner]):
             self._owners.append((owner, pattern, variants))
             keys[owner] = keys.get(owner, frozenset()) | {v.root_key for v in variants}
             for index, variant in enumerate(variants):
-                tree = trees.setdefault(variant.root_key, Tree())
+                tree = self._trees.setdefault(variant.root_key, Tree())
                 tree.insert(variant.stages[0][1:], (rank, index))  # without the root's operator, which chose the tree
         self.root_keys += keys.items()
-        self._runs = {key: compile_tree(tree, _ROOT) for key, tree in trees.items()}
 
     def candidates(self, edit: Edit) -> list[fx.Node]:
         """Returns the nodes that `roots` must look at, in graph order: calls that may be the root of some pattern."""
-        runs, found = self._runs.keys(), list[fx.Node]()
+        roots, found = self._trees.keys(), list[fx.Node]()
         for op, target, nodes in edit.calls():
-            if op != "call_function" or not runs.isdisjoint(ops.possible_keys(target)):
+            if op != "call_function" or not roots.isdisjoint(ops.possible_keys(target)):
                 found += nodes
         found.sort()
         return found
 
     def roots(self, nodes: Iterable[fx.Node]) -> Iterator[tuple[fx.Node, str]]:
         """Yields the nodes that may be the first output of some pattern, with their operators."""
-        runs = self._runs
+        roots = self._trees
         for node in nodes:
             key = ops.key(node)
-            if key in runs:
+            if key in roots:
                 yield node, key
 
     def find(self, node: fx.Node, key: str) -> Iterator[tuple[Owner, Match]]:
         """Yields the matches whose first output is this node, in the priority of their owners."""
         run = self._runs.get(key)
         if run is None:
-            return
+            if key not in self._trees:
+                return
+            run = self._runs[key] = compile_tree(self._trees[key], _ROOT)
         leaves: list[tuple[Leaf, dict[Path, Any]]] = []
         run(node, leaves)
         for (rank, index), values in leaves if len(leaves) < 2 else sorted(leaves, key=itemgetter(0)):

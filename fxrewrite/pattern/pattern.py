@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fxrewrite import ops
@@ -51,12 +51,16 @@ class Pattern:
         absent: names that the replacement may ask for, and that are None in every match.
         through: (place among all outputs, name) of the captures that are outputs: what is computed after the match of
             the captured value is computed of the replacement's value in its place.
+        captures: all captures, in the order of the text form.
+        lists: the captures that are lists, with an entry for each item that `*x` or `each` matched.
     """
 
     outputs: tuple[Term, ...]
     where: tuple[Constraint, ...] = ()
     absent: tuple[str, ...] = ()
     through: tuple[tuple[int, str], ...] = ()
+    captures: tuple[Capture, ...] = field(init=False, compare=False)
+    lists: frozenset[str] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.outputs, tuple) or not all(isinstance(output, Term) for output in self.outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -71,6 +75,11 @@ class Pattern:
             object.__setattr__(self, "through", self.through or through)
             rest = tuple(term for term in self.outputs if not isinstance(term, Capture) or term.kind not in _PASSED)
             object.__setattr__(self, "outputs", rest)
+        terms = [term for output in self.outputs for term in subterms(output)]
+        captures = dict.fromkeys(term for term in terms if isinstance(term, Capture))
+        object.__setattr__(self, "captures", tuple(captures))
+        lists = frozenset(name for term in terms if isinstance(term, Each) for name in term.names)
+        object.__setattr__(self, "lists", lists)
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
         for output in self.outputs:
@@ -136,18 +145,6 @@ class Pattern:
                     f"{name} is a list, an entry for each item, and also one value; name it in each(..., on={name!r}) "
                     "if all items share it, or call one of the two something else"
                 )
-
-    @property
-    def lists(self) -> frozenset[str]:
-        """The captures that are lists, with an entry for each item that `*x` or `each` matched."""
-        terms = (term for output in self.outputs for term in subterms(output) if isinstance(term, Each))
-        return frozenset(name for term in terms for name in term.names)
-
-    @property
-    def captures(self) -> tuple[Capture, ...]:
-        """All captures, in the order of the text form."""
-        found = (term for output in self.outputs for term in subterms(output) if isinstance(term, Capture))
-        return tuple(dict.fromkeys(found))
 
     @property
     def num_outputs(self) -> int:

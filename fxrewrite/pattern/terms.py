@@ -543,7 +543,9 @@ def parts_of(term: Term) -> tuple[Term, ...]:
 
 
 def subterms(term: Term) -> Iterator[Term]:
-    """Yields the term and all its subterms, outermost first."""
-    yield term
-    for part in parts_of(term):
-        yield from subterms(part)
+    """Yields the term and all its subterms, each before its own, in the order of the text form."""
+    left = [term]
+    while left:
+        term = left.pop()
+        yield term
+        left += reversed(parts_of(term))
