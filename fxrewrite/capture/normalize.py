@@ -29,6 +29,7 @@ from fxrewrite.capture.functionalize import Functional, functional_writes
 from fxrewrite.capture.vmap import without_vmap
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.sizes import hoist_sizes
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import is_parameter, is_per_rank
@@ -64,9 +65,8 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
 
     Placeholders must have fake values in `meta["example_value"]` or `meta["val"]`, as Dynamo's do; symbolic sizes stay
     symbols of the same ShapeEnv. A graph that is compiled under torch.autocast is normalized under it, too. A graph
-    that
-    this function made, rewritten or not, is only copied: tracing a lowered graph again would turn this rank's number
-    into a constant.
+    that this function made, rewritten or not, is only copied: tracing a lowered graph again would turn this rank's
+    number into a constant.
 
     Raises:
         RefusedError: the graph has a higher-order op that is neither a plain activation checkpoint nor a custom
@@ -74,7 +74,8 @@ def normalize(gm: fx.GraphModule) -> fx.GraphModule:
     """
     if gm.meta.get(_NORMAL):
         return copy_module(gm)
-    normal = _normalized(gm)
+    with few_collections():
+        normal = _normalized(gm)
     normal.meta[_NORMAL] = True
     return normal
 

@@ -20,6 +20,7 @@ from fxrewrite import backends, ops
 from fxrewrite.errors import FxRewriteError, MatchExpectationError, RuleDefinitionError, did_you_mean
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.outputs import Promise
 from fxrewrite.graph.source import source_line
 from fxrewrite.graph.text import graph_digest
@@ -138,7 +139,7 @@ class Plan:
         for rule in self.rules():
             rule.body  # noqa: B018  # a rule without a replacement is an error before anything is touched
             report.rule(rule.id)
-        with Edit(gm, bodies=bodies) as edit:
+        with few_collections(), Edit(gm, bodies=bodies) as edit:
             promises = [(part, Promise(part.gm)) for part in edit.parts()]
             yield edit, report
             for part, promise in promises:
