@@ -7,7 +7,8 @@ import torch
 from torch import fx
 
 from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.match import Program, explain
+from fxrewrite.match import Program, explain, program as program_module
+from fxrewrite.match.compile import Tree, compile_tree
 from fxrewrite.match.values import Candidate
 from fxrewrite.pattern import Capture, Pattern, Term, either, maybe, op, trace
 
@@ -30,6 +31,17 @@ def test_earlier_owners_have_priority() -> None:
     graph = fx.symbolic_trace(lambda x: torch.relu(torch.neg(x))).graph
     ((node, key),) = program.roots(graph.nodes)
     assert [owner for owner, _ in program.find(node, key)] == ["a", "b"]
+
+
+def test_a_root_operator_is_compiled_when_a_graph_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Tree] = []
+    monkeypatch.setattr(program_module, "compile_tree", lambda *given: made.append(given[0]) or compile_tree(*given))
+    program = Program([("a", trace(lambda x: torch.relu(torch.neg(x)))), ("b", trace(lambda x: torch.tanh(x)))])
+    graph = fx.symbolic_trace(lambda x: torch.tanh(torch.tanh(x))).graph
+    assert made == []
+    for node, key in program.roots(graph.nodes):
+        assert [owner for owner, _ in program.find(node, key)] == ["b"]
+    assert len(made) == 1
 
 
 def test_time_at_a_node_does_not_grow_with_the_number_of_rules(monkeypatch: pytest.MonkeyPatch) -> None:
