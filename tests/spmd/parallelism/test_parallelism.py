@@ -410,6 +410,18 @@ def test_a_parameter_that_is_read_past_its_module_is_refused(mesh: DeviceMesh) -
             torch.compile(step, backend=backend, fullgraph=True)(X)
 
 
+@pytest.mark.parametrize("plan", [DATA, ZERO3], ids=["replicas", "zero3"])
+def test_parameters_as_they_were_before_are_refused(plan: Parallelism, mesh: DeviceMesh) -> None:
+    """Otherwise a module that keeps a reference, or an optimizer made before, would train what nobody reads."""
+    model = Keeping()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(Exception, match=r"lin\.weight is read as it was before shard_parameters"):
+        compiled(plan, mesh, model=model)(X)
+    with pytest.raises(FxRewriteError, match=r"the optimizer has lin\.weight as it was before shard_parameters"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters()).step()
+
+
 def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FxRewriteError, match=r"breaks='refuse' is not one of \('gather', 'dtensor'\)"):
         spmd(ZERO3, mesh=mesh, breaks="refuse")  # pyright: ignore[reportArgumentType]
