@@ -242,6 +242,7 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
     refused(mesh, replace(TENSOR, place={param("*.upp.weight"): Shard(0)}), r"'\*.upp.weight'\) matches no parameter")
     refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(2)}), r"tensor: layers.0.up.weight: S\(2\)")
     refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(0, uneven=True)}), "cannot be held as")
+    refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(True)}), r"Shard\(True\): a dimension is an int")
     refused(mesh, replace(TENSOR, axis="pp"), "over axis 'pp', and the mesh has")
     refused(mesh, replace(TENSOR, expect=[sends(all_reduce=3)]), "has 2 all_reduce over tp, and 3 are expected")
     refused(
@@ -274,6 +275,16 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
         replace(TENSOR, lowered=["mine"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match="rules is a list of Rule or RuleSet or Step, and has 'mine'"):
         replace(TENSOR, rules=["mine"])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_is_what_was_stated_when_it_was_made() -> None:
+    place, expect = dict(PLACE), [sends(within="layers.*", all_reduce=1)]
+    plan = Parallelism("tensor", axis="tp", place=place, expect=expect)
+    before = str(plan)
+    place.clear()
+    expect.append(sends(all_reduce=9))
+    assert str(replace(plan)) == before
+    assert plan.place == PLACE
 
 
 def test_a_model_that_is_held_otherwise_is_refused(mesh: DeviceMesh) -> None:
