@@ -89,7 +89,10 @@ class ShardedProgram(_Program):
 
     def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border, whole: WholeCalls) -> None:
         super().__init__(gm, config, axis, border)
-        self._checks = RankChecks(gm, axis, ADVICE, drawn=draws_alike(gm), whole=whole, every_call=config.compare_ranks)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        self._checks = RankChecks(
+            placeholders, axis, ADVICE, drawn=draws_alike(gm), whole=whole, every_call=config.compare_ranks
+        )
         self._sizes = SizeReader(gm.graph)
         self._chunks = border.chunks if config.outputs == "auto" else {}
 

@@ -172,7 +172,7 @@ def check_placement(placement: object, shape: Sequence[Size], of: str) -> None:
     """
     if not isinstance(placement, (Replicate, Shard, Partial)):
         raise MisstatedError(f"{of}: {placement!r} is no placement; there are Replicate(), Shard(dim) and Partial()")
-    if isinstance(placement, Shard) and not isinstance(placement.dim, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(placement, Shard) and type(placement.dim) is not int:  # True is no dimension
         raise MisstatedError(f"{of}: Shard({placement.dim!r}): a dimension is an int, counted from the front, from 0")
     if isinstance(placement, Shard) and placement.dim not in range(len(shape)):
         raise MisstatedError(

@@ -38,7 +38,8 @@ def main() -> None:
     seconds: dict[bool, list[float]] = {True: [], False: []}
     with fake_mesh((2,), ("sp",)) as mesh:
         axis = axis_of(mesh, "sp")
-        checks = RankChecks(transform(gm, AutoSPConfig(), axis)[0], axis, ADVICE, whole=WholeCalls())
+        placeholders = transform(gm, AutoSPConfig(), axis)[0].graph.find_nodes(op="placeholder")
+        checks = RankChecks(placeholders, axis, ADVICE, whole=WholeCalls())
         for call in range(1, CALLS):
             started = time.perf_counter()
             checks.before(inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -39,11 +39,11 @@ from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, witho
 from fxrewrite.spmd.parallelism.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
-from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
+from fxrewrite.spmd.placement import Axis, Replicate, Zigzag, local_shape
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, entering
-from fxrewrite.spmd.runtime.rank_checks import Advice, RankChecks
+from fxrewrite.spmd.runtime.rank_checks import Advice, RankChecks, SameProgram, is_due
 
 __all__ = ["SpmdBackend", "spmd"]
 
@@ -56,6 +56,12 @@ _ADVICE = Advice(
     "rank has its own",
     parameters="start every rank from the same checkpoint, and step every rank by the same optimizer",
     generators="seed all ranks of the axis alike, before the model is made and before it is called",
+)
+
+
+_SAME_PARAMETERS = (
+    "every rank must use the same parameters at the same call, whatever its batch; where a batch does not need a part "
+    "of the model, run that part all the same, and multiply what it gives by 0"
 )
 
 
@@ -104,6 +110,8 @@ class SpmdBackend:
         self._stated = stated_arguments(plan, mesh)
         self._has_arguments = False
         """Whether a graph so far had arguments in chunks."""
+        self._own: dict[str, _OwnData] = {}
+        """By axis with own data of several ranks: how these are compared."""
         self._lowering = None if any(member.alternatives for member in plan.members) else plan.plan()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -123,11 +131,7 @@ class SpmdBackend:
         check_sizes(program)
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
-        whole_text = graph_text(program, without=_offsets(program))
-        for member in self.plan.members:  # ranks with different collectives would hang in them
-            text = whole_text if member.data == "shared" else _collectives(program, member.axis)
-            text = f"regions={self._regions}\n{text}"
-            agree(axis_of(self.mesh, member.axis), text, timeout=self._timeout)
+        checks = self._agree_on_program(program)
         fix_rank(program)
         sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
         unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
@@ -153,9 +157,42 @@ class SpmdBackend:
                 report.events.append(RegionsCompiled.of(found))
             else:
                 run = compile_inner(program, local)
-        compiled = _Program(program, run, self, self._timeout, sizes, unreduced, crossing)
+        compiled = _Program(program, run, checks, sizes, unreduced, crossing)
         self._programs.append(compiled)
         return compiled
+
+    def _agree_on_program(self, program: fx.GraphModule) -> list[_Checks]:
+        """Refuse a program that other ranks would wait for in its collectives; what compares the ranks at each call.
+
+        Ranks with batches of their own may compile for other sizes, and at other calls, what reads and sends the same.
+        """
+        placeholders, held = program.graph.find_nodes(op="placeholder"), input_placements(program)
+        without = _offsets(program)
+        whole_text = graph_text(program, without=without)
+        drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
+        found: list[_Checks] = []
+        for member in self.plan.members:
+            axis, is_own = axis_of(self.mesh, member.axis), member.data == "own"
+            text = f"regions={self._regions}\n{_shared_text(program, member.axis) if is_own else whole_text}"
+            # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
+            at = [
+                i
+                for i, (node, of) in enumerate(zip(placeholders, held, strict=True))
+                if of.get(axis.name, Replicate()) == Replicate()
+                and node not in without
+                and not (is_own and (is_buffer(node) or not is_parameter(node)))
+            ]
+            compared = [placeholders[i] for i in at]
+            if is_own:
+                own = self._own.setdefault(axis.name, _OwnData(axis, self._timeout, self.mesh.device_type))
+                compare, settle = own.of_program(text, compared)
+            else:
+                agree(axis, text, timeout=self._timeout)
+                checks = RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout)
+                compare, settle = checks.before, checks.settle
+            if axis.size > 1:
+                found.append(_Checks(at, compare, settle))
+        return found
 
     def _contexts(self, outputs: Outputs) -> dict[str, SpmdContext]:
         """What the plan is told of each axis; `outputs` gets what leaves as DTensors."""
@@ -245,6 +282,62 @@ class SpmdBackend:
         return f"{len(self.reports)} graphs compiled, each\n{self.plan}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Checks:
+    """What compares the ranks of an axis at each call of a program.
+
+    Attributes:
+        at: positions of the inputs of which the ranks hold the same.
+        before: gets these inputs before the program runs.
+        settle: reads what came of the last comparison.
+    """
+
+    at: Sequence[int]
+    before: Callable[[Sequence[Any]], None]
+    settle: Callable[[], None]
+
+
+class _OwnData:
+    """Compares the ranks of an axis along which each has a batch of its own.
+
+    Of programs that share the same, ranks may run different ones at once. A rank that evaluates alone is not compared.
+    """
+
+    def __init__(self, axis: Axis, timeout: float, device: str) -> None:
+        self._axis, self._timeout, self._device = axis, timeout, torch.device(device)
+        self._same = SameProgram(axis, _SAME_PARAMETERS, timeout)
+        self._parameters: dict[str, RankChecks] = {}
+        """By what programs share, of those that all ranks have compiled."""
+
+    def of_program(
+        self, text: str, parameters: Sequence[fx.Node]
+    ) -> tuple[Callable[[Sequence[Any]], None], Callable[[], None]]:
+        """What compares the ranks before they run a program that shares this text, and what reads the last comparison.
+
+        Args:
+            text: what the program must share with those of other ranks.
+            parameters: of the program, those that all ranks hold whole.
+
+        Raises:
+            FxRewriteError: other ranks compile another program.
+        """
+        if text not in self._parameters:
+            agree(self._axis, text, timeout=self._timeout, hint=_SAME_PARAMETERS)
+            self._parameters[text] = RankChecks(parameters, self._axis, _ADVICE, inputs=False, timeout=self._timeout)
+        checks = self._parameters[text]
+
+        def before(values: Sequence[Any]) -> None:
+            if torch.is_grad_enabled():
+                self._same.before(text, self._device, wait=is_due(checks.calls + 1))
+                checks.before(values)
+
+        def settle() -> None:
+            self._same.settle()
+            checks.settle()
+
+        return before, settle
+
+
 class _Program:
     """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
@@ -252,44 +345,25 @@ class _Program:
         self,
         gm: fx.GraphModule,
         run: Callable[..., Any],
-        backend: SpmdBackend,
-        timeout: float,
+        checks: Sequence[_Checks],
         sizes: Mapping[int, torch.Size],
         unreduced: Sequence[Unreduced],
         crossing: Crossing,
     ) -> None:
         self._run, self._sizes, self._unreduced, self._crossing = run, sizes, unreduced, crossing
+        self._checks = checks
         self._reduced = set(sizes) - {one.position for one in unreduced}
         """Positions of parameters to whose shards gradients flow."""
-        held, without = input_placements(gm), _offsets(gm)
-        placeholders = gm.graph.find_nodes(op="placeholder")
         self._is_chunk = [
             not is_parameter(node) and any(placement != Replicate() for placement in of.values())
-            for node, of in zip(placeholders, held, strict=True)
+            for node, of in zip(gm.graph.find_nodes(op="placeholder"), input_placements(gm), strict=True)
         ]
-        self._checks: list[tuple[RankChecks, list[bool]]] = []
-        """For each axis, and whether its ranks hold the same of an input."""
-        drawn = [node for node in gm.graph.nodes if is_random(node) and not draws_on_chunk(node)]
-        for member in backend.plan.members:
-            axis, is_shared = axis_of(backend.mesh, member.axis), member.data == "shared"
-            if axis.size > 1:
-                checks = RankChecks(
-                    gm, axis, _ADVICE, drawn=drawn if is_shared else (), inputs=is_shared, timeout=timeout
-                )
-                # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
-                is_whole = [
-                    of.get(axis.name, Replicate()) == Replicate()
-                    and node not in without
-                    and (is_shared or not is_buffer(node))
-                    for node, of in zip(placeholders, held, strict=True)
-                ]
-                self._checks.append((checks, is_whole))
 
     def __call__(self, *inputs: Any) -> Any:
         inputs = tuple(self._crossing.entered(inputs))
         passed = (*inputs, *(None for _ in self._unreduced))
-        for checks, is_whole in self._checks:
-            checks.before([local_value(x) if whole else None for x, whole in zip(passed, is_whole, strict=True)])
+        for checks in self._checks:
+            checks.before([local_value(passed[i]) for i in checks.at])
         given = local_values(inputs, self._sizes, self._reduced)
         given += unreduced_leaves(self._unreduced, inputs)
         given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
@@ -297,17 +371,24 @@ class _Program:
 
     def settle(self) -> None:
         """Read what came of comparing the ranks in the last call."""
-        for checks, _ in self._checks:
+        for checks in self._checks:
             checks.settle()
 
 
-def _collectives(program: fx.GraphModule, axis: str) -> str:
-    """What a program sends over an axis whose ranks have batches of their own, of other shapes and strides perhaps."""
-    sent = (node for node in program.graph.nodes if node.meta.get("axis") == axis)
+def _shared_text(program: fx.GraphModule, axis: str) -> str:
+    """What programs of ranks with batches of their own must share, whatever the sizes of these.
+
+    These are the parameters, whose shards and gradients are joined with those of other ranks, and what is sent.
+    """
     lines = list[str]()
-    for node in sent:
-        first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number
-        lines += [f"{key(node)} {list(value.shape[first:])}" for value in tensors_of(node)]
+    for node in program.graph.find_nodes(op="placeholder"):
+        if is_parameter(node) and not is_buffer(node):
+            is_trained = getattr(node.meta.get("example_value"), "requires_grad", True)
+            lines.append(f"{input_name(node)} {list(node.meta['val'].shape)}{'' if is_trained else ' frozen'}")
+    for node in program.graph.nodes:
+        if node.meta.get("axis") == axis:
+            first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number
+            lines += [f"{key(node)} {list(value.shape[first:])}" for value in tensors_of(node)]
     return "\n".join(lines)
 
 

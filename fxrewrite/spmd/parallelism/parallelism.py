@@ -220,6 +220,10 @@ class Parallelism:
                     "gathered before use"
                 )
         self._check_alternatives()
+        # What is changed later in the caller's dictionary or lists is not stated here: every use of a plan is the same.
+        object.__setattr__(self, "place", dict(self.place))
+        for field_name in kinds:
+            object.__setattr__(self, field_name, tuple(getattr(self, field_name)))
 
     def _check_alternatives(self) -> None:
         """Raise FxRewriteError where a site is stated twice, or a way does not fit the rest."""

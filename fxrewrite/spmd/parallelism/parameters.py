@@ -27,6 +27,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement, _StridedShard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fxrewrite.backends import given_up
 from fxrewrite.errors import FxRewriteError, did_you_mean
@@ -99,6 +101,25 @@ def _refuse_eager(module: nn.Module, args: Any) -> None:
 
 _SHARDED: WeakSet[nn.Module] = WeakSet()
 """Models whose parameters are in shards, which know the qualified names of those."""
+_REPLACED: Any = WeakIdKeyDictionary()
+"""Parameters that have become DTensors, as they were, with their names: whoever still has one trains nothing."""
+
+
+@cache
+def _refuse_replaced_in_optimizers() -> None:
+    """From now on no optimizer steps that was made of parameters which have become DTensors since."""
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if parameter in _REPLACED:
+                raise FxRewriteError(
+                    f"the optimizer has {_REPLACED[parameter]} as it was before shard_parameters, which the model does "
+                    "not read any more; make the optimizer of model.parameters() after shard_parameters"
+                )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> M:
@@ -134,6 +155,8 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
                 held[member.axis] = placement
                 shape = [int(n) for n in local_shape(shape, placement, axes[member.axis].size)]
         made[parameter], placements[parameter] = _distributed(parameter, held, mesh), held
+    _refuse_replaced_in_optimizers()
+    _REPLACED.update({parameter: of[0] for parameter, of in names.items()})
     accumulation = Accumulation()
     for module in model.modules():
         own = {name: p for name, p in module._parameters.items() if p is not None}
@@ -350,12 +373,17 @@ def without_whole(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[int
         the parameters that are DTensors when the program is called, by position, as Dynamo traced them.
 
     Raises:
-        FxRewriteError: a DTensor is read otherwise than through `whole`.
+        FxRewriteError: a DTensor is read otherwise than through `whole`, or a parameter as it was before it became one.
     """
     found: dict[int, DTensor] = {}
     names = {id(p): of[0] for model in list(_SHARDED) for p, of in _names(model).items()}
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         held = node.meta.get("example_value")
+        if isinstance(example_inputs[position], nn.Parameter) and example_inputs[position] in _REPLACED:
+            raise FxRewriteError(
+                f"{_REPLACED[example_inputs[position]]} is read as it was before shard_parameters: a module keeps a "
+                "reference to it, in a list for example; read it as an attribute of its module (module.weight)"
+            )
         if not isinstance(held, DTensor) or isinstance(held, ChunkedTensor):
             continue
         found[position] = held

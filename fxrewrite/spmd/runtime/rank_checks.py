@@ -1,6 +1,6 @@
 """Checks what all ranks of an axis must share when they call a program: inputs, weights, random generators.
 
-    checks = RankChecks(program, axis, advice, drawn=...)
+    checks = RankChecks(placeholders, axis, advice, drawn=...)
     checks.before(inputs)        at every call, before the program runs
 
 Graphs are compared when they are compiled; what only a call shows is compared here. The first call waits for the other
@@ -15,6 +15,7 @@ sends with its own.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from fxrewrite.spmd.placement import Axis
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 
-__all__ = ["Advice", "RankChecks", "WholeCalls", "devices_of", "is_due", "say_not_compiled"]
+__all__ = ["Advice", "RankChecks", "SameProgram", "WholeCalls", "devices_of", "is_due", "say_not_compiled"]
 
 _GENERATORS = "the random number generators, which must draw alike for"
 _SECONDS = 3600.0
@@ -105,9 +106,10 @@ class WholeCalls:
 
 
 class RankChecks:
-    """Compares the ranks of an axis at every call of one program.
+    """Compares the ranks of an axis at every call of one program, or of several that read the same.
 
     Args:
+        placeholders: inputs of the program, whose values `before` gets.
         advice: what errors say to do.
         drawn: nodes of the program that must draw the same numbers on every rank.
         inputs: whether ranks pass the same inputs; otherwise parameters and generators alone are compared.
@@ -118,7 +120,7 @@ class RankChecks:
 
     def __init__(
         self,
-        program: fx.GraphModule,
+        placeholders: Sequence[fx.Node],
         axis: Axis,
         advice: Advice,
         *,
@@ -128,7 +130,6 @@ class RankChecks:
         every_call: bool = True,
         timeout: float = _SECONDS,
     ) -> None:
-        placeholders = program.graph.find_nodes(op="placeholder")
         self._axis, self._advice, self._timeout = axis, advice, timeout
         self._inputs, self._whole, self._every_call = inputs, whole, every_call
         self._names = [_name(node) for node in placeholders]
@@ -235,6 +236,48 @@ class RankChecks:
             self._home = home
             values = torch.cat([part.to(home, non_blocking=True) for part in parts])
             self._pending = (BackgroundComparison(self._axis, values), values, labels, hints, scales)
+
+
+class SameProgram:
+    """Compares at every call which program the ranks of an axis run, where each has a batch of its own.
+
+    Args:
+        advice: what to do where they run different ones.
+        timeout: how long to wait for the slowest rank, in seconds.
+    """
+
+    def __init__(self, axis: Axis, advice: str, timeout: float = _SECONDS) -> None:
+        self._axis, self._advice, self._timeout = axis, advice, timeout
+        self._pending: tuple[BackgroundComparison, str] | None = None
+
+    def before(self, text: str, device: torch.device, *, wait: bool = False) -> None:
+        """Compares the program that is run with those of the other ranks, and reads the comparison of the last call.
+
+        Args:
+            text: what programs must share.
+            device: where numbers are sent from.
+            wait: read the present comparison, too.
+
+        Raises:
+            FxRewriteError: on every rank, if the ranks differ.
+        """
+        self.settle()
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # 48 bits: exact in float64
+        sent = torch.full((1,), float(number), dtype=torch.float64, device=device)
+        self._pending = (BackgroundComparison(self._axis, sent), text)
+        if wait:
+            self.settle()
+
+    def settle(self) -> None:
+        """Reads the pending comparison, if there is one."""
+        if self._pending is None:
+            return
+        (comparison, text), self._pending = self._pending, None
+        if comparison.differing([-1]):
+            differ = "did not run the same program at a call"
+            agree(self._axis, text, timeout=self._timeout, differ=differ, hint=self._advice)
+            # this rank equals its neighbours; others differ
+            raise FxRewriteError(f"the ranks of axis {self._axis.name} {differ}; {self._advice}")
 
 
 def devices_of(drawn: Sequence[fx.Node]) -> list[torch.device]:

@@ -264,6 +264,40 @@ def accumulated(plan: Parallelism | Parallelisms, mesh: DeviceMesh, dtype: torch
     return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
 
 
+def of_other_sizes(plan: Parallelism, mesh: DeviceMesh) -> dict[str, float]:
+    """Gradients where each rank has batches of sizes of its own, so that ranks compile at different calls."""
+    torch.manual_seed(0)
+    one = Halves().double()
+    model = shard_parameters(copy.deepcopy(one), plan, mesh)
+    step = torch.compile(model, backend=spmd(plan, mesh=mesh, inner="aot_eager", timeout=60), fullgraph=True)
+    for sizes in ((4, 4, 4, 4), (4, 2, 4, 4), (3, 5, 4, 2)):
+        batches = [torch.randn(size, 7).double() for size in sizes]
+        step(batches[mesh.get_local_rank()]).backward()
+        torch.stack([one(x) for x in batches]).mean().backward()
+    torch._dynamo.reset()
+    found = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    expected = {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+
+
+def of_other_parameters(mesh: DeviceMesh) -> list[str]:
+    """What is said where a rank's batch uses other parameters: in a program of its own, and in one that all have."""
+    said: list[str] = []
+    for before in ((), (False, True)):
+        model = shard_parameters(Halves(), ZERO3, mesh)
+        backend = spmd(ZERO3, mesh=mesh, inner="eager")
+        step = torch.compile(model, backend=backend, fullgraph=True)
+        try:
+            for is_short in (*before, dist.get_rank() == 1):
+                step(torch.ones(4, 7), is_short=is_short)
+            backend.check_ranks()
+        except (FxRewriteError, BackendCompilerFailed) as error:
+            said.append(str(error))
+        dist.barrier()
+        torch._dynamo.reset()
+    return said
+
+
 def own_statistics(mesh: DeviceMesh) -> dict[str, float]:
     """Of a batch norm, on ranks with parts of a batch of their own, which differ; trained and evaluated."""
     torch.manual_seed(0)
@@ -380,6 +414,9 @@ def of_four(folder: Path) -> dict[str, Any]:
         ),
         "experts": compared(EXPERT_ZERO3, line, model_of=mixture),
         "own statistics": own_statistics(line),
+        "other sizes": of_other_sizes(ZERO3, line),
+        "other sizes, replicas": of_other_sizes(DATA, line),
+        "other parameters": {"said": of_other_parameters(line)},
         "ranks that differ": differing(square),
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),

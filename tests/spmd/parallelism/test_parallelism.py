@@ -242,6 +242,7 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
     refused(mesh, replace(TENSOR, place={param("*.upp.weight"): Shard(0)}), r"'\*.upp.weight'\) matches no parameter")
     refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(2)}), r"tensor: layers.0.up.weight: S\(2\)")
     refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(0, uneven=True)}), "cannot be held as")
+    refused(mesh, replace(TENSOR, place={param("*.up.weight"): Shard(True)}), r"Shard\(True\): a dimension is an int")
     refused(mesh, replace(TENSOR, axis="pp"), "over axis 'pp', and the mesh has")
     refused(mesh, replace(TENSOR, expect=[sends(all_reduce=3)]), "has 2 all_reduce over tp, and 3 are expected")
     refused(
@@ -274,6 +275,16 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
         replace(TENSOR, lowered=["mine"])  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match="rules is a list of Rule or RuleSet or Step, and has 'mine'"):
         replace(TENSOR, rules=["mine"])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_is_what_was_stated_when_it_was_made() -> None:
+    place, expect = dict(PLACE), [sends(within="layers.*", all_reduce=1)]
+    plan = Parallelism("tensor", axis="tp", place=place, expect=expect)
+    before = str(plan)
+    place.clear()
+    expect.append(sends(all_reduce=9))
+    assert str(replace(plan)) == before
+    assert plan.place == PLACE
 
 
 def test_a_model_that_is_held_otherwise_is_refused(mesh: DeviceMesh) -> None:
@@ -410,6 +421,18 @@ def test_a_parameter_that_is_read_past_its_module_is_refused(mesh: DeviceMesh) -
             torch.compile(step, backend=backend, fullgraph=True)(X)
 
 
+@pytest.mark.parametrize("plan", [DATA, ZERO3], ids=["replicas", "zero3"])
+def test_parameters_as_they_were_before_are_refused(plan: Parallelism, mesh: DeviceMesh) -> None:
+    """Otherwise a module that keeps a reference, or an optimizer made before, would train what nobody reads."""
+    model = Keeping()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(Exception, match=r"lin\.weight is read as it was before shard_parameters"):
+        compiled(plan, mesh, model=model)(X)
+    with pytest.raises(FxRewriteError, match=r"the optimizer has lin\.weight as it was before shard_parameters"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters()).step()
+
+
 def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FxRewriteError, match=r"breaks='refuse' is not one of \('gather', 'dtensor'\)"):
         spmd(ZERO3, mesh=mesh, breaks="refuse")  # pyright: ignore[reportArgumentType]
@@ -441,7 +464,10 @@ def test_on_real_processes(tmp_path: Path) -> None:
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
         assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
-        assert len(cells) == (12 if TORCH >= (2, 12) else 11)
+        for other in cells.pop("other parameters")["said"]:
+            assert re.search(r"first difference: line \d+: .*layers.1.up.weight", other)
+            assert "every rank must use the same parameters at the same call" in other
+        assert len(cells) == (14 if TORCH >= (2, 12) else 13)
         assert not cells["ZeRO-3, Megatron, in three graphs"].pop("borders")
         borders = cells.get("ZeRO-3, Megatron, in three graphs, DTensors", {}).pop("borders", [])
         assert len(borders) in ((7,) if TORCH >= (2, 12) else (0,)), "values out of a graph and into others"
