@@ -93,8 +93,8 @@ def _refuse_eager(module: nn.Module, args: Any) -> None:
             f"{type(module).__name__} has its parameters in shards: "
             + (
                 given_up()
-                or "train and evaluate it through torch.compile(model, backend=spmd(plan, mesh=mesh)), or evaluate it "
-                "with fxrewrite.spmd.whole_parameters()"
+                or "train and evaluate it through torch.compile(model, backend=spmd(plan, mesh=mesh)), the whole of it "
+                "(regions='once' compiles equal blocks once), or evaluate it with fxrewrite.spmd.whole_parameters()"
             )
         )
 

@@ -182,7 +182,9 @@ def inputs(glob: str, *, optional: bool = False) -> Site:
 
 
 def outputs(position: int) -> Site:
-    """The output at this position, outputs flattened."""
+    """The output at this position, outputs flattened, counted from the front."""
+    if type(position) is not int or position < 0:
+        raise MisstatedError(f"outputs({position!r}): a position is an int, counted from the front, from 0")
     return Site("outputs", str(position))
 
 
@@ -219,6 +221,7 @@ class Place:
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         context = SpmdContext.required(context, self.name)
         hold_chunks(edit, context.axis)
+        self._check_modules(edit)
         changes = 0
         # What a step puts after inputs is no part of the modules that read them, so modules come first.
         for site, placed in sorted(self.placements.items(), key=lambda stated: stated[0].kind in ("param", "inputs")):
@@ -237,6 +240,19 @@ class Place:
             known = {**_inputs(edit, of_model=True), **_inputs(edit, of_model=False), **_modules(edit)}
             check_matches(self.name, self.placements, known, "graph")
         return changes
+
+    def _check_modules(self, edit: Edit) -> None:
+        """Raise FxRewriteError where two sites state different placements of what one module reads or computes."""
+        sites = [site for site in self.placements if site.kind in ("module_input", "module_output")]
+        if len(sites) < 2:
+            return
+        for name in _modules(edit):
+            stated: dict[str, Site] = {}
+            for site in (site for site in sites if site.matches(name)):
+                first = stated.setdefault(site.kind, site)
+                if self.placements[first] != self.placements[site]:
+                    both = " and ".join(f"{one}: {self.placements[one]}" for one in (first, site))
+                    raise MisstatedError(f"{self.name}: {both} both match {name}; let one glob match it")
 
     def text(self) -> str:
         return "\n".join(f"{site}: {placement}" for site, placement in self.placements.items())

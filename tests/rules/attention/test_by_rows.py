@@ -13,13 +13,22 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import autosp_rules  # noqa: F401  # its operators
+from autosp_rules.attention.ring_kernel import ring_attention, ring_attention_backward
 from fxrewrite import RuleSet
+from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from rules.attention import blocks as sizes, by_rows as module
-from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS, attention_by_rows, attention_by_rows_backward
+from rules.attention.blocks import kept_tiles
+from rules.attention.by_rows import (
+    ATTENTION_BY_ROWS,
+    BY_ROWS,
+    attention_by_rows,
+    attention_by_rows_backward,
+    attention_to_part,
+)
 from rules.attention.kernels import attend_block
 from rules.attention.operator import RAISE_ATTENTION
 from rules.masks.expressions import MaskExpression
+from rules.masks.tiles import MASK_TILES
 
 B, H, KV, S = 2, 4, 2, 7
 LOW = torch.finfo(torch.float64).min
@@ -303,11 +312,10 @@ def test_rows_that_keep_the_same_columns_are_one_block_without_a_mask(monkeypatc
 
 
 def test_a_cuda_graph_does_not_record_an_operator_that_waits_for_the_device() -> None:
-    rows = ("attention_by_rows", "attention_by_rows_backward", "attention_to_part", "kept_tiles", "mask_tiles")
-    operators = [getattr(torch.ops.fxrewrite_rules, name) for name in rows]
-    operators += [torch.ops.autosp.ring_attention, torch.ops.autosp.ring_attention_backward]
-    for operator in (*operators, torch.ops.fxrewrite.send_rows):
-        assert torch.Tag.cudagraph_unsafe in operator.default.tags
+    operators = [ATTENTION_BY_ROWS, MASK_TILES, SEND_ROWS]
+    custom = [attention_by_rows_backward, attention_to_part, kept_tiles, ring_attention, ring_attention_backward]
+    for operator in operators + [operator._opoverload for operator in custom]:
+        assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
 FAR: dict[str, tuple[Mask, int]] = {

@@ -267,6 +267,10 @@ def test_what_is_stated_wrong_is_said(mesh: DeviceMesh) -> None:
     twice = replace(TENSOR, place={**PLACE, param("layers.0.up.weight"): Shard(1)})
     said = r"layers.0.up.weight is stated as S\(0\) by param\('\*.up.weight'\), and as S\(1\) by"
     refused(mesh, twice, said)
+    one_module = {module_output("layers.0.up"): Shard(1), module_output("*.up"): Replicate()}
+    refused(mesh, replace(TENSOR, place=one_module), r"'\*.up'\): R both match layers.0.up; let one glob match it")
+    with pytest.raises(FxRewriteError, match=r"outputs\(-1\): a position is an int, counted from the front"):
+        outputs(-1)
     with pytest.raises(FxRewriteError, match="expect is a list of Sends, and has"):
         replace(TENSOR, expect=sends(all_reduce=1))  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match="tensor: method is a RuleSet, and not "):
