@@ -143,8 +143,8 @@ def _index_text(index: Any, names: Names) -> str:
 def _method(node: fx.Node) -> str:
     """The generated method of tensors that calls an overload of ATen; empty if a function is rather called."""
     name = _name_of_tensors(node)
-    schema_arguments = node.target._schema.arguments if name else ()  # pyright: ignore[reportAttributeAccessIssue]
-    is_method = name in torch._C.TensorBase.__dict__ and name not in torch.Tensor.__dict__
+    schema_arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    is_method = bool(name) and name in torch._C.TensorBase.__dict__ and name not in torch.Tensor.__dict__
     is_preferred = name in _METHODS or not _is_function(name)
     is_of_self = bool(schema_arguments) and schema_arguments[0].name == "self" and isinstance(node.args[0], fx.Node)
     return name if is_method and is_preferred and is_of_self else ""
@@ -162,8 +162,9 @@ def _function_text(node: fx.Node, modules: dict[str, None]) -> str:
 def _name_of_tensors(node: fx.Node) -> str:
     """The name of an overload of ATen that is called with a tensor; empty for all else."""
     target = node.target
-    is_aten = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
-    if not is_aten or target._schema.name.endswith("_") or "self" in node.kwargs or "out" in node.kwargs:
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return ""
+    if target._schema.name.endswith("_") or "self" in node.kwargs or "out" in node.kwargs:
         return ""
     first = node.args[0] if node.args else None
     first = first[0] if isinstance(first, (list, tuple)) and first else first
@@ -172,12 +173,12 @@ def _name_of_tensors(node: fx.Node) -> str:
 
 def _is_function(name: str) -> bool:
     """Whether torch has a function of that name which is generated from the schemas of ATen."""
-    generated = getattr(torch._C._VariableFunctions, name, None)
+    generated = getattr(torch._C._VariableFunctions, name, None)  # pyright: ignore[reportAttributeAccessIssue]
     return generated is not None and getattr(torch, name, None) == generated
 
 
 def _is_functional(name: str) -> bool:
-    generated = getattr(torch._C._nn, name, None)
+    generated = getattr(torch._C._nn, name, None)  # pyright: ignore[reportAttributeAccessIssue]
     return generated is not None and getattr(torch.nn.functional, name, None) is generated
 
 

@@ -80,11 +80,10 @@ def attention(
             sinks are not one column.
         NotImplementedError: there is dropout together with sinks or a softcap.
     """
-    num_keys, num_values = key.shape[-2], value.shape[-2]
-    torch._check_value(num_keys == num_values, lambda: f"attention takes {num_keys} keys, but {num_values} values")
-    if sinks is not None:
-        columns = sinks.shape[-1]
-        torch._check_value(columns == 1, lambda: f"attention takes one column of sinks, not {columns}")
+    if (num_keys := key.shape[-2]) != (num_values := value.shape[-2]):
+        raise ValueError(f"attention takes {num_keys} keys, but {num_values} values")
+    if sinks is not None and (columns := sinks.shape[-1]) != 1:
+        raise ValueError(f"attention takes one column of sinks, not {columns}")
     if sinks is None and not softcap:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxrewrite.verify.compare import Difference
 from fxrewrite.verify.snippet import snippet
 from fxrewrite.verify.tensors import InputSpec
+from tests.bench.corpus import CASES
 
 X, Y = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([[2.0, 5.0], [7.0, -1.0]])
 
@@ -60,3 +61,16 @@ def test_a_program_has_operators_between_operands(text: str, trace: Callable[...
     exec(program, ran)
     (found,) = ran["expected"] if isinstance(ran["expected"], tuple) else (ran["expected"],)
     assert torch.equal(found, EXPRESSIONS[text](X, Y))
+
+
+@pytest.mark.parametrize("name", ["other.rotary_by_halves_wrong", "attention.to_sdpa_wrong"])
+def test_a_counterexample_has_fewer_than_ten_lines(name: str) -> None:
+    (rule,) = (case.rule for case in CASES if case.rule.id == name)
+    counterexample = rule.verify().counterexample
+    assert counterexample is not None
+    lines = [line for line in counterexample.snippet.splitlines() if not line.startswith("#")]
+    assert len(lines) < 10
+    assert max(map(len, lines)) <= 200
+    ran: dict[str, Any] = {}
+    exec(counterexample.snippet, ran)
+    assert not torch.allclose(ran["expected"][0], ran["found"][0])
