@@ -94,6 +94,7 @@ EQUAL = {
     "autosp.repeat_kv_heads/dimension 1": f"{_REFUSED}; without repeats, every dimension is the same",
     "autosp.repeat_kv_heads/constant 0": "repeats compose: grouped attention repeats heads of k by what is left",
     "autosp.ring_of_ranks/constant 4": "it says which ranks form a group; whole values are computed without ranks",
+    "attention.write_out: is_no_sdpa(root)": "it calls scaled_dot_product_attention, as `lower_to_sdpa` does",
     "is_param(b)": _KNOWN_AT_ONCE,
     "is_param(gamma)": _KNOWN_AT_ONCE,
     "is_param(beta)": _KNOWN_AT_ONCE,
