@@ -39,6 +39,7 @@ PRIVATE_TORCH = {
     "fxrewrite/torch_versions.py": "what differs between versions of torch",
     "fxrewrite/prove/symbolic.py": "symbolic sizes and decompositions, of which proofs are made",
     "fxrewrite/verify/build.py": "fake tensors, the values of the graphs that rules are tested on",
+    "fxrewrite/verify/spelling.py": "which functions and methods torch generates from the schemas of ATen",
     "fxrewrite/testing/fake_mesh.py": "the fake process group",
     "fxrewrite/testing/ranks.py": "LocalTensorMode: P ranks in one process",
     "rules/fusions/integers.py": "where torch defines the operators of quantized graphs",

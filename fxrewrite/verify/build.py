@@ -254,8 +254,8 @@ class Builder:
         """Makes a new node and runs it, so its value is known."""
         op = "call_method" if isinstance(target, str) else "call_function"
         node = self._graph.create_node(op, target, tuple(args), dict(kwargs))
-        if GROUPED_ATTENTION_NEEDS_HEADS and _is_grouped_without_heads(node):
-            raise NoSampleError("attention with grouped heads needs a head")
+        if problem := _unchecked(node):
+            raise NoSampleError(problem)
         values, named = map_arg((args, dict(kwargs)), ops.value)  # pyright: ignore[reportArgumentType]
         try:
             node.meta["val"] = _callable(target)(*values, **named)
@@ -355,11 +355,17 @@ def _callable(target: Any) -> Callable[..., Any]:
     return getattr(torch.Tensor, target) if isinstance(target, str) else target
 
 
-def _is_grouped_without_heads(node: fx.Node) -> bool:
+def _unchecked(node: fx.Node) -> str:
+    """Says which operands ATen's kernels for CPUs do not check, and read memory that is not theirs; empty if none."""
     if ops.key(node) != "aten::scaled_dot_product_attention":
-        return False
+        return ""
     bound = ops.bind(node)
-    return bool(bound["enable_gqa"]) and 0 in _tensor(bound["key"]).shape[-3:-2]
+    key, value = _tensor(bound["key"]), _tensor(bound["value"])
+    if GROUPED_ATTENTION_NEEDS_HEADS and bound["enable_gqa"] and 0 in key.shape[-3:-2]:
+        return "attention with grouped heads needs a head"
+    if key.shape[-2:-1] != value.shape[-2:-1]:
+        return f"attention needs as many values as keys, not {value.shape[-2]} for {key.shape[-2]}"
+    return ""
 
 
 def _tensor(node: fx.Node) -> torch.Tensor:

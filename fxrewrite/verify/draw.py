@@ -65,6 +65,7 @@ class Draw:
         contents: what most tensors of this sample contain; see `InputSpec.contents`.
         points: numbers that the rule compares with, or that its graphs name; see `InputSpec.points`.
         wide: whether guessed tensors are at times of integers, or of another dtype than the sample.
+        plain: whether tensors are contiguous and their entries are small integers; to shrink a counterexample.
     """
 
     def __init__(
@@ -81,20 +82,22 @@ class Draw:
         long_sizes: Sequence[int] = (),
         points: Sequence[float] = (),
         wide: bool = False,
+        plain: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
         self.dtype = dtype
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most
         self.wide = wide
-        self.contents: Contents = _contents_of(index, domain)
+        self.plain = plain
+        self.contents: Contents = "integers" if plain else _contents_of(index, domain)
         low, high = (0.0, math.inf) if domain != "moderate" else _MODERATE_POINTS
         self.points = tuple(point for point in points if low <= point <= high)
         self._integers = tuple(point for point in points if point > _SMALL_INTEGER and point == int(point))
         self._near = self.rng.gauss(0.0, 1.0)
         """What all tensors of this sample are close to, so that differences between them cancel."""
         pool = [self._size(sizes, often) for _ in range(self.rng.choice((1, 1, 2, 3)))]
-        self._pool = [size for size in pool if size <= most] or [1]
+        self._pool = list(range(1, most + 1)) if plain else [size for size in pool if size <= most] or [1]
         """The few sizes of this sample, so that sizes which must be equal often are."""
         kind = _SIZES[index % len(_SIZES)]
         self._rare: int | None = 0 if kind == "empty" else None
@@ -145,6 +148,8 @@ class Draw:
         layouts: list[MemoryLayout] = ["contiguous", "contiguous", "contiguous", "transposed", "expanded", "sliced"]
         layout, seed = self.rng.choice(layouts), self.rng.getrandbits(32)
         contents: Contents = self.contents if self.flag(0.8) or self.contents == "special" else "normal"
+        if self.plain:
+            layout, contents = "contiguous", self.contents
         points = (self._near,) if contents == "close" else self.points
         points = points if dtype is None or dtype.is_floating_point or dtype.is_complex else self._integers
         return InputSpec(tuple(shape), dtype or self.dtype, layout, contents, seed, points, is_param=is_param)

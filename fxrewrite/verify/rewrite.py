@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import logging
 import math
 import warnings
@@ -205,6 +206,10 @@ def _is_real(value: Any) -> bool:
     return not isinstance(value, InputSpec) or value.dtype.is_floating_point
 
 
+def _num_entries(trial: Trial) -> int:
+    return sum(math.prod(spec.shape) for _, spec in trial.sample.specs()) if trial.sample is not None else 0
+
+
 def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, Any]:
     """Returns, at times, other values than the sampler gave, or fewer, which are guessed: it may give only what fits.
 
@@ -307,7 +312,7 @@ class _Search:
     def _is_impossible(self, rare: Alternative) -> bool:
         return self.proposed[rare] >= _RARE and not self.met[rare]
 
-    def propose(self, index: int, *, most: int, is_complex: bool = False) -> Trial:
+    def propose(self, index: int, *, most: int, is_complex: bool = False, plain: bool = False) -> Trial:
         """Makes and tests the sample with this number. One of complex numbers is not counted among the others."""
         dtypes = [dtype for dtype in self.dtypes if dtype.is_complex == is_complex] or self.dtypes
         draw = Draw(
@@ -322,6 +327,7 @@ class _Search:
             long_sizes=self.long_sizes,
             points=self._points()[:_POINTS],
             wide=self.wide,
+            plain=plain,
         )
 
         def choose(site: ChoiceSite) -> int:
@@ -435,12 +441,16 @@ class _Search:
         return trial if trial.differences and trial.differences[0].kind == "value" else first
 
     def _drawn_smaller(self, index: int, first: Trial) -> Trial:
-        """Draws again with smaller limits of sizes, because a sampler's values must not be changed."""
-        for most in (1, 2, 3):
-            for again in range(index, index + _PROPOSALS):
-                trial = self.propose(again, most=most)
-                if trial.differences and trial.differences[0].kind == first.differences[0].kind:
-                    return trial
+        """Draws again with smaller limits of sizes, and plain tensors, as a sampler's values must not be changed.
+
+        Returns the trial with the fewest entries, of those that differ within the least limit that has any.
+        """
+        kind = first.differences[0].kind
+        for most, plain in itertools.product((1, 2, 3), (True, False)):
+            trials = (self.propose(again, most=most, plain=plain) for again in range(index, index + _PROPOSALS))
+            wrong = [trial for trial in trials if trial.differences and trial.differences[0].kind == kind]
+            if wrong:
+                return min(wrong, key=_num_entries)
         return first
 
     def _verdict(self, samples: int, counterexample: Counterexample | None, *, is_complex: bool = False) -> Verdict:

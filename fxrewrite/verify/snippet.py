@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
-from torch.fx.node import _get_qualified_name
 
 from fxrewrite import ops
 from fxrewrite.verify.compare import Difference
+from fxrewrite.verify.spelling import Text, call_text, is_item, text_of
 from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["snippet"]
@@ -32,10 +30,13 @@ def outcome(function):
 """
 _GRADIENTS = "fxrewrite.verify:random_gradients"
 """What a program calls that shows gradients."""
-_WIDTH = 120
-"""Longest expression that is written where it is read."""
-_WIDTH_OF_RETURN = 200
-"""Longest line of a function that only returns something: a program of few lines is read first."""
+_WIDTH, _WIDEST = 100, 200
+"""Longest line of a program; and where the program would have more lines than `_MOST_LINES` otherwise."""
+_MOST_LINES = 9
+_LISTED = 4
+"""Most entries that are written one by one if all are the same."""
+_SHORT = 24
+"""Longest call that is written twice, rather than named."""
 
 
 def snippet(
@@ -59,14 +60,15 @@ def snippet(
     nodes = [node for gm in graphs.values() for node in gm.graph.nodes]
     modules: dict[str, None] = {"torch": None}
     given = [str(node.target) for node in before.graph.find_nodes(op="placeholder")]
-    functions = [_function(name, gm, modules, given) for name, gm in graphs.items()]
+    tensors = [_tensor_text(spec.tensor()) for _, spec in inputs]
+
+    def functions(width: int) -> list[str]:
+        made = [_function(name, gm, modules, given, width) for name, gm in graphs.items()]
+        return [line for text in (_inputs(tensors, width), *made) for line in text.splitlines()]
+
     called = [value for node in nodes for value in (node.target, *node.args, *node.kwargs.values())]
     if any(map(ops.is_of_a_library, called)):
         modules.update(dict.fromkeys(module for module in imports if module not in ("", "__main__")))
-    tensors = [_tensor_text(spec.tensor()) for _, spec in inputs]
-    joined = f"def inputs(): return [{', '.join(tensors)}]"
-    if len(joined) > _WIDTH_OF_RETURN:
-        joined = "def inputs(): return [\n    " + ",\n    ".join(tensors) + "]"
     run = ""
     if difference.kind in ("raises", "invalid"):
         run = _RAISING_RUN
@@ -85,71 +87,84 @@ def snippet(
     shown = ["expected", "found"][: len(calls)]
     results = zip(graphs, shown, calls, strict=True)
     prints = [f'print("{name + ":":10}", {value} := {call})' for name, value, call in results]
-    lines = [_imports(modules), joined, *functions, *run.splitlines()]
+    made = functions(_WIDTH)
+    others = [*_imports(modules).splitlines(), *run.splitlines(), *prints]
+    if len(made) + len(others) > _MOST_LINES:
+        made = functions(_WIDEST)
+    lines = [_imports(modules), *made, *run.splitlines()]
     comment = [f"# {title}", *(f"# {line}" for line in str(difference).splitlines())]
     return "\n".join([*comment, *lines, *prints]) + "\n"
 
 
-def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Sequence[str]) -> str:
+def _inputs(tensors: Sequence[str], width: int) -> str:
+    """Returns a function that makes the inputs, in one line of up to `width` characters or a line for each."""
+    joined = f"def inputs(): return [{', '.join(tensors)}]"
+    return joined if len(joined) <= width else "def inputs(): return [\n    " + ",\n    ".join(tensors) + "]"
+
+
+def _function(name: str, gm: fx.GraphModule, modules: dict[str, None], given: Sequence[str], width: int) -> str:
     """Returns the graph as a function; values that are read several times are named v0, v1 ... in order.
 
-    `given` are its parameters, also those whose entries the module holds.
+    `given` are its parameters, also those whose entries the module holds. A short call that is read twice is written
+    twice if the function then only returns something.
     """
+    header = f"def {name}({', '.join(given)}):"
+    lines, returned = _body(gm, modules, given, width, repeated=_SHORT)
+    if lines or len(returned) > _WIDTH:
+        lines, returned = _body(gm, modules, given, width, repeated=0)
+    if not lines and len(header) + len(returned) < width:
+        return f"{header} {returned}"
+    return "\n".join([header, *(f"    {line}" for line in (*_joined(lines), returned))])
+
+
+def _body(
+    gm: fx.GraphModule, modules: dict[str, None], given: Sequence[str], width: int, *, repeated: int
+) -> tuple[list[tuple[str, str]], str]:
+    """Returns the names and values that are assigned, and the return; calls of up to `repeated` characters, twice."""
     numbers = itertools.count()
-    names: dict[fx.Node, str] = {}
-    lines: list[str] = []
+    names: dict[fx.Node, Text] = {}
+    lines: list[tuple[str, str]] = []
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     unread = {node for node in calls if not node.users and ops.is_pure(node)}
     ordered = [node for node in calls if not ops.is_pure(node)]  # one that draws may be computed at any time
     is_any_order = not ordered or (len(ordered) == 1 and not ops.mutates(ordered[0]))
     returned = ""
+
+    def assign(node: fx.Node, value: str) -> None:
+        names[node] = Text(f"v{next(numbers)}")
+        lines.append((names[node].text, value))
+
     for node in gm.graph.nodes:
         if node.op == "placeholder" or (node.op == "get_attr" and node.target in given):
-            names[node] = str(node.target)
+            names[node] = Text(str(node.target))
         elif node in unread:
             continue
         elif node.op == "get_attr":  # what a rule computed once
-            names[node] = f"v{next(numbers)}"
-            lines.append(f"    {names[node]} = {_tensor_text(ops.held(gm, node))}")
+            assign(node, _tensor_text(ops.held(gm, node)))
         elif node.op == "output":
-            returned = f"return {_text(node.args[0], names)}"
+            returned = f"return {text_of(node.args[0], names)}"
         else:
-            text = _call_text(node, names, modules)
-            width = _WIDTH_OF_RETURN if any(user.op == "output" for user in node.users) else _WIDTH
-            if is_any_order and len(node.users) == 1 and len(text) <= width:
-                names[node] = text
+            written = call_text(node, names, modules)
+            longest = width if any(user.op == "output" for user in node.users) else _WIDTH
+            is_short = len(node.users) == 2 and len(written.text) <= repeated and ops.is_pure(node)
+            is_read_where_written = len(node.users) == 1 or is_short or is_item(node, names)
+            if is_any_order and is_read_where_written and len(written.text) <= longest:
+                names[node] = written
             else:
-                names[node] = f"v{next(numbers)}"
-                lines.append(f"    {names[node]} = {text}")
-    header = f"def {name}({', '.join(given)}):"
-    if not lines and len(header) + len(returned) <= _WIDTH_OF_RETURN:
-        return f"{header} {returned}"
-    return "\n".join([header, *lines, f"    {returned}"])
+                assign(node, written.text)
+    return lines, returned
 
 
-def _call_text(node: fx.Node, names: Mapping[fx.Node, str], modules: dict[str, None]) -> str:
-    for value in (*node.args, *node.kwargs.values()):
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            modules[f"{type(value).__module__}:{type(value).__name__}"] = None
-    args = [_text(argument, names) for argument in node.args]
-    args_and_names = [*args, *(f"{name}={_text(value, names)}" for name, value in node.kwargs.items())]
-    if isinstance(node.target, str):
-        return f"{args[0]}.{node.target}({', '.join(args_and_names[1:])})"
-    return f"{_target_text(node.target, modules)}({', '.join(args_and_names)})"
-
-
-def _target_text(target: Any, modules: dict[str, None]) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return f"torch.ops.{target}"
-    name = _get_qualified_name(target).removeprefix("_")  # `_operator.mul`, as Python calls `operator.mul`
-    module = (getattr(target, "__module__", None) or "").removeprefix("_")
-    if name.startswith("torch.") or not module:
-        return name
-    if ops.is_virtual(target):  # by its own name, which its package may export in place of the module
-        modules[f"{module}:{target.__name__}"] = None
-        return target.__name__
-    modules[module] = None
-    return name
+def _joined(assigned: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yields assignments; those of calls of one function on parameters, one after the other, in one line."""
+    for called, group in itertools.groupby(assigned, lambda line: line[1].partition("(")[0]):
+        lines = list(group)
+        names, values = (", ".join(texts) for texts in zip(*lines, strict=True))
+        is_one = called.startswith("torch.") and not any(name in values for name, _ in lines)
+        if is_one and len(names) + len(values) + 7 <= _WIDTH:
+            yield f"{names} = {values}"
+        else:
+            yield from (f"{name} = {value}" for name, value in lines)
 
 
 def _imports(modules: Iterable[str]) -> str:
@@ -162,40 +177,36 @@ def _imports(modules: Iterable[str]) -> str:
     return "\n".join(lines + [f"from {m} import {', '.join(sorted(of))}" for m, of in sorted(names.items()) if of])
 
 
-def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
-    """Returns a value as Python source; nodes by name."""
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, (list, tuple)):
-        items = ", ".join(_text(item, names) for item in value)
-        return f"[{items}]" if isinstance(value, list) else f"({items}{',' * (len(value) == 1)})"
-    if isinstance(value, slice):
-        return f"slice({_text(value.start, names)}, {_text(value.stop, names)}, {_text(value.step, names)})"
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return f'float("{value}")'
-    if isinstance(value, torch.device):
-        return f'torch.device("{value}")'
-    if isinstance(value, torch._ops.OpOverload):
-        return f"torch.ops.{value}"
-    return repr(value)
-
-
 def _tensor_text(tensor: torch.Tensor) -> str:
     """Returns an expression that makes this tensor, including its strides."""
     if not tensor.numel():
         return f"torch.empty({list(tensor.shape)}, dtype={tensor.dtype})"
     if tensor.storage_offset():
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
-        memory = _text(tensor.as_strided((count,), (1,), 0).tolist(), {})
+        memory = text_of(tensor.as_strided((count,), (1,), 0).tolist(), {})
         place = f"{list(tensor.shape)}, {list(tensor.stride())}, {tensor.storage_offset()}"
         return f"torch.tensor({memory}, dtype={tensor.dtype}).as_strided({place})"
     base, is_expanded = tensor, False
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and step == 0:
             base, is_expanded = base.narrow(dim, 0, 1), True
-    text = f"torch.tensor({_text(base.tolist(), {})}, dtype={tensor.dtype})"
+    entries = text_of(base.tolist(), {})
+    flat = {text_of(entry, {}) for entry in base.flatten().tolist()}
+    if len(flat) == 1 and tensor.numel() > _LISTED and tensor.is_contiguous():
+        return _filled_text(tensor, *flat)
+    inferred = torch.tensor(base.tolist()).dtype  # float32, int64 and bool need no name
+    text = f"torch.tensor({entries})" if tensor.dtype is inferred else f"torch.tensor({entries}, dtype={tensor.dtype})"
     if is_expanded:
         return f"{text}.expand({list(tensor.shape)})"
     if not tensor.is_contiguous():
         return f"torch.empty_strided({list(tensor.shape)}, {list(tensor.stride())}, dtype={tensor.dtype}).copy_({text})"
     return text
+
+
+def _filled_text(tensor: torch.Tensor, entry: str) -> str:
+    """Returns an expression that makes a tensor whose entries are all the same."""
+    made = {"0.0": "zeros(", "1.0": "ones("}.get(entry, "full(")
+    filled = f", {entry}" if made == "full(" else ""
+    inferred = torch.tensor(tensor.flatten()[0].item()).dtype
+    dtype = "" if tensor.dtype is inferred else f", dtype={tensor.dtype}"
+    return f"torch.{made}{list(tensor.shape)}{filled}{dtype})"

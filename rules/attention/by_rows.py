@@ -230,6 +230,8 @@ def why_not_by_rows(q: fx.Node, k: fx.Node, v: fx.Node, mask: fx.Node | None, dr
             return f"{name} has rank {len(shape)}"
         if not is_same_size(shape[0], shapes[0][0]):
             return f"{name} has a batch of {shape[0]}, q of {shapes[0][0]}"
+    if not is_same_size(shapes[1][1], shapes[2][1]):  # kernels would read memory that is not theirs
+        return f"v has {shapes[2][1]} heads, k {shapes[1][1]}"
     if dropout_p:
         return "dropout draws in the scores"
     if mask is None:

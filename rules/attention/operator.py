@@ -75,9 +75,15 @@ def attention(
     """Computes the operator's result.
 
     Raises:
-        ValueError: there are a mask and `is_causal`, as from scaled_dot_product_attention (RuntimeError there).
+        ValueError: there are a mask and `is_causal`, as from scaled_dot_product_attention (RuntimeError there); there
+            are more or fewer values than keys, of which ATen's kernels for CPUs read memory that is not theirs; or
+            sinks are not one column.
         NotImplementedError: there is dropout together with sinks or a softcap.
     """
+    if (num_keys := key.shape[-2]) != (num_values := value.shape[-2]):
+        raise ValueError(f"attention takes {num_keys} keys, but {num_values} values")
+    if sinks is not None and (columns := sinks.shape[-1]) != 1:
+        raise ValueError(f"attention takes one column of sinks, not {columns}")
     if sinks is None and not softcap:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

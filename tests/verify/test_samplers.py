@@ -168,3 +168,19 @@ def test_labels_of_1_are_not_measured_next_to_1() -> None:
     verdict = verify(narrow, sampler=pairs, dtypes=["float32"], terminates=False)
     assert verdict.counterexample is not None, str(verdict)
     assert verdict.counterexample.difference.kind == "value"
+
+
+def test_attention_with_other_numbers_of_keys_and_values_is_never_run() -> None:
+    """Its kernels for CPUs do not check it, and read memory that is not theirs."""
+    rule = rule_of(
+        op("scaled_dot_product_attention", cap("q"), cap("k"), cap("v")),
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=q.shape[-1] ** -0.5),
+        numerics="reassociates",
+    )
+
+    def sampler(draw: Draw) -> dict[str, Any]:
+        return {"q": draw.tensor(1, 1, 2, 2), "k": draw.tensor(1, 1, 1, 2), "v": draw.tensor(1, 1, 3, 2)}
+
+    verdict = verify(rule, sampler=sampler, samples=2)
+    assert not verdict.samples
+    assert "attention needs as many values as keys, not 3 for 1" in str(verdict)

@@ -198,6 +198,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         lambda q, k, v, x, y: F.scaled_dot_product_attention(q[:, :KV], k[:1], v[:1], causal(x)),
         "k has a batch of 1, q of 2",
     ),
+    "other heads of values": (
+        lambda q, k, v, x, y: F.scaled_dot_product_attention(q, k, v[:, :1], causal(x), enable_gqa=True),
+        "v has 1 heads, k 2",
+    ),
     "too long": (attend_with(lambda x, y: repeated(causal(x), 12)), "it is too long an expression"),
 }
 

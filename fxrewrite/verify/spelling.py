@@ -1,0 +1,223 @@
+"""How the calls of a graph are written in a program: operators between operands, methods, functions of torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import _get_qualified_name
+
+from fxrewrite import ops
+
+__all__ = ["Text", "call_text", "is_item", "literal_text", "text_of"]
+
+_ATOM, _UNARY, _POWER = 8, 6, 7
+_SIGNS: dict[str, tuple[str, int]] = {
+    "lt": ("<", 0),
+    "le": ("<=", 0),
+    "gt": (">", 0),
+    "ge": (">=", 0),
+    "eq": ("==", 0),
+    "ne": ("!=", 0),
+    "or_": ("|", 1),
+    "xor": ("^", 2),
+    "and_": ("&", 3),
+    "add": ("+", 4),
+    "sub": ("-", 4),
+    "mul": ("*", 5),
+    "truediv": ("/", 5),
+    "floordiv": ("//", 5),
+    "mod": ("%", 5),
+    "matmul": ("@", 5),
+    "pow": ("**", _POWER),
+}
+"""Signs of functions of `operator` with two operands, and how closely they bind."""
+_UNARY_SIGNS = {"neg": "-", "invert": "~"}
+_OF_ATEN = {
+    "div": "truediv",
+    "remainder": "mod",
+    "bitwise_and": "and_",
+    "bitwise_or": "or_",
+    "bitwise_xor": "xor",
+    "bitwise_not": "invert",
+    "__and__": "and_",
+    "__or__": "or_",
+    "__xor__": "xor",
+}
+"""What `operator` calls the same operation."""
+_OVERLOADS = ("default", "Tensor", "Scalar", "Tensor_Tensor", "Tensor_Scalar")
+"""Overloads that a sign calls, of a tensor and a tensor or a number."""
+_METHODS = ("transpose", "permute", "unsqueeze", "squeeze", "reshape", "flatten", "masked_fill")
+"""What is a function of torch too, and is rather written as a method."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Text:
+    """An expression, and how closely its last operator binds: one that binds less than asked for is in parentheses."""
+
+    text: str
+    binds: int = _ATOM
+
+    def within(self, least: int) -> str:
+        """The expression as an operand of what binds as closely as `least`."""
+        return self.text if self.binds >= least else f"({self.text})"
+
+
+Names = Mapping[fx.Node, Text]
+
+
+def call_text(node: fx.Node, names: Names, modules: dict[str, None]) -> Text:
+    """Returns the call of a node as Python source; adds what it needs to `modules`, see `_imports`."""
+    for value in (*node.args, *node.kwargs.values()):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            modules[f"{type(value).__module__}:{type(value).__name__}"] = None
+    short = None if node.kwargs else _with_a_sign(node, names)
+    if short is not None:
+        return short
+    args = [text_of(argument, names) for argument in node.args]
+    args_and_names = [*args, *(f"{name}={text_of(value, names)}" for name, value in node.kwargs.items())]
+    method = node.target if isinstance(node.target, str) else _method(node)
+    if method:
+        receiver = names[node.args[0]] if isinstance(node.args[0], fx.Node) else Text(args[0], 0)
+        return Text(f"{receiver.within(_ATOM)}.{method}({', '.join(args_and_names[1:])})")
+    return Text(f"{_function_text(node, modules)}({', '.join(args_and_names)})")
+
+
+def is_item(node: fx.Node, names: Names) -> bool:
+    """Whether it is an item of a list or tuple that has a name, which is as short as a name."""
+    of = node.args[0] if node.target is operator.getitem else None
+    return isinstance(of, fx.Node) and names[of].text.isidentifier() and isinstance(ops.value(of), (list, tuple))
+
+
+def _with_a_sign(node: fx.Node, names: Names) -> Text | None:
+    """Returns what is written as `x + y`, `-x` or `x[0]`; None if it is not."""
+    name, args = _operator_name(node), node.args
+    if name == "getitem" and isinstance(args[0], fx.Node):
+        return Text(f"{names[args[0]].within(_ATOM)}[{_index_text(args[1], names)}]")
+    if name in _UNARY_SIGNS and len(args) == 1 and isinstance(args[0], fx.Node):
+        return Text(f"{_UNARY_SIGNS[name]}{names[args[0]].within(_UNARY)}", _UNARY)
+    if name not in _SIGNS or len(args) != 2:
+        return None
+    sign, binds = _SIGNS[name]
+    before, after = (_operand(arg, names) for arg in args)
+    if before is None or after is None:
+        return None
+    is_power = binds == _POWER
+    return Text(f"{before.within(_ATOM if is_power else max(binds, 1))} {sign} {after.within(binds + 1)}", binds)
+
+
+def _operator_name(node: fx.Node) -> str:
+    """What `operator` calls it; empty if it has no such function, or another overload would be called."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        is_plain = target.namespace == "aten" and target._overloadname in _OVERLOADS
+        is_of_tensor = bool(node.args) and isinstance(node.args[0], fx.Node)
+        name = target._schema.name.partition("::")[2] if is_plain and is_of_tensor else ""
+        return _OF_ATEN.get(name, name if name not in ("and_", "or_") else "")
+    is_of_operator = getattr(target, "__module__", "") in ("_operator", "operator")
+    return getattr(target, "__name__", "") if is_of_operator else ""
+
+
+def _operand(value: Any, names: Names) -> Text | None:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, (bool, int, float)):
+        text = literal_text(value)
+        return Text(text, _UNARY if text.startswith("-") else _ATOM)
+    return None
+
+
+def _index_text(index: Any, names: Names) -> str:
+    if isinstance(index, tuple) and index:
+        return ", ".join(_index_text(item, names) for item in index) + "," * (len(index) == 1)
+    if isinstance(index, slice):
+        ends = ["" if end is None else text_of(end, names) for end in (index.start, index.stop, index.step)]
+        return ":".join(ends if ends[2] else ends[:2])
+    return text_of(index, names)
+
+
+def _method(node: fx.Node) -> str:
+    """The generated method of tensors that calls an overload of ATen; empty if a function is rather called."""
+    name = _name_of_tensors(node)
+    schema_arguments = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    is_method = bool(name) and name in torch._C.TensorBase.__dict__ and name not in torch.Tensor.__dict__
+    is_preferred = name in _METHODS or not _is_function(name)
+    is_of_self = bool(schema_arguments) and schema_arguments[0].name == "self" and isinstance(node.args[0], fx.Node)
+    return name if is_method and is_preferred and is_of_self else ""
+
+
+def _function_text(node: fx.Node, modules: dict[str, None]) -> str:
+    name = _name_of_tensors(node)
+    if name and _is_function(name):
+        return f"torch.{name}"
+    if name and _is_functional(name):
+        return f"torch.nn.functional.{name}"
+    return _target_text(node.target, modules)
+
+
+def _name_of_tensors(node: fx.Node) -> str:
+    """The name of an overload of ATen that is called with a tensor; empty for all else."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return ""
+    if target._schema.name.endswith("_") or "self" in node.kwargs or "out" in node.kwargs:
+        return ""
+    first = node.args[0] if node.args else None
+    first = first[0] if isinstance(first, (list, tuple)) and first else first
+    return target._schema.name.partition("::")[2] if isinstance(first, fx.Node) else ""
+
+
+def _is_function(name: str) -> bool:
+    """Whether torch has a function of that name which is generated from the schemas of ATen."""
+    generated = getattr(torch._C._VariableFunctions, name, None)  # pyright: ignore[reportAttributeAccessIssue]
+    return generated is not None and getattr(torch, name, None) == generated
+
+
+def _is_functional(name: str) -> bool:
+    generated = getattr(torch._C._nn, name, None)  # pyright: ignore[reportAttributeAccessIssue]
+    return generated is not None and getattr(torch.nn.functional, name, None) is generated
+
+
+def _target_text(target: Any, modules: dict[str, None]) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return f"torch.ops.{target}"
+    name = _get_qualified_name(target).removeprefix("_")  # `_operator.mul`, as Python calls `operator.mul`
+    module = (getattr(target, "__module__", None) or "").removeprefix("_")
+    last = name.rpartition(".")[2]
+    if name == f"torch._C._nn.{last}" and _is_functional(last):
+        return f"torch.nn.functional.{last}"
+    if name.startswith("torch.") or not module:
+        return name
+    if ops.is_virtual(target):  # by its own name, which its package may export in place of the module
+        modules[f"{module}:{target.__name__}"] = None
+        return target.__name__
+    modules[module] = None
+    return name
+
+
+def text_of(value: Any, names: Names) -> str:
+    """Returns a value as Python source; nodes by name."""
+    if isinstance(value, fx.Node):
+        return names[value].text
+    if isinstance(value, (list, tuple)):
+        items: Sequence[Any] = value
+        joined = ", ".join(text_of(item, names) for item in items)
+        return f"[{joined}]" if isinstance(value, list) else f"({joined}{',' * (len(items) == 1)})"
+    if isinstance(value, slice):
+        return f"slice({text_of(value.start, names)}, {text_of(value.stop, names)}, {text_of(value.step, names)})"
+    return literal_text(value)
+
+
+def literal_text(value: Any) -> str:
+    """Returns a literal as Python source."""
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return f'float("{value}")'
+    if isinstance(value, torch.device):
+        return f'torch.device("{value}")'
+    if isinstance(value, torch._ops.OpOverload):
+        return f"torch.ops.{value}"
+    return repr(value)
