@@ -35,6 +35,8 @@ _WIDTH, _WIDEST = 100, 200
 _MOST_LINES = 9
 _LISTED = 4
 """Most entries that are written one by one if all are the same."""
+_INFERRED = (torch.float32, torch.int64, torch.bool)
+"""Dtypes that torch gives to numbers and bools where the program names none."""
 _SHORT = 24
 """Longest call that is written twice, rather than named."""
 
@@ -194,8 +196,8 @@ def _tensor_text(tensor: torch.Tensor) -> str:
     flat = {text_of(entry, {}) for entry in base.flatten().tolist()}
     if len(flat) == 1 and tensor.numel() > _LISTED and tensor.is_contiguous():
         return _filled_text(tensor, *flat)
-    inferred = torch.tensor(base.tolist()).dtype  # float32, int64 and bool need no name
-    text = f"torch.tensor({entries})" if tensor.dtype is inferred else f"torch.tensor({entries}, dtype={tensor.dtype})"
+    dtype = "" if tensor.dtype in _INFERRED else f", dtype={tensor.dtype}"
+    text = f"torch.tensor({entries}{dtype})"
     if is_expanded:
         return f"{text}.expand({list(tensor.shape)})"
     if not tensor.is_contiguous():
@@ -207,6 +209,6 @@ def _filled_text(tensor: torch.Tensor, entry: str) -> str:
     """Returns an expression that makes a tensor whose entries are all the same."""
     made = {"0.0": "zeros(", "1.0": "ones("}.get(entry, "full(")
     filled = f", {entry}" if made == "full(" else ""
-    inferred = torch.tensor(tensor.flatten()[0].item()).dtype
-    dtype = "" if tensor.dtype is inferred else f", dtype={tensor.dtype}"
+    is_inferred = tensor.dtype in _INFERRED if filled else tensor.dtype is torch.float32
+    dtype = "" if is_inferred else f", dtype={tensor.dtype}"
     return f"torch.{made}{list(tensor.shape)}{filled}{dtype})"
