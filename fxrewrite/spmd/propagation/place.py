@@ -526,5 +526,8 @@ def _matching(site: Site, known: Mapping[str, T]) -> Iterator[tuple[str, T]]:
     found = [name for name in known if site.matches(name)]
     if not found and not site.optional:
         near = get_close_matches(site.glob, known, n=3, cutoff=0.3) or list(known)[:3]
-        raise _NothingMatchesError(f"{site} matches nothing; the graph has {', '.join(map(repr, near)) or 'none'}")
+        said = f"{site} matches nothing; the graph has {', '.join(map(repr, near)) or 'none'}"
+        if site.kind == "inputs":
+            said += " (a tensor that is passed twice has its first name: pass labels=ids.clone(), for example)"
+        raise _NothingMatchesError(said)
     yield from ((name, known[name]) for name in found)
