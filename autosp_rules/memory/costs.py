@@ -5,6 +5,7 @@ A program for any length has the costs of a long one (`autosp_rules.lengths.plan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -202,6 +203,7 @@ def read_in_backward(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 def computed_again(reads: Iterable[fx.Node], is_kept: Callable[[fx.Node], bool]) -> set[fx.Node]:
     """Returns what backward passes that read these values compute again, when they find what is kept."""
+    is_kept = functools.cache(is_kept)
     walk = reached(reads, lambda node: [] if is_kept(node) else node.all_input_nodes)
     return {node for node in walk if not is_kept(node)}
 
