@@ -10,7 +10,7 @@ from collections.abc import Generator
 __all__ = ["few_collections"]
 
 _OBJECTS = 200_000
-"""So many more objects than at the last collection start one; about 30 MiB, as nodes and values are small."""
+"""So many more objects than at the last collection start one."""
 
 
 class _Limit:

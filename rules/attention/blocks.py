@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from typing import Any, TypeAlias
 
 import torch
@@ -126,7 +125,8 @@ def kept_tiles(
     for part, row in doubtful[..., 0].nonzero().tolist():
         own = [leaf[part] if leaf.dim() > _MOST_DIMS else leaf for leaf in leaves]
         rows = (row * most_rows, min((row + 1) * most_rows, length))
-        if runs := _runs(kept[part, row].tolist(), width, num_keys):
+        (runs,) = _runs(kept[part, row, None], width, num_keys)
+        if runs:
             tops[part, row] = _part(expression, own, rows, runs).amax(-1).amin()
         else:
             kept[part, row] = True
@@ -179,23 +179,20 @@ def _read(kept: torch.Tensor | None, length: int, num_keys: int, device: torch.d
         yield (0, length), [(0, num_keys)], True
         return
     most_rows, width = _tile_size(length, num_keys, device)
-    of_rows = kept.tolist() if has_data(kept) else [None] * len(kept)
-    for row, of_row in enumerate(of_rows):
-        rows = (row * most_rows, min((row + 1) * most_rows, length))
-        if of_row is None:  # a body that is run to count what it allocates: the most that it may
-            yield rows, [(0, num_keys)], False
-        elif runs := _runs(of_row[:-1], width, num_keys):
-            yield rows, runs, of_row[-1]
+    rows = [(row, min(row + most_rows, length)) for row in range(0, length, most_rows)]
+    if not has_data(kept):  # a body that is run to count what it allocates: the most that it may
+        yield from ((each, [(0, num_keys)], False) for each in rows)
+        return
+    of_rows = zip(rows, _runs(kept[:, :-1], width, num_keys), kept[:, -1].tolist(), strict=True)
+    yield from ((each, runs, is_whole) for each, runs, is_whole in of_rows if runs)
 
 
-def _runs(kept: Sequence[bool], width: int, num_keys: int) -> list[Range]:
-    """Returns the columns of the tiles that are kept, in runs of neighbours."""
-    runs, first = [], 0
-    for is_kept, tiles in groupby(kept):
-        last = first + sum(1 for _ in tiles)
-        if is_kept:
-            runs.append((first * width, min(last * width, num_keys)))
-        first = last
+def _runs(kept: torch.Tensor, width: int, num_keys: int) -> list[list[Range]]:
+    """Returns for each block of rows the columns of the tiles that are kept, in runs of neighbours."""
+    edges = torch.nn.functional.pad(kept, (1, 1)).byte().diff(dim=-1).nonzero().tolist()  # where neighbours differ
+    runs: list[list[Range]] = [[] for _ in range(len(kept))]
+    for (row, first), (_, last) in zip(edges[::2], edges[1::2], strict=True):
+        runs[row].append((first * width, min(last * width, num_keys)))
     return runs
 
 
