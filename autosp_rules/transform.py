@@ -19,7 +19,7 @@ from autosp_rules.rule_set import rule_set
 from autosp_rules.sequence import tokens_per_rank
 from fxrewrite import Event, FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
-from fxrewrite.graph import check_sizes, reached
+from fxrewrite.graph import check_sizes, few_collections, reached
 from fxrewrite.ops import is_parameter, is_tensor, mutated
 from fxrewrite.spmd import (
     Axis,
@@ -78,6 +78,7 @@ def _written_parameter(gm: fx.GraphModule) -> fx.Node | None:
     return next((value for value in written if isinstance(getattr(gm, str(value.target), None), nn.Parameter)), None)
 
 
+@few_collections()
 def transform(
     gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border | None = None
 ) -> tuple[fx.GraphModule, AutoSPReport]:

@@ -24,7 +24,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, TypeAlias
@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from autosp_rules.memory.costs import (
     ATTENTION,
-    base_of,
+    bases_of,
     bytes_of,
     bytes_sent,
     computed_again,
@@ -104,6 +104,8 @@ class _Layer:
     """The nodes of a layer that may run twice, in order, and those of them that are saved."""
 
     nodes: list[fx.Node]
+    bases: Mapping[fx.Node, fx.Node]
+    """Of each node of the graph, the one that made its memory."""
     kept: set[fx.Node] = field(default_factory=set[fx.Node])
 
     @cached_property
@@ -145,7 +147,7 @@ class _Layer:
 
     def read_bytes(self) -> int:
         """Bytes that the backward pass reads of the layer, which is what is saved if nothing is recomputed."""
-        made = self.inside.intersection(map(base_of, self.read))
+        made = self.inside.intersection(map(self.bases.__getitem__, self.read))
         return sum(map(kept_bytes, made.union(self.results)))
 
 
@@ -283,7 +285,8 @@ def _layers(nodes: Sequence[fx.Node]) -> tuple[list[_Layer], int]:
     for node in nodes:
         if owners[node] and owners[node] not in own and _may_run_twice(node):
             found.setdefault(owners[node], []).append(node)
-    return [_Layer(group) for group in found.values() if any(map(cost_of, group))], len(own)
+    bases = bases_of(nodes)
+    return [_Layer(group, bases) for group in found.values() if any(map(cost_of, group))], len(own)
 
 
 def _may_run_twice(node: fx.Node) -> bool:

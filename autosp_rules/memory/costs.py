@@ -36,7 +36,7 @@ __all__ = [
     "Sends",
     "attention_flops",
     "backward_reads",
-    "base_of",
+    "bases_of",
     "bytes_of",
     "bytes_sent",
     "computed_again",
@@ -216,11 +216,13 @@ def kept_bytes(node: fx.Node) -> int:
     return bytes_of(node) + planned_size(out.numel()) // planned_size(out.shape[-1]) * max(4, out.element_size())
 
 
-def base_of(node: fx.Node) -> fx.Node:
-    """Returns the node that made the memory of which this node is a view."""
-    while _shows(node) and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+def bases_of(nodes: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Returns for each of a graph's nodes, in its order, the node that made the memory of which it is a view."""
+    found: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        shown = node.all_input_nodes[0] if node.all_input_nodes and _shows(node) else node
+        found[node] = found.get(shown, shown)
+    return found
 
 
 def _shows(node: fx.Node) -> bool:

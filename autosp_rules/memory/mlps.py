@@ -21,7 +21,7 @@ from torch import fx
 from autosp_rules.lengths import planned_size
 from autosp_rules.memory.checkpoint import is_recomputed
 from autosp_rules.memory.costs import (
-    base_of,
+    bases_of,
     bytes_of,
     computed_again,
     flops_of,
@@ -133,9 +133,10 @@ class _Held:
     """Bytes that backward passes read: of the inside of an MLP, and of the rest of its layer."""
 
     def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self._bases = bases_of(nodes)
         reads = read_in_backward(nodes)
-        self._again = computed_again(reads, _is_kept)
-        self._read = set(map(base_of, reads))
+        self._again = computed_again(reads, self._is_kept)
+        self._read = {self._bases[node] for node in reads}
         self._of_layers = Counter[Any]()
         for node in self._read:
             self._of_layers[node.meta.get("ac_graph_id")] += kept_bytes(node)
@@ -156,13 +157,12 @@ class _Held:
             return f"{inside:,} bytes are held inside, and {rest:,} bytes of the rest of its layer"
         return ""
 
-
-def _is_kept(node: fx.Node) -> bool:
-    """Whether the backward pass finds the value: it is untagged, or a later recomputed layer reads it."""
-    made = base_of(node)
-    layer = made.meta.get("ac_graph_id", 0)
-    later = (is_recomputed(user) and user.meta.get("ac_graph_id", 0) > layer for user in made.users)
-    return not is_recomputed(made) or any(later)
+    def _is_kept(self, node: fx.Node) -> bool:
+        """Whether the backward pass finds the value: it is untagged, or a later recomputed layer reads it."""
+        made = self._bases[node]
+        layer = made.meta.get("ac_graph_id", 0)
+        later = (is_recomputed(user) and user.meta.get("ac_graph_id", 0) > layer for user in made.users)
+        return not is_recomputed(made) or any(later)
 
 
 def _why_none(found: Mapping[fx.Node, Mlp | str]) -> str:

@@ -23,6 +23,7 @@ from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.other_sizes import check_sizes
 
 __all__ = [
@@ -231,10 +232,11 @@ class RewritingBackend(Generic[R]):
         Raises RefusedError if a rewritten normal form for many sizes holds one of the trace as a number.
         """
         refuse_precompile()
-        program = normalized(gm) if self.graph == "aten" else gm
-        report = rewrite(self._apply, program, self._context)
-        if self.graph == "aten":
-            check_sizes(program)
+        with few_collections():
+            program = normalized(gm) if self.graph == "aten" else gm
+            report = rewrite(self._apply, program, self._context)
+            if self.graph == "aten":
+                check_sizes(program)
         self.reports.append(report)
         if self._on_report is not None:
             self._on_report(report)

@@ -61,10 +61,28 @@ def check_sizes(gm: fx.GraphModule) -> None:
     shapes = _shapes_of(gm)
     if shapes is None:
         return
+    calls = list(_distinct_calls(gm))
     for steps in ((1, 2, 3), (-1, -2, -3)):
         chosen = _other_values(shapes, steps)
         if chosen:
-            _Check(gm, shapes, chosen).run()
+            _Check(shapes, chosen).run(calls)
+
+
+def _distinct_calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """The calls to check: one of those whose arguments and results are the same values, as those of equal layers are."""
+    seen = set[Any]()
+    for node in nodes_of(gm):
+        if node.op in ("call_function", "call_method") and _is_checked(node):
+            given = map_arg((node.args, dict(node.kwargs)), _value_or_node)  # pyright: ignore[reportArgumentType]
+            call = node.target, identity_of(given), identity_of(ops.value(node))
+            if call not in seen:
+                seen.add(call)
+                yield node
+
+
+def _value_or_node(node: fx.Node) -> Any:
+    found = ops.value(node)
+    return node if found is ops.MISSING else found
 
 
 def _shapes_of(gm: fx.GraphModule) -> Any:
@@ -147,8 +165,8 @@ def _admits(conditions: list[sympy.Basic], values: Mapping[sympy.Symbol, int]) -
 class _Check:
     """The values of a graph at chosen sizes; equal tensors are one object, so equal calls are known by identity."""
 
-    def __init__(self, gm: fx.GraphModule, shapes: Any, chosen: Mapping[sympy.Symbol, int]) -> None:
-        self._gm, self._shapes = gm, shapes
+    def __init__(self, shapes: Any, chosen: Mapping[sympy.Symbol, int]) -> None:
+        self._shapes = shapes
         self._chosen = chosen
         self._numbers = {symbol: sympy.Integer(value) for symbol, value in chosen.items()}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -159,11 +177,10 @@ class _Check:
         self._results: dict[Any, Any] = {}
         self._kept: list[Any] = []
 
-    def run(self) -> None:
+    def run(self, calls: Iterable[fx.Node]) -> None:
         with self._mode, torch.no_grad():
-            for node in nodes_of(self._gm):
-                if node.op in ("call_function", "call_method") and _is_checked(node):
-                    self._check(node)
+            for node in calls:
+                self._check(node)
 
     def _check(self, node: fx.Node) -> None:
         try:

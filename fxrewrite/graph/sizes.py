@@ -35,6 +35,7 @@ __all__ = [
     "is_there",
     "new_data_size",
     "product",
+    "quotient",
     "require_divisible",
     "size_hint",
     "written_factor",
@@ -137,10 +138,21 @@ def written_factor(size: Size) -> int:
 
 def product(sizes: Iterable[Size]) -> Size:
     """Returns the product of sizes; 1 if there are none."""
-    result: Size = 1
+    number, result = 1, None  # numbers are cheap to multiply, and symbolic sizes are not
     for size in sizes:
-        result = size if isinstance(result, int) and result == 1 else result * size
-    return result
+        if isinstance(size, int):
+            number *= size
+        else:
+            result = size if result is None else result * size
+    if result is None:
+        return number
+    return result if number == 1 else result * number
+
+
+def quotient(size: Size, by: Size) -> Size:
+    """Returns `size // by`; of 1, which most runs and chunks are divided by, the size itself."""
+    dividend: Any = size  # torch's stubs say that a quotient may be a float
+    return size if isinstance(by, int) and by == 1 else dividend // by
 
 
 def size_hint(size: Size, at_least: int = 0) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.graph.sizes import Size, is_same_size
+from fxrewrite.graph.sizes import Size, is_same_size, product, quotient
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -190,14 +190,14 @@ def is_same_placement(a: Placement, b: Placement) -> bool:
 
 def num_entries(shape: Sequence[Size], placement: Shard) -> Size:
     """How many entries of a value of global `shape` are cut into chunks, in each run: S."""
-    size: Any = shape[placement.dim]  # torch's stubs let quotients of sizes be floats
-    return size // placement.outer // placement.inner
+    return quotient(quotient(shape[placement.dim], placement.outer), placement.inner)
 
 
 def local_shape(shape: Sequence[Size], placement: Placement, num_ranks: int) -> list[Size]:
     """The shape that one rank holds of a value of global `shape`."""
     local = list(shape)
     if isinstance(placement, Shard):
-        entries: Any = num_entries(shape, placement) + (num_ranks - 1 if placement.uneven else 0)
-        local[placement.dim] = placement.outer * (entries // num_ranks) * placement.inner
+        entries = num_entries(shape, placement)
+        chunk = quotient(entries + num_ranks - 1 if placement.uneven else entries, num_ranks)
+        local[placement.dim] = product((placement.outer, chunk, placement.inner))
     return local

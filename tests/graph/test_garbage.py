@@ -22,15 +22,23 @@ def limits() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-@pytest.mark.parametrize(("limit", "within"), [(700, 200_000), (500_000, 500_000), (0, 0)])
-def test_the_limit_of_the_caller_is_set_back(limit: int, within: int) -> None:
-    gc.set_threshold(limit, 11, 12)
+@pytest.mark.parametrize(
+    ("limits", "within"),
+    [
+        ((700, 11, 12), (200_000, 11, 1_000)),
+        ((700, 11, 2_000), (200_000, 11, 2_000)),
+        ((500_000, 11, 12), (500_000, 11, 12)),
+        ((0, 11, 12), (0, 11, 12)),
+    ],
+)
+def test_the_limits_of_the_caller_are_set_back(limits: tuple[int, int, int], within: tuple[int, int, int]) -> None:
+    gc.set_threshold(*limits)
     with few_collections():
         with contextlib.suppress(KeyError), few_collections():
-            assert gc.get_threshold() == (within, 11, 12)
+            assert gc.get_threshold() == within
             raise KeyError
-        assert gc.get_threshold() == (within, 11, 12)
-    assert gc.get_threshold() == (limit, 11, 12)
+        assert gc.get_threshold() == within
+    assert gc.get_threshold() == limits
 
 
 def test_a_limit_that_is_set_within_stays() -> None:

@@ -67,7 +67,7 @@ class IndexMap:
                 if inner is None or divide_exactly(size, within) is None:
                     return None
                 return IndexPart(index, within, inner, placement.uneven)
-            before = before * size
+            before = product((before, size))
         return None
 
     def _below(self, dim: Dim, index: str) -> Size:
@@ -78,8 +78,8 @@ class IndexMap:
         for dim, indices in enumerate(terms):
             if part.index in indices:
                 before = product(self.sizes[index] for index in indices[: indices.index(part.index)])
-                inner = part.inner * self._below(indices, part.index) if part.uneven else 1
-                return Shard(dim, before * part.within, inner, part.uneven)
+                inner = product((part.inner, self._below(indices, part.index))) if part.uneven else 1
+                return Shard(dim, product((before, part.within)), inner, part.uneven)
         return Replicate()
 
     def has(self, terms: Terms, index: str) -> bool:

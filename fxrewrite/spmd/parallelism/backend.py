@@ -22,6 +22,7 @@ from fxrewrite.backends import (
     untraced_callers,
 )
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.other_sizes import check_sizes
 from fxrewrite.graph.sizes import size_hint
@@ -123,12 +124,13 @@ class SpmdBackend:
         chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
         self._has_arguments |= bool(chunks)
         self._agree_on_chunks(gm, chunks, example_inputs)
-        program = normalized(gm)
-        add_leaves(program)
-        lowering = self._lowering or chosen_for(self.plan, program, lambda: self._contexts(Outputs())).plan()
-        report = lowering.apply(program, context=self._contexts(crossing.outputs))
+        with few_collections():
+            program = normalized(gm)
+            add_leaves(program)
+            lowering = self._lowering or chosen_for(self.plan, program, lambda: self._contexts(Outputs())).plan()
+            report = lowering.apply(program, context=self._contexts(crossing.outputs))
+            check_sizes(program)
         report.events.extend(crossing.events)
-        check_sizes(program)
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
         checks = self._agree_on_program(program)

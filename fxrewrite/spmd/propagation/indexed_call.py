@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fxrewrite.errors import refuse
 from fxrewrite.graph.differentiable import is_differentiable
-from fxrewrite.graph.sizes import require_divisible
+from fxrewrite.graph.sizes import quotient, require_divisible
 from fxrewrite.spmd.facts import REQUIRED
 from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.layouts.rule import Call, LayoutRule
@@ -18,7 +18,7 @@ __all__ = ["IndexedCall", "is_divided"]
 
 def is_divided(indices: IndexMap, part: IndexPart, axis: Axis) -> bool:
     """Whether every rank can have a chunk of an index."""
-    return part.uneven or require_divisible(indices.sizes[part.index] // part.within, axis.size)
+    return part.uneven or require_divisible(quotient(indices.sizes[part.index], part.within), axis.size)
 
 
 @dataclass(frozen=True, slots=True)

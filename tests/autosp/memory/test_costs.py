@@ -21,7 +21,7 @@ from autosp_rules.memory.costs import (
     ATTENTION,
     ATTENTION_PASSES,
     backward_reads,
-    base_of,
+    bases_of,
     bytes_of,
     bytes_sent,
     cost_of,
@@ -348,4 +348,4 @@ def test_dropout_in_training_makes_memory() -> None:
     """And in evaluation shows its operand's."""
     gm = make_fx(lambda x: F.dropout(F.dropout(x.exp(), 0.5, True), 0.5, False), pre_dispatch=True)(_x())
     trained = next(node for node in gm.graph.nodes if key(node) == "aten::dropout")
-    assert base_of(gm.graph.output_node().all_input_nodes[0]) is trained
+    assert bases_of(gm.graph.nodes)[gm.graph.output_node().all_input_nodes[0]] is trained

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from autosp_rules import AutoSPConfig, dry_run
 from autosp_rules.memory.checkpoint import CheckpointOption, TagCheckpoints
-from autosp_rules.memory.costs import base_of
+from autosp_rules.memory.costs import bases_of
 from autosp_rules.memory.mlps import tile_mlps
 from fxrewrite import Report, RuleSet, normalize
 from tests.autosp.models import BATCH, LENGTH, batch, build
@@ -165,4 +165,4 @@ def test_what_is_no_option(option: object) -> None:
 def test_what_reads_nothing_made_its_own_memory() -> None:
     graph = fx.Graph()
     compared = graph.call_function(operator.eq, (30, 30))
-    assert base_of(compared) is compared
+    assert bases_of([compared]) == {compared: compared}
