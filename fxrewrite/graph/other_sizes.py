@@ -69,7 +69,7 @@ def check_sizes(gm: fx.GraphModule) -> None:
 
 
 def _distinct_calls(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """The calls to check: one of those whose arguments and results are the same values, as those of equal layers are."""
+    """The calls to check: one of those with the same values as arguments and result, as those of equal layers."""
     seen = set[Any]()
     for node in nodes_of(gm):
         if node.op in ("call_function", "call_method") and _is_checked(node):
