@@ -5,15 +5,19 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import importlib.util
 import inspect
+import logging
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import pydantic
 import torch
+
+from fxrewrite.sources import TOOLKIT, installed, source_digest
 
 __all__ = ["NoIdentityError", "identity"]
 
@@ -23,26 +27,35 @@ class NoIdentityError(TypeError):
 
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type(...), torch.dtype, torch.device, torch.layout)
-_BY_NAME = (type, types.ModuleType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_BY_NAME = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
-def identity(value: Any, *, with_addresses: bool = False) -> str:
+Objects: TypeAlias = Literal["state", "address", "refuse"]
+_Seen: TypeAlias = dict[int, tuple[int, Any]]
+"""Objects by address, with the order in which they were seen."""
+
+
+def identity(value: Any, *, objects: Objects = "state") -> str:
     """Returns a text that is equal for equal values, in every process.
 
-    For a function, it contains bytecode, constants, defaults, closure and the globals that it names. Functions among
-    these are included if they belong to the same top-level package.
+    For a function, it contains bytecode, constants, defaults and closure; of the user's functions also the globals and
+    attributes of modules that they name. What belongs to an installed package is named with the version of the package.
+    A class or a module of the user's is the hash of its source, with that of all modules of the user's that it imports.
+    Another object is its class and its attributes, or what its method `decisive` returns, if `objects` says so.
 
     Args:
         value: anything.
-        with_addresses: write the address of what has no other identity; then the text is of this process.
+        objects: what stands for an object of another class: what it holds now; or its address, so that the text is of
+            this process; or nothing, which is an error. An object of a class of an installed package, as a tensor, is
+            never what it holds.
 
     Raises:
         NoIdentityError: the value, or one that it refers to, is identified by its address only.
     """
-    return "\n".join(_parts(value, {}, with_addresses))
+    return "\n".join(_parts(value, {}, objects))
 
 
-def _parts(value: Any, seen: dict[int, int], addresses: bool) -> Iterator[str]:
+def _parts(value: Any, seen: _Seen, objects: Objects) -> Iterator[str]:
     if isinstance(value, _PLAIN):
         yield f"{type(value).__name__} {value!r}"
     elif isinstance(value, enum.Enum):
@@ -52,83 +65,166 @@ def _parts(value: Any, seen: dict[int, int], addresses: bool) -> Iterator[str]:
     elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops._OpNamespace):
         yield f"op {value}"
     elif isinstance(value, _BY_NAME):
-        yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+        yield _name(value)
+    elif isinstance(value, logging.Logger):
+        yield f"logger {value.name}"
+    elif isinstance(value, types.ModuleType):
+        yield from _source(value.__name__, value.__name__)
+    elif isinstance(value, type):
+        yield from _source(_name(value), value.__module__)
     elif id(value) in seen:
-        yield f"seen {seen[id(value)]}"
+        yield f"seen {seen[id(value)][0]}"
     else:
-        seen[id(value)] = len(seen)
-        yield from _compound(value, seen, addresses)
+        seen[id(value)] = len(seen), value  # kept, so that nothing else gets its address
+        yield from _compound(value, seen, objects)
 
 
-def _compound(value: Any, seen: dict[int, int], addresses: bool) -> Iterator[str]:
+def _compound(value: Any, seen: _Seen, objects: Objects) -> Iterator[str]:
     if isinstance(value, types.FunctionType):
-        yield from _function(value, seen, addresses)
+        yield from _function(value, seen, objects)
     elif isinstance(value, types.MethodType):
-        yield from _parts(value.__func__, seen, addresses)
-        yield from _parts(value.__self__, seen, addresses)
+        yield from _parts(value.__func__, seen, objects)
+        yield from _parts(value.__self__, seen, objects)
     elif isinstance(value, types.CodeType):
         yield from _code(value, seen)
     elif isinstance(value, functools.partial):
         yield "partial"
         for part in (value.func, value.args, value.keywords):
-            yield from _parts(part, seen, addresses)
+            yield from _parts(part, seen, objects)
     elif is_dataclass(value):
-        yield f"{type(value).__module__}.{type(value).__qualname__}"
+        yield from _parts(type(value), seen, objects)
         for item in fields(value):
             yield item.name
-            yield from _parts(getattr(value, item.name), seen, addresses)
+            yield from _parts(getattr(value, item.name), seen, objects)
     elif isinstance(value, Mapping):
         yield f"mapping {len(value)}"
         for name in sorted(value, key=repr):
-            yield from _parts(name, seen, addresses)
-            yield from _parts(value[name], seen, addresses)
+            yield from _parts(name, seen, objects)
+            yield from _parts(value[name], seen, objects)
     elif isinstance(value, AbstractSet):
         yield f"set {len(value)}"
-        yield from sorted("\n".join(_parts(item, dict(seen), addresses)) for item in value)
+        yield from sorted("\n".join(_parts(item, dict(seen), objects)) for item in value)
     elif isinstance(value, Sequence):
         yield f"{type(value).__name__} {len(value)}"
         for item in value:
-            yield from _parts(item, seen, addresses)
+            yield from _parts(item, seen, objects)
     elif isinstance(value, pydantic.BaseModel):
-        yield f"{type(value).__module__}.{type(value).__qualname__} {value.model_dump_json()}"
+        yield from _parts(type(value), seen, objects)
+        yield value.model_dump_json()
+    elif objects == "state" and hasattr(value, "decisive"):
+        yield from _parts(type(value), seen, objects)
+        yield from _parts(value.decisive(), seen, objects)
+    elif objects == "state" and _is_object(value):
+        yield from _parts(type(value), seen, objects)
+        yield from _parts(_state(value), seen, objects)
     elif hasattr(type(value), "__torch_function__") or inspect.getattr_static(value, "__name__", None) is None:
-        if addresses:
+        if objects == "address":
             yield f"{type(value).__qualname__} at {id(value):#x}"
             return
         raise NoIdentityError(f"{type(value).__qualname__} object {value!r} has no identity but its address")
+    elif installed(getattr(value, "__module__", None) or "") is None and hasattr(value, "__wrapped__"):
+        yield from _parts(type(value), seen, objects)
+        yield from _parts(value.__wrapped__, seen, objects)  # of functools.cache, say
     else:
-        yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+        yield from _source(_name(value), getattr(value, "__module__", None) or "")
 
 
-def _function(function: types.FunctionType, seen: dict[int, int], addresses: bool) -> Iterator[str]:
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class of this toolkit or of the user's, but no tensor."""
+    known = installed(type(value).__module__)
+    return (known is None or known in TOOLKIT) and not hasattr(type(value), "__torch_function__")
+
+
+def _state(value: Any) -> dict[str, Any]:
+    """What an object holds in attributes and slots, without properties that it remembers."""
+    classes = type(value).__mro__
+    cached = {
+        name for kind in classes for name, item in vars(kind).items() if isinstance(item, functools.cached_property)
+    }
+    slots = {name for kind in classes for name in getattr(kind, "__slots__", ())} - {"__dict__", "__weakref__"}
+    held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+    return {**{name: item for name, item in getattr(value, "__dict__", {}).items() if name not in cached}, **held}
+
+
+def _name(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+
+
+def _source(name: str, module: str) -> Iterator[str]:
+    """What stands for something that is known by its name: the version of its package, or its source.
+
+    Raises:
+        NoIdentityError: it has no source, as what is written in a shell.
+    """
+    yield name
+    found = installed(module) or source_digest(module)
+    if found is None:
+        raise NoIdentityError(f"{name} has no source that is a file, and no identity but its name")
+    yield found
+
+
+def _function(function: types.FunctionType, seen: _Seen, objects: Objects) -> Iterator[str]:
     yield f"function {function.__module__}.{function.__qualname__}"
     yield from _code(function.__code__, seen)
     for part in (function.__defaults__, function.__kwdefaults__):
-        yield from _parts(part, seen, addresses)
+        yield from _parts(part, seen, objects)
     for cell in function.__closure__ or ():
-        yield from _parts(cell.cell_contents, seen, addresses)
-    package = (function.__module__ or "").partition(".")[0]
-    for name in _names(function.__code__):
+        yield from _parts(cell.cell_contents, seen, objects)
+    if version := installed(function.__module__ or ""):
+        yield version
+        return
+    for name, *attributes in _names(function.__code__):
         if name in function.__globals__:
             found = function.__globals__[name]
             yield name
-            module = getattr(found, "__module__", None) or ""
-            if isinstance(found, types.FunctionType) and module.partition(".")[0] != package:
-                yield f"{module}.{found.__qualname__}"
-            else:
-                yield from _parts(found, seen, addresses)
+            for attribute in attributes:
+                if (
+                    not isinstance(found, types.ModuleType)
+                    or installed(found.__name__)
+                    or not hasattr(found, attribute)
+                ):
+                    break
+                yield attribute
+                found = getattr(found, attribute)
+            yield from _parts(found, seen, objects)
+    for module in _imported(function):
+        yield from _source(module, module)
 
 
-def _names(code: types.CodeType) -> list[str]:
-    """Returns the globals that the code reads; attribute names are excluded."""
-    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+def _names(code: types.CodeType) -> list[tuple[str, ...]]:
+    """Returns the globals that the code reads, with the attributes that it reads of each: (a, b, c) of `a.b.c(x)`."""
+    found = set[tuple[str, ...]]()
+    chain: tuple[str, ...] = ()
+    for step in (*dis.get_instructions(code), None):
+        if step is not None and chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            chain = (*chain, str(step.argval))
+            continue
+        if chain:
+            found.add(chain)
+        chain = (str(step.argval),) if step is not None and step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found.update(_names(constant))
     return sorted(found)
 
 
-def _code(code: types.CodeType, seen: dict[int, int]) -> Iterator[str]:
+def _imported(function: types.FunctionType) -> list[str]:
+    """Returns the modules that a function imports when it is called."""
+    found = set[str]()
+    left = [function.__code__]
+    while left:
+        code = left.pop()
+        left += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        steps = list(dis.get_instructions(code))
+        for index, step in enumerate(steps):
+            if step.opname == "IMPORT_NAME":
+                level = steps[index - 2].argval
+                package = function.__globals__.get("__package__") or ""
+                found.add(importlib.util.resolve_name("." * level + step.argval, package) if level else step.argval)
+    return sorted(found)
+
+
+def _code(code: types.CodeType, seen: _Seen) -> Iterator[str]:
     yield f"code {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

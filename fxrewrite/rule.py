@@ -17,6 +17,7 @@ from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, Rule
 from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.source import source_line
+from fxrewrite.identity import NoIdentityError
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
 from fxrewrite.match.program import Program
@@ -32,8 +33,9 @@ from fxrewrite.match.safety import (
     check_writes,
     insertion_point,
 )
-from fxrewrite.match.same_value import check_dtypes, check_gradients, check_value
+from fxrewrite.match.same_value import check_dtypes, check_gradients, check_value, needs_detach
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
+from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.pattern.where import Constraint
 
 if TYPE_CHECKING:
@@ -157,6 +159,20 @@ class Rule:
             name = self.id.rpartition(".")[2]
             raise RuleDefinitionError(f"rule {self.id} has no replacement; write one with @{name}.replacement")
         return self._replacement
+
+    def decisive(self) -> tuple[Any, ...]:
+        """What decides what the rule does; see `fxrewrite.identity`.
+
+        Raises:
+            NoIdentityError: an operator in the pattern is known by its address only.
+        """
+        terms = itertools.chain.from_iterable(map(subterms, self.pattern.outputs))
+        unnamed = next((term.key for term in terms if isinstance(term, Op) and ops.is_by_address(term.key)), "")
+        if unnamed:
+            raise NoIdentityError(f"{unnamed} in the pattern of {self.id} has no identity but its address")
+        promises = (self.numerics, self.rng, self.shapes, self.domain, self.terminates, self.gradients, self.optional)
+        pattern = (str(self.pattern), self.pattern.where)
+        return self.id, pattern, promises, self.after, self.before, self.body
 
     def explain(self, gm: fx.GraphModule) -> Explanation:
         """Why the rule does or does not match, node by node, nearest misses first."""
@@ -290,6 +306,11 @@ class Rule:
         spread = [(old, new) for old, new in zip(match.outputs, results, strict=True) if isinstance(new, list)]
         if spread:
             match, results = with_parts(match, results)
+        # A value that the graph has already may carry gradients that the replaced one, made under no_grad, did not.
+        results = [
+            replacer.detached(new) if new not in created and needs_detach(edit, old, new, effects) else new
+            for old, new in zip(match.outputs, results, strict=True)
+        ]
         if self.shapes == "preserves":
             for old, new in (*zip(match.outputs, results, strict=True), *through):
                 check_value(edit, old, new)

@@ -11,7 +11,20 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LAYERS = (
-    *("lazy", "errors", "identity", "torch_versions", "ops", "graph", "capture", "pattern", "match", "verify", "prove"),
+    *(
+        "lazy",
+        "errors",
+        "sources",
+        "identity",
+        "torch_versions",
+        "ops",
+        "graph",
+        "capture",
+        "pattern",
+        "match",
+        "verify",
+        "prove",
+    ),
     *("backends", "report", "rule", "plan", "adapters"),
     *("rule_file", "registry", "page", "flow", "spmd", "testing", "cli", "__main__"),
 )
@@ -55,6 +68,7 @@ SAYS_METHODS = {
     "fxrewrite/backends/data_parallel.py": "reads what torch's own data-parallel wrappers do to gradients",
     "fxrewrite/backends/__init__.py": "exports that file",
     "fxrewrite/ops/effects.py": "torch's `_sink_tokens`, which order effects",
+    "fxrewrite/sources.py": "the names of the packages",
     "fxrewrite/ops/value.py": "Dynamo's `is_fsdp_module`",
 }
 PYTHONS_SEQUENCE = re.compile(r"\bSequence\b(?=[,\[]|$)")

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,6 +316,72 @@ def test_the_digest_is_the_same_in_another_process() -> None:
         env={"PYTHONHASHSEED": "1"},  # another order of sets than here
     )
     assert there.stdout.strip() == here["digest"]
+
+
+_HELPER = """
+from deeper import number
+def scale(): return number()
+class Scale:
+    value = number()
+"""
+_HELPED = """
+import functools, torch
+import helper
+from helper import scale
+from fxrewrite import Rule, RuleSet
+from fxrewrite.pattern import Pattern, cap, op
+
+@functools.cache
+def remembered(): return scale()
+
+def by_name(x): return x * scale()
+def of_a_module(x): return x * helper.scale()
+def of_a_cache(x): return x * remembered()
+def imported_inside(x):
+    from helper import scale as inner
+    return x * inner()
+def of_a_class(x): return x * helper.Scale().value
+
+for function in (by_name, of_a_module, of_a_cache, imported_inside, of_a_class):
+    print(RuleSet("s", Rule("t.it", Pattern((op("relu", cap("x")),)), function)).once().digest())
+"""
+
+
+@pytest.mark.slow
+def test_the_digest_follows_the_modules_of_the_user(tmp_path: Path) -> None:
+    def digests(scale: int) -> list[str]:
+        (tmp_path / "helper.py").write_text(_HELPER)
+        (tmp_path / "deeper.py").write_text(f"def number(): return {scale}\n")
+        (tmp_path / "main.py").write_text(_HELPED)
+        run = subprocess.run([sys.executable, "-B", tmp_path / "main.py"], capture_output=True, text=True, check=True)
+        return run.stdout.split()
+
+    first, again, other = digests(2), digests(2), digests(3)
+    assert first == again
+    assert len({*first, *other}) == 10
+
+
+def test_the_digest_follows_what_steps_hold() -> None:
+    class Marks:
+        name = "marks"
+
+        def __init__(self, how: Any) -> None:
+            self.how = how
+
+        def run(self, edit: Edit, context: Any, report: Report) -> int:
+            return 0
+
+        def text(self) -> str:
+            return "marks"
+
+    plans = [
+        RuleSet("s", Marks(how)).once()
+        for how in (1, 2, lambda x: x, lambda x: -x, swap("relu", "exp"), swap("relu", "sin"))
+    ]
+    assert len({plan.digest() for plan in plans}) == len(plans)
+    assert RuleSet("s", Marks(1)).once().digest() == plans[0].digest()
+    with pytest.warns(UserWarning, match="Tensor object .* has no identity but its address"):
+        assert RuleSet("s", Marks(torch.ones(1))).once().digest() is None
 
 
 def test_a_plan_that_does_nothing_leaves_graph_and_guards_alone() -> None:

@@ -380,3 +380,25 @@ def test_a_literal_that_is_none_is_tested() -> None:
     found = Rule("t.norm", trace(pattern, ["eps > 0"])).explain(gm)
     assert found.num_matches == 0
     assert found.misses[0].reason == "constraint"
+
+
+@pytest.mark.parametrize("graph", ["torch", "aten"])
+@pytest.mark.parametrize("inside", [lambda x: x.neg().neg(), lambda x: x.neg().neg()[:]], ids=["value", "view"])
+def test_what_was_made_without_gradients_gets_none(graph: Any, inside: Any) -> None:
+    """A replacement that returns what it captured, under no_grad, gives a value that gradients would flow through."""
+    twice = rule("test.twice")(lambda x: torch.neg(torch.neg(x)))
+    twice.replacement(lambda x: x)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.no_grad():
+            y = inside(x)
+        return y * x, y
+
+    x = torch.tensor([3.0, -1.0], requires_grad=True)
+    torch._dynamo.reset()
+    product, y = torch.compile(
+        function, backend=RuleSet("s", twice).once().expect("test.twice").backend("eager", graph=graph)
+    )(x)
+    product.sum().backward()
+    assert not y.requires_grad
+    assert torch.equal(x.grad, x.detach())

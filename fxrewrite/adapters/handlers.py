@@ -104,8 +104,11 @@ class HandledRule(Rule):
         extra_check: Check,
         promises: Mapping[str, Any],
     ) -> None:
-        super().__init__(id, reading.pattern, _body(handler), doc=getattr(handler, "__name__", ""), **promises)
+        super().__init__(id, reading.pattern, _run_by_its_pass, doc=getattr(handler, "__name__", ""), **promises)
         self._reading, self._handler, self._check = reading, handler, extra_check
+
+    def decisive(self) -> tuple[Any, ...]:
+        return *super().decisive(), self._handler, self._check
 
     def _rewrite(self, edit: Edit, match: Found, effects: Effects) -> None:
         match.edit = edit
@@ -131,13 +134,8 @@ class HandledRule(Rule):
             self._handler(view, *view.args, **view.kwargs)
 
 
-def _body(handler: Handler) -> Callable[[Found], Any]:
-    """The handler under the signature of a replacement, for digests."""
-
-    def body(match: Found) -> Any:
-        raise RuleDefinitionError(f"{handler} is run by its pass alone")
-
-    return body
+def _run_by_its_pass(match: Found) -> Any:
+    raise RuleDefinitionError(f"the handler of {match.root.name} is run by its pass alone")
 
 
 def refuse_unless(check: Check, match: Match) -> None:

@@ -394,6 +394,10 @@ class Edit:
         """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
         return self._values.run_with(node, values)
 
+    def returns_operand(self, node: fx.Node) -> bool:
+        """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
+        return self._values.returns_operand(node)
+
     def _undo(self, mark: int) -> None:
         """Undoes the records of the journal from `mark` on."""
         for node in self._journal.undo(mark):

@@ -74,6 +74,16 @@ class FakeValues:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
         return self._call(node.target, args, kwargs)
 
+    def returns_operand(self, node: fx.Node) -> bool:
+        """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
+        mode = self.mode
+        if node.op not in ("call_function", "call_method") or mode is None:
+            return False
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._of_input)  # pyright: ignore[reportArgumentType]
+        function: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+        with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
+            return isinstance(args[0], torch.Tensor) and function(*args, **kwargs) is args[0]
+
     def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls the target on fake values, under the graph's own mode and without adding guards."""
         mode = self.mode

@@ -251,6 +251,10 @@ class Replacer(TracerBase):
         promised: dict[str, Any] = {"rule": self._rule, "gradients": self._gradients}
         return self.wrap(compute_once(match, self._effects, function, args, kwargs, name=name, **promised))
 
+    def detached(self, node: fx.Node) -> fx.Node:
+        """Returns a new node: the value without its gradient."""
+        return self.unwrap(self.call(torch.detach, (node,), {}))
+
     def leaf(self, wrapped: Callable[..., Any]) -> Callable[..., Any]:
         """Returns the function as `torch.fx.wrap` means it: of values of the graph, a node that calls it."""
 

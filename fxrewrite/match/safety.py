@@ -73,6 +73,11 @@ class Effects:
                 if nodes[index] not in self._erased:
                     yield nodes[index]
 
+    def is_without_gradients(self, node: fx.Node) -> bool:
+        """Whether the node runs while gradients are off, as under `torch.no_grad()`."""
+        before = self.writers[: bisect.bisect_left(self.writers, node)]
+        return next((not switch.args[0] for switch in reversed(before) if ops.switches_gradients(switch)), False)
+
     def after(self, nodes: list[fx.Node], first: fx.Node) -> Iterator[fx.Node]:
         """Yields those of `nodes` that are after a node."""
         return (node for node in nodes[bisect.bisect_right(nodes, first) :] if node not in self._erased)

@@ -13,9 +13,10 @@ from fxrewrite.errors import Reason, refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.match.match import Match
+from fxrewrite.match.safety import Effects
 from fxrewrite.match.strides import is_laid_out_alike, stride_reader
 
-__all__ = ["check_dtypes", "check_gradients", "check_parts", "check_value"]
+__all__ = ["check_dtypes", "check_gradients", "check_parts", "check_value", "needs_detach"]
 
 _INDICES = frozenset({"index", "indices", "target", "mask"})
 """Names of operands whose dtype is their own."""
@@ -82,6 +83,23 @@ def _check_strides(edit: Edit, old: fx.Node, was: Any, is_now: Any) -> None:
             node=old,
             kind=Reason.VALUE,
         )
+
+
+def needs_detach(edit: Edit, old: fx.Node, new: fx.Node, effects: Effects) -> bool:
+    """Whether gradients would flow through `new`, a value of the graph, where none flowed through `old`.
+
+    That was made under `torch.no_grad()`, then. They do flow there through an operator that returns its operand itself,
+    as `x.contiguous()` may.
+    """
+    is_now = ops.value(new)
+    if not isinstance(is_now, torch.Tensor) or not (is_now.is_floating_point() or is_now.is_complex()):
+        return False
+    if not effects.is_without_gradients(old) or effects.is_without_gradients(new):
+        return False
+    node = old
+    while node is not new and edit.returns_operand(node):
+        node = node.all_input_nodes[0]
+    return node is not new
 
 
 def check_gradients(match: Match) -> None:

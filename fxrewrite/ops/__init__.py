@@ -48,6 +48,7 @@ from fxrewrite.ops.modes import (
     VMAP_CLOSES as VMAP_CLOSES,
     VMAP_OPENS as VMAP_OPENS,
     sets_mode as sets_mode,
+    switches_gradients as switches_gradients,
     vmap_around as vmap_around,
     without_gradients as without_gradients,
 )

@@ -100,9 +100,9 @@ def _distinction(target: Any, qualname: str) -> str:
     if isinstance(target, type):  # the identity of a class is its name
         return f"#{id(target):#x}"
     try:
-        return f"#{_hash(identity(target))}"
+        return f"#{_hash(identity(target, objects='refuse'))}"
     except NoIdentityError:
-        return f"#0x{_hash(identity(target, with_addresses=True))}"
+        return f"#0x{_hash(identity(target, objects='address'))}"
 
 
 def _hash(text: str) -> str:

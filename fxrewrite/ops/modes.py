@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch._functorch import predispatch
 
-__all__ = ["VMAP_CLOSES", "VMAP_OPENS", "sets_mode", "vmap_around", "without_gradients"]
+__all__ = ["VMAP_CLOSES", "VMAP_OPENS", "sets_mode", "switches_gradients", "vmap_around", "without_gradients"]
 
 VMAP_OPENS, VMAP_CLOSES = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
 """What Dynamo calls where a `torch.vmap` begins and ends."""
@@ -29,12 +29,17 @@ def sets_mode(node: fx.Node) -> bool:
     return node.target in _MODE_SWITCHES
 
 
+def switches_gradients(node: fx.Node) -> bool:
+    """Whether the node switches gradients on or off, as its argument says."""
+    return node.target is torch._C._set_grad_enabled
+
+
 def without_gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Nodes that run while gradients are off, as under `torch.no_grad()`; of each the node that switched them off."""
     found: dict[fx.Node, fx.Node] = {}
     switch: fx.Node | None = None
     for node in nodes:
-        if node.target is torch._C._set_grad_enabled:
+        if switches_gradients(node):
             switch = None if node.args[0] else switch or node
         elif switch is not None:
             found[node] = switch

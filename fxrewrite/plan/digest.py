@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import warnings
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
-from fxrewrite import ops
 from fxrewrite.identity import NoIdentityError, identity
-from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.plan.members import MemberSet
+from fxrewrite.sources import toolkit_digest
 from fxrewrite.torch_versions import TORCH_VERSION
 
 __all__ = ["plan_digest"]
@@ -24,29 +21,10 @@ def plan_digest(text: str, sets: Sequence[MemberSet]) -> str | None:
         text: of the plan.
         sets: that it runs.
     """
-    parts = [text, f"fxrewrite {_version()}", f"torch {TORCH_VERSION}"]
     try:
-        for rule in (rule for rules in sets for rule in rules.rules()):
-            promises = (rule.numerics, rule.rng, rule.shapes, rule.domain, rule.terminates, rule.gradients)
-            options = (rule.id, *promises, rule.optional, rule.after, rule.before)
-            terms = itertools.chain.from_iterable(map(subterms, rule.pattern.outputs))
-            unnamed = next((t.key for t in terms if isinstance(t, Op) and ops.is_by_address(t.key)), "")
-            if unnamed:
-                raise NoIdentityError(f"{unnamed} in the pattern of {rule.id} has no identity but its address")
-            parts += [
-                repr(options),
-                identity(rule.body),
-                *(identity(constraint) for constraint in rule.pattern.where),
-            ]
-        parts += [identity(rules.invariant) for outer in sets for rules in outer.nested()]
+        decisive = identity([*sets])
     except NoIdentityError as error:
         warnings.warn(f"this plan cannot be cached: {error}", stacklevel=3)
         return None
+    parts = [text, f"fxrewrite {toolkit_digest()}", f"torch {TORCH_VERSION}", decisive]
     return hashlib.sha256("\n\n".join(parts).encode()).hexdigest()
-
-
-def _version() -> str:
-    try:
-        return version("fxrewrite")
-    except PackageNotFoundError:  # run from a checkout that is not installed
-        return "uninstalled"

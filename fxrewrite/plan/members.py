@@ -114,6 +114,10 @@ class MemberSet:
             elif isinstance(level, MemberSet):
                 yield from level.sweeps(atomic=atomic or self.atomic)
 
+    def decisive(self) -> tuple[Any, ...]:
+        """What decides what the set does; see `fxrewrite.identity`."""
+        return self.name, self.atomic, self.invariant, self.members
+
     # Other sets made of it
 
     def with_rules(self, change: Callable[[Rule], Rule]) -> Self:

@@ -362,9 +362,9 @@ class Plan:
     def digest(self) -> str | None:
         """sha256 over everything that decides what the plan does: a key for compile caches, equal in every process.
 
-        Patterns, options, code and closure values of replacements and predicates, steps, versions of fxrewrite and
-        torch. None, with a warning, when a replacement, or a function in a pattern, closes over an object that has no
-        identity but its address.
+        Patterns, options, code and closure values of replacements and predicates, with what they call in modules of the
+        user's; steps and what they hold; the source of fxrewrite, and versions of torch and other packages. None, with
+        a warning, where something of it has no identity but its address, as a tensor.
         """
         return plan_digest(self.text(), [stage.rules for stage in self.stages])
 

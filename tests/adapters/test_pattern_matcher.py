@@ -246,3 +246,17 @@ def test_subgraph_rewriter_gives_as_many_values_and_none_that_the_graph_does_not
         with pytest.raises(RuleDefinitionError, match="returned"):  # a sine of a number is a number, and no list
             RuleSet("adapters", Rule("a.sin", parse("sin(x)"), made, shapes="changes")).apply(gm)
     assert not replace_pattern(gm, lambda x, w, b: F.linear(x, w, b), lambda x, w, b: x @ w.t() + b)
+
+
+def test_the_digest_of_a_pass_follows_its_extra_checks() -> None:
+    def checked(check: Any) -> PatternMatcherPass:
+        patterns = PatternMatcherPass("checked")
+
+        @register_graph_pattern(CallFunction(aten.sin.default, KeywordArg("x")), extra_check=check, pass_dict=patterns)
+        def cosine(match: Any, x: Any) -> None:
+            match.replace_by_example(lambda x: torch.cos(x), [x])
+
+        return patterns
+
+    assert checked(lambda match: True).plan.digest() != checked(lambda match: False).plan.digest()
+    assert checked(lambda match: True).plan.digest() == checked(lambda match: True).plan.digest() is not None

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
 
 from autosp_rules import AutoSPError, gradients as module
 from autosp_rules.gradients import GradientPlan
 from fxrewrite.backends import GradientReduction
 from fxrewrite.spmd import axis_of, fingerprint, parameter_checksum
 from fxrewrite.testing import fake_mesh
+from tests.autosp.one_device import assert_equal_to_one_device
 
 ALL, DP = frozenset(range(4)), frozenset((0, 2))
 WEIGHTS = [torch.nn.Parameter(torch.ones(2))]
@@ -130,3 +134,39 @@ def test_a_checksum_of_parameters_sees_one_bit(dtype: torch.dtype) -> None:
     y[1, 2] = 0
     [a, b, c] = parameter_checksum([x, y, x.mT])
     assert a == c != b
+
+
+class Unscaled(nn.Module):
+    """A layer whose attention is scaled by hidden states, of which no gradient is wanted."""
+
+    def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.q, self.head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50)
+        self.view = view
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        with torch.no_grad():
+            scale = self.view(hidden)
+        q = self.q(hidden).view(*input_ids.shape, 2, 8).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(hidden.shape)
+        logits = self.head(hidden + attended * scale)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[:, :],
+        lambda x: x.narrow(1, 0, 16),
+        lambda x: x.expand(2, -1, -1),
+        lambda x: x.view(x.shape),
+        lambda x: x.to(x.dtype),
+        lambda x: x,
+    ],
+    ids=["slice", "narrow", "expand", "view", "to", "itself"],
+)
+def test_a_view_under_no_grad_carries_no_gradient(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    ids = torch.arange(32).reshape(2, 16) % 7
+    assert_equal_to_one_device(Unscaled(view).double(), {"input_ids": ids})
