@@ -141,6 +141,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: layout_rule("aten::view", "b... -> b...", shape_arg="shape"),
         "layout rule mine.rule: aten::view has no argument 'shape'; it has self, size",
     ),
+    "a layout rule of no length": (
+        lambda: layout_rule("aten::split", "b... -> b...", length_args=("split_sizess",)),
+        "layout rule mine.rule: aten::split has no argument 'split_sizess'; did you mean split_sizes",
+    ),
+    "a layout rule with a mark in front": (
+        lambda: layout_rule("aten::relu", "?b... -> b..."),
+        r"layout rule mine.rule: index notation '\?b... -> b...': '\?b...' is not an index",
+    ),
     "a default of a capture": (
         lambda: rule("signs.scaled")(lambda x, k=2: torch.neg(x) * k),
         "parameter k is a capture, and its default 2 is not read; write that value in the pattern, or k: Literal",

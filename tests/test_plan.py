@@ -12,7 +12,14 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxrewrite.errors import FixpointError, MatchExpectationError, RefusedError, RuleDefinitionError, refuse
+from fxrewrite.errors import (
+    FixpointError,
+    FxRewriteError,
+    MatchExpectationError,
+    RefusedError,
+    RuleDefinitionError,
+    refuse,
+)
 from fxrewrite.graph.edit import Edit
 from fxrewrite.pattern import Pattern, cap, op, where
 from fxrewrite.plan import Plan, RuleSet, Step
@@ -265,6 +272,30 @@ def test_the_digest_tells_values_of_closures_apart() -> None:
     assert closing_over(1.0).digest() == closing_over(1.0).digest()
     assert closing_over(1.0, "exp").digest() != closing_over(1.0).digest()
     assert closing_over(1.0).expect("test.closure", at_least=2).digest() != closing_over(1.0).digest()
+
+
+def test_a_plan_after_another_keeps_what_both_expect() -> None:
+    many, one = (
+        RuleSet(f"s{count}", swap("relu", "exp")).once().expect("swap.relu_exp", at_least=count) for count in (3, 1)
+    )
+    assert (many >> one).expectations == (one >> many).expectations == {"swap.relu_exp": 3}
+
+
+def test_matches_are_not_committed_where_nodes_have_other_names() -> None:
+    def graph(first: str, last: str) -> fx.GraphModule:
+        graph = fx.Graph()
+        x = graph.placeholder("x")
+        inner = graph.create_node("call_function", torch.relu, (x,), name=first)
+        outer = graph.create_node("call_function", torch.relu, (graph.call_function(torch.sin, (inner,)),), name=last)
+        graph.output((outer,))
+        return fx.GraphModule({}, graph)
+
+    plan = RuleSet("s", swap("relu", "exp")).once()
+    found = plan.find(graph("a", "b"))
+    some = found.model_copy(update={"matches": found.matches[:1]})
+    assert plan.commit(graph("a", "b"), some).rewrites == 1
+    with pytest.raises(FxRewriteError, match="not the graph in which the matches were found"):
+        plan.commit(graph("b", "a"), some)
 
 
 def test_the_digest_tells_options_and_stages_apart() -> None:

@@ -19,6 +19,7 @@ from fxrewrite import ops
 from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.fake_values import identity_of
+from fxrewrite.graph.walk import operands_first
 from fxrewrite.match.match import Match
 from fxrewrite.match.safety import Effects
 
@@ -55,7 +56,8 @@ def compute_once(
     """
     edit: Edit = match.edit
     held: dict[str, torch.Tensor] = {}
-    args, kwargs = map_arg((args, dict(kwargs)), lambda node: _entries(edit, node, held))  # pyright: ignore[reportArgumentType]
+    computed: dict[fx.Node, Any] = {}
+    args, kwargs = map_arg((args, dict(kwargs)), lambda node: _entries(edit, node, held, computed))  # pyright: ignore[reportArgumentType]
     _check_unwritten(match, effects, held)
     _check_untrained(match, held, gradients)
     known = edit.shared("computed once", dict[Any, tuple[Any, Any]])
@@ -102,8 +104,16 @@ def _computed(function: Callable[..., Any], args: Any, kwargs: Any, held: Held) 
         return [_own(part, held) for part in parts], is_one
 
 
-def _entries(edit: Edit, node: fx.Node, held: dict[str, torch.Tensor]) -> Any:
+def _entries(edit: Edit, node: fx.Node, held: dict[str, torch.Tensor], computed: dict[fx.Node, Any]) -> Any:
     """Returns the value of a node that depends on what the module holds alone, and notes in `held` what that is."""
+    for read in operands_first(node, lambda node: () if node in computed else node.all_input_nodes):
+        if read not in computed:
+            computed[read] = _entries_of(edit, read, held, computed)
+    return computed[node]
+
+
+def _entries_of(edit: Edit, node: fx.Node, held: dict[str, torch.Tensor], computed: Mapping[fx.Node, Any]) -> Any:
+    """The same for a node whose operands are computed."""
     if node.op == "get_attr":
         found = ops.held(edit.gm, node)
         if not isinstance(found, torch.Tensor):
@@ -126,7 +136,7 @@ def _entries(edit: Edit, node: fx.Node, held: dict[str, torch.Tensor]) -> Any:
         )
     if node.op == "call_module" or not ops.is_pure(node) or ops.is_per_rank(node.target):
         _refuse(node, f"%{node.name} may be another value in every run", "compute the tensor in the graph")
-    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda used: _entries(edit, used, held))  # pyright: ignore[reportArgumentType]
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), computed.__getitem__)  # pyright: ignore[reportArgumentType]
     function = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
     with unset_fake_temporarily(), torch.inference_mode(mode=False), torch.no_grad():
         return function(*args, **kwargs)  # pyright: ignore[reportCallIssue]

@@ -36,7 +36,7 @@ class Found(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    graph: str = Field(description="digest of the graph in which the matches were found")
+    graph: str = Field(description="digest of the graph in which the matches were found, and of its names")
     matches: list[FoundMatch] = Field(default_factory=list[FoundMatch], description="in the order of the plan")
 
     def __str__(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import logging
 import time
@@ -18,6 +19,7 @@ from torch.export import ExportedProgram
 
 from fxrewrite import backends, ops
 from fxrewrite.errors import FxRewriteError, MatchExpectationError, RuleDefinitionError, did_you_mean
+from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.garbage import few_collections
@@ -71,7 +73,9 @@ class Plan:
         then = Plan((Stage(other, None, Strategy()),)) if isinstance(other, MemberSet) else other
         if not isinstance(then, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"a >> b: after a plan comes a RuleSet, a Rule or a Plan, not {then!r}")
-        return Plan(self.stages + then.stages, {**self.expectations, **then.expectations})
+        asked = {**self.expectations, **then.expectations}
+        most = {of: max(self.expectations.get(of, 0), then.expectations.get(of, 0)) for of in asked}
+        return Plan(self.stages + then.stages, most)
 
     def __or__(self, other: object) -> NoReturn:
         raise RuleDefinitionError(JOINED_PLANS)
@@ -183,7 +187,7 @@ class Plan:
                 for rule, match in Sweep(part, None, Report(), atomic=False).find(program, strategy):
                     one = describe(rule, match, part.path, source_line(match.root))
                     matches.setdefault((rule.id, match.nodes), one)
-        return Found(graph=graph_digest(gm), matches=list(matches.values()))
+        return Found(graph=_named_digest(gm), matches=list(matches.values()))
 
     def commit(self, gm: fx.GraphModule, found: Found | Iterable[FoundMatch], context: Any = None) -> Report:
         """Rewrite the given matches and no others, in their order, in one transaction.
@@ -199,7 +203,7 @@ class Plan:
         """
         _require_graph("commit", gm)
         _require_matches(found)
-        if isinstance(found, Found) and found.graph != graph_digest(gm):
+        if isinstance(found, Found) and found.graph != _named_digest(gm):
             raise FxRewriteError("commit: this is not the graph in which the matches were found; find them again")
         with self._transaction(gm) as (edit, report):
             sweeps = {part.path: Sweep(part, context, report, atomic=False) for part in edit.parts()}
@@ -367,6 +371,12 @@ class Plan:
         a warning, where something of it has no identity but its address, as a tensor.
         """
         return plan_digest(self.text(), [stage.rules for stage in self.stages])
+
+
+def _named_digest(gm: fx.GraphModule) -> str:
+    """A digest of the graph and of the names of its nodes, by which matches are found again."""
+    names = " ".join(node.name for node in nodes_of(gm))
+    return hashlib.sha256(f"{graph_digest(gm)} {names}".encode()).hexdigest()
 
 
 def _require_graph(method: str, gm: object) -> None:

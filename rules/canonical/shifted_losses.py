@@ -78,17 +78,25 @@ class _Cut:
 
 def _cuts_above(node: fx.Node) -> Iterator[_Cut]:
     """Yields the slices from which `node` is computed by operators that keep the entries apart, nearest first."""
-    if len(node.users) > 1 or not isinstance(node.target, torch._ops.OpOverload) or not is_pure(node):
-        return
-    amounts = _cut_off(node)
-    if amounts is not None and sum(amounts):
-        yield _Cut(node, amounts, ())
-    call = Call.of(node)
-    for position, operand in enumerate(call.operands):
-        for cut in _cuts_above(operand):
+    readers: dict[fx.Node, tuple[Call, int]] = {}  # each value has one reader, so one way leads down from it
+    left = [node]
+    while left:
+        current = left.pop()
+        if len(current.users) > 1 or not isinstance(current.target, torch._ops.OpOverload) or not is_pure(current):
+            continue
+        amounts = _cut_off(current)
+        cut = _Cut(current, amounts, ()) if amounts is not None and sum(amounts) else None
+        at = current
+        while cut is not None and at in readers:
+            call, position = readers[at]
             placement = _below(call, position, cut.placement)
-            if placement is not None:
-                yield replace(cut, chain=(*cut.chain, (node, placement)))
+            cut = None if placement is None else replace(cut, chain=(*cut.chain, (call.node, placement)))
+            at = call.node
+        if cut is not None:
+            yield cut
+        call = Call.of(current)
+        readers |= {operand: (call, position) for position, operand in enumerate(call.operands)}
+        left += reversed(call.operands)
 
 
 def _cut_off(node: fx.Node) -> tuple[int, int] | None:

@@ -115,7 +115,14 @@ def test_fingerprints_tell_batches_apart_and_roundings_not() -> None:
     assert torch.equal(fingerprint(ids), fingerprint(ids.clone()))
     for other in (ids.roll(1, 1), ids.flip(0), ids + (torch.arange(4096).view(4, 1024) == 77)):
         assert fingerprint(other)[0] != fingerprint(ids)[0]
+    for shape in ((1, 2**20 + 1), (8, 2**18)):
+        ids = torch.zeros(shape, dtype=torch.int64)
+        ids[0, 1] = 7
+        assert fingerprint(ids)[0] != fingerprint(torch.zeros_like(ids))[0]
     assert fingerprint(torch.ones(3, dtype=torch.complex64).conj()).shape == (2,)
+    long = torch.zeros(1, 1, 100_000)
+    long[..., ::98] = 1  # what a sample of a thousand sees
+    assert 1000 < fingerprint(long)[1] <= 1024
     x = torch.randn(4, 512, 64, generator=torch.Generator().manual_seed(0))
     value, scale = fingerprint(x)
     rounded, _ = fingerprint(x.bfloat16())
@@ -132,8 +139,15 @@ def test_a_checksum_of_parameters_sees_one_bit(dtype: torch.dtype) -> None:
     x = torch.ones(3, 5).to(dtype)
     y = x.clone()
     y[1, 2] = 0
-    [a, b, c] = parameter_checksum([x, y, x.mT])
+    [a, b, c] = parameter_checksum([x, y, x.mT.contiguous().mT])
     assert a == c != b
+
+
+def test_a_checksum_of_parameters_sees_their_order() -> None:
+    x, long = torch.rand(4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(5000.0)
+    of = [x, x.flip(0), x.flip(1), x.mT, long, long.flip(0), long.roll(1024)]
+    assert len({number.item() for number in parameter_checksum(of)}) == len(of)
+    assert torch.equal(*parameter_checksum([long, long.clone()]))
 
 
 class Unscaled(nn.Module):

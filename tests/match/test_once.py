@@ -121,6 +121,18 @@ def product(body: Callable[..., Any], **options: Any) -> Any:
     return made(pattern, body, terminates=False, numerics="reassociates", **options)
 
 
+def test_what_is_computed_of_is_computed_once() -> None:
+    def body(match: Match, x: Any, w: Any) -> Any:
+        for _ in range(1100):
+            w = w * w
+        return F.linear(x, match.once(torch.clone, w))
+
+    gm = fx.symbolic_trace(Held(torch.ones(4, 4)))
+    wanted = gm(X)
+    assert apply(gm, product(body)).rewrites == 1
+    torch.testing.assert_close(gm(X), wanted)
+
+
 def test_results_are_tensors_of_their_own() -> None:
     def body(match: Match, x: Any, w: Any) -> Any:
         same, turned = match.once(lambda w: (w, w.t()), w, name="scaled")

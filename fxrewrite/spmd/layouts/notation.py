@@ -179,7 +179,7 @@ def parse(text: str) -> Notation:
             added.add(position)
         if part.endswith("?"):
             optional.add(position)
-        operands.append(_names(part.strip("+?").strip(), whole, text))
+        operands.append(_names(part.removeprefix("+").removesuffix("?").strip(), whole, text))
     results = tuple(_names(part.strip(), whole, text) for part in right.split(","))
     return Notation(text, tuple(operands), frozenset(optional), frozenset(added), results, frozenset(whole))
 

@@ -161,6 +161,21 @@ class LayoutRule:
             )
         for op in self.ops:
             self._check_operator(op, notation)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Raise if an argument that states lengths is one of no operator; those of one rule may name it otherwise."""
+        packets = [named_operator(op) for op in self.ops if "::" in op]
+        schemas = [
+            s for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket) for s in schemas_of(packet)
+        ]
+        known = dict.fromkeys(name for schema in schemas for name in schema.names)
+        for name in self.length_args if known else ():
+            if name not in known:
+                near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+                raise RuleDefinitionError(
+                    f"layout rule {self.id}: {', '.join(self.ops)} has no argument {name!r}{near}"
+                )
 
     def _check_operator(self, op: str, notation: Notation | None) -> None:
         """Raise if there is no such operator, or if no overload of it has the operands and arguments that are named."""

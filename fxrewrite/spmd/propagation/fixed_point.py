@@ -307,6 +307,8 @@ def _why_unknown(call: Call, rule: LayoutRule | None) -> str:
             f"{call.key} does not fit its layout rule {rule.id}, {rule.index_map}: that has other ranks or sizes, or "
             "leaves free what the call names as its dim"
         )
+    if rule is not None:
+        return f"layout rule {rule.id} says nothing of this call of {call.key}: its function returned None"
     return f"{call.key} has no layout rule"
 
 

@@ -27,8 +27,10 @@ TOLERANCE = 2e-3
 by about 1 / sqrt(sample), 3e-2."""
 _SAMPLE = 1024
 """Entries of a floating tensor that are looked at."""
-_MOST_INTEGERS = 2**20
-"""Entries of an integer tensor that are looked at: all of any batch of ids, a part of a mask of S x S."""
+_MOST_INTEGERS, _MOST_FLAGS = 2**24, 2**20
+"""Entries of a tensor of integers and of bools that are looked at: all of a batch of ids, a part of a mask of S x S."""
+_ROW = 1024
+"""Entries of a row of a parameter of one dimension."""
 _EXACT = 2**52 - 1
 """The bits that a float64 number holds exactly."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,15 +47,35 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point():
         sample = _sampled(tensor.detach(), _SAMPLE).to(torch.float64).nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
         return torch.stack([(sample * _signs(sample.numel(), tensor.device)).sum(), sample.abs().sum()])
-    entries = _sampled(tensor.detach(), _MOST_INTEGERS).to(torch.int64)
-    mixed = entries * 0x2545F4914F6CDD1D + torch.arange(entries.numel(), device=tensor.device) * 0x61C8864680B583EB
-    total = ((mixed ^ (mixed >> 29)) * 0x1B873593CC9E2D51).sum()
+    most = _MOST_FLAGS if tensor.dtype == torch.bool else _MOST_INTEGERS
+    total = _mixed(_sampled(tensor.detach(), most).to(torch.int64))
     return torch.stack([_exact(total), torch.zeros((), dtype=torch.float64, device=tensor.device)])
 
 
 def parameter_checksum(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """A float64 number for each parameter, of the sum of its bits: equal where every entry is bitwise equal."""
-    return [_exact(p.detach().view(_BITS[p.element_size()]).sum(dtype=torch.int64)) for p in parameters]
+    """A float64 number for each parameter, of its bits: equal where every entry is bitwise equal.
+
+    It is made of sums along each dimension, which take no memory, with the positions in them: rows in another order, or
+    a transposed weight, give another number.
+    """
+    return [_exact(_mixed_sums(p.detach().view(_BITS[p.element_size()]))) for p in parameters]
+
+
+def _mixed_sums(bits: torch.Tensor) -> torch.Tensor:
+    if bits.dim() < 2:
+        rows = bits.numel() // _ROW
+        main = [bits[: rows * _ROW].reshape(rows, _ROW)] if rows else []
+        left = _mixed(bits.reshape(-1)[rows * _ROW :].to(torch.int64))
+        return sum((_mixed_sums(part) for part in main), left)
+    dims = range(bits.dim())
+    sums = [bits.sum([other for other in dims if other != dim], dtype=torch.int64) for dim in dims]
+    return _mixed(torch.cat(sums))
+
+
+def _mixed(entries: torch.Tensor) -> torch.Tensor:
+    """One number of whole numbers in their order."""
+    mixed = entries * 0x2545F4914F6CDD1D + torch.arange(entries.numel(), device=entries.device) * 0x61C8864680B583EB
+    return ((mixed ^ (mixed >> 29)) * 0x1B873593CC9E2D51).sum()
 
 
 def _exact(total: torch.Tensor) -> torch.Tensor:
@@ -62,10 +84,17 @@ def _exact(total: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled(tensor: torch.Tensor, most: int) -> torch.Tensor:
-    """At most about so many entries, evenly over every dimension, without a copy of the rest."""
+    """At most so many entries, evenly over the long dimensions, without a copy of the rest."""
     if tensor.numel() > most:
-        each = max(1, int(most ** (1 / tensor.dim())))
-        tensor = tensor[tuple(slice(None, None, -(-size // each)) for size in tensor.shape)]
+        steps = [1] * tensor.dim()
+        left = most
+        for count, dim in enumerate(sorted(range(tensor.dim()), key=lambda dim: tensor.shape[dim])):
+            share = max(
+                1, int(left ** (1 / (tensor.dim() - count)))
+            )  # what short dimensions leave is for the long ones
+            steps[dim] = -(-tensor.shape[dim] // share)
+            left //= -(-tensor.shape[dim] // steps[dim])
+        tensor = tensor[tuple(slice(None, None, step) for step in steps)]
     return tensor.reshape(-1)
 
 

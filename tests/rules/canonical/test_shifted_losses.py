@@ -96,6 +96,12 @@ def behind_autograd(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(cut, labels[:, 1:].flatten()) + x.sum()
 
 
+def deep(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(1100):
+        x = torch.sin(x)
+    return x
+
+
 NOTHING = "the logits are not sliced"
 LEFT_ALONE: dict[str, tuple[Loss, str]] = {
     "whole": (lambda x, t: F.cross_entropy(x.flatten(0, 1), t.flatten()), NOTHING),
@@ -106,6 +112,7 @@ LEFT_ALONE: dict[str, tuple[Loss, str]] = {
     "two cuts": (lambda x, t: F.cross_entropy((x[:, :-1] + x[:, 1:]).mT, t[:, 1:]), NOTHING),
     "chances": (lambda x, t: F.cross_entropy(x[:, :-1].mT, x[:, 1:].mT), "the targets are not int64"),
     "little": (lambda x, t: F.cross_entropy(x[:, :3].mT, t[:, :3]), "the slice keeps 3 of 8"),
+    "a long way": (lambda x, t: F.cross_entropy(deep(x).mT, t), NOTHING),
     "no gradient": (behind_autograd, "writes, or sets a mode, between the slice and the loss"),
 }
 
