@@ -1,4 +1,4 @@
-"""The only place that mutates FX graphs: a transaction that is committed, or restores the graph exactly.
+"""How rules and steps change an FX graph: in a transaction that is committed, or restores the graph exactly.
 
 Undo replays a journal backwards, and costs what was changed, not the size of the graph. Nodes are erased at commit
 only, so a node that a rule holds stays valid during the transaction.

@@ -1,7 +1,4 @@
-"""Symbolic sizes: compares and divides them without adding guards, and writes them as graph nodes.
-
-This file and `other_sizes` alone use torch's symbolic-shape machinery.
-"""
+"""Symbolic sizes: compares and divides them without adding guards, and writes them as graph nodes."""
 
 from __future__ import annotations
 

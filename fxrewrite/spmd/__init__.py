@@ -33,7 +33,6 @@ from fxrewrite.spmd.events import (
     AtBorder as AtBorder,
     Drawn as Drawn,
     Gathered as Gathered,
-    NotInPart as NotInPart,
     ProductsWhole as ProductsWhole,
     ReadOwn as ReadOwn,
     RegionsCompiled as RegionsCompiled,
@@ -83,10 +82,8 @@ from fxrewrite.spmd.lower.means import REDUCTIONS as REDUCTIONS
 from fxrewrite.spmd.operators.draws import RefuseShardedDraws as RefuseShardedDraws, draws_on_chunk as draws_on_chunk
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS as SEND_ROWS, read_size as read_size
 from fxrewrite.spmd.operators.shared_nodes import (
-    EntryNodes as EntryNodes,
     entry_nodes as entry_nodes,
     rank_node as rank_node,
-    size_nodes as size_nodes,
     size_proxy as size_proxy,
 )
 from fxrewrite.spmd.parallelism.accumulate import no_sync as no_sync, reduce_gradients as reduce_gradients
@@ -107,7 +104,6 @@ from fxrewrite.spmd.placement import (
     Axis as Axis,
     Partial as Partial,
     Placement as Placement,
-    ReduceOp as ReduceOp,
     Replicate as Replicate,
     Shard as Shard,
     Zigzag as Zigzag,
@@ -128,10 +124,9 @@ from fxrewrite.spmd.price.price import (
 from fxrewrite.spmd.price.products import (
     attention_operations as attention_operations,
     declare_product as declare_product,
-    is_product as is_product,
     operations as operations,
 )
-from fxrewrite.spmd.propagation.cotangents import COMPLETE as COMPLETE, complete_cotangents as complete_cotangents
+from fxrewrite.spmd.propagation.cotangents import complete_cotangents as complete_cotangents
 from fxrewrite.spmd.propagation.input_placements import Placements as Placements, input_placements as input_placements
 from fxrewrite.spmd.propagation.place import (
     Place as Place,
@@ -162,7 +157,6 @@ from fxrewrite.spmd.runtime.borders import (
 )
 from fxrewrite.spmd.runtime.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
 from fxrewrite.spmd.runtime.fingerprint import (
-    BackgroundComparison as BackgroundComparison,
     fingerprint as fingerprint,
     parameter_checksum as parameter_checksum,
 )

@@ -1,7 +1,7 @@
 """The process group of a mesh axis: this rank's place in it, and its collectives as functional operators.
 
-The only file of the toolkit that names `torch.ops._c10d_functional`. The operators carry their adjoints (all-to-all and
-all-to-all, all-gather and reduce-scatter, all-reduce and all-reduce), so autograd runs through them.
+The operators are those of `torch.ops._c10d_functional`. They carry their adjoints (all-to-all and all-to-all,
+all-gather and reduce-scatter, all-reduce and all-reduce), so autograd runs through them.
 """
 
 from __future__ import annotations

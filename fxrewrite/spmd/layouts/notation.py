@@ -2,12 +2,12 @@
 
     b... i, o i, +o? -> b... o              linear: rows of x are independent, the bias is added once
     b h !q d, b h !k d, b h !k v -> b h !q v    attention: q and k must be whole, heads are independent
-    (b s) d -> b s d                        a view that splits a dimension
 
 An index that is in an operand and in a result can be sharded without communication. One that is only in operands is
 contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number of
 dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial
-sums when it is there. `(a b)` is one dimension made of two.
+sums when it is there. A dimension that is made of two, as a view makes it and as texts write it, `(b s)`, is not
+read here: `view_map` and functions of a call give such maps.
 """
 
 from __future__ import annotations

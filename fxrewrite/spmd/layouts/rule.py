@@ -62,11 +62,6 @@ class Call:
                 shapes.extend(tensor_of(item).shape if isinstance(item, fx.Node) else None for item in items)
         return shapes
 
-    def dim(self, name: str, rank: int) -> int:
-        """The argument `name` as a dimension of a tensor of `rank`, counted from the front."""
-        dim = self.args[name]
-        return dim + rank if dim < 0 else dim
-
 
 def tensor_of(node: fx.Node) -> torch.Tensor:
     """The fake tensor that `node` holds."""
