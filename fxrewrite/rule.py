@@ -301,44 +301,45 @@ class Rule:
             check_region(match, effects)
         place = insertion_point(match)
         replacer = Replacer(edit, place, match.root, rule=self.id, effects=effects, gradients=self.gradients)
-        results, through = returned_nodes(self._replaced(edit, match, replacer), self.pattern, match)
+        results, passed = returned_nodes(self._replaced(edit, match, replacer), self.pattern, match)
         created = replacer.created
-        spread = [(old, new) for old, new in zip(match.outputs, results, strict=True) if isinstance(new, list)]
-        if spread:
+        lists = [(old, new) for old, new in zip(match.outputs, results, strict=True) if isinstance(new, list)]
+        if lists:
             match, results = with_parts(match, results)
         # A value that the graph has already may carry gradients that the replaced one, made under no_grad, did not.
         results = [
             replacer.detached(new) if new not in created and needs_detach(edit, old, new, effects) else new
             for old, new in zip(match.outputs, results, strict=True)
         ]
+        draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
+        self._check_replacement(edit, match, results, passed, created, draws, effects)
+        if place is None:
+            check_order(match, results, draws)
+        for old, items in lists:
+            edit.spread(old, items)
+        _replace(edit, match, results, passed, created)
+        effects.add(created, draws)
+
+    def _check_replacement(
+        self,
+        edit: Edit,
+        match: Match,
+        results: list[fx.Node],
+        passed: Sequence[tuple[fx.Node, fx.Node]],
+        created: list[fx.Node],
+        draws: list[fx.Node],
+        effects: Effects,
+    ) -> None:
+        """Refuses a replacement that is not what it replaces: in shape and dtype, memory, writes or random draws."""
         if self.shapes == "preserves":
-            for old, new in (*zip(match.outputs, results, strict=True), *through):
+            for old, new in (*zip(match.outputs, results, strict=True), *passed):
                 check_value(edit, old, new)
         check_dtypes(match, created)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
-        for old, new in through:
+        for old, new in passed:
             check_later_writes(old, {old, new}, effects)
-        draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
         check_draws(match, draws, self.rng, effects)
-        if place is None:
-            check_order(match, results, draws)
-        made = set(created)
-        for old, items in spread:
-            edit.spread(old, items)
-        for old, new in zip(match.outputs, results, strict=True):
-            users = [user for user in old.users if user not in made] if made & old.users.keys() else None
-            edit.replace_uses(old, new, users)
-        for old, new in through:
-            last = max(new, match.root)
-            after = [user for user in old.users if user not in made and user not in match.nodes and last < user]
-            edit.replace_uses(old, new, after)
-        for node in reversed(created):  # calls whose result the replacement did not use
-            if not node.users and node not in results and ops.is_pure(node):
-                edit.erase(node)
-        replaced = [node for node in match.nodes if node not in match.kept] if match.kept else match.nodes
-        edit.erase_unused(replaced if len(replaced) < 3 else sorted(replaced, reverse=True))
-        effects.add(created, draws)
 
     def _replaced(self, edit: Edit, match: Match, replacer: Replacer) -> Any:
         """Runs the replacement, and returns what it returned, with nodes for proxies."""
@@ -418,6 +419,29 @@ def rule(
         )
 
     return wrap
+
+
+def _replace(
+    edit: Edit,
+    match: Match,
+    results: Sequence[fx.Node],
+    passed: Sequence[tuple[fx.Node, fx.Node]],
+    created: Sequence[fx.Node],
+) -> None:
+    """Lets the graph read the results, and erases what nobody reads any more."""
+    new_nodes = set(created)
+    for old, new in zip(match.outputs, results, strict=True):
+        others = [user for user in old.users if user not in new_nodes] if new_nodes & old.users.keys() else None
+        edit.replace_uses(old, new, others)
+    for old, new in passed:
+        last = max(new, match.root)
+        after = [user for user in old.users if user not in new_nodes and user not in match.nodes and last < user]
+        edit.replace_uses(old, new, after)
+    for node in reversed(created):  # calls whose result the replacement did not use
+        if not node.users and node not in results and ops.is_pure(node):
+            edit.erase(node)
+    replaced = [node for node in match.nodes if node not in match.kept] if match.kept else match.nodes
+    edit.erase_unused(replaced if len(replaced) < 3 else sorted(replaced, reverse=True))
 
 
 def _raised(root: fx.Node, error: Exception) -> Refusal:

@@ -22,43 +22,48 @@ __all__ = ["returned_nodes", "with_parts"]
 def returned_nodes(returned: Any, pattern: Pattern, match: Match) -> tuple[list[Any], list[tuple[fx.Node, fx.Node]]]:
     """The nodes that a replacement returned, one for each output; for a list that it gives, a list of nodes.
 
-    The second list has a pair (old, new) for each capture that the pattern gives as an output and that becomes another
-    node.
+    The second list has a pair (old, new) for each capture that the pattern passes on as an output, and that becomes
+    another node.
+
+    Raises:
+        RuleDefinitionError: it returned another number of values, or something that is no value of the graph.
     """
-    if isinstance(returned, fx.Node) and len(match.outputs) == 1 and not match.missing and not pattern.through:
+    passed_captures = dict(pattern.through)
+    if isinstance(returned, fx.Node) and len(match.outputs) == 1 and not match.missing and not passed_captures:
         return [returned], []
-    passed = pattern.through
-    number = len(match.outputs) + len(match.missing)
-    several = number + len(passed) > 1
-    results = list(returned) if several and isinstance(returned, (list, tuple)) else [returned]
-    through: list[tuple[fx.Node, fx.Node]] = []
-    if passed and len(results) != number + len(passed):
-        results = []
-    elif passed:
-        pairs = [(match.captures[name], results[place]) for place, name in passed]
-        through = [(old, new) for old, new in pairs if isinstance(old, fx.Node) and isinstance(new, fx.Node)]
-        through = [(old, new) for old, new in through if old is not new]
-        results = [result for place, result in enumerate(results) if place not in dict(passed)]
-        if not all(old is new or (old, new) in through for old, new in pairs):
-            results = []
-    if len(results) == number:
-        results = [result for place, result in enumerate(results) if place not in match.missing]
-        kept = [output for place, output in enumerate(pattern.outputs) if place not in match.missing]
-        # siblings are as many outputs as the graph has
-        terms = kept if len(kept) == len(results) else [None] * len(results)
-        for place, (old, term) in enumerate(zip(match.outputs, terms, strict=True)):
-            items = results[place]
-            if isinstance(items, (list, tuple)):  # a tuple is no result
-                results[place] = list(items) if _is_list(old, term) else tuple(items)
+    num_outputs = len(match.outputs) + len(match.missing)
+    expected = num_outputs + len(passed_captures)
+    results = list(returned) if expected > 1 and isinstance(returned, (list, tuple)) else [returned]
+    if passed_captures and len(results) != expected:
+        raise _wrong_result(returned, expected)
+    passed = [(match.captures[name], results[place]) for place, name in passed_captures.items()]
+    if not all(old is new or (isinstance(old, fx.Node) and isinstance(new, fx.Node)) for old, new in passed):
+        raise _wrong_result(returned, expected)
+    results = [result for place, result in enumerate(results) if place not in passed_captures]
+    if len(results) == num_outputs:
+        results = _with_lists(results, pattern, match)
     if len(results) != len(match.outputs) or not all(map(_is_result, results)):
-        several_in_one = isinstance(returned, fx.Node) and isinstance(ops.value(returned), (list, tuple))
-        hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""
-        raise RuleDefinitionError(
-            f"the replacement returned {returned!r}; expected "
-            + (f"a tuple of {number + len(passed)} values of the graph" if several else "one value of the graph")
-            + hint
-        )
-    return results, through
+        raise _wrong_result(returned, expected)
+    return results, [(old, new) for old, new in passed if old is not new]
+
+
+def _with_lists(results: Sequence[Any], pattern: Pattern, match: Match) -> list[Any]:
+    """The results for outputs that the match has; of an output that is a list, a list, and else no list is a result."""
+    results = [result for place, result in enumerate(results) if place not in match.missing]
+    terms: list[Any] = [output for place, output in enumerate(pattern.outputs) if place not in match.missing]
+    if len(terms) != len(results):  # siblings are as many outputs as the graph has
+        terms = [None] * len(results)
+    return [
+        (list(result) if _is_list(old, term) else tuple(result)) if isinstance(result, (list, tuple)) else result
+        for result, old, term in zip(results, match.outputs, terms, strict=True)
+    ]
+
+
+def _wrong_result(returned: Any, expected: int) -> RuleDefinitionError:
+    several_in_one = isinstance(returned, fx.Node) and isinstance(ops.value(returned), (list, tuple))
+    hint = "; the call gives them as one value: return result[0], result[1] ..." if several_in_one else ""
+    wanted = f"a tuple of {expected} values of the graph" if expected > 1 else "one value of the graph"
+    return RuleDefinitionError(f"the replacement returned {returned!r}; expected {wanted}{hint}")
 
 
 def with_parts(match: Match, results: Sequence[Any]) -> tuple[Match, list[fx.Node]]:

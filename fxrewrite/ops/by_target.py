@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Generic, TypeVar
 
 __all__ = ["ByTarget"]
@@ -10,9 +11,13 @@ Fact = TypeVar("Fact")
 
 
 class ByTarget(Generic[Fact]):
-    """Facts by target; method names are compared as text. Keeps its targets alive, so that ids are not reused."""
+    """Facts by target; method names are compared as text.
 
-    __slots__ = ("_facts", "_targets")
+    The fact of a function goes with it, and of what Python cannot refer to weakly, the target is kept: ids are not
+    reused.
+    """
+
+    __slots__ = ("__weakref__", "_facts", "_targets")
 
     def __init__(self) -> None:
         self._facts: dict[Any, Fact] = {}
@@ -25,12 +30,20 @@ class ByTarget(Generic[Fact]):
     def set(self, target: Any, fact: Fact) -> Fact:
         """Stores the fact, and returns it."""
         name = target if type(target) is str else id(target)
-        self._targets[name] = target
+        self._targets[name] = self._held(name, target)
         self._facts[name] = fact
         return fact
 
     def forget(self, target: Any) -> None:
         """Removes the fact of the target."""
-        name = target if type(target) is str else id(target)
+        self._drop(target if type(target) is str else id(target))
+
+    def _held(self, name: Any, target: Any) -> Any:
+        try:
+            return target if type(target) is str else weakref.ref(target, lambda _: self._drop(name))
+        except TypeError:
+            return target
+
+    def _drop(self, name: Any) -> None:
         self._facts.pop(name, None)
         self._targets.pop(name, None)

@@ -1,8 +1,10 @@
 """One key for every spelling, and different keys for different meanings."""
 
 import functools
+import gc
 import math
 import operator
+import weakref
 
 import pytest
 import torch
@@ -187,3 +189,16 @@ def test_nodes_that_call_nothing_give_their_opcode() -> None:
     assert ops.key(x) == "placeholder"
     assert ops.key(graph.get_attr("relu")) == "get_attr"
     assert ops.key(graph.output(x)) == "output"
+
+
+def test_a_closure_that_was_looked_at_is_not_kept() -> None:
+    def added(held: torch.Tensor):  # type: ignore[no-untyped-def]
+        return lambda x: x + held
+
+    held = torch.zeros(1)
+    gone = weakref.ref(held)
+    closure = added(held)
+    assert ops.key(closure)
+    del closure, held
+    gc.collect()
+    assert gone() is None
