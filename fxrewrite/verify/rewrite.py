@@ -34,7 +34,7 @@ from fxrewrite.verify.readings import Alternative, ChoiceSite, Reading, by_item,
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
-from fxrewrite.verify.tensors import InputSpec
+from fxrewrite.verify.tensors import InputSpec, with_entries
 from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
 
@@ -61,6 +61,10 @@ _HALVES = {0.5, 1.0, 2.0}
 """Where operators that round jump, as they do at the named numbers and at half of these."""
 _VARIED = 0.5
 """Probability that a wide sample is not what its sampler gave."""
+_IN_INTEGERS = 0.15
+"""Probability that a wide sample has integers of one dtype in place of all numbers of its own dtype."""
+_MOST_OF_INTEGERS = 8
+"""Largest magnitude of such integers."""
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -217,7 +221,7 @@ def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, An
     """
     read_ones = {t.name for output in reading.outputs for t in subterms(output) if isinstance(t, Capture)}
     names = [name for name in given if name in read_ones]
-    if not names or not draw.flag(_VARIED):
+    if not names or draw.is_beyond or not draw.flag(_VARIED):
         return given
     first = draw.choice(*names)
     chosen = {first} if draw.flag(0.7) else {first, *(name for name in names if draw.flag())}
@@ -237,6 +241,23 @@ def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, An
         elif isinstance(value, list) and not all(map(_is_real, value)):
             found[name] = value
     return found
+
+
+def _in_integers(given: dict[str, Any], draw: Draw) -> dict[str, Any]:
+    """Returns what the sampler gave with a dtype of integers in place of the sample's; guesses have it as well."""
+    old, draw.dtype = draw.dtype, draw.choice(torch.int64, torch.int32)
+
+    def as_integers(entries: torch.Tensor) -> torch.Tensor:
+        return entries.nan_to_num(0.0).clamp(-_MOST_OF_INTEGERS, _MOST_OF_INTEGERS).to(draw.dtype)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        if isinstance(value, InputSpec) and value.data is not None and value.dtype == old:
+            return replace(value, data=with_entries(value.data, as_integers), dtype=draw.dtype)
+        return draw.dtype if value is old else value
+
+    return {name: moved(value) for name, value in given.items()}
 
 
 @dataclass(slots=True)
@@ -351,6 +372,8 @@ class _Search:
             return Trial("impossible", f"{self.rule_id}: the sampler gives lists of different lengths under one name")
         if self.wide:
             given = _varied(given, reading, draw)
+            if not is_complex and not draw.is_beyond and draw.flag(_IN_INTEGERS):
+                given = _in_integers(given, draw)
         twice = draw.flag(0.25)
         size_calls = any(map(is_size, terms)) and draw.flag()
         sample = Sample(reading, form, twice, exposed, given, size_calls)
