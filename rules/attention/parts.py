@@ -262,7 +262,8 @@ def attend_to_kept(
     if mask is None:
         nothing = torch.zeros_like(given)
         return attend(match, q, k, v, torch.where(keeps_any, _filled(kept, given, fill), nothing), **how)
-    low = mask + fill
+    wide = torch.promote_types(mask.dtype, q.dtype)  # as the original adds it to the scores
+    low = (mask if mask.dtype == wide else mask.to(wide)) + fill
     added = torch.where(kept, given, torch.where(keeps_any, low, low - fill))
     return attend(match, q, k, v, added, **how)
 
