@@ -6,7 +6,6 @@ batch, or batch and heads. k and v may have size 1 there where q has more; they 
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +70,6 @@ SAFE_SOFTMAX = "aten::_safe_softmax"
 """The softmax of torch's own attention: rows of -inf are zeros."""
 _CAST_DTYPES = ("cast", "wide", "dtype")
 """Captures of the dtypes that scores are cast to before the softmax, or by it."""
-_MASKS = (("bias",), ("mask",), ("kept", "hidden"))
-"""What is added to scores, or says which of them are kept: the names of each are alternatives."""
 _kept, _hidden, _fill = cap("kept"), cap("hidden"), cap("fill", Literal)
 
 
@@ -188,14 +185,10 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
 
 
 def _refused(draw: Draw, found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    """Returns operands and numbers of a sample as one condition or another refuses them.
-
-    Where there is one key, and one mask has more columns, the scores get as many as that, which v has rows for.
-    """
-    column = {name: found[name][..., :1] for name in ("kt", *itertools.chain(*_MASKS))}
+    """Returns operands and numbers of a sample as one condition or another refuses them."""
     other = draw.choice(*(dtype for dtype in (torch.float32, torch.bfloat16, torch.float64) if dtype != draw.dtype))
     return (
-        *({name: x for name, x in column.items() if name not in whole} for whole in _MASKS),
+        {"kt": found["kt"][..., :1]},  # the mask makes as many columns as v has rows
         {"v": found["v"].to(other), "cast": other},
         {"bias": found["bias"] > 0},  # which adds 1, and does not hide
         {"mask": found["mask"] > 0},

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Maybe, Param, Pattern, Rule, RuleSet, cap, either, op
+from fxrewrite import Literal, Match, Maybe, Param, Pattern, Rule, RuleSet, cap, either, op, refuse
 from fxrewrite.verify import Draw
 
 __all__ = ["FOLDING", "folded"]
@@ -100,8 +100,13 @@ def folded(
     return weight.to(w.dtype), bias.to(w.dtype)
 
 
-def _once(match: Match, *args: Any) -> Any:
-    return match.once(folded, *args, name=("folded_weight", "folded_bias"))
+def _once(match: Match, w: Any, b: Any, *of_norm: Any, groups: int = 0) -> Any:
+    *parameters, eps = of_norm
+    channels = groups * w.shape[1] if groups else w.shape[0]
+    for x in parameters:  # of an empty batch ATen takes others
+        if x is not None and tuple(x.shape) != (channels,):
+            refuse(f"the norm has a parameter of shape {list(x.shape)} for {channels} channels")
+    return match.once(folded, w, b, *parameters, eps, groups, name=("folded_weight", "folded_bias"))
 
 
 @fold_conv.replacement
@@ -120,7 +125,7 @@ def _(
     stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any,
 ) -> fx.Proxy:  # fmt: skip
     """conv_transpose(x, w, b) of folded w and b"""
-    weight, bias = _once(match, w, b, gamma, beta, mean, var, eps, groups)
+    weight, bias = _once(match, w, b, gamma, beta, mean, var, eps, groups=groups)
     call = getattr(aten, _TRANSPOSED[w.ndim - 3])
     return call(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
