@@ -6,7 +6,7 @@
 Rules reason about the first form: k and v have the size in which they are sent and kept, and the shapes say how often a
 head is read. It matches unsqueeze, expand and reshape (also of [B, S, KV, D] with a transpose afterwards),
 repeat_interleave, and one expanded head.
-Leaves alone, in these words, "k and v are not repeats of the same number of heads".
+Leaves alone, in these words, "k and v are not repeats of the same number of heads"; "there are no heads" (rank 2).
 CPU kernels take groups without repeating. On other devices FlashAttention does: without a mask, for head sizes up to
 256, in half precision. Elsewhere torch would fall back to a kernel that holds all scores, so REPEAT_HEADS repeats k and
 v before the operator.

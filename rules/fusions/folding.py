@@ -11,7 +11,8 @@ without gamma and beta; in evaluation, with statistics that the module holds.
 Does not match a norm in training ("expected the literal False at root.training, found True"), a batch without its
 dimension ("rank(x) is 3, rank(w) is 4"), a linear of more dimensions, of which a batch norm takes another for channels.
 Refuses a weight that is an input of the graph, as torch.compile passes them: "%w is an input of the graph, and is known
-only when the graph runs", and a result that requires gradients.
+only when the graph runs", a result that requires gradients, and "the norm has a parameter of shape [1, 3] for 3
+channels", which ATen takes of an empty batch.
 Shapes: x [n, c, ...], w [out, c / groups, ...], of a transposed convolution [c, out / groups, ...], the others [out].
 Numerics: approximate: it rounds the new weights to the dtype of the old ones, and not what is between the two.
 Source: PyTorch, torch/nn/utils/fusion.py, whose transposed convolutions have one group; Jacob et al., CVPR 2018.
