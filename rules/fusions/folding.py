@@ -179,7 +179,10 @@ def _(draw: Draw) -> dict[str, Any]:
 @fold_linear.sampler
 def _(draw: Draw) -> dict[str, Any]:
     inputs, outputs = draw.size(), draw.integer(1, 4)
-    return {"x": draw.tensor(draw.size(), inputs), "w": draw.tensor(outputs, inputs), **_norm(draw, outputs)}
+    found = {"x": draw.tensor(draw.size(), inputs), "w": draw.tensor(outputs, inputs), **_norm(draw, outputs)}
+    if draw.wide:  # of three dimensions, the norm takes the second for channels
+        found |= draw.beyond({"x": draw.tensor(draw.size(), outputs, inputs)})
+    return found
 
 
 FOLDING = RuleSet("folding", fold_conv, fold_transposed_conv, fold_linear)
