@@ -8,27 +8,50 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
 from sympy import Integer, Symbol
 
 from fxrewrite.prove.indices import Expr, Indices
-from fxrewrite.prove.reals import apply, expanded, is_positive
+from fxrewrite.prove.reals import apply, expanded, is_nonnegative, is_positive
 from fxrewrite.prove.symbolic import size_expression
-from fxrewrite.prove.value import UnknownError, dtype_name
+from fxrewrite.prove.text import readable
+from fxrewrite.prove.value import UndefinedError, UnknownError, dtype_name
 
-__all__ = ["Arithmetic", "cast", "is_integer"]
+__all__ = ["Arithmetic", "Need", "cast", "is_integer"]
 
+Relation: TypeAlias = Literal["!= 0", ">= 0", "> 0"]
 _ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
 """An entry at any index: what holds of it is said of the whole input, whatever its rank."""
 _ROOTS = {float(sympy.sqrt(q).evalf(30)): sympy.sqrt(q) for q in map(sympy.Rational, (2, 3, "1/2", "1/3"))}
 _ROOTS_OF_PI = {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
 
 _WITH_INFINITY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """A condition on a real expression, whose indices are numbered in order: at any index."""
+
+    relation: Relation
+    expr: Expr
+
+    @property
+    def weaker(self) -> Iterator[Need]:
+        """What follows from it about the same expression."""
+        if self.relation == "> 0":
+            yield Need("!= 0", self.expr)
+            yield Need(">= 0", self.expr)
+
+    def text(self, names: Mapping[Symbol, str]) -> str:
+        """The condition, with names of sizes."""
+        text = readable(self.expr, names)
+        entry = _ENTRY.fullmatch(text)
+        return f"{entry[1] if entry else text} {self.relation}"
 
 
 @dataclass(slots=True)
@@ -39,14 +62,16 @@ class Arithmetic:
         is_real: whether arithmetic on floating-point entries is that of the reals; else it is uninterpreted.
         indices: of all values.
         simplify: rewrites sizes by what is known of them.
-        needs: conditions under which divisions and roots are defined, by text.
+        needs: conditions under which divisions and roots are defined, and that do not always hold.
+        undefined: the condition that holds for no input; empty if there is none.
         roots: numbers that were read as the roots that they round.
     """
 
     is_real: bool
     indices: Indices = field(default_factory=Indices)
     simplify: Callable[[Expr], Expr] = lambda expr: expr
-    needs: dict[str, None] = field(default_factory=dict[str, None])
+    needs: dict[Need, None] = field(default_factory=dict["Need", None])
+    undefined: str = ""
     roots: dict[str, None] = field(default_factory=dict[str, None])
 
     def size(self, size: Any) -> Expr:
@@ -92,15 +117,49 @@ class Arithmetic:
             number = torch.full((), number, dtype=torch.float64).to(dtype).item()
         return self.number(number)
 
-    def need(self, kind: str, expr: Expr) -> None:
-        """Notes that an expression must not be zero, or must not be negative."""
-        if is_positive(expr) or (expr.is_number and expr.is_nonzero):
+    def need(self, relation: Relation, expr: Expr) -> None:
+        """Notes what must hold of an expression, as conditions on its parts where it holds of these alone.
+
+        Raises:
+            UndefinedError: it holds for no input.
+        """
+        expr = expanded(expr)
+        is_strict = relation != ">= 0"
+        if is_positive(expr) or (relation == ">= 0" and is_nonnegative(expr)):
             return
+        if relation == "!= 0" and expr.is_number and expr.is_nonzero:
+            return
+        is_never = expr == 0 if relation == "!= 0" else (is_nonnegative if is_strict else is_positive)(expanded(-expr))
+        if is_never:
+            self.undefined = f"{readable(expr)} {relation}"
+            raise UndefinedError(self.undefined)
+        if relation == "!= 0":
+            self._need_nonzero(expr)
+        elif expr.is_Mul and any(map(is_positive, expr.args)):
+            self.need(relation, sympy.Mul(*(factor for factor in expr.args if not is_positive(factor))))
+        elif is_strict and is_nonnegative(expr) and not expr.is_Add:
+            self._need_nonzero(expr)
+        else:
+            self._note(relation, expr)
+
+    def _need_nonzero(self, expr: Expr) -> None:
+        """An expression is not zero where none of its factors is, and a root of what is positive."""
+        if expr.is_Mul:
+            for factor in expr.args:
+                self.need("!= 0", factor)
+        elif expr.is_Pow and expr.exp.is_Integer:
+            self.need("!= 0", expr.base)
+        elif expr.is_Pow and expr.exp.is_Rational:
+            self.need("> 0", expr.base)
+        elif getattr(expr.func, "__name__", "") in ("abs", "Abs"):
+            self.need("!= 0", expr.args[0])
+        else:
+            self._note("> 0" if is_nonnegative(expr) else "!= 0", expr)
+
+    def _note(self, relation: Relation, expr: Expr) -> None:
         bound = sorted(expr.free_symbols & self.indices.sizes.keys(), key=lambda s: int(s.name[1:]))
         renamed = expr.xreplace({s: Symbol(f"j{n}", integer=True, nonnegative=True) for n, s in enumerate(bound)})
-        text = str(expanded(renamed))
-        entry = _ENTRY.fullmatch(text)
-        self.needs[f"{entry[1] if entry else text} {kind}"] = None
+        self.needs[Need(relation, expanded(renamed))] = None
 
     def power(self, base: Expr, exponent: Expr) -> Expr:
         """Returns base ** exponent over the reals, with what that needs."""

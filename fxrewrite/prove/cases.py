@@ -11,18 +11,18 @@ from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
-from sympy.printing.str import StrPrinter
 from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
-from fxrewrite.errors import FxRewriteError, RefusedError
+from fxrewrite.errors import FxRewriteError, Reason, RefusedError
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.prove.indices import Expr, Indices
 from fxrewrite.prove.symbolic import Symbols, size_expression
+from fxrewrite.prove.text import readable
 from fxrewrite.prove.value import items_of
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.calls import NoCallError
@@ -55,6 +55,7 @@ _NUMBERS = ("float", "Scalar", "number", "Optional[float]", "Tensor")
 """Kinds of arguments that a floating-point number may be given for."""
 _STEP = 0.0625
 """What equal numbers of a sample are moved apart by, so that it is known which one is which."""
+_ONCE = "the rule computes a parameter once (match.once), from entries that no proof has; Rule.verify tests such a rule"
 _SWAPS = ("as written", "operands swapped")
 
 
@@ -194,6 +195,8 @@ def cases(
                 module = concrete if sample is complete else Builder(sample, mode).module()
                 case = _case(module, sample, general, program, rewrite)
             except RefusedError as error:
+                if error.kind is Reason.ONCE:
+                    raise NoCaseError(_ONCE) from error
                 problem = str(error)
                 continue
             except (FxRewriteError, *TORCH_ERRORS) as error:
@@ -392,22 +395,8 @@ def _has_specs(value: Any) -> bool:
 
 def _conditions(symbols: Symbols) -> tuple[str, ...]:
     indices = Indices()
-    names = {symbol: sympy.Symbol(name) for symbol, name in symbols.names.items()}
     open_ones = (known for known in symbols.known() if known != sympy.true and not indices.follows(known))
-    return tuple(dict.fromkeys(_Text().doprint(known.xreplace(names)) for known in open_ones))
-
-
-class _Text(StrPrinter):
-    """Writes conditions as Python does."""
-
-    def _print_Relational(self, expr: Any) -> str:  # noqa: N802  # sympy's name
-        return f"{self._print(expr.lhs)} {expr.rel_op} {self._print(expr.rhs)}"
-
-    def _print_idiv(self, expr: Any) -> str:
-        return f"({self._print(expr.args[0])} // {self._print(expr.args[1])})"
-
-    def _print_imod(self, expr: Any) -> str:
-        return f"({self._print(expr.args[0])} % {self._print(expr.args[1])})"
+    return tuple(dict.fromkeys(readable(known, symbols.names) for known in open_ones))
 
 
 def _has_numbers(symbols: Symbols) -> bool:
@@ -435,7 +424,7 @@ def _shown(gm: fx.GraphModule, symbols: Symbols, literals: _Literals) -> tuple[s
         for symbol in sorted(expr.free_symbols, key=str):
             if symbol not in named:
                 named[symbol] = sympy.Symbol(next(letters))
-        return str(expr.xreplace(named))
+        return readable(expr.xreplace(named))
 
     parts: list[str] = []
     is_general = True

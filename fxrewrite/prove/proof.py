@@ -12,7 +12,7 @@ TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor program
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,12 +24,13 @@ from fxrewrite import ops
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
-from fxrewrite.prove.arithmetic import Arithmetic
+from fxrewrite.prove.arithmetic import Arithmetic, Need
 from fxrewrite.prove.cases import Case, NoCaseError, cases, readings
 from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.interpret import interpret
 from fxrewrite.prove.reals import branches, difference, expanded
-from fxrewrite.prove.value import At, UnknownError, Value
+from fxrewrite.prove.text import brief, form_of_case, form_of_condition, readable
+from fxrewrite.prove.value import At, UndefinedError, UnknownError, Value
 from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS
@@ -87,11 +88,11 @@ class Proof:
 
     @property
     def summary(self) -> str:
-        """One line, without the rule."""
+        """One line, without the rule; assumptions of one form are told once."""
         if not self.is_proved:
             return f"not proved: {self.why_not}"
         where = f", where {'; '.join(self.conditions)}" if self.conditions else ""
-        assumed = f", assuming {'; '.join(self.assumptions)}" if self.assumptions else ""
+        assumed = f", assuming {'; '.join(brief(self.assumptions, form_of_condition))}" if self.assumptions else ""
         looked_at = f"for {_either(self.dtypes)} of rank {_either(self.ranks)}"
         literals = f", with {', '.join(self.literals)}" if self.literals else ""
         return f"proved for sizes of 2 or more, {self.strength}, {looked_at}{literals}{where}{assumed}"
@@ -100,7 +101,7 @@ class Proof:
         lines = [f"{self.rule}: {self.summary}"]
         if self.is_proved:
             lines.append(f"  {self.readings} readings of the pattern; a letter is any size of 2 or more:")
-            lines += [f"    {case}" for case in self.cases]
+            lines += [f"    {case}" for case in brief(self.cases, form_of_case)]
         return "\n".join(lines)
 
 
@@ -150,18 +151,26 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
             return Proof(rule_id, why_not=f"no graph to prove it on: {error}")
         for name, length in reading.lists.items():
             lengths.setdefault(name, set()).add(length)
+        undefined, kept = "", list[Case]()
         for case in made:
             outcome = _bitwise(case)
             if outcome:
+                try:
+                    outcome, assumed = _over_reals(case)
+                except UndefinedError as error:  # equal of no input at all says nothing
+                    undefined = f"the original needs {error}, with {case.shown}"
+                    continue
                 is_bitwise = False
-                outcome, assumed = _over_reals(case)
                 assumptions |= dict.fromkeys(assumed)
             if outcome:
                 return Proof(rule_id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
             shown[case.shown] = None
-            proved.append(case)
+            kept.append(case)
             conditions |= dict.fromkeys(case.conditions)
-        is_general &= any(case.is_open for case in made)  # now, since decompositions ask for more
+        if not kept:
+            return Proof(rule_id, why_not=f"no graph to prove it on: {undefined}", readings=len(found))
+        is_general &= any(case.is_open for case in kept)  # now, since decompositions ask for more
+        proved += kept
     if not is_general:
         return Proof(rule_id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
     equal = _equal_literals(proved)
@@ -221,14 +230,25 @@ def _bitwise(case: Case) -> str:
 
 
 def _over_reals(case: Case) -> tuple[str, list[str]]:
-    """Returns why the two sides are not equal over the reals, or else what is assumed."""
+    """Returns why the two sides are not equal over the reals, or else what is assumed.
+
+    Raises:
+        UndefinedError: the original is a real number for no input.
+    """
     outcome, before, after = _compared(case, is_real=True)
     if outcome:
         return outcome, []
-    assumed = [need for need in {**before.needs, **after.needs} if (need in before.needs) != (need in after.needs)]
-    stronger = {need.removesuffix("> 0") for need in assumed if need.endswith("> 0")}
-    assumed = [need for need in assumed if not (need.endswith("!= 0") and need.removesuffix("!= 0") in stronger)]
-    return "", [*assumed, *before.roots, *(root for root in after.roots if root not in before.roots)]
+    one, other = (_strongest(side.needs) for side in (before, after))
+    assumed = _strongest(need for need in {**one, **other} if (need in one) != (need in other))
+    told = [need.text(case.symbols.names) for need in assumed]
+    return "", [*told, *before.roots, *(root for root in after.roots if root not in before.roots)]
+
+
+def _strongest(needs: Iterable[Need]) -> dict[Need, None]:
+    """The conditions without those that follow from another."""
+    found = dict.fromkeys(needs)
+    weaker = {follows for need in found for follows in need.weaker}
+    return {need: None for need in found if need not in weaker}
 
 
 def _compared(case: Case, *, is_real: bool) -> tuple[str, Arithmetic, Arithmetic]:
@@ -239,6 +259,10 @@ def _compared(case: Case, *, is_real: bool) -> tuple[str, Arithmetic, Arithmetic
         was = _leaves(interpret(case.before.graph.nodes, _inputs(before, case.before), before))
         is_now = _leaves(interpret(case.after.graph.nodes, _inputs(after, case.after), after))
         outcome = _difference_of_outputs(was, is_now, indices, is_real=is_real)
+    except UndefinedError as error:
+        if before.undefined:
+            raise
+        outcome = f"the replacement needs {error}"
     except UnknownError as error:
         outcome = str(error)
     except (NotImplementedError, *TORCH_ERRORS) as error:
@@ -292,5 +316,5 @@ def _difference(old: Any, new: Any, indices: Indices, *, is_real: bool) -> str:
 
 
 def _short(expr: Any) -> str:
-    text = str(expr)
+    text = readable(expr)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ..."

@@ -21,9 +21,11 @@ from sympy import Function, Symbol
 
 from fxrewrite.prove.indices import Expr, Indices, idiv, imod
 
-__all__ = ["apply", "branches", "difference", "expanded", "is_positive", "total", "where"]
+__all__ = ["apply", "branches", "difference", "expanded", "is_nonnegative", "is_positive", "total", "where"]
 
 _total = Function("total", real=True)
+_NONNEGATIVE = ("abs", "Abs", "relu")
+"""Functions that are never negative."""
 _BOUND = re.compile(r"_k(\d+)$")
 _MOST_CONDITIONS = 5
 """Most conditions of which all combinations are compared."""
@@ -160,10 +162,25 @@ def is_positive(expr: Expr) -> bool:
     if isinstance(expr, sympy.exp):
         return True
     if expr.func == _total:
-        return is_positive(expr.args[0])
-    if expr.is_Add or expr.is_Mul:
+        return is_positive(expr.args[0]) and all(size.is_positive for _, size in expr.args[1:])
+    if expr.is_Add:
+        return all(map(is_nonnegative, expr.args)) and any(map(is_positive, expr.args))
+    if expr.is_Mul:
         return all(map(is_positive, expr.args))
     return expr.is_Pow and is_positive(expr.base) and bool(expr.exp.is_real)
+
+
+def is_nonnegative(expr: Expr) -> bool:
+    """Whether the expression is 0 or more wherever it is defined, by its form alone."""
+    if expr.is_number or expr.is_Symbol:
+        return bool(expr.is_nonnegative)
+    if expr.func == _total:
+        return is_nonnegative(expr.args[0])
+    if expr.is_Add or expr.is_Mul:
+        return all(map(is_nonnegative, expr.args))
+    if expr.is_Pow:
+        return bool(expr.exp.is_even) or (is_nonnegative(expr.base) and bool(expr.exp.is_real))
+    return is_positive(expr) or getattr(expr.func, "__name__", "") in _NONNEGATIVE
 
 
 def difference(a: Expr, b: Expr) -> Expr:

@@ -10,7 +10,7 @@ import torch
 
 from fxrewrite.prove.indices import Expr
 
-__all__ = ["At", "UnknownError", "Value", "dtype_name", "is_number", "items_of", "tensors_in"]
+__all__ = ["At", "UndefinedError", "UnknownError", "Value", "dtype_name", "is_number", "items_of", "tensors_in"]
 
 At: TypeAlias = Callable[[Sequence[Expr]], Expr]
 """Returns the entry at an index."""
@@ -18,6 +18,10 @@ At: TypeAlias = Callable[[Sequence[Expr]], Expr]
 
 class UnknownError(Exception):
     """Nothing can be said of a value; the message says why."""
+
+
+class UndefinedError(Exception):
+    """A divisor is zero, or what is under a root negative, for every input; the message is the condition that fails."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

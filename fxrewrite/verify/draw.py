@@ -66,6 +66,7 @@ class Draw:
         points: numbers that the rule compares with, or that its graphs name; see `InputSpec.points`.
         wide: whether guessed tensors are at times of integers, or of another dtype than the sample.
         plain: whether tensors are contiguous and their entries are small integers; to shrink a counterexample.
+        is_beyond: whether the sampler gave what a condition must refuse, so that nothing else is changed.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Draw:
         self.most = most
         self.wide = wide
         self.plain = plain
+        self.is_beyond = False
         self.contents: Contents = "integers" if plain else _contents_of(index, domain)
         low, high = (0.0, math.inf) if domain != "moderate" else _MODERATE_POINTS
         self.points = tuple(point for point in points if low <= point <= high)
@@ -167,6 +169,14 @@ class Draw:
         """Draws a bool tensor of this shape whose entries are True with this probability."""
         generator = torch.Generator().manual_seed(self.rng.getrandbits(32))
         return torch.rand(shape, generator=generator) < probability
+
+    def beyond(self, *options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Draws, in three of four wide samples, captures that a condition must refuse; in others, none.
+
+        Most of these samples do not match, which takes less time than to compare one that does.
+        """
+        self.is_beyond = self.wide and bool(options) and self.flag(0.75)
+        return self.choice(*options) if self.is_beyond else {}
 
 
 Sampler: TypeAlias = Callable[[Draw], Mapping[str, Any]]

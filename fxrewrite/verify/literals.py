@@ -48,7 +48,8 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
     if kind == "number" or kind == "Tensor":  # the second operand may be a number
         return draw.choice(*_FLOATS, *_INTEGERS)
     if kind == "ScalarType":
-        return draw.choice(*draw.dtypes, draw.dtype)
+        own = len(draw.dtypes) if draw.wide else 1  # of integers, results may need to be cast back to them
+        return draw.choice(*draw.dtypes, *[draw.dtype] * own)
     if kind == "str" and name in _WORDS:
         return draw.choice(*_WORDS[name])
     if kind == "MemoryFormat":

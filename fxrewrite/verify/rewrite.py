@@ -22,7 +22,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
 from fxrewrite.ops import is_virtual, key, tested_by, value
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.pattern.terms import Capture, Op, is_size, subterms
+from fxrewrite.pattern.terms import Op, is_size, subterms
 from fxrewrite.verify.build import FakeMode
 from fxrewrite.verify.calls import Form, NoCallError
 from fxrewrite.verify.compare import RulePromise
@@ -30,13 +30,14 @@ from fxrewrite.verify.draw import Domain, Draw, Sampler, contents_within
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
-from fxrewrite.verify.readings import Alternative, ChoiceSite, Reading, by_item, read, sites
+from fxrewrite.verify.readings import Alternative, ChoiceSite, by_item, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
 from fxrewrite.verify.tensors import InputSpec
 from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
+from fxrewrite.verify.wide import varied
 
 __all__ = ["DTYPES", "quiet", "verify_rewrite"]
 
@@ -59,8 +60,6 @@ _LARGEST_POINT = 1e30
 _ROUNDING = frozenset(f"aten::{name}" for name in ("round", "floor", "ceil", "trunc", "frac"))
 _HALVES = {0.5, 1.0, 2.0}
 """Where operators that round jump, as they do at the named numbers and at half of these."""
-_VARIED = 0.5
-"""Probability that a wide sample is not what its sampler gave."""
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -202,41 +201,8 @@ def _rounds(node: fx.Node) -> bool:
     return are_known and source.is_floating_point() and not result.is_floating_point()
 
 
-def _is_real(value: Any) -> bool:
-    return not isinstance(value, InputSpec) or value.dtype.is_floating_point
-
-
 def _num_entries(trial: Trial) -> int:
     return sum(math.prod(spec.shape) for _, spec in trial.sample.specs()) if trial.sample is not None else 0
-
-
-def _varied(given: dict[str, Any], reading: Reading, draw: Draw) -> dict[str, Any]:
-    """Returns, at times, other values than the sampler gave, or fewer, which are guessed: it may give only what fits.
-
-    Entries that are integers or bools have a meaning that a guess does not know; their tensors may only get smaller.
-    """
-    read_ones = {t.name for output in reading.outputs for t in subterms(output) if isinstance(t, Capture)}
-    names = [name for name in given if name in read_ones]
-    if not names or not draw.flag(_VARIED):
-        return given
-    first = draw.choice(*names)
-    chosen = {first} if draw.flag(0.7) else {first, *(name for name in names if draw.flag())}
-    found = dict(given)
-    for name in chosen:
-        value = found.pop(name)
-        if isinstance(value, str) and value:
-            place = draw.integer(0, len(value) - 1)
-            found[name] = value[:place] + value[place + 1 :]
-        elif isinstance(value, InputSpec) and value.data is not None:
-            dims = [dim for dim, size in enumerate(value.shape) if size > 1]
-            if dims and (draw.flag() or not _is_real(value)):
-                data = value.data.narrow(draw.choice(*dims), 0, 1)
-                found[name] = replace(value, data=data, shape=tuple(data.shape))
-            elif not _is_real(value):
-                found[name] = value
-        elif isinstance(value, list) and not all(map(_is_real, value)):
-            found[name] = value
-    return found
 
 
 @dataclass(slots=True)
@@ -350,7 +316,7 @@ class _Search:
         if given is None:
             return Trial("impossible", f"{self.rule_id}: the sampler gives lists of different lengths under one name")
         if self.wide:
-            given = _varied(given, reading, draw)
+            given = varied(given, reading, draw, is_complex=is_complex)
         twice = draw.flag(0.25)
         size_calls = any(map(is_size, terms)) and draw.flag()
         sample = Sample(reading, form, twice, exposed, given, size_calls)

@@ -6,7 +6,7 @@
 Rules reason about the first form: k and v have the size in which they are sent and kept, and the shapes say how often a
 head is read. It matches unsqueeze, expand and reshape (also of [B, S, KV, D] with a transpose afterwards),
 repeat_interleave, and one expanded head.
-Leaves alone, in these words, "k and v are not repeats of the same number of heads".
+Leaves alone, in these words, "k and v are not repeats of the same number of heads"; "there are no heads" (rank 2).
 CPU kernels take groups without repeating. On other devices FlashAttention does: without a mask, for head sizes up to
 256, in half precision. Elsewhere torch would fall back to a kernel that holds all scores, so REPEAT_HEADS repeats k and
 v before the operator.
@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, RuleSet, cap, either, op, shared, where
+from fxrewrite import Literal, Match, RuleSet, cap, either, op, refuse, shared, where
 from fxrewrite.ops import bind, key, value
 from fxrewrite.spmd import PLACEMENT, Size, is_same_size, placement_of
 from rules.attention.operator import attend_with, attention_rule
@@ -67,8 +67,11 @@ def _shared_heads(repeated: fx.Node, x: fx.Node, heads: Size) -> int:
     """Returns the number of heads of x if `repeated` repeats only these, to `heads`; else 0."""
     dim, sizes = _head_dim(repeated), list(value(x).shape)
     repeated = repeated.all_input_nodes[0] if dim == 2 else repeated
-    kv_heads, found = sizes[dim] if len(sizes) == 4 else 0, value(repeated).shape
-    if not isinstance(heads, int) or not isinstance(kv_heads, int) or len(found) != 4:
+    found = value(repeated).shape
+    if len(sizes) != 4 or len(found) != 4:
+        return 0
+    kv_heads = sizes[dim]
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
         return 0
     sizes[dim] = heads
     fits = all(map(is_same_size, found, sizes))
@@ -141,6 +144,8 @@ repeat_heads = attention_rule(
 @repeat_heads.replacement
 def _(match: Match, q: Any, k: Any, v: Any) -> Any:
     """attention(q, repeat_kv(k), repeat_kv(v), mask)"""
+    if min(value(x.node).dim() for x in (q, k, v)) < 3:
+        refuse("there are no heads")
     k, v = (aten.repeat_interleave(x, value(q.node).shape[-3] // value(x.node).shape[-3], -3) for x in (k, v))
     attended = attend_with(match, key=k, value=v, enable_gqa=False)
     match.edit.set_fact(attended.node, PLACEMENT, placement_of(match.root))  # says whose numbers dropout draws

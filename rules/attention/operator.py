@@ -104,11 +104,16 @@ def attention(
         is_bool = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(torch.logical_not(attn_mask), -math.inf) if is_bool else scores + attn_mask
     if sinks is not None:
-        return torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1] @ value
+        return _read(torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1], value)
     if attn_mask is None:
         return torch.softmax(scores, -1) @ value
     keeps_none = torch.isneginf(torch.amax(scores, -1, True))
-    return torch.softmax(scores.masked_fill(keeps_none, 0.0), -1).masked_fill(keeps_none, 0.0) @ value
+    return _read(torch.softmax(scores.masked_fill(keeps_none, 0.0), -1).masked_fill(keeps_none, 0.0), value)
+
+
+def _read(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Returns the weighted values; beside a mask of a wider dtype, the weights are of that."""
+    return (weights if weights.dtype == value.dtype else weights.to(value.dtype)) @ value
 
 
 _LIBRARY = torch.library.Library("fxrewrite_rules", "FRAGMENT")

@@ -132,8 +132,8 @@ def fused(rule: Rule) -> Rule:
     @rule.sampler
     def _(draw: Draw) -> dict[str, Any]:
         found = _sample(draw, draw.flag())
-        if draw.wide and draw.flag(0.75):
-            found |= draw.choice(*(one for one in _refused(draw, found) if captured.intersection(one)))
+        if draw.wide:
+            found |= draw.beyond(*(one for one in _refused(draw, found) if captured.intersection(one)))
         return {name: value for name, value in found.items() if name in captured}
 
     return rule
@@ -186,20 +186,20 @@ def _sample(draw: Draw, is_flat: bool) -> dict[str, Any]:
 
 def _refused(draw: Draw, found: dict[str, Any]) -> tuple[dict[str, Any], ...]:
     """Returns operands and numbers of a sample as one condition or another refuses them."""
-    other = draw.choice(torch.float32, torch.bfloat16)
+    other = draw.choice(*(dtype for dtype in (torch.float32, torch.bfloat16, torch.float64) if dtype != draw.dtype))
     return (
         {"kt": found["kt"][..., :1]},  # the mask makes as many columns as v has rows
         {"v": found["v"].to(other), "cast": other},
-        {"kept": found["kept"].to(torch.uint8), "hidden": found["hidden"].to(torch.uint8)},
         {"bias": found["bias"] > 0},  # which adds 1, and does not hide
         {"mask": found["mask"] > 0},
-        {"mask": found["mask"].double(), "bias": found["bias"].double(), "cast": draw.dtype},
+        {"mask": found["mask"].double(), "cast": draw.dtype},
+        {"bias": found["bias"].double(), "cast": draw.dtype},
         {"sinks": found["sinks"].to(other)},
-        {"divisor": 0.0},
+        {"fill": draw.choice(0.0, -8.0, True)},  # which does not hide
+        {"divisor": 0.0, "scale": math.inf},  # no reading has both
         {"part": 0.0},
         {"softcap": 0.0},
         {"factor": math.inf},
-        {"scale": math.inf},
     )
 
 
@@ -262,7 +262,8 @@ def attend_to_kept(
     if mask is None:
         nothing = torch.zeros_like(given)
         return attend(match, q, k, v, torch.where(keeps_any, _filled(kept, given, fill), nothing), **how)
-    low = mask + fill
+    wide = torch.promote_types(mask.dtype, q.dtype)  # as the original adds it to the scores
+    low = (mask if mask.dtype == wide else mask.to(wide)) + fill
     added = torch.where(kept, given, torch.where(keeps_any, low, low - fill))
     return attend(match, q, k, v, added, **how)
 

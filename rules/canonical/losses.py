@@ -10,6 +10,8 @@ The count is the number of targets that are not `ignore`, or the sum of their cl
 targets only, which are replicated: a rank without a single counted token divides 0 by the global count, never by 0.
 Matches class indices and class probabilities; with probabilities every row counts once. For losses where every entry
 counts once, the mean of the loss becomes the mean of its entries.
+Does not match a mean of mse_loss, smooth_l1_loss or huber_loss of operands of two shapes: ATen divides the gradient of
+the smaller one by its own number of entries. `torch.nn.functional` expands both before.
 Numerics: reassociates (one division instead of one per token). Losses of half precision are summed in float32.
 Source: PyTorch, aten/src/ATen/native/LossNLL.cpp (cross_entropy_loss, nll_loss_nd) and Loss.cpp (the others).
 """
@@ -21,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, refuse, rule
+from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, refuse, rule, where
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import product, size_proxy
 from rules.canonical.shifted_losses import SHIFTED_LOSSES
@@ -35,6 +37,9 @@ __all__ = ["LOSSES", "mean_to_sum", "nll_mean_to_sum"]
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
+_OF_ONE_SHAPE = ("mse_loss", "smooth_l1_loss", "huber_loss")
+"""Losses whose mean has another gradient than the mean of its entries where one operand is broadcast."""
+_ONE_SHAPE = where.parse("shape(self_) == shape(target_)")
 
 
 @rule("losses.mean_to_sum", numerics="reassociates", optional=True)
@@ -132,7 +137,8 @@ def _mean_of_entries(name: str, sampler: Callable[[Draw], dict[str, Any]]) -> Ru
     terms: dict[str, Any] = {arg.name: cap(f"{arg.name}_", kinds.get(str(arg.type), "literal")) for arg in arguments}
     terms["reduction"] = _MEAN
     positional = [terms[arg.name] for arg in arguments if not arg.kwarg_only]
-    pattern = Pattern((op(f"aten::{name}", *positional, **{a.name: terms[a.name] for a in arguments if a.kwarg_only}),))
+    loss = op(f"aten::{name}", *positional, **{a.name: terms[a.name] for a in arguments if a.kwarg_only})
+    pattern = Pattern((loss,), (_ONE_SHAPE,) if name in _OF_ONE_SHAPE else ())
     made = Rule(f"losses.mean_of_{name}", pattern, numerics="reassociates", optional=True)
 
     @made.replacement

@@ -11,7 +11,8 @@ without gamma and beta; in evaluation, with statistics that the module holds.
 Does not match a norm in training ("expected the literal False at root.training, found True"), a batch without its
 dimension ("rank(x) is 3, rank(w) is 4"), a linear of more dimensions, of which a batch norm takes another for channels.
 Refuses a weight that is an input of the graph, as torch.compile passes them: "%w is an input of the graph, and is known
-only when the graph runs", and a result that requires gradients.
+only when the graph runs", a result that requires gradients, and "the norm has a parameter of shape [1, 3] for 3
+channels", which ATen takes of an empty batch.
 Shapes: x [n, c, ...], w [out, c / groups, ...], of a transposed convolution [c, out / groups, ...], the others [out].
 Numerics: approximate: it rounds the new weights to the dtype of the old ones, and not what is between the two.
 Source: PyTorch, torch/nn/utils/fusion.py, whose transposed convolutions have one group; Jacob et al., CVPR 2018.
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite import Literal, Match, Maybe, Param, Pattern, Rule, RuleSet, cap, either, op
+from fxrewrite import Literal, Match, Maybe, Param, Pattern, Rule, RuleSet, cap, either, op, refuse
 from fxrewrite.verify import Draw
 
 __all__ = ["FOLDING", "folded"]
@@ -100,8 +101,13 @@ def folded(
     return weight.to(w.dtype), bias.to(w.dtype)
 
 
-def _once(match: Match, *args: Any) -> Any:
-    return match.once(folded, *args, name=("folded_weight", "folded_bias"))
+def _once(match: Match, w: Any, b: Any, *of_norm: Any, groups: int = 0) -> Any:
+    *parameters, eps = of_norm
+    channels = groups * w.shape[1] if groups else w.shape[0]
+    for x in parameters:  # of an empty batch ATen takes others
+        if x is not None and tuple(x.shape) != (channels,):
+            refuse(f"the norm has a parameter of shape {list(x.shape)} for {channels} channels")
+    return match.once(folded, w, b, *parameters, eps, groups, name=("folded_weight", "folded_bias"))
 
 
 @fold_conv.replacement
@@ -120,7 +126,7 @@ def _(
     stride: Any, padding: Any, output_padding: Any, groups: int, dilation: Any,
 ) -> fx.Proxy:  # fmt: skip
     """conv_transpose(x, w, b) of folded w and b"""
-    weight, bias = _once(match, w, b, gamma, beta, mean, var, eps, groups)
+    weight, bias = _once(match, w, b, gamma, beta, mean, var, eps, groups=groups)
     call = getattr(aten, _TRANSPOSED[w.ndim - 3])
     return call(x, weight, bias, stride, padding, output_padding, groups, dilation)
 
@@ -173,7 +179,10 @@ def _(draw: Draw) -> dict[str, Any]:
 @fold_linear.sampler
 def _(draw: Draw) -> dict[str, Any]:
     inputs, outputs = draw.size(), draw.integer(1, 4)
-    return {"x": draw.tensor(draw.size(), inputs), "w": draw.tensor(outputs, inputs), **_norm(draw, outputs)}
+    found = {"x": draw.tensor(draw.size(), inputs), "w": draw.tensor(outputs, inputs), **_norm(draw, outputs)}
+    if draw.wide:  # of three dimensions, the norm takes the second for channels
+        found |= draw.beyond({"x": draw.tensor(draw.size(), outputs, inputs)})
+    return found
 
 
 FOLDING = RuleSet("folding", fold_conv, fold_transposed_conv, fold_linear)

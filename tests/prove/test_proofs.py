@@ -13,11 +13,12 @@ import torch.ao.quantization.fx._decomposed  # defines torch.ops.quantized_decom
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch.utils._sympy.functions import FloorDiv
 
-from fxrewrite import Literal, Rule, op
+from fxrewrite import Literal, Match, Rule, op
 from fxrewrite.pattern import trace
 from fxrewrite.prove import Proof, prove
 from fxrewrite.prove.indices import Indices, idiv, imod
 from fxrewrite.prove.symbolic import Symbols, size_expression
+from fxrewrite.prove.text import brief, form_of_case, form_of_condition, readable
 from rules.fusions.rotary import INLINE_ROTARY
 
 aten = torch.ops.aten
@@ -293,6 +294,75 @@ def test_a_proof_says_for_which_numbers_and_values_it_holds() -> None:
     assert not short.is_proved or "size(x, 0) < 100" in short.summary, str(short)
     cut = proof_of(lambda x: torch.relu(x), lambda x: torch.relu(x[:100]), "rank(x) == 1")  # an operator asks it
     assert not cut.is_proved or "size(x, 0) < 100" in cut.summary, str(cut)
+
+
+def _over_root(x: Any, eps: Literal) -> Any:
+    return x / torch.sqrt((x - x) + eps)
+
+
+def test_cases_in_which_the_original_is_undefined_are_not_counted() -> None:
+    """A layer norm of one entry was proved with eps=0, assuming 0 > 0."""
+    pattern = trace(_over_root, ["dtype(x) == float32", "rank(x) == 1"])
+    proof = prove(Rule("a.rule", pattern, lambda x, eps: x * torch.rsqrt((x - x) + eps), numerics="reassociates"))
+    assert proof.strength == "over the reals", str(proof)
+    assert proof.assumptions == ()
+    (numbers,) = (text.removeprefix("eps=") for text in proof.literals)
+    drawn = [float(number) for number in numbers.replace(" or ", ", ").split(", ")]
+    assert drawn
+    assert min(drawn) > 0, numbers
+    assert not any("eps=0" in case or "eps=-" in case for case in proof.cases), str(proof)
+
+
+def test_a_rule_that_computes_a_parameter_once_is_left_to_the_tests() -> None:
+    pattern = trace(lambda x, w: F.linear(x, w).neg(), ["dtype(x) == float32", "dtype(w) == float32"])
+
+    def negated(match: Match, x: Any, w: Any) -> Any:
+        return F.linear(x, match.once(torch.neg, w))
+
+    proof = prove(Rule("a.rule", pattern, negated, numerics="reassociates"))
+    assert not proof.is_proved
+    assert proof.why_not.startswith("no graph to prove it on: the rule computes a parameter once"), str(proof)
+    assert "Rule.verify" in proof.why_not
+
+
+def test_a_rule_on_what_is_never_defined_is_not_proved() -> None:
+    never = proof_of(
+        lambda x: x / torch.sqrt((x - x) - 2.0), lambda x: x * torch.rsqrt((x - x) - 2.0), "dtype(x) == float32"
+    )
+    assert never.why_not.startswith("no graph to prove it on: the original needs -2 >= 0, with x float32["), str(never)
+    broken = proof_of(lambda x: x * 0.0, lambda x: 0.0 / torch.sqrt(x - x), "dtype(x) == float32")
+    assert "the replacement needs 0 != 0" in broken.why_not, str(broken)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "assumed"),
+    [
+        pytest.param(
+            lambda x: x / torch.sqrt(x * x + 1), lambda x: x * torch.rsqrt(x * x + 1), (), id="a positive sum"
+        ),
+        pytest.param(lambda x: 1 / torch.sqrt(x), lambda x: torch.rsqrt(x), (), id="what both sides need"),
+        pytest.param(lambda x: torch.sqrt(x) / torch.sqrt(x), lambda x: x / x, ("x > 0",), id="the stronger one"),
+        pytest.param(lambda x: (x * x * 3.0) / (x * x * 3.0), lambda x: torch.exp(x - x), ("x != 0",), id="of factors"),
+    ],
+)
+def test_what_holds_always_or_on_both_sides_is_not_assumed(before: Any, after: Any, assumed: tuple[str, ...]) -> None:
+    proof = proof_of(before, after, "dtype(x) == float32", "rank(x) == 1")
+    assert proof.strength == "over the reals", str(proof)
+    assert proof.assumptions == assumed
+
+
+def test_what_differs_in_numbers_and_ranks_alone_is_told_once() -> None:
+    x, y, k, s = sympy.Function("x"), sympy.Function("y"), *sympy.symbols("_k1 s1")
+    j = sympy.symbols("j0 j1")
+    names = {s: "size(x, 2)"}
+    told = [readable(sympy.Rational(1e-6) + x(*j, k) / s, names), readable(x(k) / s - 2, {s: "size(x, 0)"})]
+    assert told == ["1e-06 + x(j0, j1, _k1)/size(x, 2)", "-2 + x(_k1)/size(x, 0)"]
+    assert brief([*told, "y > 0"], form_of_condition) == [f"{told[0]} (and 1 of the same form)", "y > 0"]
+    of_entries = [f"{readable(entry)} > 0" for entry in (x(*j), y(*j), x(j[0]), x(0, 0))]
+    assert brief(of_entries, form_of_condition) == ["x(j0, j1) > 0 (and 2 of the same form)", "y(j0, j1) > 0"]
+    assert len(brief(["1.41 is sqrt(2)", "1.73 is sqrt(3)"], form_of_condition)) == 2
+    cases = ["x float32[a, b], eps=0.5", "x float32[a, b], k=[1, 2], eps=2", "x float64[a, b], eps=0.5"]
+    assert brief(cases, form_of_case) == ["x float32[a, b], eps=0.5 (and 1 of the same form)", cases[-1]]
 
 
 def test_a_number_that_the_rule_reads_is_no_other_number() -> None:

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autosp_rules.attention.gather_kv import causal_to_mask, gather_keys
-from autosp_rules.attention.ring import ring_of_ranks
-from autosp_rules.attention.strategy import Choice, choice_of, write_choice
-from autosp_rules.attention.ulysses import repeat_kv_heads
+from autosp_rules.attention.gather_kv import GATHER_KV, causal_to_mask, gather_keys
+from autosp_rules.attention.ring import RING, ring_of_ranks
+from autosp_rules.attention.strategy import AttentionCall, Choice, choice_of, write_choice
+from autosp_rules.attention.ulysses import ULYSSES, repeat_kv_heads
 from fxrewrite import Edit, Pattern, Report, Rule, RuleSet
 from fxrewrite.registry import registered
 from fxrewrite.spmd import Axis, SpmdContext
@@ -100,6 +100,7 @@ def interpreted(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[Any]
     return pytree.tree_leaves(fx.Interpreter(gm).run(*inputs))
 
 
+STRATEGIES = (GATHER_KV, RING, ULYSSES)
 OF_STRATEGIES = (causal_to_mask, gather_keys, repeat_kv_heads, ring_of_ranks)
 
 
@@ -118,16 +119,21 @@ def test_a_rule_of_an_attention_strategy_is_true(rule: Rule) -> None:
 
 
 class ChooseEverywhere:
-    """Leaves every call of attention to one rule, but for those that it made: choices end with their transaction."""
+    """Leaves every call of attention that its strategy serves to one rule, but for those that it made.
+
+    Choices end with their transaction.
+    """
 
     name = "choose"
 
     def __init__(self, rule_id: str) -> None:
         self._rule_id = rule_id
+        self._strategy = next(s for s in STRATEGIES if any(rule.id == rule_id for rule in s.rules))
 
     def run(self, edit: Edit, context: object, report: Report) -> int:
         for node in attentions(edit.nodes()):
-            if choice_of(node) is None and self._rule_id not in node.meta.get("fxrewrite", ()):
+            is_open = choice_of(node) is None and self._rule_id not in node.meta.get("fxrewrite", ())
+            if is_open and not self._strategy.why_not(AttentionCall.of(node), AXIS):
                 write_choice(edit, node, Choice("any", "", self._rule_id))
         return 0
 

@@ -146,6 +146,32 @@ def test_wide_samples_show_what_a_sampler_hides() -> None:
     assert "ZeroDivisionError" in str(wide), str(wide)
 
 
+def test_wide_samples_are_at_times_of_integers_alone() -> None:
+    """No tensor of integers has a product with one of other numbers: all of them are needed."""
+    scores = op("softmax", op("matmul", cap("x"), cap("y")), -1, torch.float32)
+    rule = rule_of(
+        op("matmul", op("to", scores, cap("narrow", Literal)), cap("z")),
+        lambda x, y, z, narrow: torch.matmul(torch.softmax(torch.matmul(x, y), -1), z),
+        where.predicate("narrow", text="is_real")(
+            lambda narrow: narrow == torch.float32 or not narrow.is_floating_point
+        ),
+        numerics="reassociates",
+        domain="moderate",
+    )
+
+    def operands(draw: Draw) -> dict[str, Any]:
+        size = draw.size()
+        x, y, z = (draw.tensor(size, size) for _ in range(3))
+        return {"x": x, "y": y, "z": z, "narrow": draw.dtype}
+
+    options: dict[str, Any] = {"sampler": operands, "domain": "moderate", "dtypes": ["float32"]}
+    narrow = verify(rule, **options)
+    assert narrow.ok, str(narrow)
+    wide = verify(rule, wide=True, **options)
+    assert not wide.ok
+    assert "int" in str(wide.counterexample), str(wide)
+
+
 def test_wide_samples_leave_integers_with_a_meaning_alone() -> None:
     rule = rule_of(LOSS, SUM_OF_LOGS.body, where.rank("logits", 2), numerics="reassociates")
     verdict = verify(rule, sampler=classes, wide=True)

@@ -724,3 +724,17 @@ def test_before_and_after(name: str, fx_snapshot: Any) -> None:
     assert gm == fx_snapshot(name="before")
     ATTENTION.apply(gm)
     assert gm == fx_snapshot(name="after")
+
+
+def test_a_mask_of_fewer_digits_keeps_them_in_rows_that_keep_no_key() -> None:
+    """A fill of -65504 is added to it, and subtracted again: in float32, three digits of the mask were left."""
+    q, k, v, mask, kept = tensors(B, H, L, E)
+    kept[:, :, 1] = False
+
+    def attention(q: Any, k: Any, v: Any, mask: Any, kept: Any) -> torch.Tensor:
+        return torch.softmax(torch.where(kept, q @ k.transpose(-2, -1), -65504.0) + mask, -1) @ v
+
+    args = [q, k, v, mask.float(), kept]
+    gm, _ = traced(attention, args)
+    assert "fuse_filled_mask" in fired(ATTENTION.apply(gm))
+    torch.testing.assert_close(gm(*args), attention(*args), rtol=1e-9, atol=1e-9)

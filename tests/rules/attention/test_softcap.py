@@ -244,3 +244,22 @@ def test_graph(fx_snapshot: Any) -> None:
     assert gm == fx_snapshot(name="one operator")
     BY_ROWS.apply(gm)
     assert gm == fx_snapshot(name="by rows")
+
+
+def test_a_mask_of_a_wider_dtype_is_added_as_it_is() -> None:
+    """A float32 mask beside bfloat16 operands: the product with the values was refused."""
+    q, k, v = operands(dtype=torch.bfloat16)
+    mask = added(dtype=torch.float32, fill=-65504.0)
+    scores = torch.tanh(q @ k.mT * SCALE) * CAP + mask
+    expected = torch.softmax(scores, -1).to(torch.bfloat16) @ v
+    found = ATTEND(q, k, v, mask, scale=SCALE * CAP, softcap=CAP)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = torch.tanh(q @ k.mT * SCALE) * CAP + mask
+        return torch.softmax(scores, -1).to(torch.bfloat16) @ v
+
+    gm = traced(attention, q, k, v, mask)
+    (rule,) = (rule for rule in FUSE.rules() if rule.id == "attention.fuse_softcap")
+    assert RuleSet("fuse", rule).apply(gm).rewrites == 1
+    torch.testing.assert_close(gm(q, k, v, mask), expected, rtol=2e-2, atol=2e-2)
