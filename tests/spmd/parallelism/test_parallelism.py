@@ -341,6 +341,21 @@ def test_inputs_in_chunks(place: Any) -> None:
     assert found.grad_error < 1e-14, str(found)
 
 
+@pytest.mark.parametrize("make", [nn.Linear, Weighted], ids=["own", "none"])
+def test_a_model_with_inputs_in_chunks_is_copied_and_pickled(make: Any) -> None:
+    """Whether the module that gets the chunks has parameters of its own or not."""
+    model = make(6, 6) if make is nn.Linear else make()
+    plan = Parallelism("chunks", axis="tp", place={inputs("{x,input}"): Shard(0)})
+    with fake_mesh((2,), ("tp",)) as mesh:
+        model = shard_parameters(model, plan, mesh)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(model))):
+            assert (repr(other), type(other)) == (repr(model), type(model))
+            torch._dynamo.reset()
+            backend = spmd(plan, mesh=mesh, inner="eager")
+            found = torch.compile(other, backend=backend, fullgraph=True)(torch.ones(2, 6))
+            assert found.shape == ((4, 6) if make is nn.Linear else ())
+
+
 def test_what_a_module_reads_is_stated_over_two_axes() -> None:
     """What the inner axis sends of an input stands before what the outer axis states of it."""
     inner, outer = (
@@ -425,6 +440,27 @@ def test_a_parameter_that_is_read_past_its_module_is_refused(mesh: DeviceMesh) -
             torch.compile(step, backend=backend, fullgraph=True)(X)
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_another_backend_is_refused(inner: str, mesh: DeviceMesh) -> None:
+    """It would compute with memory that nobody has written to, and give no gradients."""
+    step = torch.compile(shard_parameters(Model(), ZERO3, mesh), backend=inner)
+    with pytest.raises(Exception, match=r"that spmd has not lowered; compile the model with backend=spmd"):
+        step(X).backward()
+    if inner != "eager":
+        torch._dynamo.reset()
+        with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="that spmd has not lowered"):
+            step(X)
+
+
+def test_a_model_in_a_wrapper_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(FxRewriteError, match=r"the model is what torch\.compile returned; shard the parameters of"):
+        shard_parameters(torch.compile(Model(), backend="eager"), ZERO3, mesh)
+    model = shard_parameters(Model(), DATA, mesh)
+    for wrapped in (model, torch.compile(model, backend=spmd(DATA, mesh=mesh, inner="eager"))):
+        with pytest.raises(FxRewriteError, match=r"in shards, and spmd reduces their gradients.*DATA \| plan"):
+            nn.parallel.DistributedDataParallel(wrapped)
+
+
 @pytest.mark.parametrize("plan", [DATA, ZERO3], ids=["replicas", "zero3"])
 def test_parameters_as_they_were_before_are_refused(plan: Parallelism, mesh: DeviceMesh) -> None:
     """Otherwise a module that keeps a reference, or an optimizer made before, would train what nobody reads."""
@@ -463,10 +499,13 @@ def test_on_real_processes(tmp_path: Path) -> None:
     """Steps of training equal those of one device; so do evaluation, and a checkpoint resumed on another mesh."""
     for text in launch("../spmd/parallelism/parallel_worker.py", "", 4, tmp_path):
         cells = json.loads(text)
-        weights, values, sizes = cells.pop("ranks that differ")["said"]
+        weights, values, uncut, sizes = cells.pop("ranks that differ")["said"]
         assert "differ in parameter down_proj.weight of call 1" in weights
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
+        assert re.search(
+            r"every rank passes the same x \[4, \d\], which the plan says are its chunk of the batch", uncut
+        )
         assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
         for other in cells.pop("other parameters")["said"]:
             assert re.search(r"first difference: line \d+: .*layers.1.up.weight", other)
