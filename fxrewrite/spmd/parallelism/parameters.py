@@ -319,6 +319,12 @@ def _reading_whole(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
     def reader(name: str) -> property:
         def read(module: nn.Module) -> torch.Tensor | None:
+            if name not in module._parameters:
+                raise FxRewriteError(
+                    f"{name} of {type(module).__name__} is in shards, and something has put another value in its "
+                    "place since, as torch.nn.utils.parametrize does, and peft for its target_parameters at each call; "
+                    "parametrize a model before shard_parameters, and adapt modules (target_modules)"
+                )
             parameter = module._parameters[name]
             reads_whole = torch.compiler.is_compiling() or _reads_whole.get()
             if not (reads_whole and isinstance(parameter, DTensor)):

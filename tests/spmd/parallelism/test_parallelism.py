@@ -461,6 +461,16 @@ def test_a_model_in_a_wrapper_is_refused(mesh: DeviceMesh) -> None:
             nn.parallel.DistributedDataParallel(wrapped)
 
 
+def test_parametrizations_are_made_before(mesh: DeviceMesh) -> None:
+    model = shard_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), ZERO3, mesh)
+    torch.compile(model, backend=spmd(ZERO3, mesh=mesh, inner="eager"), fullgraph=True)(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(
+        FxRewriteError, match=r"weight of ParametrizedLinear is in shards, and something has put another value in"
+    ):
+        nn.utils.parametrizations.weight_norm(shard_parameters(nn.Linear(6, 6), ZERO3, mesh))
+
+
 @pytest.mark.parametrize("plan", [DATA, ZERO3], ids=["replicas", "zero3"])
 def test_parameters_as_they_were_before_are_refused(plan: Parallelism, mesh: DeviceMesh) -> None:
     """Otherwise a module that keeps a reference, or an optimizer made before, would train what nobody reads."""
