@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autosp_rules import AutoSPError, autosp
@@ -35,6 +35,7 @@ from fxrewrite.spmd import (
     Shard,
     Stored,
     Zigzag,
+    chunked,
     contexts,
     input_placements,
     inputs,
@@ -491,6 +492,16 @@ def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, m
         spmd(ZERO3, mesh=mesh, breaks="dtensor")
     with pytest.raises(AutoSPError, match=r"between graphs need torch 2\.12 or newer"):
         autosp(inner="eager", breaks="dtensor")
+
+
+@pytest.mark.skipif(TORCH < (2, 12), reason="DTensors between graphs need torch 2.12")
+def test_rows_of_a_table_in_chunks_are_whole_between_graphs() -> None:
+    """Eager code looks ids up in rows over the ranks, and Dynamo compiles what reads the result: no guard fails."""
+    with fake_mesh((2,), ("tp",)) as mesh:
+        table = chunked(DTensor.from_local(torch.ones(4, 3), mesh, [TorchShard(0)], run_check=False))
+        found = nn.functional.embedding(torch.tensor([1, 5]), table)
+        assert list(found.placements) == [TorchReplicate()]
+        assert torch.compile(lambda x: x.shape[0] * 2, backend="eager")(found) == 4
 
 
 def test_a_page_shows_the_method() -> None:
