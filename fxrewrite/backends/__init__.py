@@ -9,6 +9,7 @@ if TYPE_CHECKING:
         GradientReduction as GradientReduction,
         gradient_reductions as gradient_reductions,
         keep_graph_whole_under_ddp as keep_graph_whole_under_ddp,
+        refused_by_wrappers as refused_by_wrappers,
     )
     from fxrewrite.backends.decompose import inductor_table as inductor_table
     from fxrewrite.backends.dynamo import (

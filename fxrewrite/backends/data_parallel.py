@@ -6,15 +6,18 @@ This is the only file that reads the state of DistributedDataParallel, FSDP and 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-__all__ = ["GradientReduction", "gradient_reductions", "keep_graph_whole_under_ddp"]
+from fxrewrite.errors import FxRewriteError
+
+__all__ = ["GradientReduction", "gradient_reductions", "keep_graph_whole_under_ddp", "refused_by_wrappers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,18 @@ def keep_graph_whole_under_ddp() -> None:
     tensors. Other models of the process that are compiled under DDP lose the overlap of backward and all-reduce.
     """
     torch._dynamo.config.optimize_ddp = False
+
+
+def refused_by_wrappers(said: Callable[[nn.Module], str]) -> dict[str, Any]:
+    """Members of a class of modules that DistributedDataParallel refuses with this error, and not with an operator's.
+
+    fully_shard reads nothing of a module that a class can define.
+    """
+
+    def read(module: nn.Module) -> Any:
+        raise FxRewriteError(said(module))
+
+    return {"_ddp_params_and_buffers_to_ignore": property(read)}  # the first attribute that it reads
 
 
 def gradient_reductions(parameters: Sequence[torch.Tensor]) -> list[GradientReduction]:

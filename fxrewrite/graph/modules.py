@@ -31,7 +31,12 @@ def matches_glob(name: str, glob: str) -> bool:
 
 
 def _qualified(path: str) -> str:
-    """`layers.0.mlp` of Dynamo's `L['self'].layers.0.mlp`, or `G['model']` where the model is a global."""
+    """`layers.0.mlp` of Dynamo's `L['self'].layers.0.mlp`, or `G['model']` where the model is a global.
+
+    Where a module looks its parts up by itself (`__getattr__`, as peft's do), Dynamo writes how they were found:
+    `L['self'].__dict__['_modules']['base_model'].layers.0` is `base_model.layers.0`.
+    """
+    path = re.sub(r"(?:__dict__\['_modules'\]|\b_modules)\['([^']+)'\]", r"\1", path)
     return re.sub(r"^[LG]\['\w+'\]\.?|^L__self___?", "", path)
 
 

@@ -24,6 +24,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.modules import matches_glob
 from fxrewrite.ops import is_parameter
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
+from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import Shard, Zigzag, as_placement
 
 __all__ = ["join_arguments", "joined", "stated_arguments", "without_joined"]
@@ -83,9 +84,7 @@ def _joining(cls: type[nn.Module], stated: Stated) -> type[nn.Module]:
             kwargs = {n: joined(x, n, text) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
         return cls.forward(self, *args, **kwargs)
 
-    made = type(cls.__name__, (cls,), {"forward": forward})
-    made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
-    return made
+    return subclassed(_joining, cls, stated, {"forward": forward})
 
 
 def without_joined(gm: fx.GraphModule, stated: Stated, *, is_later_part: bool) -> dict[int, Stated]:

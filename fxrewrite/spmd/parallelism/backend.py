@@ -44,7 +44,7 @@ from fxrewrite.spmd.placement import Axis, Replicate, Zigzag, local_shape
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, entering
-from fxrewrite.spmd.runtime.rank_checks import Advice, RankChecks, SameProgram, is_due
+from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram, is_due
 
 __all__ = ["SpmdBackend", "spmd"]
 
@@ -133,7 +133,7 @@ class SpmdBackend:
         report.events.extend(crossing.events)
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
-        checks = self._agree_on_program(program)
+        checks = [*self._agree_on_program(program), *self._distinct_chunks(program, chunks)]
         fix_rank(program)
         sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
         unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
@@ -194,6 +194,17 @@ class SpmdBackend:
                 compare, settle = checks.before, checks.settle
             if axis.size > 1:
                 found.append(_Checks(at, compare, settle))
+        return found
+
+    def _distinct_chunks(self, program: fx.GraphModule, chunks: Container[int]) -> list[_Checks]:
+        """What refuses a batch that is not cut, for each axis over which arguments are in chunks."""
+        placeholders, found = program.graph.find_nodes(op="placeholder"), list[_Checks]()
+        for axis in (axis_of(self.mesh, member.axis) for member in self.plan.members):
+            held = (of.get(axis.name, Replicate()) for of in input_placements(program))
+            at = [i for i, placed in enumerate(held) if i in chunks and placed != Replicate()]
+            if at and axis.size > 1:
+                check = DistinctChunks([placeholders[i] for i in at], axis)
+                found.append(_Checks(at, check.before, lambda: None))
         return found
 
     def _contexts(self, outputs: Outputs) -> dict[str, SpmdContext]:

@@ -21,8 +21,10 @@ from weakref import WeakSet
 
 import torch
 from torch import fx, nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
@@ -30,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fxrewrite.backends import given_up
+from fxrewrite.backends import given_up, refused_by_wrappers
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient, unshared
@@ -38,6 +40,7 @@ from fxrewrite.spmd.parallelism.alternatives import require_chosen
 from fxrewrite.spmd.parallelism.arguments import join_arguments, stated_arguments
 from fxrewrite.spmd.parallelism.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
 from fxrewrite.spmd.propagation.place import Site, check_matches, held_placement
 from fxrewrite.spmd.runtime.borders import ChunkedTensor
@@ -60,8 +63,17 @@ def whole(parameter: DTensor, keeps: bool = False) -> torch.Tensor:
     """The whole value of a parameter that is held in shards, without a gradient; `spmd` leaves it to the program.
 
     With `keeps`, the program leaves its gradient unreduced (`fxrewrite.spmd.parallelism.accumulate`).
+
+    Raises:
+        FxRewriteError: a program that `spmd` has not lowered is compiled, or is to be differentiated.
     """
     local = local_value(parameter)  # autograd would fail in transforms of torch.func, before the backend refuses them
+    is_trained = parameter.requires_grad and torch.is_grad_enabled() and not _reads_whole.get()
+    if isinstance(local, FunctionalTensor) or (is_trained and not is_fake(local)):  # the call was not taken out
+        raise FxRewriteError(
+            f"a parameter of shape {tuple(parameter.shape)} is in shards (shard_parameters), and read by a program "
+            "that spmd has not lowered; compile the model with backend=spmd(plan, mesh=mesh), not with another backend"
+        )
     if is_fake(local):  # Dynamo looks at the result's shape; without_whole takes the call out
         return local.new_empty(parameter.shape, requires_grad=parameter.requires_grad)
     with torch.no_grad():
@@ -99,6 +111,19 @@ def _refuse_eager(module: nn.Module, args: Any) -> None:
         )
 
 
+def _reduced_by_spmd(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} has its parameters in shards, and spmd reduces their gradients; train it without a "
+        "wrapper that reduces them again, and state the axis of replicas in the plan, as DATA | plan"
+    )
+
+
+@cache
+def _refusing_wrappers(cls: type[nn.Module], _: tuple[()]) -> type[nn.Module]:
+    """The class, whose instances are refused where gradients would be reduced again."""
+    return subclassed(_refusing_wrappers, cls, (), refused_by_wrappers(_reduced_by_spmd))
+
+
 _SHARDED: WeakSet[nn.Module] = WeakSet()
 """Models whose parameters are in shards, which know the qualified names of those."""
 _REPLACED: Any = WeakIdKeyDictionary()
@@ -132,10 +157,15 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
 
     Raises:
         FxRewriteError: a glob matches no parameter; says the nearest names. A placement does not fit a shape. The model
-            is sharded already, or the mesh lacks an axis of the plan.
+            is sharded already, or is what torch.compile returned, or the mesh lacks an axis of the plan.
     """
     check_axes(plan, mesh)
     require_chosen(plan)
+    if isinstance(model, OptimizedModule):
+        raise FxRewriteError(
+            "the model is what torch.compile returned; shard the parameters of the model itself, and then compile it: "
+            "torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))"
+        )
     names = _names(model)
     sharded = next((names[p][0] for p in names if isinstance(p, DTensor)), None)
     if sharded is not None:
@@ -169,6 +199,7 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
             module.register_load_state_dict_pre_hook(partial(_load_whole, held_here))
     model.register_forward_pre_hook(_refuse_eager)
     _SHARDED.add(model)
+    model.__class__ = _refusing_wrappers(type(model), ())
     join_arguments(model, stated_arguments(plan, mesh))
     model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
     return model
@@ -288,6 +319,12 @@ def _reading_whole(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
     def reader(name: str) -> property:
         def read(module: nn.Module) -> torch.Tensor | None:
+            if name not in module._parameters:
+                raise FxRewriteError(
+                    f"{name} of {type(module).__name__} is in shards, and something has put another value in its "
+                    "place since, as torch.nn.utils.parametrize does, and peft for its target_parameters at each call; "
+                    "parametrize a model before shard_parameters, and adapt modules (target_modules)"
+                )
             parameter = module._parameters[name]
             reads_whole = torch.compiler.is_compiling() or _reads_whole.get()
             if not (reads_whole and isinstance(parameter, DTensor)):
@@ -297,18 +334,7 @@ def _reading_whole(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Modu
 
         return property(read)
 
-    def reduced(module: nn.Module, protocol: Any) -> Any:
-        return _unpickled, (cls, names), module.__getstate__()
-
-    made = type(cls.__name__, (cls,), {**{name: reader(name) for name in names}, "__reduce_ex__": reduced})
-    made.__module__, made.__qualname__ = cls.__module__, cls.__qualname__
-    return made
-
-
-def _unpickled(cls: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
-    """A module of the class that reads whole values, without state."""
-    made = _reading_whole(cls, names)
-    return made.__new__(made)
+    return subclassed(_reading_whole, cls, names, {name: reader(name) for name in names})
 
 
 # at the border of a compiled program

@@ -95,7 +95,7 @@ class ChunkedTensor(DTensor):
         elif func in _LOSS_GRADIENTS:
             found = _mean_loss_gradient(func, *values, **named)
         else:
-            found = func(*values, **named)
+            found = pytree.tree_map_only(DTensor, _without_mask, func(*values, **named))
         return pytree.tree_map_only(DTensor, _of, found)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
@@ -148,6 +148,15 @@ class _Chunked(torch.autograd.Function):
 def _of(value: DTensor, *, requires_grad: bool = False) -> ChunkedTensor:
     made: Any = ChunkedTensor(value._local_tensor.detach(), value._spec, requires_grad=requires_grad)
     return made
+
+
+def _without_mask(value: DTensor) -> DTensor:
+    """The value, whole if it is a sum of rows that ranks found in their parts of a table, as of an embedding.
+
+    Dynamo's guard on such a placement fails at once: the mask that is a part of it does not exist in a trace.
+    """
+    placements = [TorchReplicate() if hasattr(p, "mask_buffer") else p for p in value.placements]
+    return value if placements == list(value.placements) else value.redistribute(placements=placements)
 
 
 def _plain(value: ChunkedTensor) -> DTensor:

@@ -28,11 +28,21 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph import source_line
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.ops import fake_value, is_inexact, is_parameter
+from fxrewrite.spmd.group import is_fake
 from fxrewrite.spmd.placement import Axis
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.fingerprint import BackgroundComparison, fingerprint, parameter_checksum
 
-__all__ = ["Advice", "RankChecks", "SameProgram", "WholeCalls", "devices_of", "is_due", "say_not_compiled"]
+__all__ = [
+    "Advice",
+    "DistinctChunks",
+    "RankChecks",
+    "SameProgram",
+    "WholeCalls",
+    "devices_of",
+    "is_due",
+    "say_not_compiled",
+]
 
 _GENERATORS = "the random number generators, which must draw alike for"
 _SECONDS = 3600.0
@@ -236,6 +246,41 @@ class RankChecks:
             self._home = home
             values = torch.cat([part.to(home, non_blocking=True) for part in parts])
             self._pending = (BackgroundComparison(self._axis, values), values, labels, hints, scales)
+
+
+class DistinctChunks:
+    """Refuses, at the first call of a program, chunks that are the same on every rank: a batch that nobody has cut.
+
+    Chunks of one number alone, such as those of a batch of zeros, say nothing and are let through.
+
+    Args:
+        placeholders: inputs of the program of which each rank passes its chunk.
+        axis: over which they are cut.
+    """
+
+    def __init__(self, placeholders: Sequence[fx.Node], axis: Axis) -> None:
+        self._names, self._axis = [input_name(node) for node in placeholders], axis
+        self._is_first = True
+
+    def before(self, chunks: Sequence[torch.Tensor]) -> None:
+        """Compares what the ranks pass; reads it at once.
+
+        Raises:
+            FxRewriteError: on every rank, where all of them pass the same.
+        """
+        if not self._is_first:
+            return
+        self._is_first = False
+        numbers = torch.cat([fingerprint(chunk) for chunk in chunks])
+        is_told = any(chunk.numel() and bool((chunk != chunk.reshape(-1)[0]).any()) for chunk in chunks)
+        differing = BackgroundComparison(self._axis, numbers).differing([-1] * numbers.numel())
+        if is_told and not differing and not is_fake(self._axis):
+            shown = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(self._names, chunks, strict=True))
+            raise FxRewriteError(
+                f"axis {self._axis.name}: every rank passes the same {shown}, which the plan says are its chunk of the "
+                f"batch; pass one of {self._axis.size} parts on each rank, cut as the plan states, or use a plan whose "
+                "ranks are called with the whole batch"
+            )
 
 
 class SameProgram:

@@ -317,24 +317,23 @@ def own_statistics(mesh: DeviceMesh) -> dict[str, float]:
 
 
 def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
-    """What is said where ranks start with different weights, and where they are called with different values, or with
-    chunks of different sizes."""
+    """What is said where ranks start with different weights, and where they are called with different values, with the
+    same values in place of chunks, or with chunks of different sizes."""
     said: list[str] = []
     plan = Parallelism("tensor", axis="tp", place={param("up_proj.{weight,bias}"): Shard(0)})
     x = torch.arange(24.0).reshape(4, 6)
-    for seed, held in ((dist.get_rank(), {}), (0, {}), (0, {inputs("x"): Shard(0)})):
+    chunks, rows = {inputs("x"): Shard(0)}, 4 - mesh.get_local_rank("tp")
+    for seed, held, size in ((dist.get_rank(), {}, 4), (0, {}, 4), (0, chunks, 4), (0, chunks, rows)):
         torch._dynamo.reset()
         plan = replace(plan, place=plan.place | held)
-        if held:
-            x = x[: 4 - mesh.get_local_rank("tp")]
         torch.manual_seed(seed)
         model = Broken()
         model.breaks = False
         backend = spmd(plan, mesh=mesh, inner="eager")
         step = torch.compile(shard_parameters(model, plan, mesh), backend=backend, fullgraph=True)
         try:
-            step(x)
-            step(x + dist.get_rank())
+            step(x[:size])
+            step(x[:size] + dist.get_rank())
             backend.check_ranks()
         except (FxRewriteError, BackendCompilerFailed) as error:
             said.append(str(error))

@@ -20,7 +20,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate as TorchReplicate, Shard as TorchShard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from autosp_rules import AutoSPError, autosp
@@ -35,6 +35,7 @@ from fxrewrite.spmd import (
     Shard,
     Stored,
     Zigzag,
+    chunked,
     contexts,
     input_placements,
     inputs,
@@ -341,6 +342,21 @@ def test_inputs_in_chunks(place: Any) -> None:
     assert found.grad_error < 1e-14, str(found)
 
 
+@pytest.mark.parametrize("make", [nn.Linear, Weighted], ids=["own", "none"])
+def test_a_model_with_inputs_in_chunks_is_copied_and_pickled(make: Any) -> None:
+    """Whether the module that gets the chunks has parameters of its own or not."""
+    model = make(6, 6) if make is nn.Linear else make()
+    plan = Parallelism("chunks", axis="tp", place={inputs("{x,input}"): Shard(0)})
+    with fake_mesh((2,), ("tp",)) as mesh:
+        model = shard_parameters(model, plan, mesh)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), pickle.loads(pickle.dumps(model))):
+            assert (repr(other), type(other)) == (repr(model), type(model))
+            torch._dynamo.reset()
+            backend = spmd(plan, mesh=mesh, inner="eager")
+            found = torch.compile(other, backend=backend, fullgraph=True)(torch.ones(2, 6))
+            assert found.shape == ((4, 6) if make is nn.Linear else ())
+
+
 def test_what_a_module_reads_is_stated_over_two_axes() -> None:
     """What the inner axis sends of an input stands before what the outer axis states of it."""
     inner, outer = (
@@ -425,6 +441,37 @@ def test_a_parameter_that_is_read_past_its_module_is_refused(mesh: DeviceMesh) -
             torch.compile(step, backend=backend, fullgraph=True)(X)
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_another_backend_is_refused(inner: str, mesh: DeviceMesh) -> None:
+    """It would compute with memory that nobody has written to, and give no gradients."""
+    step = torch.compile(shard_parameters(Model(), ZERO3, mesh), backend=inner)
+    with pytest.raises(Exception, match=r"that spmd has not lowered; compile the model with backend=spmd"):
+        step(X).backward()
+    if inner != "eager":
+        torch._dynamo.reset()
+        with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="that spmd has not lowered"):
+            step(X)
+
+
+def test_a_model_in_a_wrapper_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(FxRewriteError, match=r"the model is what torch\.compile returned; shard the parameters of"):
+        shard_parameters(torch.compile(Model(), backend="eager"), ZERO3, mesh)
+    model = shard_parameters(Model(), DATA, mesh)
+    for wrapped in (model, torch.compile(model, backend=spmd(DATA, mesh=mesh, inner="eager"))):
+        with pytest.raises(FxRewriteError, match=r"in shards, and spmd reduces their gradients.*DATA \| plan"):
+            nn.parallel.DistributedDataParallel(wrapped)
+
+
+def test_parametrizations_are_made_before(mesh: DeviceMesh) -> None:
+    model = shard_parameters(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)), ZERO3, mesh)
+    torch.compile(model, backend=spmd(ZERO3, mesh=mesh, inner="eager"), fullgraph=True)(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with pytest.raises(
+        FxRewriteError, match=r"weight of ParametrizedLinear is in shards, and something has put another value in"
+    ):
+        nn.utils.parametrizations.weight_norm(shard_parameters(nn.Linear(6, 6), ZERO3, mesh))
+
+
 @pytest.mark.parametrize("plan", [DATA, ZERO3], ids=["replicas", "zero3"])
 def test_parameters_as_they_were_before_are_refused(plan: Parallelism, mesh: DeviceMesh) -> None:
     """Otherwise a module that keeps a reference, or an optimizer made before, would train what nobody reads."""
@@ -447,6 +494,16 @@ def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, m
         autosp(inner="eager", breaks="dtensor")
 
 
+@pytest.mark.skipif(TORCH < (2, 12), reason="DTensors between graphs need torch 2.12")
+def test_rows_of_a_table_in_chunks_are_whole_between_graphs() -> None:
+    """Eager code looks ids up in rows over the ranks, and Dynamo compiles what reads the result: no guard fails."""
+    with fake_mesh((2,), ("tp",)) as mesh:
+        table = chunked(DTensor.from_local(torch.ones(4, 3), mesh, [TorchShard(0)], run_check=False))
+        found = nn.functional.embedding(torch.tensor([1, 5]), table)
+        assert list(found.placements) == [TorchReplicate()]
+        assert torch.compile(lambda x: x.shape[0] * 2, backend="eager")(found) == 4
+
+
 def test_a_page_shows_the_method() -> None:
     page = str(ZERO3 | AUTOSP | MEGATRON)
     where = [page.index(f"over {axis}:") for axis in ("tp", "sp", "dp")]
@@ -463,10 +520,13 @@ def test_on_real_processes(tmp_path: Path) -> None:
     """Steps of training equal those of one device; so do evaluation, and a checkpoint resumed on another mesh."""
     for text in launch("../spmd/parallelism/parallel_worker.py", "", 4, tmp_path):
         cells = json.loads(text)
-        weights, values, sizes = cells.pop("ranks that differ")["said"]
+        weights, values, uncut, sizes = cells.pop("ranks that differ")["said"]
         assert "differ in parameter down_proj.weight of call 1" in weights
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
+        assert re.search(
+            r"every rank passes the same x \[4, \d\], which the plan says are its chunk of the batch", uncut
+        )
         assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
         for other in cells.pop("other parameters")["said"]:
             assert re.search(r"first difference: line \d+: .*layers.1.up.weight", other)
