@@ -114,11 +114,16 @@ class Promise:
 
 
 def shared_outputs(gm: fx.GraphModule) -> frozenset[tuple[int, int]]:
-    """Returns pairs of an output and what it certainly shares memory with: an earlier output, or -1, an input."""
-    shared = enumerate(Memories(gm).shared(_outputs(gm)))
-    certain = [(index, pair.other) for index, pairs in shared for pair in pairs if pair.is_certain]
-    found = ((index, other if isinstance(other, int) else -1) for index, other in certain)
-    return frozenset((index, other) for index, other in found if other < index)
+    """Returns pairs of an output and what it certainly shares memory with: an earlier output, or -1, an input.
+
+    Outputs that are inputs are not among them.
+    """
+    outputs = _outputs(gm)
+    shared = enumerate(Memories(gm).shared(outputs))
+    certain = ((at, pair.other) for at, pairs in shared for pair in pairs if pair.is_certain)
+    found = ((at, other if isinstance(other, int) else -1) for at, other in certain)
+    given = {at for at, output in enumerate(outputs) if isinstance(output, fx.Node) and output.op == "placeholder"}
+    return frozenset((at, other) for at, other in found if other < at and given.isdisjoint((at, other)))
 
 
 def _clone(edit: Edit, node: fx.Node, like: Any) -> fx.Node:

@@ -160,12 +160,23 @@ def compare(
 
 def _of_memory(before: Observation, after: Observation, views: frozenset[tuple[int, int]]) -> list[Difference]:
     new, lost = after.shared - before.shared, (before.shared & views) - after.shared
+    lost = {pair for pair in lost if min(pair) < 0 or _have_common_entries(*(before.results[place] for place in pair))}
     found: list[Difference] = []
     for index, owner in sorted(new | lost):
         whose = "an input" if owner < 0 else f"output {owner}"
         how = "newly shares" if (index, owner) in new else "no longer shares"
         found.append(Difference("memory", f"output {index} {how} the memory of {whose}"))
     return found
+
+
+def _have_common_entries(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one memory overlap, as a value and its row do, and two rows do not."""
+    if a.element_size() != b.element_size():
+        return True
+    start, end = min(a.storage_offset(), b.storage_offset()), a.untyped_storage().nbytes() // a.element_size()
+    places = torch.zeros(end - start, dtype=torch.bool)
+    places.as_strided(a.shape, a.stride(), a.storage_offset() - start).fill_(True)
+    return bool(places.as_strided(b.shape, b.stride(), b.storage_offset() - start).any())
 
 
 def _ending(run: Observation) -> str:
