@@ -3,7 +3,8 @@
     x.mul_(y); z = x.view(-1)     ->    x_1 = mul(x, y); z = view(x_1, -1)
     x[:, :4].copy_(y); z = 2 * x  ->    x_1 = slice_scatter(x, y, 1, 0, 4); z = 2 * x_1
 
-Gradients stay the same: autograd itself treats a write to a view as a scatter into its base.
+Gradients stay the same: autograd itself treats a write to a view as a scatter into its base. Results of the graph that
+share memory still do: they are read from the last value of their base.
 Some writes stay in place, because a functional form would not be equal or is unknown: writes to memory of the graph's
 inputs, which the caller sees; writes that autograd does not see (under no_grad, through detach) to memory that it
 reads; and memory with a view or a write that has no functional form here.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,9 +86,20 @@ class Functional(Running):
     def __init__(self, gm: fx.GraphModule, writes: dict[fx.Node, Memory]) -> None:
         super().__init__(gm, garbage_collect_values=False)  # views of written memory run again
         self._writes = writes
+        self._grad_enabled: dict[fx.Node, bool] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Makes results of the graph that are one memory views of its last value, as the caller may write to them."""
+        if n.op == "output":
+            for memory in dict.fromkeys(self._writes.values()):
+                returned = [node for node in n.all_input_nodes if node in memory.members]
+                if len({id(self.env[node]) for node in returned}) > 1:
+                    self._share(memory, returned)
+        return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a write by its functional form, and updates the values of all views of that memory."""
+        self._grad_enabled[self.current] = torch.is_grad_enabled()
         memory = self._writes.get(self.current)
         if memory is None:
             return super().call_function(target, args, kwargs)
@@ -112,9 +125,21 @@ class Functional(Running):
             if view is self.current:
                 return
             if view not in changed and memory.is_read_after(view, self.current):
-                args, kwargs = self.fetch_args_kwargs_from_env(view)
-                again: Any = view.target
-                self.env[view] = args[0] if view in self._writes else super().call_function(again, args, kwargs)
+                self._view_again(view)
+
+    def _share(self, memory: Memory, returned: list[fx.Node]) -> None:
+        """Runs all views again that lead to what is returned, with gradients where they had them."""
+        needed = {view for node in returned for view, _ in memory.path(node)}
+        for view in memory.members:
+            if view in needed:
+                mode = self._grad_enabled[view]
+                with nullcontext() if mode is torch.is_grad_enabled() else torch.set_grad_enabled(mode):
+                    self._view_again(view)
+
+    def _view_again(self, view: fx.Node) -> None:
+        args, kwargs = self.fetch_args_kwargs_from_env(view)
+        again: Any = view.target
+        self.env[view] = args[0] if view in self._writes else super().call_function(again, args, kwargs)
 
 
 # Which values share memory.

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from fxrewrite.graph.bodies import bodies
+from fxrewrite.ops import held
 
 __all__ = ["copy_module"]
 
@@ -16,8 +16,14 @@ def copy_module(gm: fx.GraphModule, erased: Collection[fx.Node] = ()) -> fx.Grap
     """Returns a module with a copy of the graph and of all subgraphs of higher-order operators.
 
     Nodes keep their names; those that are `erased`, which nothing reads, are left out. Metadata is copied one level
-    deep; parameters, buffers and fake values are shared.
+    deep; parameters, buffers and fake values are shared. A subgraph under two names is one copy under both.
     """
+    return _copied(gm, erased, {})
+
+
+def _copied(
+    gm: fx.GraphModule, erased: Collection[fx.Node], known: dict[fx.GraphModule, fx.GraphModule]
+) -> fx.GraphModule:
     graph = copy.deepcopy(gm.graph)
     for old, node in list(zip(gm.graph.nodes, graph.nodes, strict=True)):
         node.name = old.name  # FX renames a copy that is named like a builtin; torch.export has inputs named `input`
@@ -26,7 +32,11 @@ def copy_module(gm: fx.GraphModule, erased: Collection[fx.Node] = ()) -> fx.Grap
     new = fx.GraphModule(gm, graph, type(gm).__name__)
     new.meta = dict(gm.meta)
     new.train(gm.training)
-    for path, body in bodies(gm):
-        parent, _, name = path.rpartition(".")
-        setattr(new.get_submodule(parent), name, copy_module(body, erased))
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = held(gm, node)
+        if isinstance(body, fx.GraphModule):
+            if body not in known:
+                known[body] = _copied(body, erased, known)
+            parent, _, name = str(node.target).rpartition(".")
+            setattr(new.get_submodule(parent), name, known[body])
     return new

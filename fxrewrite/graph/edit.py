@@ -267,7 +267,7 @@ class Edit:
 
     def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Sets the arguments of the node; its keyword arguments stay if `kwargs` is None."""
-        self._journal.append(("args", node, node.args, node.kwargs))
+        self._journal.reads("args", node)
         node.args = tuple(args)
         if kwargs is not None:
             node.kwargs = dict(kwargs)
@@ -276,7 +276,7 @@ class Edit:
         """Makes `users` (all if None, but never `new` itself) read `new` instead of `old`."""
         for user in list(old.users if users is None else users):
             if user is not new:
-                self._journal.append(("args", user, user.args, user.kwargs))
+                self._journal.reads("args", user)
                 user.replace_input_with(old, new)
 
     def spread(self, old: fx.Node, items: Sequence[fx.Node]) -> None:
@@ -350,7 +350,7 @@ class Edit:
         """Marks as erased what nothing reads of `nodes`, one after the other: a node comes after its users."""
         for node in nodes:
             if not node.users:
-                self._journal.append(("erase", node, node.args, node.kwargs))
+                self._journal.reads("erase", node)
                 node._update_args_kwargs((), {})
                 self.erased.add(node)
 
@@ -359,7 +359,7 @@ class Edit:
         """What the block does to the graph without this transaction is part of it: new nodes, arguments and metadata.
 
         It reads all nodes before and after, so it is for code that knows no transactions. New nodes without a value get
-        the value that they compute.
+        the value that they compute. Undo may leave the `users` of a node in another order.
 
         Raises:
             InvariantError: the block erased a node, which no transaction can undo.

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.fx.node import map_arg
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite import ops
@@ -84,6 +85,17 @@ class FakeValues:
         with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
             return isinstance(args[0], torch.Tensor) and function(*args, **kwargs) is args[0]
 
+    def viewed(self, node: fx.Node) -> set[fx.Node] | None:
+        """Returns the operands whose memory the result shares, as strides decide; None if the node cannot be run."""
+        if self.mode is None or isinstance(node.target, torch._ops.HigherOrderOperator) or ops.mutates(node):
+            return None
+        try:
+            given = {used: self._of_input(used) for used in node.all_input_nodes}
+            own = _storages(self.run_with(node, given))
+            return {used for used, value in given.items() if not own.isdisjoint(_storages(value))}
+        except Exception:  # noqa: BLE001  # any error means that nothing is known
+            return None
+
     def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Calls the target on fake values, under the graph's own mode and without adding guards."""
         mode = self.mode
@@ -133,6 +145,11 @@ class FakeValues:
     def forget(self, path: str) -> None:
         """Forgets the value of an attribute, which the module may have otherwise later."""
         self._attributes.pop(path, None)
+
+
+def _storages(value: Any) -> set[StorageWeakRef]:
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return {StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided}
 
 
 def look_of(tensor: torch.Tensor) -> Any:

@@ -1,25 +1,28 @@
 """What a graph promises its caller about inputs and outputs, preserved across a rewrite.
 
 The inputs stay, and so does the number of outputs. An output that had its own memory still has: `x + 0` is a new tensor
-that the caller may write to, `x` is not, and a subgraph of `torch.cond` must not return its input at all. An output
-that required gradients still does: `invoke_subgraph` requests that of its subgraph.
+that the caller may write to, `x` is not, and a subgraph of `torch.cond` must not return its input at all. Outputs that
+were views of one such tensor still are. An output that required gradients still does: `invoke_subgraph` requests that
+of its subgraph.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.edit import Edit
+from fxrewrite.graph.memories import Memories, Shared
+from fxrewrite.graph.sizes import is_same_size
 
-__all__ = ["FRESH", "Promise"]
+__all__ = ["FRESH", "Promise", "shared_outputs"]
 
 FRESH = "plan.fresh_output"
 """Takes the place of a rule's id on the copy of an output."""
@@ -30,9 +33,10 @@ class Promise:
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._gm = gm
+        self._memories = Memories(gm)
         self._inputs = _inputs(gm)
         self._outputs = _outputs(gm)
-        self._shared = _shared(self._outputs)
+        self._shared = self._memories.shared(self._outputs)
         self._differentiable = [_requires_grad(output) for output in self._outputs]
 
     def keep(self, edit: Edit) -> None:
@@ -60,27 +64,128 @@ class Promise:
         if aliased:
             self._copy(edit, aliased)
 
-    def _aliased(self, outputs: list[Any]) -> list[int]:
-        """Returns indices of the outputs that must be copied; the copy of a changed output is preferred."""
-        shared = _shared(outputs)
-        copied: set[fx.Node | int] = set()
-        order = sorted(
-            range(len(outputs)), key=lambda index: (outputs[index] is self._outputs[index], len(self._shared[index]))
-        )
-        for index in order:  # changed outputs come first, so that the others are kept
-            if not shared[index] - copied <= self._shared[index]:
-                copied.add(index)
-        return [index for index in range(len(outputs)) if index in copied]
+    def _aliased(self, outputs: list[Any]) -> list[list[int]]:
+        """Returns the outputs that must be copied, in groups that shared memory; changed outputs are preferred."""
+        shared = self._memories.shared(outputs)
 
-    def _copy(self, edit: Edit, indices: list[int]) -> None:
+        def reluctance(group: list[int]) -> tuple[bool, bool, int]:
+            before = [pair for index in group for pair in self._shared[index]]
+            is_of_caller = any(pair.is_certain and isinstance(pair.other, fx.Node) for pair in before)
+            return is_of_caller, all(outputs[index] is self._outputs[index] for index in group), len(before)
+
+        copied: set[fx.Node | int] = set()
+        found: list[list[int]] = []
+        for group in sorted(_groups(self._shared), key=reluctance):  # what must be copied first lets the others be kept
+            apart = copied.union(group)
+            if any(p.other not in apart and not p.is_in(self._shared[at]) for at in group for p in shared[at]):
+                copied = apart
+                found.append(group)
+        return found
+
+    def _copy(self, edit: Edit, groups: list[list[int]]) -> None:
         end = self._gm.graph.output_node()
         outputs, spec = tree_flatten(end.args)
-        for index in indices:
-            like = self._outputs[index]  # the old output has the source line; an input returned instead has none
-            outputs[index] = edit.call(
-                torch.ops.aten.clone.default, (outputs[index],), before=end, like=like, rule=FRESH
-            )
+        views: list[fx.Node] = []
+        for group in groups:
+            chains = {index: self._memories.chain(outputs[index]) for index in group}
+            for owner in dict.fromkeys(chain[-1] for chain in chains.values()):
+                of_owner = {index: chain for index, chain in chains.items() if chain[-1] is owner}
+                copies = self._copies(edit, of_owner)
+                for index, chain in of_owner.items():
+                    outputs[index] = copies[chain[0]]
+                    views += [node for node in chain[:-1] if ops.is_pure(node)]
         edit.set_args(end, tree_unflatten(outputs, spec))
+        edit.erase_unused(sorted(dict.fromkeys(views), reverse=True))
+
+    def _copies(self, edit: Edit, chains: dict[int, list[fx.Node]]) -> dict[fx.Node, fx.Node]:
+        """Returns a copy of every output: the same views of one copy of what they are views of, where that can be."""
+        starts = {chain[0]: self._outputs[index] for index, chain in chains.items()}
+        first, *others = chains.values()
+        for node in first if len(starts) > 1 else ():
+            if all(node in chain for chain in others) and ops.is_tensor(node):
+                like = starts.get(node, self._outputs[next(iter(chains))])
+                paths = [chain[: chain.index(node) + 1] for chain in chains.values()]
+                try:
+                    with edit.savepoint():
+                        return _views_of_copy(edit, _clone(edit, node, like), paths)
+                except Exception:  # noqa: BLE001  # the views cannot be made of this copy
+                    continue
+        return {node: _clone(edit, node, like) for node, like in starts.items()}
+
+
+def shared_outputs(gm: fx.GraphModule) -> frozenset[tuple[int, int]]:
+    """Returns pairs of an output and what it certainly shares memory with: an earlier output, or -1, an input.
+
+    Outputs that are inputs are not among them.
+    """
+    outputs = _outputs(gm)
+    shared = enumerate(Memories(gm).shared(outputs))
+    certain = ((at, pair.other) for at, pairs in shared for pair in pairs if pair.is_certain)
+    found = ((at, other if isinstance(other, int) else -1) for at, other in certain)
+    given = {at for at, output in enumerate(outputs) if isinstance(output, fx.Node) and output.op == "placeholder"}
+    return frozenset((at, other) for at, other in found if other < at and given.isdisjoint((at, other)))
+
+
+def _clone(edit: Edit, node: fx.Node, like: Any) -> fx.Node:
+    end = edit.graph.output_node()  # the old output has the source line; an input returned instead has none
+    return edit.call(torch.ops.aten.clone.default, (node,), before=end, like=like, rule=FRESH)
+
+
+def _views_of_copy(edit: Edit, clone: fx.Node, paths: list[list[fx.Node]]) -> dict[fx.Node, fx.Node]:
+    """Returns the values of these paths, which end with what was cloned, as views of the clone.
+
+    Raises:
+        InvariantError: one of them would show other entries.
+    """
+    copied = paths[0][-1]
+    new, values = {copied: clone}, {copied: ops.value(copied)}
+    _require_same_places(values, new, copied, copied)
+    for view, base in (pair for path in paths for pair in reversed([*pairwise(path)])):
+        if view in new:
+            continue
+        if ops.mutated(view):  # a write returns what it wrote to, of which the clone has the last entries
+            if not _is_same_place(ops.value(view), ops.value(base)):
+                raise InvariantError(f"%{view.name} changes the shape of %{base.name} in place")
+            new[view], values[view] = new[base], values[base]
+            continue
+        args, kwargs = map_arg(  # pyright: ignore[reportGeneralTypeIssues]
+            (view.args, view.kwargs), lambda node, old=base, by=new[base]: by if node is old else node
+        )
+        values[view] = edit.run_with(view, {base: values[base]})
+        new[view] = edit.call(view.target, args, kwargs, before=edit.graph.output_node(), like=view)
+        _require_same_places(values, new, view, copied)
+    return new
+
+
+def _require_same_places(
+    values: dict[fx.Node, Any], new: dict[fx.Node, fx.Node], node: fx.Node, copied: fx.Node
+) -> None:
+    """Checks that the entries of a view and of its copy are at the same places, from the copied value on."""
+    shifts = values[copied].storage_offset(), ops.value(new[copied]).storage_offset()
+    pairs = zip(_tensors(values[node]), _tensors(ops.value(new[node])), strict=True)
+    if not all(_is_same_place(a, b, *shifts) for a, b in pairs):
+        raise InvariantError(f"%{node.name} of a copy of %{copied.name} has its entries at other places")
+
+
+def _is_same_place(a: torch.Tensor, b: torch.Tensor, from_a: Any = 0, from_b: Any = 0) -> bool:
+    """Whether two tensors have their entries at the same places, counted from these offsets in their memories."""
+    sizes_a = (*a.shape, *a.stride(), a.storage_offset() - from_a)
+    sizes_b = (*b.shape, *b.stride(), b.storage_offset() - from_b)
+    return a.ndim == b.ndim and a.dtype == b.dtype and all(map(is_same_size, sizes_a, sizes_b))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _groups(shared: list[frozenset[Shared]]) -> list[list[int]]:
+    """Returns the outputs in groups that certainly share memory, in order; most groups have one output."""
+    group_of: dict[int, list[int]] = {}
+    for index, pairs in enumerate(shared):
+        joined = next((p.other for p in pairs if p.is_certain and isinstance(p.other, int) and p.other < index), index)
+        group_of[index] = group_of.get(joined, [])
+        group_of[index].append(index)
+    return [group for index, group in group_of.items() if group[0] == index]
 
 
 def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
@@ -94,27 +199,3 @@ def _outputs(gm: fx.GraphModule) -> list[Any]:
 def _requires_grad(output: Any) -> bool:
     found = ops.value(output) if isinstance(output, fx.Node) else None
     return isinstance(found, torch.Tensor) and found.requires_grad
-
-
-def _shared(outputs: Sequence[Any]) -> list[frozenset[fx.Node | int]]:
-    """Returns, for each output, the inputs, attributes and other outputs (by index) whose memory it may share."""
-    owners = [_owners(output) for output in outputs]
-    users: defaultdict[fx.Node, set[int]] = defaultdict(set)
-    for place, own in enumerate(owners):
-        for node in own:
-            users[node].add(place)
-    return [
-        frozenset(
-            {node for node in own if node.op in ("placeholder", "get_attr")}.union(
-                *(users[node] - {place} for node in own)
-            )
-        )
-        for place, own in enumerate(owners)
-    ]
-
-
-def _owners(output: Any) -> frozenset[fx.Node]:
-    """Returns the nodes of whose memory the output may be a view, at least itself; none if it is not a known tensor."""
-    if not isinstance(output, fx.Node) or not isinstance(ops.value(output), torch.Tensor):
-        return frozenset()
-    return frozenset(node for node in ops.memory_origins(output) if not ops.is_view(node))

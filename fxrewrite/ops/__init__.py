@@ -43,6 +43,7 @@ from fxrewrite.ops.memory import (
     is_view as is_view,
     memory_origins as memory_origins,
     memory_written as memory_written,
+    viewed as viewed,
 )
 from fxrewrite.ops.modes import (
     VMAP_CLOSES as VMAP_CLOSES,

@@ -33,6 +33,7 @@ __all__ = [
     "may_write",
     "mutated",
     "mutates",
+    "nodes_in",
     "updates_statistics",
 ]
 
@@ -73,29 +74,29 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.op not in ("call_function", "call_method"):
         return ()
     if node.kwargs.get("out") is not None and may_take_out(node.target):
-        return _nodes_in(node.kwargs["out"])
+        return nodes_in(node.kwargs["out"])
     if not may_write(node.target):
         return ()
     if keys.key(node).startswith("operator.set") or node.target == "__setitem__":
-        return _nodes_in(node.args[0])
+        return nodes_in(node.args[0])
     if node.target in _INPLACE_OPERATORS:
-        return _nodes_in(node.args[0])
+        return nodes_in(node.args[0])
     written = _written_by_function(node)
     if written is not None:
         return written
     overload = overload_that_runs(node)
     if overload is None:
         inplace = isinstance(node.target, str) and node.target.endswith("_") and not node.target.endswith("__")
-        return _nodes_in(node.args[0]) if inplace else ()
+        return nodes_in(node.args[0]) if inplace else ()
     if overload._schema.is_mutable:
         bound = bind(node)
         written = [a.name for a in overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        return tuple(n for name in written if name in bound for n in _nodes_in(bound[name]))
+        return tuple(n for name in written if name in bound for n in nodes_in(bound[name]))
     if keys.key(node).endswith("_") and not keys.key(node).endswith("__"):  # a wrapper called with inplace=True
-        return _nodes_in(node.args[0] if node.args else next(iter(node.kwargs.values())))
+        return nodes_in(node.args[0] if node.args else next(iter(node.kwargs.values())))
     if updates_statistics(node):
         bound = bind(node)
-        return _nodes_in(bound.get("running_mean")) + _nodes_in(bound.get("running_var"))
+        return nodes_in(bound.get("running_mean")) + nodes_in(bound.get("running_var"))
     return ()
 
 
@@ -117,9 +118,9 @@ def _written_by_function(node: fx.Node) -> tuple[fx.Node, ...] | None:
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     if target in _WRITING_FUNCTIONS:
         switch, written = _WRITING_FUNCTIONS[target]
-        return tuple(n for name in written for n in _nodes_in(given.get(name))) if given.get(switch) else None
+        return tuple(n for name in written for n in nodes_in(given.get(name))) if given.get(switch) else None
     if "inplace" in names and given.get("inplace"):
-        return _nodes_in(given.get(names[0]))
+        return nodes_in(given.get(names[0]))
     return None
 
 
@@ -227,7 +228,8 @@ def is_pure(node: fx.Node) -> bool:
     return not mutates(node) and not is_random(node)
 
 
-def _nodes_in(argument: Any) -> tuple[fx.Node, ...]:
+def nodes_in(argument: Any) -> tuple[fx.Node, ...]:
+    """Returns the nodes in an argument, which may be a list."""
     found: list[fx.Node] = []
     map_arg(argument, found.append)  # pyright: ignore[reportArgumentType]
     return tuple(found)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import fx
 
 from fxrewrite.ops import keys
+from fxrewrite.ops.binding import BindingError, bind
 from fxrewrite.ops.called import CALLERS, MAYBE_VIEW, overload_that_runs, schema_effects
-from fxrewrite.ops.effects import is_declared_pure, mutated
+from fxrewrite.ops.effects import is_declared_pure, mutated, nodes_in
 from fxrewrite.ops.traits import operators
-from fxrewrite.ops.value import value
+from fxrewrite.ops.value import is_scalar, value
 
-__all__ = ["is_maybe_view", "is_view", "memory_origins", "memory_written"]
+__all__ = ["is_maybe_view", "is_view", "memory_origins", "memory_written", "viewed"]
 
 _MAYBE_VIEWS = operators("maybe_view")
 _STATISTICS = operators("statistics")
@@ -41,6 +44,46 @@ def _is_new_dtype(node: fx.Node) -> bool:
     return are_known and source.dtype != result.dtype
 
 
+def viewed(node: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the argument nodes whose memory the result may share; all but numbers if no schema says which."""
+    if not is_view(node):
+        return ()
+    overload = overload_that_runs(node)
+    if overload is None and keys.key(node) == "operator.getitem":
+        return nodes_in(node.args[0])
+    names = None if overload is None else _viewed_arguments(overload)
+    if names is not None:
+        try:
+            bound = bind(node)
+        except BindingError:
+            names = None
+        else:
+            written = () if overload is None or overload._schema.is_mutable else mutated(node)  # out=, inplace=True
+            found = [n for name in names for n in nodes_in(bound.get(name))]
+            return tuple(dict.fromkeys((*found, *written)))
+    return tuple(n for n in node.all_input_nodes if not is_scalar(n))
+
+
+@functools.cache
+def _viewed_arguments(overload: torch._ops.OpOverload) -> tuple[str, ...] | None:
+    """Names of the arguments that a result aliases by the schema; None if the schema does not say which."""
+    schema = overload._schema
+    returned = [r.alias_info for r in schema.returns if r.alias_info is not None]
+    if torch.Tag.inplace_view in overload.tags:
+        return None  # `x.set_(y)` gives x the memory of y
+    if not returned:
+        return None if schema_effects(overload).is_view else ()
+    shown = [r.before_set for r in returned]
+    if any("*" in names for names in shown):
+        return None
+
+    def is_shown(argument: torch._C.Argument) -> bool:
+        mine = argument.alias_info
+        return mine is not None and any(not names or not mine.before_set or names & mine.before_set for names in shown)
+
+    return tuple(argument.name for argument in schema.arguments if is_shown(argument))
+
+
 def memory_origins(node: fx.Node) -> set[fx.Node]:
     """Returns the node and everything of which it may be a view."""
     found: set[fx.Node] = set()
@@ -49,8 +92,7 @@ def memory_origins(node: fx.Node) -> set[fx.Node]:
         current = stack.pop()
         if current not in found:
             found.add(current)
-            if is_view(current):
-                stack += current.all_input_nodes
+            stack += viewed(current)
     return found
 
 
@@ -67,6 +109,6 @@ def memory_written(graph: fx.Graph) -> set[fx.Node]:
     written = {origin for node in graph.nodes for value in mutated(node) for origin in memory_origins(value)}
     if written:
         for node in graph.nodes:
-            if is_view(node) and not written.isdisjoint(node.all_input_nodes):
+            if not written.isdisjoint(viewed(node)):
                 written.add(node)
     return written

@@ -116,7 +116,8 @@ class Plan:
     def apply(self, gm: fx.GraphModule, context: Any = None, *, bodies: bool = True) -> Report:
         """Rewrite the graph of `gm` in place, in one transaction, and recompile it once if it changed.
 
-        An output that had memory of its own still has: where a rule gives back an input instead, it is copied.
+        An output that had memory of its own still has: where a rule gives back an input instead, it is copied, and
+        other outputs that are views of it become views of the copy.
 
         Args:
             gm: the module; on any exception its graph is exactly as before.

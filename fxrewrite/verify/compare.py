@@ -34,7 +34,8 @@ float32: a cast to bfloat16 in place of one to float16 is otherwise as close as 
 Strides are compared where size and memory make them meaningful; a difference is a remark unless strides are promised:
 the strides of `x * y` follow the first operand, so a rule whose operands may be swapped cannot keep them. Graphs are
 rewritten as by a plan, which copies a result that would newly share the memory of an input or of another result, as in
-`clone(x) -> x`; where a result still shares it, a plan could not see it, and that is a difference.
+`clone(x) -> x`; where a result still shares it, a plan could not see it, and that is a difference. So is a view that
+became a copy: what the caller writes to an input, or to another view of it, must be seen there.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Difference:
         kind: "value", "shape", "dtype", "strides", "gradient", "raises" (one raises, the other does not), "mutation"
             (an input is written to), "random" (other random numbers are drawn), "outputs" (their number differs),
             "invalid" (the graph is malformed, or the rewrite raised), "endless" (the rule fires again and again),
-            "memory" (a result shares the memory of an input).
+            "memory" (a result shares the memory of an input or of another result in only one of the graphs).
         text: what was expected and found.
     """
 
@@ -119,7 +120,12 @@ def relative_bound(dtypes: Iterable[torch.dtype]) -> float:
 
 
 def compare(
-    before: Observation, after: Observation, promise: RulePromise, inputs: Sequence[torch.Tensor], oracle: Oracle
+    before: Observation,
+    after: Observation,
+    promise: RulePromise,
+    inputs: Sequence[torch.Tensor],
+    oracle: Oracle,
+    views: frozenset[tuple[int, int]] = frozenset(),
 ) -> list[Difference]:
     """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew.
 
@@ -128,6 +134,7 @@ def compare(
         promise: of the rule.
         inputs: of both; their dtypes say how exact an approximation must be.
         oracle: what the original means.
+        views: which of the pairs `before.shared` are so by what the operators of the original promise.
     """
     # If the original raises, the rewritten graph must raise too, but need not raise the same error.
     if before.error is not None or after.error is not None:
@@ -145,12 +152,31 @@ def compare(
     if len(before.results) != len(after.results):
         return [*found, Difference("outputs", f"{len(before.results)} outputs became {len(after.results)}")]
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
-    for index, owner in sorted(after.shared - before.shared):
-        whose = "an input" if owner < 0 else f"output {owner}"
-        found.append(Difference("memory", f"output {index} shares the memory of {whose}, which no graph shows"))
+    found += _of_memory(before, after, views)
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
         found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable)
     return found
+
+
+def _of_memory(before: Observation, after: Observation, views: frozenset[tuple[int, int]]) -> list[Difference]:
+    new, lost = after.shared - before.shared, (before.shared & views) - after.shared
+    lost = {pair for pair in lost if min(pair) < 0 or _have_common_entries(*(before.results[place] for place in pair))}
+    found: list[Difference] = []
+    for index, owner in sorted(new | lost):
+        whose = "an input" if owner < 0 else f"output {owner}"
+        how = "newly shares" if (index, owner) in new else "no longer shares"
+        found.append(Difference("memory", f"output {index} {how} the memory of {whose}"))
+    return found
+
+
+def _have_common_entries(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one memory overlap, as a value and its row do, and two rows do not."""
+    if a.element_size() != b.element_size():
+        return True
+    start, end = min(a.storage_offset(), b.storage_offset()), a.untyped_storage().nbytes() // a.element_size()
+    places = torch.zeros(end - start, dtype=torch.bool)
+    places.as_strided(a.shape, a.stride(), a.storage_offset() - start).fill_(True)
+    return bool(places.as_strided(b.shape, b.stride(), b.storage_offset() - start).any())
 
 
 def _ending(run: Observation) -> str:

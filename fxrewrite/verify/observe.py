@@ -105,19 +105,20 @@ def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> 
 
 
 def _shared(inputs: Sequence[torch.Tensor], results: Sequence[Any]) -> frozenset[tuple[int, int]]:
-    owners = {address: -1 for value in inputs if (address := _memory(value))}
+    owners = [(-1, _memory(value)) for value in inputs]
     found: set[tuple[int, int]] = set()
     for place, value in enumerate(results):
         address = _memory(value)
-        if address and owners.setdefault(address, place) != place:
-            found.add((place, owners[address]))
+        if address:
+            found.update((place, owner) for owner, known in owners if known == address)
+        owners.append((place, address))
     return frozenset(found)
 
 
 def _memory(value: Any) -> int:
     """Returns the address of a plain tensor's memory; 0 for other values, and for a tensor without entries."""
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-    return value.untyped_storage().data_ptr() if is_plain else 0
+    return value.untyped_storage().data_ptr() if is_plain and value.numel() else 0
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

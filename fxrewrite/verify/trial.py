@@ -15,7 +15,7 @@ from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RefusedError, RuleDefinitionError
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.outputs import Promise
+from fxrewrite.graph.outputs import Promise, shared_outputs
 from fxrewrite.match.explain import explain
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
@@ -212,7 +212,7 @@ class Trials:
             return Oracle(before, inputs, evaluate, largest, after, is_random=was.has_drawn)
 
         values = oracle(lambda gm, given: observe(gm, given, run).results or None)
-        differences = compare(was, is_now, self.promise, inputs(), values)
+        differences = compare(was, is_now, self.promise, inputs(), values, shared_outputs(before))
         rounding: list[Difference] = []
         graded = self.grad and only in (None, "gradient") and was.error is None is is_now.error and _is_finite(inputs())
         comparable = self.promise.rng == "preserves" or not (was.has_drawn or is_now.has_drawn)

@@ -10,12 +10,23 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxrewrite import Rule, rule
 from fxrewrite.backends.outputs import rewrite
+from fxrewrite.graph.outputs import FRESH
 from tests.backends.plans import ZERO, plan
+
+CONTIGUOUS = rule("test.contiguous", numerics="exact")(lambda x: x.contiguous())
+CONTIGUOUS.replacement(lambda x: x)
+RESHAPE = rule("test.reshape", numerics="exact")(lambda x: torch.flatten(x).reshape(3, 2))
+RESHAPE.replacement(lambda x: x)
+TWICE = rule("test.twice", numerics="exact")(lambda x: torch.neg(torch.neg(x)))
+TWICE.replacement(lambda x: x)
+CLONE = rule("test.clone", numerics="exact")(lambda x: x.clone())
+CLONE.replacement(lambda x: x)
 
 
 def traced(function: Any) -> fx.GraphModule:
-    return make_fx(function)(FakeTensorMode().from_tensor(torch.empty(2, 3)))
+    return make_fx(function, pre_dispatch=True)(FakeTensorMode().from_tensor(torch.empty(2, 3)))
 
 
 def copied(function: Any) -> list[bool]:
@@ -80,3 +91,87 @@ def test_a_plan_that_finds_nothing_changes_nothing() -> None:
     nodes, code = list(gm.graph.nodes), gm.code
     assert rewrite(plan().apply, gm, None).rewrites == 0
     assert (list(gm.graph.nodes), gm.code) == (nodes, code)
+
+
+def written(function: Any, *inputs: torch.Tensor) -> list[list[bool]]:
+    """For each output: which inputs and outputs a write to it changes."""
+    found: list[list[bool]] = []
+    outputs = list(function(*inputs))
+    for output in outputs:
+        everything = [*inputs, *outputs]
+        before = [value.clone() for value in everything]
+        output.add_(1)
+        found.append([not torch.equal(a, b) for a, b in zip(everything, before, strict=True)])
+    return found
+
+
+def neg_twice(x: torch.Tensor) -> torch.Tensor:
+    return torch.neg(torch.neg(x))
+
+
+def two_views(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = neg_twice(x)
+    return a, a.t(), neg_twice(x)[1]
+
+
+def parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a, b, c = neg_twice(x).split([1, 1, 1], 1)
+    return a, c.squeeze(1), b.reshape(2), x
+
+
+def below_a_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    part = neg_twice(x[:, 1:])
+    return part, part[0], part.as_strided((2,), (1,))
+
+
+def after_a_write(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    a = torch.exp(x)
+    row = a[0]
+    row.add_(1)
+    return neg_twice(a), a.t()
+
+
+@pytest.mark.parametrize(
+    ("it", "function", "copies"),
+    [
+        (CONTIGUOUS, lambda x: (x.t().contiguous(),), 1),  # a copy for these strides
+        (CONTIGUOUS, lambda x: (x.contiguous(),), 0),  # the input itself, before and after
+        (RESHAPE, lambda x: (x.t().flatten().reshape(3, 2),), 1),
+        (CONTIGUOUS, lambda x: (torch.exp(x.contiguous()), x.t().reshape(6)), 0),  # what no rule touches, stays
+        (TWICE, two_views, 2),
+        (TWICE, lambda x: (neg_twice(x), neg_twice(x)), 2),
+        (TWICE, lambda x: [neg_twice(x)] * 2, 1),
+        (TWICE, parts, 1),
+        (TWICE, below_a_part, 1),
+        (TWICE, lambda x: (x.view(6), neg_twice(x).t()), 1),  # the first one was the caller's memory before
+        (TWICE, after_a_write, 1),
+    ],
+)
+def test_a_write_of_the_caller_is_seen_where_it_was_seen_before(it: Rule, function: Any, copies: int) -> None:
+    gm = traced(function)
+    rewrite(plan(it).apply, gm, None)
+    gm.graph.lint()
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(list(gm(x)), list(function(x)), rtol=0, atol=0)
+    assert written(gm, x.clone()) == written(function, x.clone())
+    assert sum(node.meta.get("fxrewrite", ())[:1] == (FRESH,) for node in gm.graph.nodes) == copies
+
+
+def test_views_of_what_is_copied_leave_nothing_behind() -> None:
+    gm = traced(lambda x: (neg_twice(x), neg_twice(x).t(), x))
+    rewrite(plan(TWICE).apply, gm, None)
+    assert all(node.users or node.op in ("output", "placeholder") for node in gm.graph.nodes)
+
+
+def test_an_output_that_is_a_written_input_is_that_input() -> None:
+    """What is read to write it is no memory of the output."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [y.add_(x.clone()).t()]
+
+    mode = FakeTensorMode()
+    gm = make_fx(function)(*(mode.from_tensor(torch.empty(2, 3)) for _ in range(2)))
+    report = rewrite(plan(CLONE).apply, gm, None)
+    assert report.rewrites == 1
+    inputs = torch.ones(2, 3), torch.ones(2, 3)
+    assert written(gm, *inputs) == [[False, True, True]]

@@ -265,6 +265,69 @@ def test_source_lines_and_checkpoints_are_kept() -> None:
     assert "ac_graph_id" in scatter.meta
 
 
+Results = tuple[torch.Tensor, ...]
+
+
+def value_and_written_view(x: torch.Tensor, y: torch.Tensor) -> Results:
+    h = x * y
+    row = h[1]
+    row.add_(1)
+    return h, row
+
+
+def views_of_a_written_view(x: torch.Tensor, y: torch.Tensor) -> Results:
+    h = x * y
+    left, whole = h[:, :2], h.t()
+    left.mul_(2)
+    late = left.t()[0]
+    return late, whole, x * 1
+
+
+def what_a_write_returns(x: torch.Tensor, y: torch.Tensor) -> Results:
+    h = x * y
+    return h.view(-1)[2:].add_(1), h.unsqueeze(0), h
+
+
+def with_a_view_without_gradients(x: torch.Tensor, y: torch.Tensor) -> Results:
+    h = x * y
+    h[0].add_(1)
+    return h[2:], h.detach()
+
+
+SHARING = [value_and_written_view, views_of_a_written_view, what_a_write_returns, with_a_view_without_gradients]
+
+
+@pytest.mark.parametrize("body", SHARING, ids=lambda body: body.__name__)
+def test_results_that_share_memory_still_do(body: Callable[..., Results]) -> None:
+    gm, normal, inputs = normal_and_inputs(body, *weights())
+    assert writes(normal) == []
+    assert_equal(gm, normal, inputs)
+    assert_written_alike(gm, normal, inputs)
+
+
+def test_results_that_share_memory_need_gradients_where_they_did() -> None:
+    def body(x: torch.Tensor, y: torch.Tensor) -> Results:
+        h = x * y
+        h.add_(1)
+        with torch.no_grad():
+            hidden = h[1]
+        return h, hidden
+
+    gm, normal, inputs = normal_and_inputs(body, *weights())
+    assert writes(normal) == []
+    assert_written_alike(gm, normal, inputs)
+
+
+def assert_written_alike(gm: fx.GraphModule, normal: fx.GraphModule, inputs: list[Any]) -> None:
+    """What the caller writes to one result changes the same others."""
+    both = [[v for v in module(*inputs) if isinstance(v, torch.Tensor)] for module in (gm, normal)]
+    assert [v.requires_grad for v in both[0]] == [v.requires_grad for v in both[1]]
+    for index in range(len(both[0])):
+        for outputs in both:
+            outputs[index].detach().mul_(3.0)
+        torch.testing.assert_close(both[1], both[0], rtol=0, atol=0)
+
+
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda v: v[v.shape[0] // 2] if v.dim() > 1 else v[:],
     lambda v: v[..., 1:] if v.shape[-1] > 1 else v,

@@ -12,7 +12,7 @@ from fxrewrite import ops
 
 aten, higher_order = torch.ops.aten, torch.ops.higher_order
 graph = fx.Graph()
-X, Y = graph.placeholder("x"), graph.placeholder("y")
+X, Y, Z = (graph.placeholder(name) for name in "xyz")
 
 
 def call(target, *args, **kwargs) -> fx.Node:
@@ -91,6 +91,37 @@ def test_what_draws_random_numbers(node: fx.Node, random: bool) -> None:
 )
 def test_what_may_share_memory(node: fx.Node, view: bool) -> None:
     assert ops.is_view(node) == view
+
+
+@torch.library.custom_op("test_effects::scaled_into", mutates_args=("out",))
+def scaled_into(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    out.copy_(x)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("node", "viewed"),
+    [
+        (call("add_", X, Y), (X,)),
+        (call(operator.iadd, X, Y), (X,)),
+        (call(aten.add_.Tensor, X, Y), (X,)),
+        (call(torch.add, X, Y, out=Z), (Z,)),
+        (call(aten.add.out, X, Y, out=Z), (Z,)),
+        (call(F.relu, X, inplace=True), (X,)),
+        (call("view_as", X, Y), (X,)),
+        (call(aten.split.Tensor, X, 2), (X,)),
+        (call(operator.getitem, X, Y), (X,)),
+        (call(torch.einsum, "ij,jk->ik", X, Y), (X, Y)),  # may be a view of either one
+        (call(F.dropout, X, 0.5, False), (X,)),
+        (call(aten.set_.source_Tensor, X, Y), (X, Y)),
+        (call(higher_order.invoke_subgraph, X, Y, Z), (X, Y, Z)),
+        (call(torch.matmul, X, Y), ()),
+        (call(torch.ops.test_effects.scaled_into.default, X, Y), ()),
+    ],
+)
+def test_whose_memory_a_result_may_share(node: fx.Node, viewed: tuple[fx.Node, ...]) -> None:
+    assert ops.viewed(node) == viewed
+    assert ops.memory_origins(node) == {node, *viewed}
 
 
 def test_a_cast_to_another_dtype_is_a_copy() -> None:

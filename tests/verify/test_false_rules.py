@@ -78,7 +78,7 @@ FALSE: dict[str, tuple[str, Rule]] = {
     "true but for size one": (
         "shape",
         rule_of(
-            op("squeeze", op("unsqueeze", X, 0)), lambda x: x * 1, where.rank("x", 2), numerics="reassociates"
+            op("squeeze", op("unsqueeze", X, 0)), lambda x: aten.alias(x), where.rank("x", 2), numerics="reassociates"
         ),
     ),
     "true but for NaN and infinities": ("value", rule_of(X - X, lambda x: torch.zeros_like(x))),
@@ -104,7 +104,7 @@ FALSE: dict[str, tuple[str, Rule]] = {
     "fewer outputs of a split": (
         "value",
         rule_of(
-            op("chunk", X, 2, 0)[1], lambda x: torch.chunk(x, 2, 0)[0] * 1, where.rank("x", 1),
+            op("chunk", X, 2, 0)[1], lambda x: torch.chunk(x, 2, 0)[0], where.rank("x", 1),
             where.divisible("x", 0, 2)
         ),
     ),
@@ -294,6 +294,30 @@ def test_a_result_newly_in_the_memory_of_another_is_caught_where_a_plan_cannot_s
     )
     verdict = verify(hidden, numerics="approximate", tolerance=1e9, grad=False)
     assert verdict.counterexample is not None, str(verdict)
+
+
+NEG = torch.neg(X)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rule_of(op("t", X), lambda x: torch.clone(x.t()), where.rank("x", 2)),
+        rule_of((NEG, op("t", NEG)), lambda x: (torch.neg(x), torch.neg(x.t())), where.rank("x", 2)),
+    ],
+    ids=["of an input", "of a result"],
+)
+def test_a_view_that_becomes_a_copy_is_caught(rule: Rule) -> None:
+    counterexample = verify(rule).counterexample
+    assert counterexample is not None
+    assert counterexample.difference.kind == "memory"
+    assert "no longer shares the memory of" in str(counterexample)
+
+
+def test_a_result_that_strides_make_a_view_may_become_a_copy() -> None:
+    """Whether `_unsafe_view` gives a view is not promised, although it does."""
+    rule = rule_of(aten._unsafe_view(NEG, [-1]), lambda x: torch.neg(x).flatten())
+    assert verify(rule, samples=8).ok
 
 
 @pytest.mark.parametrize("name", FALSE)
