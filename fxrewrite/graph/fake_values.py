@@ -78,7 +78,7 @@ class FakeValues:
     def returns_operand(self, node: fx.Node) -> bool:
         """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
         mode = self.mode
-        if node.op not in ("call_function", "call_method") or mode is None:
+        if node.op not in ("call_function", "call_method") or mode is None or not node.args or ops.mutates(node):
             return False
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._of_input)  # pyright: ignore[reportArgumentType]
         function: Any = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
