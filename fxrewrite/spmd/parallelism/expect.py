@@ -71,7 +71,9 @@ class Sends:
                     lines = "".join(f"\n  %{n.name}  {source_line(n)}" for n in where.get((call, module, kind), ()))
                     raise FxRewriteError(
                         f"{module or 'the program'} has {counts[kind]} {kind} over {axis.name}, and {expected} are "
-                        f"expected ({self.text()}){':' if lines else ''}{lines}"
+                        f"expected ({self.text()}){':' if lines else ''}{lines}\n"
+                        "if the model has more in it than the plan speaks of, as adapters, state in the plan what it "
+                        "sends: dataclasses.replace(plan, expect=[...]), or () to count nothing"
                     )
         return 0
 
