@@ -13,6 +13,7 @@ Source: PyTorch, torch/_inductor/pattern_matcher.py.
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,17 +74,25 @@ def _always(_: Match) -> bool:
 
 def stable_topological_sort(graph: fx.Graph) -> None:
     """Moves each node that reads a later one after it, and leaves all others in their order."""
-    placed: set[fx.Node] = set()
-    waiting = list(graph.nodes)
-    while waiting:
-        ready = [node for node in waiting if placed.issuperset(node.all_input_nodes)]
-        if not ready:
-            raise FxRewriteError(f"the graph has a cycle through %{waiting[0].name}; no order is topological")
-        first = ready[0]
-        if first is not waiting[0]:
-            waiting[0].prepend(first)
-        waiting.remove(first)
-        placed.add(first)
+    nodes = list(graph.nodes)
+    place = {node: at for at, node in enumerate(nodes)}
+    missing = [len(node.all_input_nodes) for node in nodes]
+    ready = [at for at, count in enumerate(missing) if not count]  # a heap, as it is sorted
+    order: list[int] = []
+    while ready:
+        order.append(heapq.heappop(ready))
+        for user in nodes[order[-1]].users:
+            missing[place[user]] -= 1
+            if not missing[place[user]]:
+                heapq.heappush(ready, place[user])
+    if len(order) < len(nodes):
+        stuck = nodes[next(at for at, count in enumerate(missing) if count)]
+        raise FxRewriteError(f"the graph has a cycle through %{stuck.name}; no order is topological")
+    if order and order[0]:
+        nodes[0].prepend(nodes[order[0]])
+    for earlier, later in itertools.pairwise(order):
+        if nodes[earlier].next is not nodes[later]:
+            nodes[earlier].append(nodes[later])
 
 
 class PatternMatcherPass:

@@ -40,6 +40,15 @@ class Memory:
     members: dict[fx.Node, fx.Node | None] = field(default_factory=dict[fx.Node, "fx.Node | None"])
     """Each value and its base, in graph order (None: it made the memory). A write counts as a view of its target."""
     writes: list[fx.Node] = field(default_factory=list[fx.Node])
+    _inverses: dict[fx.Node, Inverse | None] = field(default_factory=dict[fx.Node, "Inverse | None"])
+
+    def inverse(self, view: fx.Node) -> Inverse | None:
+        """Returns how a new value of a view gives a new value of its base; None if that is unknown."""
+        if view not in self._inverses:
+            base = self.members[view]
+            assert base is not None, "the value that made the memory is no view"
+            self._inverses[view] = _inverse_of(view, base)
+        return self._inverses[view]
 
     def path(self, member: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         """Yields (view, its base) from a member up to the value that made the memory."""
@@ -63,7 +72,7 @@ class Memory:
             _functional_form(write.target) is not None
             and mutated(write) == (self.members[write],)
             and write.args[0] is self.members[write]
-            and all(_inverse_of(view, base) is not None for view, base in self.path(write))
+            and all(self.inverse(view) is not None for view, _ in self.path(write))
             for write in self.writes
         )
 
@@ -112,7 +121,7 @@ class Functional(Running):
         """Puts the value where the current node writes, and into all its bases; returns the changed members."""
         changed = {self.current}
         for view, base in memory.path(self.current):
-            put = _inverse_of(view, base)
+            put = memory.inverse(view)
             assert put is not None, "functional_writes has checked it"
             named: Any = self.map_nodes_to_values(_arguments(view), view)  # pyright: ignore[reportArgumentType]
             value = self.env[base] = put(self.env[base], value, named)

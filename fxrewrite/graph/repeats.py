@@ -113,7 +113,7 @@ class _Cuts:
         at = {node: i for i, node in enumerate(nodes)}
         end = len(nodes)
         passing, self.why = [0] * (end + 2), [""] * (end + 1)
-        written = {origin for node in nodes for target in mutated(node) for origin in memory_origins(target)}
+        written = memory_origins(*(target for node in nodes for target in mutated(node)))
         for i, node in enumerate(nodes):
             readers = [at.get(user, end) for user in node.users]
             last = max(readers, default=i)

@@ -263,7 +263,7 @@ def _may_touch(writer: fx.Node, memory: AbstractSet[fx.Node]) -> bool:
     """Whether a writer may write to memory of these nodes."""
     if ops.is_barrier(writer):
         return True
-    written = {origin for node in ops.mutated(writer) for origin in ops.memory_origins(node)}
+    written = ops.memory_origins(*ops.mutated(writer))
     pairs = product(_from_outside(written), _from_outside(memory))
     return bool(written & memory) or any(_may_be_one_memory(a, b) for a, b in pairs)
 
@@ -285,11 +285,7 @@ def _may_be_one_memory(a: fx.Node, b: fx.Node) -> bool:
 
 def _sources(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Returns the nodes, their operands, and everything of which any of these may be a view."""
-    found: set[fx.Node] = set()
-    for node in nodes:
-        for start in (node, *node.all_input_nodes):
-            found |= ops.memory_origins(start)
-    return found
+    return ops.memory_origins(*(start for node in nodes for start in (node, *node.all_input_nodes)))
 
 
 def _shared_with(node: fx.Node, own: AbstractSet[fx.Node]) -> set[fx.Node | None]:

@@ -84,10 +84,10 @@ def _viewed_arguments(overload: torch._ops.OpOverload) -> tuple[str, ...] | None
     return tuple(argument.name for argument in schema.arguments if is_shown(argument))
 
 
-def memory_origins(node: fx.Node) -> set[fx.Node]:
-    """Returns the node and everything of which it may be a view."""
+def memory_origins(*nodes: fx.Node) -> set[fx.Node]:
+    """Returns the nodes and everything of which one of them may be a view."""
     found: set[fx.Node] = set()
-    stack = [node]
+    stack = [*nodes]
     while stack:
         current = stack.pop()
         if current not in found:
@@ -106,7 +106,7 @@ def is_maybe_view(node: fx.Node) -> bool:
 
 def memory_written(graph: fx.Graph) -> set[fx.Node]:
     """Returns the nodes that may share memory with what any node writes to."""
-    written = {origin for node in graph.nodes for value in mutated(node) for origin in memory_origins(value)}
+    written = memory_origins(*(value for node in graph.nodes for value in mutated(node)))
     if written:
         for node in graph.nodes:
             if not written.isdisjoint(viewed(node)):
