@@ -53,7 +53,7 @@ def frozen(gm: fx.GraphModule) -> Frozen:
     The order of a node's users is not compared: FX itself loses it whenever an argument is set.
     """
     rows = [
-        (n, n.name, n.op, n.target, n.args, dict(n.kwargs), n.type, tuple(n.users), tuple(n.all_input_nodes))
+        (n, n.name, n.op, n.target, n.args, dict(n.kwargs), n.type, set(n.users), tuple(n.all_input_nodes))
         for n in gm.graph.nodes
     ]
     metas = [dict(n.meta) for n in gm.graph.nodes]

@@ -1,7 +1,9 @@
-"""How rules and steps change an FX graph: in a transaction that is committed, or restores the graph exactly.
+"""How rules and steps change an FX graph: in a transaction that is committed, or restores the graph.
 
-Undo replays a journal backwards, and costs what was changed, not the size of the graph. Nodes are erased at commit
-only, so a node that a rule holds stays valid during the transaction.
+Undo replays a journal backwards, and costs what was changed, not the size of the graph. Nodes, their order, names,
+arguments and metadata are as before, and so is the set of a node's `users`; keeping their order, which FX changes with
+each argument, took 6 to 8 % of a plan. Nodes are erased at commit only, so a node that a rule holds stays valid during
+the transaction.
 """
 
 from __future__ import annotations
@@ -267,7 +269,7 @@ class Edit:
 
     def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Sets the arguments of the node; its keyword arguments stay if `kwargs` is None."""
-        self._journal.reads("args", node)
+        self._journal.append(("args", node, node.args, node.kwargs))
         node.args = tuple(args)
         if kwargs is not None:
             node.kwargs = dict(kwargs)
@@ -276,7 +278,7 @@ class Edit:
         """Makes `users` (all if None, but never `new` itself) read `new` instead of `old`."""
         for user in list(old.users if users is None else users):
             if user is not new:
-                self._journal.reads("args", user)
+                self._journal.append(("args", user, user.args, user.kwargs))
                 user.replace_input_with(old, new)
 
     def spread(self, old: fx.Node, items: Sequence[fx.Node]) -> None:
@@ -350,7 +352,7 @@ class Edit:
         """Marks as erased what nothing reads of `nodes`, one after the other: a node comes after its users."""
         for node in nodes:
             if not node.users:
-                self._journal.reads("erase", node)
+                self._journal.append(("erase", node, node.args, node.kwargs))
                 node._update_args_kwargs((), {})
                 self.erased.add(node)
 
@@ -359,7 +361,7 @@ class Edit:
         """What the block does to the graph without this transaction is part of it: new nodes, arguments and metadata.
 
         It reads all nodes before and after, so it is for code that knows no transactions. New nodes without a value get
-        the value that they compute. Undo may leave the `users` of a node in another order.
+        the value that they compute.
 
         Raises:
             InvariantError: the block erased a node, which no transaction can undo.

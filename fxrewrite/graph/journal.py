@@ -24,10 +24,6 @@ class Journal(list[tuple[Any, ...]]):
     - ("move", node, next): another place; this is the node that followed.
     - ("erase", node, args, kwargs): marked as erased; these are the arguments that it had.
 
-    FX puts a node whose arguments change at the end of its operands' `users`. Their order is kept once a transaction,
-    before it changes first: undoing everything restores it, undoing a part may leave what changed before that part in
-    another order.
-
     Args:
         gm: the module.
         erased: its nodes that are marked as erased.
@@ -36,21 +32,6 @@ class Journal(list[tuple[Any, ...]]):
     def __init__(self, gm: fx.GraphModule, erased: set[fx.Node]) -> None:
         super().__init__()
         self._gm, self._erased = gm, erased
-        self._orders: dict[fx.Node, tuple[int, tuple[fx.Node, ...]]] = {}
-        """The users of nodes in their order, and when that was; in the order of time."""
-
-    def clear(self) -> None:
-        """Forgets all records, which then cannot be undone."""
-        super().clear()
-        self._orders.clear()
-
-    def reads(self, kind: str, node: fx.Node) -> None:
-        """Records what the node reads, before its arguments change ("args"), or it is marked as erased ("erase")."""
-        for used in node._input_nodes:
-            users = used.users
-            if used not in self._orders and next(reversed(users)) is not node:
-                self._orders[used] = len(self), tuple(users)
-        self.append((kind, node, node.args, node.kwargs))
 
     def undo(self, mark: int) -> list[fx.Node]:
         """Undoes the records from `mark` on, last first; returns the nodes whose attributes were removed with them."""
@@ -84,13 +65,6 @@ class Journal(list[tuple[Any, ...]]):
                 if kind == "attach":
                     delattr(self._gm, node.target)
                     detached.append(node)
-        while self._orders and (last := next(reversed(self._orders.items())))[1][0] >= mark:
-            node, (_, users) = last
-            del self._orders[node]
-            now = dict.fromkeys(node.users)
-            node.users.clear()
-            node.users.update(dict.fromkeys(user for user in users if user in now))
-            node.users.update(now)  # those that were the last ones when they left
         return detached
 
 

@@ -120,7 +120,7 @@ class Plan:
         other outputs that are views of it become views of the copy.
 
         Args:
-            gm: the module; on any exception its graph is exactly as before.
+            gm: the module; on any exception its graph is as before.
             context: handed to steps, and to replacements as `match.context`.
             bodies: whether bodies of higher-order operators are rewritten too.
 

@@ -25,7 +25,7 @@ def state(gm: fx.GraphModule) -> list:
     names = gm.graph._graph_namespace
     return [
         (gm.code, sorted(names._used_names)),
-        *((n, n.name, n.args, n.kwargs, dict(n.meta), list(n.users)) for n in gm.graph.nodes),
+        *((n, n.name, n.args, n.kwargs, dict(n.meta), set(n.users)) for n in gm.graph.nodes),
     ]
 
 
