@@ -13,6 +13,7 @@ import site
 import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 __all__ = ["TOOLKIT", "installed", "source_digest", "toolkit_digest"]
@@ -24,18 +25,25 @@ TOOLKIT = ("fxrewrite", "rules", "autosp_rules")
 
 @functools.cache
 def installed(module: str) -> str | None:
-    """Returns name and version of the installed package that a module belongs to; None for a module of the user's."""
+    """Returns name and version of the installed package that a module belongs to; None for a module of the user's.
+
+    Where a package has another name than its distribution, a hash of the module stands for the version.
+    """
     package = module.partition(".")[0]
-    if package in sys.stdlib_module_names and package != "__main__":
+    if package in sys.stdlib_module_names:
         return package
-    place = _place(package)
+    place = None if package == "__main__" else _place(package)
     if place is None:
         return None
     if package in TOOLKIT and place.parent == _ROOT:
         return package
     if not any(place.is_relative_to(folder) for folder in _library_folders()):
         return None
-    return f"{package} {getattr(sys.modules.get(package), '__version__', '')}".strip()
+    try:
+        return f"{package} {version(package)}"
+    except PackageNotFoundError:
+        file = _file(module)
+        return f"{package} {hashlib.sha256(file.read_bytes()).hexdigest()}" if file is not None else package
 
 
 @functools.cache
