@@ -59,6 +59,7 @@ wheels:  ## the folder wheels/, from which `make gpu` installs without an index;
 
 bench: .venv/bench.stamp  ## most tables of docs/benchmarks.md; the machine must be quiet
 	$(BIN)/python tests/bench/engines.py
+	$(BIN)/python tests/bench/rewriters.py
 	$(BIN)/python tests/bench/masks.py
 	$(BIN)/python tests/bench/saved.py
 	$(BIN)/python tests/bench/caches.py --layers 2

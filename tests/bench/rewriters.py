@@ -1,11 +1,11 @@
-"""One rule in four rewriters: how long it takes to state it, to apply it, and to find that it is true.
+"""One rule in four rewriters: how long it takes to state it and to apply it; how long rules of norms take to verify.
 
     python tests/bench/rewriters.py [--sizes 1000,10000]
 
-fxrewrite, Inductor's pattern matcher, `torch.fx.subgraph_rewriter.replace_pattern`, and onnxscript's rewriter where it is
-installed (`pip install onnxscript`). Eager attention, five nodes, becomes one operator. The graph is that of
-`engines.py`, and for onnxscript a model of ONNX operators with the same nodes in the same order. CPU time, the median of
-rounds in which the ways take turns, each on a fresh copy. To state a rule is to trace or parse it, up to what can be
+fxrewrite, Inductor's pattern matcher, `torch.fx.subgraph_rewriter.replace_pattern`, and onnxscript's rewriter where that
+is installed (`pip install onnxscript`). Eager attention, five nodes, becomes one operator. The graph is that of
+`engines.py`, and for onnxscript a model of ONNX operators with the same nodes in the same order. CPU time, the median
+of rounds in which the ways take turns, each on a fresh copy. To state a rule is to trace or parse it, up to what can be
 applied; `replace_pattern` traces it anew at each call. Only fxrewrite has something that tests a rule.
 """
 
@@ -29,7 +29,8 @@ from torch.fx import subgraph_rewriter
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.bench.engines import attention_rule, copy, inductor, make_graph, ours, plan_of, table
+from rules.fusions.norms import NORMS
+from tests.bench.engines import copy, inductor, make_graph, ours, plan_of, table
 
 Run = Callable[[Any], int]
 
@@ -52,7 +53,7 @@ def onnx_model(num_nodes: int) -> Any:
     inputs: list[Any] = []
 
     def given(name: str) -> Any:
-        inputs.append(ir.Input(name, shape=ir.Shape(["b", "s", "d"]), type=ir.TensorType(ir.DataType.FLOAT)))
+        inputs.append(ir.val(name, shape=["b", "s", "d"], type=ir.TensorType(ir.DataType.FLOAT)))
         return inputs[-1]
 
     def call(kind: str, *values: Any, **attributes: Any) -> Any:
@@ -125,13 +126,12 @@ def main() -> None:
                 applies[way, size] += [time.process_time() - started] * is_warm
             assert 0 not in counts, f"{way} rewrites nothing"
     ms = {way: f"{statistics.median(found) * 1e3:.1f}" for way, found in states.items()}
-    rows = [
-        [way, ms[way], *(f"{statistics.median(applies[way, size]) * 1e3:.1f}" for size in sizes)] for way in WAYS
-    ]
+    rows = [[way, ms[way], *(f"{statistics.median(applies[way, size]) * 1e3:.1f}" for size in sizes)] for way in WAYS]
     print(table(["", "state, ms", *(f"apply to {size:,} nodes, ms" for size in sizes)], rows))
-    started = time.process_time()
-    verdict = attention_rule("torch").verify()
-    print(f"\nVerifying the rule: {time.process_time() - started:.1f} s of CPU, {str(verdict).splitlines()[0]}")
+    for rule in NORMS.rules():
+        started = time.process_time()
+        verdict = rule.verify()
+        print(f"\nVerifying: {str(verdict).splitlines()[0]}, {time.process_time() - started:.1f} s")
 
 
 if __name__ == "__main__":
