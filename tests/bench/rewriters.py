@@ -2,7 +2,7 @@
 
     python tests/bench/rewriters.py [--sizes 1000,10000]
 
-fxrewrite, Inductor's pattern matcher, `torch.fx.subgraph_rewriter.replace_pattern`, and onnxscript's rewriter where that
+fxrewrite, Inductor's matcher, `torch.fx.subgraph_rewriter.replace_pattern`, and onnxscript's rewriter where that
 is installed (`pip install onnxscript`). Eager attention, five nodes, becomes one operator. The graph is that of
 `engines.py`, and for onnxscript a model of ONNX operators with the same nodes in the same order. CPU time, the median
 of rounds in which the ways take turns, each on a fresh copy. To state a rule is to trace or parse it, up to what can be
