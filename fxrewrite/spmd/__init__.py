@@ -126,7 +126,6 @@ from fxrewrite.spmd.price.products import (
     declare_product as declare_product,
     operations as operations,
 )
-from fxrewrite.spmd.propagation.cotangents import complete_cotangents as complete_cotangents
 from fxrewrite.spmd.propagation.input_placements import Placements as Placements, input_placements as input_placements
 from fxrewrite.spmd.propagation.place import (
     Place as Place,

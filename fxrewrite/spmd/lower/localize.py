@@ -169,21 +169,12 @@ class _LocalValues:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._made: dict[Any, torch.Tensor] = {}
-        self._of_values: dict[Any, torch.Tensor] = {}
-        """By the address of the global value: reading symbolic sizes of a tensor is slow."""
-        self._seen: list[torch.Tensor] = []
 
     def of(self, value: torch.Tensor, placement: object) -> torch.Tensor:
         if not isinstance(placement, Shard):
             return value
-        cut = placement.dim, placement.uneven, _term(placement.outer), _term(placement.inner)
-        if (id(value), cut) not in self._of_values:
-            self._seen.append(value)
-            self._of_values[id(value), cut] = self._of_alike(value, placement, cut)
-        return self._of_values[id(value), cut]
-
-    def _of_alike(self, value: torch.Tensor, placement: Shard, cut: Any) -> torch.Tensor:
-        looks = (value.dtype, value.device, cut, *map(_term, (*value.shape, *value.stride())))
+        counts = (placement.outer, placement.inner, *value.shape, *value.stride())
+        looks = (value.dtype, value.device, placement.dim, placement.uneven, *map(_term, counts))
         if looks not in self._made:
             size = local_shape(value.shape, placement, self._num_ranks)[placement.dim]
             mode: Any = value.fake_mode  # pyright: ignore[reportAttributeAccessIssue]
