@@ -206,8 +206,10 @@ def _attend_on_cuda_backward(
     wide_k, wide_v = (_repeated(x, q) for x in (k, v))
     sums = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % _ALIGNED_LSE), value=torch.inf)
     added, wanted = _aligned(mask, q, k), [True, True, True, False]
+    # In 16 bits the kernel sums dout * out, and reads `out` as the forward kernel writes it: a row has all its heads.
+    rows_of_heads = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, wide_dk, wide_dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, wide_k, wide_v, added, out, sums, not_drawn, not_drawn, 0.0, wanted, scale=scale
+        dout, q, wide_k, wide_v, added, rows_of_heads, sums, not_drawn, not_drawn, 0.0, wanted, scale=scale
     )
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=lse.dtype) for x in (wide_dk, wide_dv))
     return dq.to(lse.dtype), dk, dv

@@ -7,15 +7,14 @@ operators that only rearrange rows (reshape, slices, copies). If autograd needs 
 loss and the gradients of x, w and b for a sum of losses, and the backward pass multiplies them by the incoming
 gradient: the product with w is computed once. With reduction "none" each row has its own factor, so the backward pass
 computes the tiles again.
-Matches if the loss is the only user of the logits and they take more bytes than a tile (a symbolic number of rows
 Matches where the loss alone reads the logits, and all of them take more bytes than a tile, as a symbolic number of rows
 may). Supports every reduction, ignored indices, class weights, label smoothing.
 Does not match, in these words: "%linear is read elsewhere" (a model that returns its logits); "%x, aten::erf, is
 between the head and the loss"; "%table is not computed by a linear"; "the weight of %linear is not a matrix"; "the
 logits have rank 3"; "the targets are class probabilities"; "... fit into a tile".
 Shapes: x [N, d], w [V, d], b [V], t [N] of int64 -> [] or [N].
-Numerics: reassociates: the gradient of the loss is a factor that is applied last, and gradients of w and b are sums
-over tiles in at least float32. There is no second derivative.
+Numerics: reassociates: the gradient of the loss is a factor that is applied last, to gradients that are in bfloat16 if
+w is; those of w and b are sums over tiles in at least float32. There is no second derivative.
 Source: Hsu et al., Liger Kernel, arXiv 2410.10989 (fused linear cross entropy); Wijmans et al., Cut Your Losses in
 Large-Vocabulary Language Models, arXiv 2411.09009; PyTorch, aten/src/ATen/native/LossNLL.cpp.
 
@@ -41,7 +40,15 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, fake_value, has_trait, key
-from rules.tiling.steps import dtype_after, grads_of_steps, reads_result, run_steps, step_of, why_no_step
+from rules.tiling.steps import (
+    dtype_after,
+    grads_of_steps,
+    reads_result,
+    run_steps,
+    step_of,
+    why_no_step,
+    without_last_cast,
+)
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
 __all__ = ["tiled_cross_entropy", "tiled_loss_rules"]
@@ -117,26 +124,23 @@ def tiled_cross_entropy_with_grads(
         is_sum: whether the first result is the sum, in at least float32.
         wanted: which of the gradients of x, weight and bias to compute; the others are empty.
     """
-    of_x, of_weight, of_bias = grads = _grads(x, weight, bias, wanted)
+    # keeps temporaries small even if all rows fit into a tile
+    eighth = max(_FEWEST_ROWS, weight.shape[1], -(-len(x) // 8))
+    parts = list(tiles(len(x), min(eighth, rows_of_tile(_row_bytes(weight, steps, x), tile_bytes))))
+    of_x, of_weight, of_bias = _grads(x, weight, bias, wanted, sums_of=len(parts))
     losses = x.new_empty(len(x), dtype=dtype_after(steps, x.dtype))
     counted = target != ignore_index
     factors = None if factors is None else torch.where(counted, factors, 0)
+    how = _How(class_weight, *without_last_cast(steps), ignore_index, label_smoothing)
 
     def run(rows: slice) -> None:
         """Adds one tile. A function, so that its temporaries are freed before the next tile is computed."""
-        values = run_steps(steps, [F.linear(x[rows], weight, bias)])
-        log_probs = torch.log_softmax(values[-1], -1)
-        if not reads_result(steps):
-            values[-1] = values[-1].new_empty(0)
-        classes = log_probs.new_ones(log_probs.shape[1]) if class_weight is None else class_weight
-        losses[rows] = _losses(log_probs, target[rows], classes, ignore_index, label_smoothing)
-        if not any(wanted):
+        of_rows = None if factors is None else factors[rows, None]
+        losses[rows], of_logits = _losses_and_grad(
+            F.linear(x[rows], weight, bias), target[rows], of_rows, how, any(wanted)
+        )
+        if of_logits is None:
             return
-        plain = class_weight is None and not label_smoothing
-        of_loss = _grad_of_losses(log_probs, (target * counted)[rows], None if plain else classes, label_smoothing)
-        if factors is not None:
-            of_loss.mul_(factors[rows, None])
-        (of_logits,) = grads_of_steps(steps, values, of_loss)
         # Factors of 0 and 1 are those of few columns of x, not of V logits, and round nothing.
         kept = counted[rows, None].to(x.dtype)
         if wanted[2]:
@@ -153,10 +157,9 @@ def tiled_cross_entropy_with_grads(
             total = of_logits.sum(0, dtype=of_bias.dtype)
             of_bias.copy_(total) if is_first else of_bias.add_(total)
 
-    # keeps temporaries small even if all rows fit into a tile
-    eighth = max(_FEWEST_ROWS, weight.shape[1], -(-len(x) // 8))
-    for rows in tiles(len(x), min(eighth, rows_of_tile(_row_bytes(weight, steps, x), tile_bytes))):
+    for rows in parts:
         run(rows)
+    grads = of_x, of_weight.to(_type_of_grad(x.dtype)), of_bias
     if not len(x):
         for grad in grads:
             grad.zero_()
@@ -171,13 +174,21 @@ def _(x: Any, weight: Any, bias: Any, target: Any, class_weight: Any, factors: A
     return loss, *_grads(x, weight, bias, wanted)
 
 
-def _grads(x: Any, weight: Any, bias: Any, wanted: list[bool]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Allocates the gradients; those that are not wanted have no entry."""
+def _grads(
+    x: Any, weight: Any, bias: Any, wanted: list[bool], sums_of: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Allocates the gradients, that of weight as the sum of so many; those that are not wanted have no entry."""
+    of_weight = _type_of_grad(x.dtype) if sums_of < 2 else type_of_sums(x.dtype)
     return (
         x.new_empty(x.shape if wanted[0] else 0),
-        x.new_empty(weight.shape if wanted[1] else 0, dtype=type_of_sums(x.dtype)),
+        x.new_empty(weight.shape if wanted[1] else 0, dtype=of_weight),
         x.new_empty(bias.shape if wanted[2] else 0, dtype=type_of_sums(x.dtype)),
     )
+
+
+def _type_of_grad(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of the gradient of a sum of losses, which float16 may not hold before a mean divides it."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -219,6 +230,43 @@ def _count(target: torch.Tensor, class_weight: torch.Tensor | None, ignore_index
     if class_weight is None:
         return counted.sum().to(dtype)
     return (class_weight[target * counted] * counted).sum(dtype=dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    """What the loss of a row is made of: logits that `steps` change and that are read in `dtype`, None as they are."""
+
+    class_weight: torch.Tensor | None
+    steps: str
+    dtype: torch.dtype | None
+    ignore_index: int
+    label_smoothing: float
+
+
+def _losses_and_grad(
+    logits: torch.Tensor, target: torch.Tensor, factors: torch.Tensor | None, how: _How, asks: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the losses of rows, and where it `asks` the gradient of the sum of factors * losses for their logits.
+
+    Of a row that does not count, the loss is 0, and the gradient may be anything finite.
+    """
+    values = run_steps(how.steps, [logits])
+    del logits  # nobody else has them, so that they are freed where no step reads them again
+    log_probs = torch.log_softmax(values[-1], -1, dtype=how.dtype)
+    dtype = values[-1].dtype
+    if not reads_result(how.steps):
+        values[-1] = values[-1].new_empty(0)
+    classes = log_probs.new_ones(log_probs.shape[1]) if how.class_weight is None else how.class_weight
+    losses = _losses(log_probs, target, classes, how.ignore_index, how.label_smoothing)
+    if not asks:
+        return losses, None
+    plain = how.class_weight is None and not how.label_smoothing
+    named = target * (target != how.ignore_index)
+    of_loss = _grad_of_losses(log_probs, named, None if plain else classes, how.label_smoothing)
+    if factors is not None:
+        of_loss.mul_(factors)
+    (of_logits,) = grads_of_steps(how.steps, values, of_loss.to(dtype))
+    return losses, of_logits
 
 
 def _losses(

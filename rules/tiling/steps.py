@@ -34,7 +34,7 @@ from torch import fx
 from fxrewrite.ops import bind, fake_value, has_trait, key, signature_of, value
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 
-__all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step"]
+__all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step", "without_last_cast"]
 
 aten = torch.ops.aten
 
@@ -151,6 +151,20 @@ def dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the result if the operands have `dtype`."""
     casts = [arguments[1] for kind, arguments in _parsed(steps) if kind is _BY_NAME[_CAST]]
     return getattr(torch, casts[-1]) if casts else dtype
+
+
+def without_last_cast(steps: str) -> tuple[str, torch.dtype | None]:
+    """Returns the steps on one operand without a cast at their end, and its dtype, or None.
+
+    Who reads the result can cast what it reads, without the result in memory.
+
+    >>> without_last_cast("tanh(v0); to(v1, 'float32')")
+    ('tanh(v0)', torch.float32)
+    """
+    parsed = _parsed(steps)
+    if not parsed or parsed[-1][0] is not _BY_NAME[_CAST] or parsed[-1][1][0] != _Value(len(parsed) - 1):
+        return steps, None
+    return steps.rpartition(";")[0], dtype_after(steps, torch.float32)
 
 
 def reads_result(steps: str) -> bool:

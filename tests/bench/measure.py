@@ -21,6 +21,7 @@ __all__ = ["Profiled", "allocate_in_pages", "profiled", "resident_peak", "row", 
 
 T = TypeVar("T")
 _FORWARD_ENDS = "forward ends"
+_WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 _BYTES = {"float": 4, "double": 8, "long int": 8, "int": 4, "c10::BFloat16": 2, "bool": 1}
 
 
@@ -36,6 +37,7 @@ class Profiled:
         largest: the most that was allocated at once.
         kernels: microseconds on the device by name of kernel, the longest first; empty on a CPU.
         graph_launches: how many CUDA graphs were launched.
+        waits: how often the host waited for the device before the step was over.
     """
 
     peak: int
@@ -45,6 +47,7 @@ class Profiled:
     largest: int
     kernels: dict[str, float]
     graph_launches: int
+    waits: int
 
 
 def profiled(forward: Callable[[], T], backward: Callable[[T], Any], device: str = "cpu") -> Profiled:
@@ -73,7 +76,9 @@ def profiled(forward: Callable[[], T], backward: Callable[[T], Any], device: str
     collectives = [event for event in events if str(event.get("name")).startswith("gloo:")]
     largest = max((size for _, size in allocated), default=0)
     launches = sum(event.get("name") == "cudaGraphLaunch" for event in events)
-    return Profiled(peak, saved, sum(map(_sent, collectives)), len(collectives), largest, _kernels(events), launches)
+    waits = sum(event.get("name") in _WAITS for event in events)
+    sent = sum(map(_sent, collectives))
+    return Profiled(peak, saved, sent, len(collectives), largest, _kernels(events), launches, waits)
 
 
 def allocate_in_pages() -> None:

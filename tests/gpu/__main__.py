@@ -2,6 +2,7 @@
 
     python -m tests.gpu                                  all sections, within ten minutes
     python -m tests.gpu --only training --layers 0 --budget 3600
+    python -m tests.gpu --only training --figures "*1B*"     those of these names
     python -m tests.gpu --device cpu --tiny              that the sections run, on any machine
 
 Each section runs in processes of its own (`processes.py`), so what crashes, hangs or has not enough memory is one
@@ -17,6 +18,7 @@ import json
 import os
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -38,6 +40,7 @@ def main() -> int:
         prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="these sections alone")
+    parser.add_argument("--figures", nargs="*", default=["*"], help="those alone whose names are like these")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="file for the figures [%(default)s]")
     parser.add_argument("--budget", type=float, default=600, help="seconds for all sections [%(default)s]")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="[%(default)s]")
@@ -72,7 +75,8 @@ def _measure(
     else:
         torch.set_num_threads(1)
     figures = importlib.import_module(f"tests.gpu.{section}").figures(setting)
-    write_figures(figures, Path(lines), json.loads(leave_out), int(part), int(parts))
+    chosen = {name: figure for name, figure in figures.items() if any(fnmatch(name, like) for like in options.figures)}
+    write_figures(chosen, Path(lines), json.loads(leave_out), int(part), int(parts))
 
 
 def _measure_all(options: argparse.Namespace) -> int:
@@ -103,6 +107,7 @@ def _measure_all(options: argparse.Namespace) -> int:
             seconds = share * (ends - time.monotonic())
             print(f"{name}: at most {seconds:.0f} s", flush=True)
             command = [sys.executable, "-m", "tests.gpu", "--device", options.device, "--layers", str(options.layers)]
+            command += ["--figures", *options.figures]
             command += [*(["--tiny"] if options.tiny else []), "--child", name]
             section = run_section(
                 [[*command, str(part), str(options.jobs), str(turns)] for part in range(options.jobs)],

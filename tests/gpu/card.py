@@ -93,11 +93,10 @@ def measured(
     *,
     rounds: int = 3,
     warm_up: int = 2,
-    profiles: bool = True,
 ) -> dict[str, Any]:
     """Costs of a step, to be measured alone: its seconds; bytes above those that were there before, the most (`peak`),
-    behind the forward (`saved`) and, if it `profiles`, allocated at once (`largest`); then the longest kernels, with
-    their milliseconds, too.
+    behind the forward (`saved`), and allocated at once (`largest`); then the longest kernels, with their milliseconds,
+    and how often the host waited.
     """
     found: dict[str, Any] = {}
     found["seconds"] = seconds_of(lambda: backward(forward()), setting, rounds, warm_up=warm_up)
@@ -111,8 +110,6 @@ def measured(
         del result
         torch.cuda.synchronize()
         found["peak"] = torch.cuda.max_memory_allocated() - before
-    if not profiles and setting.is_cuda:
-        return found
     seen = profiled(forward, backward, setting.device)
     found = {"peak": seen.peak, "saved": seen.saved, **found, "largest": seen.largest}
     if setting.is_cuda and not (seen.kernels or seen.graph_launches):
@@ -120,4 +117,5 @@ def measured(
     longest = list(seen.kernels.items())[:8]
     found["kernels"] = {name[:160]: round(us / 1e3, 4) for name, us in longest} if setting.is_cuda else None
     found["graph_launches"] = seen.graph_launches if setting.is_cuda else None
+    found["waits"] = seen.waits if setting.is_cuda else None
     return found

@@ -39,17 +39,28 @@ class Setting:
 
     @contextmanager
     def alone(self) -> Generator[None]:
-        """Other processes of this run do not measure meanwhile; what they compile goes on. It cannot be nested."""
-        if self.turns is None:
-            yield
-            return
-        with self.turns.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # closing the file gives it back
+        """Other processes of this run neither measure nor are `using` the card meanwhile. It cannot be nested."""
+        with self._locked(fcntl.LOCK_EX):
             try:
                 yield
             finally:
                 if self.is_cuda:
                     torch.cuda.empty_cache()  # the others need the card's memory
+
+    @contextmanager
+    def using(self) -> Generator[None]:
+        """Compiling, which tries kernels on the card: with others that do so, and with nobody who measures."""
+        with self._locked(fcntl.LOCK_SH):
+            yield
+
+    @contextmanager
+    def _locked(self, how: int) -> Generator[None]:
+        if self.turns is None:
+            yield
+            return
+        with self.turns.open() as file:
+            fcntl.flock(file, how)  # closing the file gives it back
+            yield
 
     @property
     def is_cuda(self) -> bool:

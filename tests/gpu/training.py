@@ -50,6 +50,7 @@ _FIRST: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "Ulysses by hand": WAYS["Ulysses by hand"],
     "Ulysses by hand, tuned": WAYS["Ulysses by hand, tuned"],
     "autosp, logits dropped": ours(checkpoint="none", logits="drop"),
+    "autosp": WAYS["autosp"],
 }
 _MORE: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "autosp, offloaded": ours(**_CHECKPOINTED, offload=True),
@@ -196,9 +197,7 @@ def _by_length(
         try:
             with setting.alone():
                 began = time.monotonic()
-                step = measured(
-                    lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, warm_up=1, profiles=not steps
-                )
+                step = measured(lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, rounds=7, warm_up=1)
                 last_spent = time.monotonic() - began
         except torch.OutOfMemoryError:
             if not steps:
@@ -243,8 +242,9 @@ def _warm_up(
 ) -> None:
     """The first step, which compiles, and leaves gradients that later steps add to."""
     ids = _ids(length, model, setting)
-    started = time.perf_counter()
-    loss = run(ids, ids.clone())
-    loss.backward()
-    found["loss_is_finite"] = bool(loss.isfinite().item())  # of shards that were not exchanged, so no more than that
-    found["compile"] = time.perf_counter() - started
+    with setting.using():
+        started = time.perf_counter()
+        loss = run(ids, ids.clone())
+        loss.backward()
+        found["loss_is_finite"] = bool(loss.isfinite().item())  # of shards that were not exchanged: no more than that
+        found["compile"] = time.perf_counter() - started
