@@ -25,9 +25,10 @@ __all__ = ["blocks", "kept_tiles", "tiles_of_parts"]
 
 _MOST_ROWS = 256
 """Rows per block. Larger blocks read k and v less often, but compute more scores that a causal mask hides."""
-_BLOCKS_ON_CUDA = 8
-"""So many blocks or more on CUDA, where starting a kernel takes longer than a small block; of a power of two of rows,
-which cuts the two halves of a chunk in zigzag order apart."""
+_BLOCKS_ON_CUDA, _FEWEST_ON_CUDA = 8, 512
+"""So many blocks or more on CUDA, of so many rows or more, but at least two: starting the kernels of a block takes
+longer there than a small block. They have a power of two of rows, which cuts the halves of a chunk in zigzag order
+apart."""
 _COLUMNS = 128
 """Columns per tile: a block of rows computes or skips them together."""
 _MOST_ENTRIES = 1 << 24
@@ -166,8 +167,9 @@ def _tile_size(length: int, num_keys: int, device: torch.device) -> tuple[int, i
     """Returns how many rows a block has at most, and how many columns a tile."""
     width, most_rows = _COLUMNS, _MOST_ROWS
     if device.type == "cuda":
-        eighth = max(1, length // _BLOCKS_ON_CUDA)
-        most_rows = max(_COLUMNS, min(4 * _MOST_ROWS, 1 << (eighth.bit_length() - 1)))
+        half = max(1, length // 2)
+        rows = min(4 * _MOST_ROWS, max(length // _BLOCKS_ON_CUDA, min(_FEWEST_ON_CUDA, half)))
+        most_rows = max(_COLUMNS, 1 << (rows.bit_length() - 1))
     while length // most_rows * (num_keys // width) > _MOST_ENTRIES:
         width *= 2
     return most_rows, width
