@@ -50,7 +50,7 @@ def viewed(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     overload = overload_that_runs(node)
     if overload is None and keys.key(node) == "operator.getitem":
-        return nodes_in(node.args[0])
+        return nodes_in(node.args[:1])  # an erased node has no arguments until its transaction is committed
     names = None if overload is None else _viewed_arguments(overload)
     if names is not None:
         try:

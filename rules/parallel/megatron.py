@@ -18,7 +18,14 @@ from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
 
 __all__ = ["MEGATRON", "MEGATRON_LAYERS", "MEGATRON_SP"]
 
-LAYERS = {param("*.{q,k,v,gate,up}_proj.weight"): Shard(0), param("*.{o,down}_proj.weight"): Shard(1)}
+_ROWS, _COLUMNS = "*.{q,k,v,gate,up}_proj", "*.{o,down}_proj"
+LAYERS = {
+    param(f"{_ROWS}{{,.base_layer}}.weight"): Shard(0),
+    param(f"{_COLUMNS}{{,.base_layer}}.weight"): Shard(1),
+    param(f"{_ROWS}.lora_B.*.weight", optional=True): Shard(0),
+    param(f"{_COLUMNS}.lora_A.*.weight", optional=True): Shard(1),
+}
+"""Adapters of low rank (LoRA, by peft's names) are cut as what they adapt, so that they add to it before it is summed."""
 ENDS = {
     param("*{embed_tokens,lm_head}.weight", optional=True): Shard(0),
     module_output("*embed_tokens", optional=True): Replicate(),

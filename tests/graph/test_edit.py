@@ -1,5 +1,7 @@
 """A transaction ends committed and valid, or with the graph exactly as before."""
 
+import operator
+
 import pytest
 import torch
 from torch import fx
@@ -7,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.edit import Edit
+from fxrewrite.ops.memory import memory_written
 
 aten = torch.ops.aten
 
@@ -265,3 +268,15 @@ def test_arguments_that_are_values_of_ours_stay_as_they_are() -> None:
         new = edit.call(redistribute, (mul, Shard(0), Shard(1)), after=mul, rule="test", val=mul.meta["val"])
         assert new.args == (mul, Shard(0), Shard(1))
         edit.erase(new)
+
+
+def test_which_memory_is_written_is_known_while_an_item_is_erased() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    halves = graph.call_function(aten.split.Tensor, (x, 1))
+    first, second = (graph.call_function(operator.getitem, (halves, i)) for i in range(2))
+    graph.output(graph.call_function(aten.add_.Tensor, (first, 1)))
+    edit = Edit(fx.GraphModule(torch.nn.Module(), graph))
+    edit.erase(second)
+    assert second not in memory_written(edit.graph)
+    assert {x, halves, first} <= memory_written(edit.graph)
