@@ -25,7 +25,9 @@ LAYERS = {
     param(f"{_ROWS}.lora_B.*.weight", optional=True): Shard(0),
     param(f"{_COLUMNS}.lora_A.*.weight", optional=True): Shard(1),
 }
-"""Adapters of low rank (LoRA, by peft's names) are cut as what they adapt, so that they add to it before it is summed."""
+"""Adapters of low rank (LoRA, by peft's names) are cut as what they adapt; of those of columns the ranks sum what is
+between their two matrices, which is small."""
+_ADAPTERS = "*.lora_*"
 ENDS = {
     param("*{embed_tokens,lm_head}.weight", optional=True): Shard(0),
     module_output("*embed_tokens", optional=True): Replicate(),
@@ -35,7 +37,7 @@ ENDS = {
 otherwise have all from the last layer's sum on compute on rows, where that is cheaper than to gather logits."""
 CHUNKS = {
     module_output("*embed_tokens", optional=True): Shard(1),
-    module_output("*.{o,down}_proj"): Shard(1),
+    module_output("*.{o,down}_proj{,.base_layer}"): Shard(1),
     module_input("*.{self_attn,mlp}"): Replicate(),
 }
 
@@ -44,7 +46,7 @@ MEGATRON_LAYERS = Parallelism(
     axis="tp",
     place=LAYERS,
     placed=[WHOLE_HEADS],
-    expect=[sends(within="*layers.*", all_reduce=2)],
+    expect=[sends(within="*layers.*", but=_ADAPTERS, all_reduce=2)],
 )
 MEGATRON = replace(
     MEGATRON_LAYERS, name="megatron", place=LAYERS | ENDS, rules=[VOCABULARY], layouts=tuple(VOCABULARY_LAYOUTS)
@@ -54,5 +56,5 @@ MEGATRON_SP = replace(
     name="megatron_sp",
     place=LAYERS | ENDS | CHUNKS,
     rules=[VOCABULARY, CHUNKED_BIASES],
-    expect=[sends(within="*layers.*", all_gather=2, reduce_scatter=2)],
+    expect=[sends(within="*layers.*", but=_ADAPTERS, all_gather=2, reduce_scatter=2)],
 )

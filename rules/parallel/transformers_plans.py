@@ -13,6 +13,7 @@ A style is a placement of parameters; what transformers' styles do to activation
     grouped_gemm                         whole experts (`rules.parallel.experts`)
     those of IMPLIED                     whole; propagation finds the sums of outputs and gradients
 
+Adapters of low rank (LoRA, by peft's names) are cut as what they adapt.
 Any other style is an error that names the style and the module. Heads that the ranks do not divide are refused when the
 plan meets the model (`rules.parallel.heads`), a dimension of a parameter that they do not divide likewise.
 Source: transformers 5, distributed/tensor_parallel.py and mixin.py.
@@ -128,12 +129,14 @@ def from_transformers(model: nn.Module, axis: str = "tp", *, plan: Literal["tp",
             raise FxRewriteError(f"{where}: style {style!r} of {plan}_plan is not supported; there are {known}")
     place = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    wrapper = _WRAPPER if all(name.startswith(_WRAPPER) for name in parameters) else ""
     groups: dict[str, list[str]] = {}
     for name in parameters:
         groups.setdefault(_generic(name), []).append(name)
     for glob, names in groups.items():
-        style = styles.get(glob, styles.get(glob.rpartition(".")[0], ""))
-        held = HELD[style](parameters[names[0]]) if style in HELD else None
+        planned, matrix = _planned(glob.removeprefix(wrapper))
+        style = styles.get(planned, styles.get(planned.rpartition(".")[0], ""))
+        held = HELD[style](parameters[names[0]]) if style in HELD and _is_cut(matrix, style) else None
         if held is not None:
             of_them = [name for name in parameters if matches_glob(name, glob)] == names
             # The model has them; a forward may still read none, and a tied one goes by one of its names.
@@ -143,9 +146,15 @@ def from_transformers(model: nn.Module, axis: str = "tp", *, plan: Literal["tp",
         if parameter in held_of and not any(matches_glob(name, site.glob) for site in place):
             place[param(name, optional=True)] = held_of[parameter]
     for where in (where for where, style in styles.items() if style in GATHERED):
-        if where != _head(model):
-            place[module_output(where, optional=True)] = Replicate()
-    place |= {module_output(name, optional=True): Replicate() for name in _embeddings(model) if name in styles}
+        if wrapper + where != _head(model):
+            place[module_output(wrapper + where, optional=True)] = Replicate()
+    embeddings = [name for name in _embeddings(model) if name.removeprefix(wrapper) in styles]
+    place |= {module_output(name, optional=True): Replicate() for name in embeddings}
+    if not place:
+        raise FxRewriteError(
+            f"{plan}_plan of {type(model).__name__} names no parameter that the model has: "
+            f"{', '.join(list(styles)[:3])} ..., where the model has {', '.join(list(parameters)[:3])} ..."
+        )
     name = f"transformers.{type(model).__name__}"
     if plan == "ep":
         return replace(EXPERTS, name=f"{name}.experts", axis=axis, place=place)
@@ -157,6 +166,26 @@ def from_transformers(model: nn.Module, axis: str = "tp", *, plan: Literal["tp",
         placed=[WHOLE_HEADS],
         layouts=_layouts(),
     )
+
+
+_WRAPPER = "base_model.model."
+"""What peft puts in front of the names of a model that it adapts."""
+
+
+def _planned(name: str) -> tuple[str, str]:
+    """A parameter as plans name it, which know no adapters; and which of an adapter's matrices it is, A, B or ''.
+
+    `q.weight` of `q.base_layer.weight`, of `q.lora_A.default.weight` and of `q.lora_B.default.weight`.
+    """
+    adapter = re.search(r"\.lora_([AB])\.[^.]+(?=\.\w+$)", name)
+    if adapter is None:
+        return re.sub(r"\.base_layer(?=\.\w+$)", "", name), ""
+    return name[: adapter.start()] + name[adapter.end() :], adapter[1]
+
+
+def _is_cut(matrix: str, style: str) -> bool:
+    """Whether a linear's style says how ranks hold a matrix of its adapter: A reads its inputs, B gives its outputs."""
+    return not matrix or (matrix == "A") == ("rowwise" in style and "embedding" not in style)
 
 
 def _generic(name: str) -> str:

@@ -31,11 +31,11 @@ KINDS = {
 class Sends:
     """The step that counts collectives over its axis in the forward program, and refuses any other number."""
 
-    def __init__(self, within: str, counts: Mapping[str, int]) -> None:
+    def __init__(self, within: str, counts: Mapping[str, int], but: str = "") -> None:
         for kind, count in counts.items():
             if not isinstance(count, int) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"sends: {kind}={count!r} is not a number of collectives")
-        self.within, self.counts = within, counts
+        self.within, self.counts, self.but = within, counts, but
         self.name = f"expect {self.text()}"
         self.needs = (COLLECTIVE_CALLS,)
 
@@ -79,26 +79,37 @@ class Sends:
 
     def _call(self, node: fx.Node) -> tuple[str, str] | None:
         """The call of a module in which the node runs, whose collectives are counted; the program is one, named ''."""
+        calls = list(module_calls(node))
+        if self.but and any(matches_glob(name, self.but) for _, name in calls):
+            return None
         if not self.within:
             return "", ""
-        return next(((call, name) for call, name in module_calls(node) if matches_glob(name, self.within)), None)
+        return next(((call, name) for call, name in calls if matches_glob(name, self.within)), None)
 
     def __repr__(self) -> str:
         return f"<Sends: {self.text()}>"
 
     def text(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items() if count) or "nothing"
-        return f"sends {counts}{f' within each {self.within}' if self.within else ''}"
+        but = f" outside of {self.but}" if self.but else ""
+        return f"sends {counts}{f' within each {self.within}' if self.within else ''}{but}"
 
 
 def sends(
-    *, within: str = "", all_reduce: int = 0, all_gather: int = 0, reduce_scatter: int = 0, all_to_all: int = 0
+    *,
+    within: str = "",
+    but: str = "",
+    all_reduce: int = 0,
+    all_gather: int = 0,
+    reduce_scatter: int = 0,
+    all_to_all: int = 0,
 ) -> Sends:
     """That the forward program has exactly so many collectives over the axis, and no others.
 
     Args:
         within: a glob over modules' qualified names; each call of a module that matches, the outermost of those that
             hold each other, has so many. By default the whole program.
+        but: a glob over modules in which collectives are not counted, such as adapters.
         all_reduce: how many.
         all_gather: how many.
         reduce_scatter: how many.
@@ -110,4 +121,4 @@ def sends(
         "reduce_scatter": reduce_scatter,
         "all_to_all": all_to_all,
     }
-    return Sends(within, given)
+    return Sends(within, given, but)

@@ -10,7 +10,7 @@ from autosp_rules.parallelism import AUTOSP
 from fxrewrite import FxRewriteError, RefusedError
 from fxrewrite.spmd import Gathered, Parallelism, Parallelisms
 from rules.parallel import DATA, MEGATRON, MEGATRON_LAYERS, MEGATRON_SP, ZERO3
-from tests.rules.parallel.models import build
+from tests.rules.parallel.models import adapt, build
 from tests.rules.parallel.on_ranks import IDS, compared, loss_of
 
 LAYERS = 2
@@ -106,3 +106,14 @@ def test_a_loss_of_log_probabilities(plan: Parallelism) -> None:
     found = compared(loss, model, plan, {"input_ids": IDS.repeat(8, 1)})  # cheaper than all logits is the head
     assert ("tp", SCATTER) not in found.forward
     assert found.forward[("tp", REDUCE)] >= 2 * LAYERS
+
+
+@pytest.mark.parametrize("plan", [MEGATRON, MEGATRON_SP], ids=lambda plan: plan.name)
+def test_adapters_of_low_rank_are_cut_as_what_they_adapt(plan: Parallelism) -> None:
+    """The ranks sum 3 features for each adapter of columns, and send what they send without adapters."""
+    model = build("Llama")
+    adapt(model, "q_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    found = compared(loss_of(model), model, plan)
+    alone = WITH_WHOLE_NORMS if plan is MEGATRON else ON_CHUNKS
+    assert found.forward == {**alone, ("tp", REDUCE): alone["tp", REDUCE] + 2 * LAYERS}
+    assert not found.report.events_of(Gathered)

@@ -10,7 +10,7 @@ from torch import nn
 from fxrewrite import FxRewriteError, RefusedError
 from fxrewrite.spmd import Gathered, Replicate, Shard, module_output, param
 from rules.parallel import from_transformers
-from tests.rules.parallel.models import build
+from tests.rules.parallel.models import adapt, build
 from tests.rules.parallel.on_ranks import compared, loss_of
 
 LAYERS = 2
@@ -87,3 +87,34 @@ def test_styles_that_mean_nothing_here() -> None:
         from_transformers(model)
     with pytest.raises(FxRewriteError, match="Linear has no tensor-parallel plan"):
         from_transformers(nn.Linear(2, 2))
+
+
+class Wrapped(nn.Module):
+    """A model by the names that peft gives its parameters, which looks up what it lacks in the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+        self.tp_plan = model.tp_plan
+        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.base_model.model(**inputs)
+
+
+def test_the_plan_of_a_model_with_adapters() -> None:
+    """Three features of each adapter of columns are summed, and as many collectives sent as without adapters."""
+    model = build("Qwen3", head_dim=8)
+    adapt(model, "q_proj", "v_proj", "o_proj", "up_proj", "down_proj")
+    wrapped = Wrapped(model)
+    found = compared(loss_of(wrapped), wrapped, from_transformers(wrapped))
+    assert found.forward == {("tp", REDUCE): 2 * LAYERS + ENDS + 2 * LAYERS}
+    assert not found.report.events_of(Gathered)
+
+
+def test_a_plan_that_names_no_parameter() -> None:
+    model = nn.Linear(2, 2)
+    model.tp_plan = {"layers.*.q_proj": "colwise"}
+    with pytest.raises(FxRewriteError, match=r"tp_plan of Linear names no parameter that the model has: layers"):
+        from_transformers(model)
