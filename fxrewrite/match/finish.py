@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -181,21 +181,48 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
     if variant.lists:
         of_items = [item for lists in variant.lists for one in lists for item in values[one.nodes]]
         nodes.update((node, None) for node, _ in of_items)
-    # An inner node with users outside the match must stay in the graph: only a pattern that says shared() allows it.
+    kept = _kept(variant, zip(inner_paths, inner, strict=True), of_items, nodes, outputs)
+    if isinstance(kept, tuple):
+        expected, node = kept
+        return _outside_user(passed, expected, node, nodes)
+    captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
+    refused = _refused(pattern, variant, captures, outputs[0], passed)
+    if isinstance(refused, Failure):
+        return refused
+    return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)
+
+
+def _kept(
+    variant: Variant,
+    inner: Iterable[tuple[Path, fx.Node]],
+    of_items: Iterable[tuple[fx.Node, bool]],
+    nodes: Mapping[fx.Node, None],
+    outputs: tuple[fx.Node, ...],
+) -> set[fx.Node] | tuple[str, fx.Node]:
+    """Returns the nodes that stay in the graph, as users outside the match read them, which only shared() allows.
+
+    Of the first node that is read outside and not shared it returns what was expected, and the node.
+    """
     kept: set[fx.Node] = set()
-    for path, node in zip(inner_paths, inner, strict=True):
+    for path, node in inner:
         if node.users.keys() <= nodes.keys() or node in outputs:
             continue
         if path not in variant.shared:
-            return _outside_user(passed, f"no user of {path} outside the match", node, nodes)
+            return f"no user of {path} outside the match", node
         kept.add(node)
     for node, is_shared in of_items:
         if node.users.keys() <= nodes.keys():
             continue
         if not is_shared:
-            return _outside_user(passed, "no user of an item outside the match", node, nodes)
+            return "no user of an item outside the match", node
         kept.add(node)
-    captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
+    return kept
+
+
+def _refused(
+    pattern: Pattern, variant: Variant, captures: Mapping[str, Any], root: fx.Node, passed: int
+) -> RefusedError | Failure | None:
+    """Returns why the first constraint does not hold, or the first refusal of one: a match that is refused is found."""
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
         if any(captures[name] is None and name not in variant.literals for name in constraint.names):
@@ -208,13 +235,13 @@ def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int
             refused = refused or refusal
             continue
         except Exception as error:
-            place = f"%{outputs[0].name} ({source_line(outputs[0])})".replace(" ()", "")
+            place = f"%{root.name} ({source_line(root)})".replace(" ()", "")
             raise FxRewriteError(
                 f"constraint {constraint} raised {type(error).__name__} at {place}: {error}"
             ) from error
         if why_not:
-            return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, outputs[0])
-    return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)
+            return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, root)
+    return refused
 
 
 def _outside_user(passed: int, expected: str, node: fx.Node, nodes: Container[fx.Node]) -> Failure:

@@ -373,6 +373,33 @@ def _product(choices: list[list[_Part]]) -> Iterator[tuple[_Part, ...]]:
     return itertools.product(*choices)
 
 
+@dataclass(slots=True)
+class _Known:
+    """What the readings of the outputs so far have named, drawn and, if a size may name it, computed."""
+
+    pattern: Pattern
+    has_sizes: bool
+    captures: dict[str, Path] = field(default_factory=dict)
+    drawn: dict[Op, Path] = field(default_factory=dict)
+    computed: dict[Term, Path] = field(default_factory=dict)
+
+    def join(self, part: _Part) -> tuple[Condition, ...]:
+        """Takes over what the part names, draws and computes; returns what must hold for it to fit the others."""
+        conditions = list(part.conditions)
+        # The second occurrence of a name is not a capture but a condition for the first one's value.
+        for name, path in part.captures:
+            if name in self.captures:
+                conditions.append(IsSame(path, self.captures[name]))
+            else:
+                self.captures[name] = path
+        conditions += _draws_apart(part, self.drawn, self.pattern)
+        if self.has_sizes:  # to look a term up takes a walk over it
+            self.computed |= {term: path for path, term in reversed(part.operators)}
+        for path, term in part.sizes:
+            conditions += _is_size(path, term, self.captures, self.computed, self.pattern)
+        return tuple(conditions)
+
+
 def _variant(
     parts: tuple[_Part, ...],
     pattern: Pattern,
@@ -380,35 +407,18 @@ def _variant(
     unread: tuple[Result, ...],
 ) -> Variant:
     """Combines one reading per output: equal names must be equal values, equal draws different nodes."""
-    has_sizes = any(part.sizes for part in parts)
-    captures: dict[str, Path] = {}
-    drawn: dict[Op, Path] = {}
+    known = _Known(pattern, any(part.sizes for part in parts))
+    captures = known.captures
     stages: list[tuple[Condition, ...]] = []
     links: list[Link] = []
     lists: list[tuple[VariadicList, ...]] = []
     may_miss: list[Result | None] = []
-    computed: dict[Term, Path] = {}
     for index, part in enumerate(parts):
-        path, top = part.operators[0]
-        result = _result(part_of(top), parts[:index]) if isinstance(top, Op) and path is Path.root(index) else None
-        is_known = not part.lists and all(name in captures for name, _ in part.captures)
-        may_miss.append(result if is_known else None)
+        may_miss.append(_result_that_may_miss(part, parts[:index], captures))
         # Any further output is found by climbing from a value that an earlier output captured.
         if index:
             links.append(_link(index, part, captures, pattern))
-        conditions = list(part.conditions)
-        # The second occurrence of a name is not a capture but a condition for the first one's value.
-        for name, path in part.captures:
-            if name in captures:
-                conditions.append(IsSame(path, captures[name]))
-            else:
-                captures[name] = path
-        conditions += _draws_apart(part, drawn, pattern)
-        if has_sizes:  # to look a term up takes a walk over it
-            computed |= {term: path for path, term in reversed(part.operators)}
-        for path, term in part.sizes:
-            conditions += _is_size(path, term, captures, computed, pattern)
-        stages.append(tuple(conditions))
+        stages.append(known.join(part))
         lists.append(tuple(_variadic(path, term, captures) for path, term in part.lists))
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]
@@ -432,6 +442,14 @@ def _variant(
         unread=unread,
         may_miss=tuple(may_miss) if any(may_miss) else (),
     )
+
+
+def _result_that_may_miss(part: _Part, before: tuple[_Part, ...], captures: Mapping[str, Path]) -> Result | None:
+    """Returns which of an operator's results the output is, if it names nothing new: nobody misses it then."""
+    path, top = part.operators[0]
+    if part.lists or not isinstance(top, Op) or path is not Path.root(len(before)):
+        return None
+    return _result(part_of(top), before) if all(name in captures for name, _ in part.captures) else None
 
 
 def _draws_apart(part: _Part, drawn: dict[Op, Path], pattern: Pattern) -> Iterator[Condition]:
