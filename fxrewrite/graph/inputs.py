@@ -9,8 +9,9 @@ from torch import fx
 
 __all__ = ["input_name", "is_buffer"]
 
-_MEMBER = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
-"""What Dynamo writes for a module, a parameter or a buffer in the place where an input comes from."""
+_MEMBER = re.compile(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']+)'\]")
+"""What Dynamo writes for a module, a parameter or a buffer in the place where an input comes from; by `__dict__` where
+the module that has it looks its parts up by itself, as peft's do."""
 _CONTAINER = re.compile(r"_(?:modules|parameters|buffers)_")
 
 

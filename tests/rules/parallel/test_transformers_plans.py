@@ -96,8 +96,12 @@ class Wrapped(nn.Module):
         super().__init__()
         self.base_model = nn.Module()
         self.base_model.model = model
-        self.tp_plan = model.tp_plan
-        self.get_input_embeddings, self.get_output_embeddings = model.get_input_embeddings, model.get_output_embeddings
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model.model, name)
 
     def forward(self, **inputs: Any) -> Any:
         return self.base_model.model(**inputs)
