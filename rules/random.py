@@ -36,7 +36,7 @@ from torch.library import CustomOpDef
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import Edit, Literal, Match, Report, RuleSet, refuse, rule, where
-from fxrewrite.ops import bind, differentiates, key
+from fxrewrite.ops import HOST_WAITS, bind, differentiates, key
 from fxrewrite.spmd import SpmdContext, draws_on_chunk, rank_node, size_hint, size_proxy
 
 __all__ = ["DRAW_WHOLE", "DrawByRank", "by_rank"]
@@ -155,7 +155,8 @@ def by_rank(overload: OpOverload) -> OpOverload:
     """Registers, once per overload, an operator equal to `overload` but stateless, and returns it.
 
     Its arguments are those of `overload`, a seed (an integer tensor on the CPU, so that nothing waits for an
-    accelerator) and a rank, all positional. It draws from a generator of this seed and rank only.
+    accelerator) and a rank, all positional. It draws from a generator of this seed and rank only, which it seeds, so a
+    CUDA graph cannot record it.
     """
     schema = overload._schema
     name = "_".join(filter(None, (*schema.name.split("::"), schema.overload_name, "by_rank")))
@@ -163,7 +164,7 @@ def by_rank(overload: OpOverload) -> OpOverload:
     drawn = _Drawn(overload, tuple(parameter.rpartition(" ")[2] for parameter in parameters))
     given = ", ".join([*parameters, "Tensor seed", "SymInt rank"])
     forward = torch.library.custom_op(
-        f"fxrewrite_rules::{name}", drawn.draw, mutates_args=(), schema=f"({given}) -> {results}"
+        f"fxrewrite_rules::{name}", drawn.draw, mutates_args=(), schema=f"({given}) -> {results}", tags=HOST_WAITS
     )
     forward.register_fake(lambda *values: drawn.call(values[:-2]))
     backward = torch.library.custom_op(
@@ -171,6 +172,7 @@ def by_rank(overload: OpOverload) -> OpOverload:
         drawn.draw_backward,
         mutates_args=(),
         schema=f"({given}, bool[] wanted, Tensor[] grads) -> Tensor[]",
+        tags=HOST_WAITS,
     )
     backward.register_fake(
         lambda *values: [torch.empty_like(x) for x, want in zip(values, values[-2], strict=False) if want]

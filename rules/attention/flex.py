@@ -30,7 +30,7 @@ from torch import fx
 
 from fxrewrite import Match, Pattern, Rule, RuleSet, cap, op, refuse, where
 from fxrewrite.ops import bind, fake_value
-from fxrewrite.spmd import is_same_size
+from fxrewrite.spmd import is_same_size, size_hint
 from rules.attention.by_rows import ATTENTION_BY_ROWS
 from rules.attention.flex_operator import FLEX_ATTENTION, flex_arguments
 from rules.masks.expressions import MaskCall, MaskExpression, Term, parse_mask
@@ -45,13 +45,16 @@ aten = torch.ops.aten
 MaskKernel: TypeAlias = Literal["auto", "rows", "flex"]
 """auto: flex attention where it has a kernel, else blockwise; rows: blockwise everywhere; flex: flex everywhere."""
 _ALL = parse_mask("full(True, torch.bool)")
+_WIDEST_IN_LITTLE, _SHARED_OF_WIDE = 128, 114_688
+"""Head dimension up to which a kernel fits into any card's shared memory, and what it takes beyond, in bytes of a
+block; torch, _inductor/template_heuristics/triton.py."""
 _NARROWEST = 16
 """Smallest head dimension (elements) for which torch's flex attention has CUDA kernels."""
 
 
 def why_not_flex(by_rows: fx.Node) -> str:
     """Says why blockwise attention cannot become flex attention; empty if it can."""
-    q, _, v, leaves, mask, _, _, sinks = bind(by_rows).values()
+    q, k, v, leaves, mask, _, _, sinks = bind(by_rows).values()
     queries = fake_value(q)
     if queries.device.type != "cpu":
         narrowest = min(queries.shape[-1], fake_value(v).shape[-1])
@@ -59,6 +62,8 @@ def why_not_flex(by_rows: fx.Node) -> str:
             return f"heads of {narrowest} are narrower than {_NARROWEST}"
         if queries.dtype == torch.float64:
             return f"q is {queries.dtype}"
+        if why := _why_too_large(fake_value(q), fake_value(k), fake_value(v)):
+            return why
     elsewhere = next((leaf for leaf in leaves if fake_value(leaf).device != queries.device), None)
     if elsewhere is not None:
         return f"%{elsewhere.name} is on {fake_value(elsewhere).device}, q on {queries.device}"
@@ -69,6 +74,22 @@ def why_not_flex(by_rows: fx.Node) -> str:
     numbers = () if _is_bool(expression, leaves) else _numbers(expression.term)
     hides = next((number for number in numbers if -lowest / 2 <= abs(number) < math.inf), None)
     return "" if hides is None else f"the mask adds {hides:.2g}, and a row of it alone attends to all keys equally"
+
+
+def _why_too_large(*operands: torch.Tensor) -> str:
+    """Says why a kernel of flex attention would read beyond what 32 bits or a card's shared memory hold, or ''."""
+    reach = max(
+        sum(size_hint(n) * size_hint(stride) for n, stride in list(zip(x.shape, x.stride(), strict=True))[1:])
+        for x in operands
+    )
+    if reach >= 2**31:
+        return f"a sequence of q, k or v reaches over {reach:,} entries, and offsets have 32 bits"
+    widest, device = max(x.shape[-1] for x in operands), operands[0].device
+    if widest > _WIDEST_IN_LITTLE and device.type == "cuda" and torch.cuda.is_available():
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        if shared < _SHARED_OF_WIDE:
+            return f"heads of {widest} need {_SHARED_OF_WIDE:,} bytes of shared memory, and the card has {shared:,}"
+    return ""
 
 
 def _is_bool(mask: MaskExpression, leaves: Sequence[fx.Node]) -> bool:

@@ -15,13 +15,15 @@ A score is q @ k^T * scale, or with a softcap c, c * tanh(q @ k^T * scale / c), 
 Without a softcap this calls ATen's fused kernels, which round their results to q's dtype: on the CPU its flash kernel,
 where E == D; on CUDA, where E and D are multiples of 8 and q is not float64, flash attention in 16 bits without a mask,
 and memory-efficient attention otherwise, for which heads of k and v are repeated. Elsewhere it multiplies matrices in
-at least float32, and gradients are not rounded.
+at least float32, and gradients are not rounded. On CUDA, as from the operator there, a row that the lowest number of
+q's dtype hides completely is 0.
 Source: FlashAttention (arXiv 2205.14135, section 3.1); PyTorch, aten/src/ATen/native/cpu/FlashAttentionKernel.cpp,
 aten/src/ATen/native/transformers/cuda/attention.cu and attention_backward.cu.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -156,7 +158,14 @@ def has_kernel(q: torch.Tensor, v: torch.Tensor, softcap: float) -> bool:
         return False
     if q.device.type == "cpu":
         return q.shape[-1] == v.shape[-1]
-    return q.dtype != torch.float64 and q.shape[-1] % _ALIGNED == 0 and v.shape[-1] % _ALIGNED == 0
+    is_known = q.dtype != torch.float64 and (q.dtype != torch.bfloat16 or _is_ampere(q.device))
+    return is_known and q.shape[-1] % _ALIGNED == 0 and v.shape[-1] % _ALIGNED == 0
+
+
+@functools.cache
+def _is_ampere(device: torch.device) -> bool:
+    """Whether the card has products of bfloat16 and flash attention; traced without a card, code is for such a one."""
+    return not torch.cuda.is_available() or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 _ALIGNED = 8
@@ -165,13 +174,15 @@ _ALIGNED_MASK = 16
 """The same of the distance of a mask's rows, in elements."""
 _ALIGNED_LSE = 32
 """Rows of the logsumexp are padded to a multiple of it, in memory-efficient attention."""
+_REACH = 2**31
+"""Entries between any two of a sequence's, from which offsets in memory-efficient attention, of 32 bits, overflow."""
 _WIDEST_FLASH = 256
 """Head dimension (elements) up to which there is flash attention."""
 
 
 def _has_flash(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
     is_half = q.dtype in (torch.float16, torch.bfloat16)
-    return mask is None and is_half and q.shape[-1] == v.shape[-1] <= _WIDEST_FLASH
+    return mask is None and is_half and q.shape[-1] == v.shape[-1] <= _WIDEST_FLASH and _is_ampere(q.device)
 
 
 def _attend_on_cuda(
@@ -180,7 +191,11 @@ def _attend_on_cuda(
     if _has_flash(q, v, mask):
         out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, scale=scale)
         return out, lse
-    k, v = (_repeated(x, q) for x in (k, v))
+    if parts := _parts_of_heads(mask, q, k, v):
+        each = [_attend_on_cuda(q, k, v, mask, scale) for mask, q, k, v in parts]
+        out, lse = (torch.cat(of_parts, 1) for of_parts in zip(*each, strict=True))
+        return out, lse
+    q, k, v = (_within_reach(_repeated(x, q)) for x in (q, k, v))
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, _aligned(mask, q, k), True, scale=scale)
     return out, lse.narrow(-1, 0, q.shape[2])
 
@@ -203,7 +218,11 @@ def _attend_on_cuda_backward(
             dout, q, k, v, out, sums.contiguous(), None, None, *lengths, 0.0, False, not_drawn, not_drawn, scale=scale
         )
         return dq.to(lse.dtype), dk.to(lse.dtype), dv.to(lse.dtype)
-    wide_k, wide_v = (_repeated(x, q) for x in (k, v))
+    if parts := _parts_of_heads(mask, q, k, v, dout, out, lse):
+        each = [_attend_on_cuda_backward(do, q, k, v, o, s, mask, scale) for mask, q, k, v, do, o, s in parts]
+        dq, dk, dv = (torch.cat(of_parts, 1) for of_parts in zip(*each, strict=True))
+        return dq, dk, dv
+    dout, q, wide_k, wide_v = (_within_reach(_repeated(x, q)) for x in (dout, q, k, v))
     sums = torch.nn.functional.pad(sums, (0, -sums.shape[-1] % _ALIGNED_LSE), value=torch.inf)
     added, wanted = _aligned(mask, q, k), [True, True, True, False]
     # In 16 bits the kernel sums dout * out, and reads `out` as the forward kernel writes it: a row has all its heads.
@@ -213,6 +232,32 @@ def _attend_on_cuda_backward(
     )
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=lse.dtype) for x in (wide_dk, wide_dv))
     return dq.to(lse.dtype), dk, dv
+
+
+def _parts_of_heads(mask: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor, *others: torch.Tensor) -> list[Any]:
+    """Returns the operands cut into groups of heads within reach of the kernel; nothing if all of them are."""
+    v, heads = others[0], k.shape[1]
+    of_head = max(q.shape[2], k.shape[2]) * max(q.shape[-1], v.shape[-1]) * (q.shape[1] // max(1, heads))
+    most = max(1, (_REACH - 1) // max(1, of_head))
+    if heads <= most:
+        return []
+    parts: list[Any] = []
+    for start in range(0, heads, most):
+        size = min(most, heads - start)
+
+        def cut(x: torch.Tensor, start: int = start, size: int = size) -> torch.Tensor:
+            repeats = x.shape[1] // heads
+            return x.narrow(1, start * repeats, size * repeats)
+
+        own = mask if mask is None or mask.shape[1] == 1 else cut(mask)
+        parts.append((own, *map(cut, (q, k, *others))))
+    return parts
+
+
+def _within_reach(x: torch.Tensor) -> torch.Tensor:
+    """Returns `x` in memory where entries of one sequence are near enough to each other for the kernel's offsets."""
+    reaches = any((n - 1) * stride >= _REACH for n, stride in list(zip(x.shape, x.stride(), strict=True))[1:])
+    return x.contiguous() if reaches else x
 
 
 def _repeated(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

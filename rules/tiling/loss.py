@@ -151,7 +151,7 @@ def tiled_cross_entropy_with_grads(
         if wanted[1] and of_weight.dtype == x.dtype:
             of_weight.addmm_(of_logits.t(), x[rows] * kept, beta=0 if is_first else 1)
         elif wanted[1]:
-            product = of_logits.t() @ (x[rows] * kept)
+            product = _product_of_many(of_logits.t(), x[rows] * kept)
             of_weight.copy_(product) if is_first else of_weight.add_(product)
         if wanted[2]:
             total = of_logits.sum(0, dtype=of_bias.dtype)
@@ -184,6 +184,13 @@ def _grads(
         x.new_empty(weight.shape if wanted[1] else 0, dtype=of_weight),
         x.new_empty(bias.shape if wanted[2] else 0, dtype=type_of_sums(x.dtype)),
     )
+
+
+def _product_of_many(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Returns a @ b, in float32 if they are in float16, which may not hold a sum over rows."""
+    if a.dtype != torch.float16:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
 
 
 def _type_of_grad(dtype: torch.dtype) -> torch.dtype:

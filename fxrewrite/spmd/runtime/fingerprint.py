@@ -117,8 +117,9 @@ class BackgroundComparison:
 
     def _copy_to_host(self, device: Any) -> None:
         """On a stream of its own, so that reading waits for the reduction alone and not for the model."""
-        stream = device.Stream()
-        stream.wait_stream(device.current_stream())  # `wait` of a fake process group does not wait for the numbers
+        at = self._sent.device  # a process need not have made it its current one
+        stream = device.Stream(at)
+        stream.wait_stream(device.current_stream(at))  # `wait` of a fake process group does not wait for the numbers
         with device.stream(stream) if hasattr(device, "stream") else nullcontext():
             self._work.wait()
             self._host = torch.empty_like(self._sent, device="cpu", pin_memory=True)

@@ -244,7 +244,7 @@ class RankChecks:
             add(f"{_GENERATORS} {draws},{of_call}", self._advice.generators, _generator_number(device))
         if parts:
             self._home = home
-            values = torch.cat([part.to(home, non_blocking=True) for part in parts])
+            values = torch.cat([part.to(home, non_blocking=home.type != "cpu") for part in parts])
             self._pending = (BackgroundComparison(self._axis, values), values, labels, hints, scales)
 
 
@@ -271,7 +271,8 @@ class DistinctChunks:
         if not self._is_first:
             return
         self._is_first = False
-        numbers = torch.cat([fingerprint(chunk) for chunk in chunks])
+        home = max((chunk.device for chunk in chunks), key=lambda device: device.type != "cpu")
+        numbers = torch.cat([fingerprint(chunk).to(home) for chunk in chunks])
         is_told = any(chunk.numel() and bool((chunk != chunk.reshape(-1)[0]).any()) for chunk in chunks)
         differing = BackgroundComparison(self._axis, numbers).differing([-1] * numbers.numel())
         if is_told and not differing and not is_fake(self._axis):

@@ -257,7 +257,10 @@ def test_the_arguments_are_those_that_dynamo_makes() -> None:
 def _dynamo_graph() -> fx.GraphModule:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slopes: torch.Tensor) -> Any:
         tiles = create_block_mask(lambda b, h, q, k: k <= q, B, None, S, S, device="cpu")
-        return flex_attention(q, k, v, lambda s, b, h, q, k: s + slopes[h], tiles, enable_gqa=True)
+        options: Any = {"BACKEND": "TRITON"}
+        return flex_attention(
+            q, k, v, lambda s, b, h, q, k: s + slopes[h], tiles, enable_gqa=True, kernel_options=options
+        )
 
     return caught(attend, *(x.detach() for x in operands()), data()[1])[0]
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from rules.attention import kernels
 from rules.attention.kernels import attend_block, attend_block_backward, has_kernel, merge_blocks
 
 BATCH, ROWS, COLUMNS, SCALE = 2, 6, 9, 0.3
@@ -141,11 +142,27 @@ def test_a_part_of_a_gradient_is_not_rounded_to_a_narrow_dtype() -> None:
     torch.testing.assert_close(tuple(grad.double() for grad in found), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_groups_of_heads_are_within_reach_of_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of memory-efficient attention, where one sequence has 2^31 entries or more."""
+    monkeypatch.setattr(kernels, "_REACH", 3 * COLUMNS * 8)
+    q, k, v = operands("groups")
+    mask = mask_of("bias", 4, torch.float64)
+    parts = kernels._parts_of_heads(mask, q, k, v)
+    assert [[x.shape[1] for x in part] for part in parts] == [[2, 2, 1, 1]] * 2
+    for joined, whole in zip(zip(*parts, strict=True), (mask, q, k, v), strict=True):
+        assert torch.equal(torch.cat(joined, 1), whole)
+    far = torch.empty(2, 4, COLUMNS, 3 * 8)[..., :8]
+    assert kernels._within_reach(far).is_contiguous()
+    assert kernels._within_reach(far[:, :1, :2]).stride() == far.stride()
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("reach", [2**31, 3 * 117 * 8])
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_kernels_of_cuda(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_kernels_of_cuda(kind: str, dtype: torch.dtype, reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks of keys, of sizes that no kernel likes, against the operator in float64 on the CPU."""
+    monkeypatch.setattr(kernels, "_REACH", reach)
     monkeypatch.setattr(sys.modules[__name__], "ROWS", 83)
     monkeypatch.setattr(sys.modules[__name__], "COLUMNS", 117)
     torch.manual_seed(0)

@@ -189,6 +189,16 @@ def test_half_precision_is_as_near_to_the_truth_as_all_logits(
         assert (grad - true).norm() <= 1.2 * (untiled - true).norm() + 1e-9, leaf.shape
 
 
+def test_a_sum_over_rows_that_float16_does_not_hold() -> None:
+    """Of gradients of the weight, before a mean divides them."""
+    x, w = torch.full((16384, 8), 40.0, dtype=torch.float16), torch.zeros(64, 8, dtype=torch.float16)
+    target = torch.zeros(len(x), dtype=torch.int64)
+    expected, found = (w.clone().requires_grad_() for _ in range(2))
+    F.cross_entropy(F.linear(x, expected).float(), target).backward()
+    tiled_cross_entropy(x, found, None, target, None, "to(v0, 'float32')", "mean", -100, 0.0, 2**30).backward()
+    torch.testing.assert_close(found.grad, expected.grad)
+
+
 def spelled(x: torch.Tensor, w: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """As models of Hugging Face do it: shifted labels, soft-capped logits in float32, a sum by a count."""
     logits = torch.tanh(F.linear(x, w) * 0.5 / 30.0) * 30.0
