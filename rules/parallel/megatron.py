@@ -29,7 +29,7 @@ LAYERS = {
 between their two matrices, which is small."""
 _ADAPTERS = "*.lora_*"
 ENDS = {
-    param("*{embed_tokens,lm_head}.weight", optional=True): Shard(0),
+    param("*{embed_tokens,lm_head}{,.base_layer,.modules_to_save.*}.weight", optional=True): Shard(0),
     module_output("*embed_tokens", optional=True): Replicate(),
     module_input("*lm_head", optional=True): Replicate(),
 }

@@ -233,7 +233,8 @@ class LayoutRule:
     def neutral_of(self, call: Call, indices: IndexMap, index: str) -> Neutral | None:
         """How padded entries of `index` count nothing in a sum over it; None where the rule does not say."""
         if callable(self.neutral):
-            return self.neutral(call)
+            found = self.neutral(call)  # values that broadcast may lack the index
+            return found if found is None or indices.has(indices.operands[found.operand], index) else None
         having = [place for place, terms in enumerate(indices.operands) if indices.has(terms, index)]
         if not self.neutral or not having:
             return None

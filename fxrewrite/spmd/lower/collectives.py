@@ -25,6 +25,7 @@ Source: PyTorch, torch/distributed/_functional_collectives.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -276,13 +277,30 @@ def _(match: Match, x: fx.Proxy, src: Partial, dst: Placement) -> fx.Proxy:
     if COMPLETE.of(match.root):  # backward sends nothing
         total = low.collective("all_reduce", aten.detach(x))
         return match.call(PASS_GRADIENT, total, x, float(low.num_ranks))
-    return low.collective("all_reduce", x, src.reduce_op)
+    return reduced(low, x, src.reduce_op)
+
+
+def reduced(low: Lowering, x: fx.Proxy, reduce_op: ReduceOp) -> fx.Proxy:
+    """The sum, maximum or minimum over the ranks; of extrema, NaN where any rank has one, as on one device.
+
+    Collectives may drop it: gloo's maximum of 1 and NaN is one or the other. So it travels as a number of its own.
+    """
+    if reduce_op == "sum" or not x.node.meta["val"].is_floating_point():
+        return low.collective("all_reduce", x, reduce_op)
+    sign = 1.0 if reduce_op == "max" else -1.0
+    is_nan = aten.isnan(x)
+    told = aten.mul(aten.to(is_nan, x.node.meta["val"].dtype), sign)
+    both = aten.stack([aten.masked_fill(x, is_nan, -sign * math.inf), told])
+    both = low.collective("all_reduce", both, reduce_op)
+    return aten.masked_fill(aten.select(both, 0, 0), aten.ne(aten.select(both, 0, 1), 0), math.nan)
 
 
 @reduce_scatter.replacement
 def _(match: Match, x: fx.Proxy, src: Placement, dst: Shard) -> fx.Proxy:
     """reduce-scatter"""
     low = _lowering(match)
+    if isinstance(src, Partial) and src.reduce_op != "sum":
+        return take_chunk(match, reduced(low, x, src.reduce_op), dst)
     return low.settled(low.exchange("reduce_scatter", x, src, dst), match.root)
 
 

@@ -49,7 +49,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.walk import reached
-from fxrewrite.ops import is_parameter, is_pure, key, without_gradients
+from fxrewrite.ops import is_parameter, is_pure, key, memory_written, without_gradients
 from fxrewrite.plan import RuleSet
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
@@ -326,9 +326,15 @@ class _Reads:
 
 
 def _depths(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """How many gathers lie on the way from parameters to each node that is computed of them alone, in their order."""
+    """How many gathers lie on the way from parameters to each node that is computed of them alone, in their order.
+
+    What is written to is left out, with all that reads it: behind a write it would be another value.
+    """
     depth, off = dict[fx.Node, int](), without_gradients(nodes)
+    written = memory_written(nodes[0].graph) if nodes else set[fx.Node]()
     for node in nodes:
+        if node in written:
+            continue
         if node.op == "placeholder":
             if is_parameter(node):
                 depth[node] = 0

@@ -172,7 +172,7 @@ def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
 
 
 def _check_inputs(edit: Edit, reduction: Reduction, *, own_inputs: bool) -> None:
-    """Refuse inputs with gradients that are written to, as by `Embedding(max_norm=...)`, and would be read unwritten.
+    """Refuse inputs that are written to, as by `Embedding(max_norm=...)`, and would be read unwritten.
 
     What reads an input reads it after an operator on its gradient, which is not written to; a write to the gathered
     value of shards is lost; and ranks with batches of their own would write different values. Buffers, and arguments
@@ -181,12 +181,12 @@ def _check_inputs(edit: Edit, reduction: Reduction, *, own_inputs: bool) -> None
     written = memory_written(edit.graph)
     shown = written | {node.all_input_nodes[0] for node in written if node.target is redistribute}
     for node in edit.graph.find_nodes(op="placeholder"):
-        if node not in shown or not has_inexact(node) or not _requires_grad(node):
+        if node not in shown or not has_inexact(node) or not (_requires_grad(node) or _is_sharded(node)):
             continue
         if reduction != "mean" or own_inputs or _is_sharded(node):
             refuse(
-                f"input {input_name(node)} has a gradient and is written to in place, which is only right where every "
-                "rank holds it whole, computes the same, and the caller averages gradients",
+                f"input {input_name(node)} is written to in place, which is only right where every rank holds it "
+                "whole, and, if it has a gradient, computes the same and the caller averages gradients",
                 node=node,
                 hint='write it out of place (an embedding: without max_norm); or average them (gradients="mean")',
             )

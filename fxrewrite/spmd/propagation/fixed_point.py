@@ -168,7 +168,8 @@ class Propagation:
             refuse(
                 "an in-place operation on a sharded value",
                 node=node,
-                hint="write it out of place (x = x + 1, not x += 1)",
+                hint="write it out of place (x = x + 1, not x += 1; an embedding: without max_norm), or have every rank "
+                "hold it whole (param('*', but=...))",
             )
 
     def _by_layout_rule(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
@@ -205,8 +206,17 @@ class Propagation:
         return replace(whole, required=spread(indices, part, "").required, why=f"sends values to where {part.index} is")
 
     def _writes_through_a_copy(self, node: fx.Node) -> bool:
-        """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy."""
-        shown = {value for written in mutated(node) for value in memory_origins(written)} & self.decisions.keys()
+        """Whether the node writes to a view of a sharded value: the write stays in a view of a gathered copy.
+
+        Such a copy is also what a plan states between the value and its reader.
+        """
+        origins, written = set[fx.Node](), list(mutated(node))
+        while written:
+            for value in memory_origins(written.pop()) - origins:
+                origins.add(value)
+                if value.target in (redistribute, without_padding):
+                    written.append(value.all_input_nodes[0])
+        shown = origins & self.decisions.keys()
         return any(placement != R for value in shown for placement in self.decisions[value].shown)
 
     def _output(self, node: fx.Node) -> Decision:

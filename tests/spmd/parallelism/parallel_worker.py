@@ -370,6 +370,35 @@ def resumed(plan: Parallelisms, first: DeviceMesh, second: DeviceMesh, folder: P
     return max(largest(parameters_of(found), expected) for found in (other, of_torch, published))
 
 
+class Extrema(nn.Module):
+    """A matrix with a NaN in the rows of one rank of four."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__()
+        matrix = torch.arange(32.0).reshape(8, 4)
+        matrix[row, 0] = torch.nan
+        self.matrix = nn.Parameter(matrix)
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        matrix = self.matrix.detach()
+        return matrix.amax(), matrix.amax(0), matrix.amin(0), -matrix[:, 1:].amin()
+
+
+def not_a_number(mesh: DeviceMesh) -> int:
+    """How many extrema over rows in shards differ from one device's, wherever the NaN is."""
+    plan = Parallelism("rows", axis="dp", place={param("matrix"): Shard(0)})
+    differ = 0
+    for row in range(8):
+        torch._dynamo.reset()
+        found = torch.compile(
+            shard_parameters(Extrema(row), plan, mesh), backend=spmd(plan, mesh=mesh, inner="aot_eager")
+        )()
+        differ += sum(
+            not torch.equal(a.nan_to_num(99), b.nan_to_num(99)) for a, b in zip(found, Extrema(row)(), strict=True)
+        )
+    return differ
+
+
 def of_eight(folder: Path) -> dict[str, Any]:
     """Three axes of two processes each, all of which hold parameters in shards."""
     cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "sp", "tp"))
@@ -420,6 +449,7 @@ def of_four(folder: Path) -> dict[str, Any]:
         "other sizes, replicas": of_other_sizes(DATA, line),
         "other parameters": {"said": of_other_parameters(line)},
         "ranks that differ": differing(square),
+        "not a number": {"parameters": not_a_number(line)},
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),
         "resumed": {"parameters": resumed(ZERO3 | MEGATRON, square, line, folder / "saved")},
