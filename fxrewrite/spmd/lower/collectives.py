@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrewrite.errors import refuse
 from fxrewrite.graph.sizes import Size, is_same_size
 from fxrewrite.match.match import Match
 from fxrewrite.pattern import where
@@ -183,6 +184,8 @@ class Lowering:
         return x
 
     def collective(self, kind: str, x: fx.Proxy, reduce_op: ReduceOp = "sum") -> fx.Proxy:
+        if (dtype := x.node.meta["val"].dtype) in _NOT_SENT:
+            refuse(f"process groups do not send {dtype}", node=self.match.root, hint="cast it to int32 before")
         one_each = [1] * self.num_ranks
         arguments = {
             "all_to_all": (one_each, one_each),
@@ -193,6 +196,10 @@ class Lowering:
         sent = COLLECTIVES[kind](x, *arguments[kind], self.axis.group)
         self.match.edit.set_meta(sent.node, "axis", self.axis.name)
         return COLLECTIVES["wait"](sent)
+
+
+_NOT_SENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+"""Dtypes that neither gloo nor NCCL knows."""
 
 
 def _lowering(match: Match) -> Lowering:

@@ -13,17 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autosp_rules.slices import SLICE_RULES
-from fxrewrite import RuleSet
+from fxrewrite import RefusedError, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
     COLLECTIVE_RULES,
     GLOBAL_SHAPE,
     LOCAL_SHAPES,
     Axis,
+    Parallelism,
     Partial,
     Placement,
     Replicate,
@@ -31,9 +32,10 @@ from fxrewrite.spmd import (
     SpmdContext,
     axis_of,
     axis_rank,
+    param,
     redistribute,
 )
-from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
+from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks, simulate
 from tests.known import Known
 
 aten = torch.ops.aten
@@ -234,3 +236,18 @@ def test_slices_that_have_names(num_ranks: int, are_labels: bool) -> None:
     assert fired == ["autosp.shard_label_ids" if are_labels else "autosp.shard_position_ids"]
     for rank in range(num_ranks):
         assert torch.equal(run.outputs[rank][0], part(ids, Shard(0), rank, num_ranks))
+
+
+class Narrow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum() + self.weight.detach().to(torch.int16).amax(0).sum()
+
+
+def test_what_no_process_group_sends_is_said() -> None:
+    plan = Parallelism("rows", axis="tp", place={param("weight"): Shard(0)})
+    with pytest.raises(RefusedError, match=r"process groups do not send torch.int16 at .*; cast it to int32 before"):
+        simulate(Narrow(), {"x": torch.ones(4, 8)}, plan, {"tp": 2})
