@@ -168,8 +168,8 @@ class Propagation:
             refuse(
                 "an in-place operation on a sharded value",
                 node=node,
-                hint="write it out of place (x = x + 1, not x += 1; an embedding: without max_norm), or have every rank "
-                "hold it whole (param('*', but=...))",
+                hint="write it out of place (x = x + 1, not x += 1; an embedding: without max_norm), or have every "
+                "rank hold it whole (param('*', but=...))",
             )
 
     def _by_layout_rule(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
