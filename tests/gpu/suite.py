@@ -27,7 +27,7 @@ def _run(files: Sequence[Path]) -> dict[str, Any]:
     """How many tests passed, failed and were skipped, and what those that failed say."""
     with TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
-        options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:benchmark"]
+        options = ["-q", "-m", "gpu", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}"]
         command += ["-n", str(max(1, min(6, (os.cpu_count() or 1) // 2)))]
         done = subprocess.run([*command, *map(str, files)], check=False, cwd=_ROOT, capture_output=True, text=True)
