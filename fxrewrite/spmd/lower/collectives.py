@@ -297,9 +297,9 @@ def reduced(low: Lowering, x: fx.Proxy, reduce_op: ReduceOp) -> fx.Proxy:
     sign = 1.0 if reduce_op == "max" else -1.0
     is_nan = aten.isnan(x)
     told = aten.mul(aten.to(is_nan, x.node.meta["val"].dtype), sign)
-    both = aten.stack([aten.masked_fill(x, is_nan, -sign * math.inf), told])
+    both = aten.stack([aten.masked_fill(x, is_nan, -sign * math.inf), told], -1)
     both = low.collective("all_reduce", both, reduce_op)
-    return aten.masked_fill(aten.select(both, 0, 0), aten.ne(aten.select(both, 0, 1), 0), math.nan)
+    return aten.masked_fill(aten.select(both, -1, 0), aten.ne(aten.select(both, -1, 1), 0), math.nan)
 
 
 @reduce_scatter.replacement
