@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 HOST_WAITS = (torch.Tag.cudagraph_unsafe,)
-"""Tags of a custom operator whose host waits for the device: inductor leaves it out of CUDA graphs."""
+"""Tags of a custom operator whose host waits for the device, or seeds it: inductor leaves it out of CUDA graphs."""
 _PURE: set[Any] = set()
 _PURE_MODULES = ("torch.nn.functional.", "torch.functional.", "operator.", "math.", "torch.Tensor.")
 _PURE_BUILTINS = frozenset({"builtins.getattr", "builtins.max", "builtins.min", "builtins.len", "builtins.tuple"}) | {

@@ -79,7 +79,7 @@ def why_not_flex(by_rows: fx.Node) -> str:
 def _why_too_large(*operands: torch.Tensor) -> str:
     """Says why a kernel of flex attention would read beyond what 32 bits or a card's shared memory hold, or ''."""
     reach = max(
-        sum(size_hint(n) * size_hint(stride) for n, stride in list(zip(x.shape, x.stride(), strict=True))[1:])
+        sum((size_hint(n) - 1) * size_hint(stride) for n, stride in list(zip(x.shape, x.stride(), strict=True))[1:])
         for x in operands
     )
     if reach >= 2**31:

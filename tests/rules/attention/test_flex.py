@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fxrewrite import FxRewriteError, RefusedError, RuleSet
 from fxrewrite.ops import key
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
-from rules.attention.flex import flex_rules
+from rules.attention.flex import _why_too_large, flex_rules
 from rules.attention.flex_operator import FLEX_ATTENTION
 from rules.attention.operator import RAISE_ATTENTION
 from tests.dynamo import caught
@@ -275,3 +275,9 @@ def _num_arguments(body: fx.Node) -> int:
     gm = body.graph.owning_module
     assert gm is not None
     return len(gm.get_submodule(str(body.target)).graph.find_nodes(op="placeholder"))
+
+
+def test_what_reaches_beyond_32_bits_is_no_flex_attention() -> None:
+    near, far = (torch.empty(1, 32, length, 128, device="meta") for length in (4096, 2**20))
+    assert not _why_too_large(near, near, near)
+    assert "4,294,967,295 entries, and offsets have 32 bits" in _why_too_large(near, far, near)
