@@ -10,8 +10,8 @@ from autosp_rules.memory.logits import LogitsDropped, LogitsHeld, LogitsNoOutput
 from autosp_rules.memory.mlps import MlpsTiled, MlpsWhole
 from autosp_rules.report import LeftAlone, ProgramIsLast
 from autosp_rules.sequence import OneToken, Padded, TooShort
-from autosp_rules.transform import Offloaded, OutputSharded
-from fxrewrite.spmd import AtBorder, Drawn, Gathered, ProductsWhole, RegionsCompiled, Summed
+from autosp_rules.transform import Offloaded
+from fxrewrite.spmd import AtBorder, Drawn, Gathered, OutputSharded, ProductsWhole, RegionsCompiled, Summed
 
 __all__ = [
     "AtBorder",

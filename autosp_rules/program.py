@@ -7,7 +7,6 @@ WholeProgram       a part of a model without a sequence, which every rank runs w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +16,14 @@ from autosp_rules.config import AutoSPConfig
 from autosp_rules.errors import AutoSPError, raised_as_autosp_error
 from autosp_rules.gradients import GradientPlan
 from autosp_rules.random import draws_alike
-from autosp_rules.transform import Border, Chunk
+from autosp_rules.transform import Border
 from fxrewrite.ops import is_parameter
 from fxrewrite.spmd import (
     Advice,
     Axis,
     RankChecks,
-    Shard,
-    SizeReader,
     WholeCalls,
-    agree,
     change_gradients,
-    deferred_gather,
     devices_of,
     is_due,
 )
@@ -93,8 +88,7 @@ class ShardedProgram(_Program):
         self._checks = RankChecks(
             placeholders, axis, ADVICE, drawn=draws_alike(gm), whole=whole, every_call=config.compare_ranks
         )
-        self._sizes = SizeReader(gm.graph)
-        self._chunks = border.chunks if config.outputs == "auto" else {}
+        self._outputs = border.outputs.of(gm)
 
     def settle(self) -> None:
         """Reads the result of comparing the ranks in the last call."""
@@ -116,34 +110,7 @@ class ShardedProgram(_Program):
         except Exception:
             self.settle()  # if the ranks differ, this raises the cause
             raise
-        outputs = self._crossing.left(outputs)
-        if not self._chunks:
-            return outputs
-        deferred = list(outputs)
-        for position, chunk in self._chunks.items():
-            deferred[position] = self._deferred(deferred[position], position, chunk, inputs)
-        return deferred
-
-    def _deferred(self, value: torch.Tensor, position: int, chunk: Chunk, inputs: Sequence[Any]) -> torch.Tensor:
-        shape = [self._sizes(size, inputs) for size in chunk.shape]
-        outer, inner = (self._sizes(size, inputs) for size in (chunk.placement.outer, chunk.placement.inner))
-        placement = Shard(chunk.placement.dim, outer, inner, chunk.placement.uneven)
-        return deferred_gather(
-            value, shape, placement, self._axis, before=partial(self._before_gather, self._checks.calls, position)
-        )
-
-    def _before_gather(self, call: int, position: int) -> None:
-        """Checks that every rank uses this output now: one alone would wait in the collective, two would mix theirs."""
-        with raised_as_autosp_error():
-            agree(
-                self._axis,
-                f"output {position} of call {call}",
-                timeout=self._config.timeout,
-                differ="use different outputs",
-                absent="did not use an output of the compiled model, such as logits, which this rank uses,",
-                hint="use the same outputs on every rank, in the same order; or pass outputs='gather'",
-                together="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
-            )
+        return self._outputs.left(self._crossing.left(outputs), inputs)
 
 
 class WholeProgram(_Program):

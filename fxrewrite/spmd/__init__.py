@@ -33,6 +33,7 @@ from fxrewrite.spmd.events import (
     AtBorder as AtBorder,
     Drawn as Drawn,
     Gathered as Gathered,
+    OutputSharded as OutputSharded,
     ProductsWhole as ProductsWhole,
     ReadOwn as ReadOwn,
     RegionsCompiled as RegionsCompiled,
@@ -154,12 +155,17 @@ from fxrewrite.spmd.runtime.borders import (
     chunked as chunked,
     entering as entering,
 )
-from fxrewrite.spmd.runtime.deferred import DeferredGather as DeferredGather, deferred_gather as deferred_gather
+from fxrewrite.spmd.runtime.deferred import (
+    Cut as Cut,
+    DeferredGather as DeferredGather,
+    deferred_gather as deferred_gather,
+)
 from fxrewrite.spmd.runtime.fingerprint import (
     fingerprint as fingerprint,
     parameter_checksum as parameter_checksum,
 )
 from fxrewrite.spmd.runtime.gradients import change_gradients as change_gradients
+from fxrewrite.spmd.runtime.outputs import ChunkedOutputs as ChunkedOutputs, is_with_loss as is_with_loss
 from fxrewrite.spmd.runtime.rank_checks import (
     Advice as Advice,
     RankChecks as RankChecks,

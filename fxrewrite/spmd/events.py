@@ -9,7 +9,17 @@ from pydantic import Field
 from fxrewrite.backends import Regions
 from fxrewrite.report import Event
 
-__all__ = ["AtBorder", "Drawn", "Gathered", "NotInPart", "ProductsWhole", "ReadOwn", "RegionsCompiled", "Summed"]
+__all__ = [
+    "AtBorder",
+    "Drawn",
+    "Gathered",
+    "NotInPart",
+    "OutputSharded",
+    "ProductsWhole",
+    "ReadOwn",
+    "RegionsCompiled",
+    "Summed",
+]
 
 
 class AtBorder(Event, frozen=True):
@@ -24,6 +34,29 @@ class AtBorder(Event, frozen=True):
     def __str__(self) -> str:
         what = f"border: {self.value} {list(self.shape)} {self.placement}"
         return f"{what} is gathered: {self.why}" if self.why else f"{what} stays in chunks, as a DTensor"
+
+
+class OutputSharded(Event, frozen=True):
+    """An output returns as this rank's chunk."""
+
+    kind: Literal["output"] = "output"
+    node: str
+    shape: tuple[int, ...] = Field(description="of the whole output, at the sizes at hand")
+    placement: str
+    axis: str
+    is_deferred: bool = Field(description="whether it is gathered when it is first used")
+    num_bytes: int = Field(description="of the whole output")
+    num_held: int = Field(description="entries along its dimension that all ranks hold together")
+    num_padding: int = Field(description="of these, how many at the end of the last ranks are padding")
+
+    def __str__(self) -> str:
+        if self.is_deferred:
+            when = f"is gathered when it is first used, {self.num_bytes:,} bytes on each rank"
+            return f"output %{self.node} {self.shape} {self.placement} over {self.axis} {when}"
+        last = f"the last {self.num_padding} of {self.num_held} entries, at the end of the last ranks, are padding"
+        padding = f", and {last}" if self.num_padding else ""
+        what = f"output %{self.node} {self.shape} returns as this rank's chunk {self.placement} over {self.axis}"
+        return f"{what}{padding}; outputs='gather' returns it whole"
 
 
 class _AtNode(Event, frozen=True):

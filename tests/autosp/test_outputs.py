@@ -45,9 +45,11 @@ def test_programs_compute_chunks_of_logits_beside_a_loss_and_the_report_says_so(
     whole = torch.cat([logits for _, logits in outputs], dim=1)
     torch.testing.assert_close(whole, expected.logits, rtol=1e-12, atol=1e-12)
     [line] = [line for line in report.lines if line.startswith("output ")]
-    assert line.endswith(f"S(1) is gathered when it is first used, {2 * 16 * 61 * 8:,} bytes on each rank")
+    assert line.endswith(f"S(1) over sp is gathered when it is first used, {2 * 16 * 61 * 8:,} bytes on each rank")
     _, _, report = run(batch("llama_gqa", "plain"), outputs="shard")
-    assert any("returns as this rank's chunk S(1); outputs='gather' returns it whole" in line for line in report.lines)
+    assert any(
+        "returns as this rank's chunk S(1) over sp; outputs='gather' returns it whole" in line for line in report.lines
+    )
 
 
 @pytest.mark.parametrize(("outputs", "length"), [("gather", 16), ("shard", 8)])

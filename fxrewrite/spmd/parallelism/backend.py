@@ -28,6 +28,7 @@ from fxrewrite.graph.other_sizes import check_sizes
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
 from fxrewrite.ops import is_parameter, is_random, key, tensors_of
+from fxrewrite.plan import Plan
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext, contexts
 from fxrewrite.spmd.events import RegionsCompiled
@@ -44,12 +45,16 @@ from fxrewrite.spmd.placement import Axis, Replicate, Zigzag, local_shape
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, entering
+from fxrewrite.spmd.runtime.outputs import ChunkedOutputs, is_with_loss
 from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram, is_due
 
 __all__ = ["SpmdBackend", "spmd"]
 
 Breaks: TypeAlias = Literal["gather", "dtensor"]
 """What programs pass to each other where ranks hold it in chunks: whole values, or DTensors."""
+ReturnedOutputs: TypeAlias = Literal["auto", "gather"]
+"""What the caller gets of outputs in chunks: beside a scalar loss, tensors that are gathered when they are first used
+("auto"), or whole values ("gather")."""
 CompiledRegions: TypeAlias = Literal["whole", "once"]
 """Whether a program is compiled whole, or each distinct region of it once."""
 _ADVICE = Advice(
@@ -86,9 +91,12 @@ class SpmdBackend:
         strict: bool,
         timeout: float,
         breaks: Breaks,
+        outputs: ReturnedOutputs,
         regions: CompiledRegions,
     ) -> None:
         find_backend(inner)
+        if outputs not in get_args(ReturnedOutputs):
+            raise FxRewriteError(f"outputs={outputs!r} is not one of {get_args(ReturnedOutputs)}")
         if regions not in get_args(CompiledRegions):
             raise FxRewriteError(f"regions={regions!r} is not one of {get_args(CompiledRegions)}")
         if breaks not in get_args(Breaks):
@@ -103,6 +111,7 @@ class SpmdBackend:
         self._programs: list[_Program] = []
         self._strict, self._timeout, self._as_dtensors = strict, timeout, breaks == "dtensor"
         self._regions: CompiledRegions = regions
+        self._is_deferred = outputs == "auto" and not self._as_dtensors
         shared = tuple(member.axis for member in plan.members if member.data == "shared")
         self._shared = mesh[shared] if shared else None
         """The axes along which ranks share what programs pass to each other."""
@@ -120,17 +129,20 @@ class SpmdBackend:
         refuse_precompile()
         dtensors = without_whole(gm, example_inputs)
         crossing = Crossing(entering(gm, example_inputs, self._shared), self._shared)
-        self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
+        ends_early = bool(graph_break_reason(gm))
+        self._breaks |= ends_early or bool(untraced_callers())
         chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
         self._has_arguments |= bool(chunks)
         self._agree_on_chunks(gm, chunks, example_inputs)
         with few_collections():
             program = normalized(gm)
             add_leaves(program)
-            lowering = self._lowering or chosen_for(self.plan, program, lambda: self._contexts(Outputs())).plan()
-            report = lowering.apply(program, context=self._contexts(crossing.outputs))
+            deferred = self._is_deferred and not ends_early and is_with_loss(program.graph)
+            outputs = ChunkedOutputs(timeout=self._timeout)
+            lowering = self._lowering or self._chosen(program, deferred)
+            report = lowering.apply(program, context=self._contexts(crossing.outputs, outputs if deferred else None))
             check_sizes(program)
-        report.events.extend(crossing.events)
+        report.events.extend([*outputs.events, *crossing.events])
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
         checks = [*self._agree_on_program(program), *self._distinct_chunks(program, chunks)]
@@ -159,9 +171,17 @@ class SpmdBackend:
                 report.events.append(RegionsCompiled.of(found))
             else:
                 run = compile_inner(program, local)
-        compiled = _Program(program, run, checks, sizes, unreduced, crossing)
+        compiled = _Program(program, run, checks, sizes, unreduced, crossing, outputs.of(program))
         self._programs.append(compiled)
         return compiled
+
+    def _chosen(self, program: fx.GraphModule, deferred: bool) -> Plan:
+        """The cheapest of the plan's alternatives for a program."""
+
+        def each() -> dict[str, SpmdContext]:
+            return self._contexts(Outputs(), ChunkedOutputs() if deferred else None)
+
+        return chosen_for(self.plan, program, each).plan()
 
     def _agree_on_program(self, program: fx.GraphModule) -> list[_Checks]:
         """Refuse a program that other ranks would wait for in its collectives; what compares the ranks at each call.
@@ -207,11 +227,13 @@ class SpmdBackend:
                 found.append(_Checks(at, check.before, lambda: None))
         return found
 
-    def _contexts(self, outputs: Outputs) -> dict[str, SpmdContext]:
-        """What the plan is told of each axis; `outputs` gets what leaves as DTensors."""
+    def _contexts(self, as_dtensors: Outputs, in_chunks: ChunkedOutputs | None) -> dict[str, SpmdContext]:
+        """What the plan is told of each axis; `as_dtensors` or `in_chunks` gets what leaves so."""
         found = contexts(self.mesh, strict=self._strict, is_part=self._breaks, is_ahead=self._regions == "whole")
-        for name in (self._shared.mesh_dim_names or ()) if self._shared is not None and self._as_dtensors else ():
-            found[name] = replace(found[name], output_placement=outputs.on(found[name].axis))
+        outputs = as_dtensors if self._as_dtensors else in_chunks
+        if outputs is not None and self._shared is not None:
+            for name in self._shared.mesh_dim_names or ():
+                found[name] = replace(found[name], output_placement=outputs.on(found[name].axis))
         return found
 
     def _unreduced(
@@ -362,8 +384,10 @@ class _Program:
         sizes: Mapping[int, torch.Size],
         unreduced: Sequence[Unreduced],
         crossing: Crossing,
+        outputs: ChunkedOutputs,
     ) -> None:
-        self._run, self._sizes, self._unreduced, self._crossing = run, sizes, unreduced, crossing
+        self._run, self._sizes, self._unreduced = run, sizes, unreduced
+        self._crossing, self._outputs = crossing, outputs
         self._checks = checks
         self._reduced = set(sizes) - {one.position for one in unreduced}
         """Positions of parameters to whose shards gradients flow."""
@@ -380,7 +404,7 @@ class _Program:
         given = local_values(inputs, self._sizes, self._reduced)
         given += unreduced_leaves(self._unreduced, inputs)
         given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
-        return self._crossing.left(self._run(*given))
+        return self._outputs.left(self._crossing.left(self._run(*given)), given)
 
     def settle(self) -> None:
         """Read what came of comparing the ranks in the last call."""
@@ -438,6 +462,7 @@ def spmd(
     strict: bool = False,
     timeout: float = 3600.0,
     breaks: Breaks = "gather",
+    outputs: ReturnedOutputs = "auto",
     regions: CompiledRegions = "whole",
 ) -> SpmdBackend:
     """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
@@ -456,7 +481,10 @@ def spmd(
         inner: the backend that compiles the lowered graph.
         strict: refuse an operator without layout rule instead of gathering its operands.
         timeout: seconds to wait for other ranks to compile the same graph.
-        breaks: how values in chunks return: gathered ("gather"), or as DTensors ("dtensor").
+        breaks: what passes between graphs of a model that ranks hold in chunks: it is gathered ("gather"), or there
+            are DTensors ("dtensor"), also of the results.
+        outputs: what returns beside a scalar loss, such as logits, is gathered when it is first used, which all ranks
+            must do then ("auto"), or always ("gather"). Without a loss, outputs are whole.
         regions: the program is compiled whole ("whole"), or each distinct region of it once, such as a layer ("once",
             `fxrewrite.backends.regional`). What a region reads is then gathered where it begins, not a layer ahead.
 
@@ -464,4 +492,6 @@ def spmd(
         FxRewriteError: no such backend, or no such axis. At compile time, inside torch's BackendCompilerFailed: the
             plan does not fit the model.
     """
-    return SpmdBackend(plan, mesh, inner, strict=strict, timeout=timeout, breaks=breaks, regions=regions)
+    return SpmdBackend(
+        plan, mesh, inner, strict=strict, timeout=timeout, breaks=breaks, outputs=outputs, regions=regions
+    )

@@ -1,10 +1,11 @@
 """A sharded result of a compiled program, as a tensor of global shape that is gathered when it is first used.
 
-    deferred_gather(chunk, shape, placement, axis)     a DeferredGather; no communication, no memory but the chunk's
+    deferred_gather(chunk, cuts)     a DeferredGather; no communication, no memory but the chunk's
 
 A chunk that returns to eager code looks like a tensor of a smaller batch or of fewer rows: its last row `y[:, -1]` or
 a mean over it is silently wrong on every rank. A DeferredGather has the global shape. Any operator that reads it runs
 on the gathered value, which is kept from then on; what only renames it or casts it (detach, clone, to) stays deferred.
+Ranks of several axes may hold it in chunks: each `Cut` is of what the one before it has left.
 Autograd sees an ordinary tensor: the gradient of the gathered value is reduced and scattered to the chunks.
 
 The gather is a collective: every rank must use the same values, in the same order.
@@ -24,11 +25,11 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.placement import Axis, Shard, num_entries
 
-__all__ = ["DeferredGather", "deferred_gather"]
+__all__ = ["Cut", "DeferredGather", "deferred_gather"]
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-Before: TypeAlias = "Callable[[], None]"
+Before: TypeAlias = "Callable[[Axis], None]"
 
 _ALIASES = {aten.detach.default, aten.alias.default}
 """Operators whose result shares the memory of their operand."""
@@ -36,28 +37,44 @@ _OF_EACH_ELEMENT = {aten.clone.default, aten._to_copy.default}
 """Operators that act on each element alone, so that they can run on the chunk, and give new memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The ranks of one axis hold a value in chunks.
+
+    Attributes:
+        axis: whose ranks hold it.
+        placement: how.
+        shape: of the value that they hold together.
+    """
+
+    axis: Axis
+    placement: Shard
+    shape: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class _Memory:
     """What stands for the memory of a deferred tensor; all of its aliases have one."""
 
     chunk: torch.Tensor
-    shape: Sequence[int]
-    placement: Shard
-    axis: Axis
+    cuts: Sequence[Cut]
     before: Before
     whole: torch.Tensor | None = None
 
     def gathered(self) -> torch.Tensor:
         if self.whole is None:
-            self.before()
-            log.info("gathering %s of %s over %s: it is used", tuple(self.shape), self.chunk.dtype, self.axis)
-            self.whole = _gather(self.chunk, self.shape, self.placement, self.axis)
+            value = self.chunk
+            for cut in reversed(self.cuts):
+                self.before(cut.axis)
+                log.info("gathering %s of %s over %s: it is used", cut.shape, value.dtype, cut.axis)
+                value = _gather(value, cut)
+            self.whole = value
         return self.whole
 
     def mapped(self, func: Callable[[torch.Tensor], torch.Tensor]) -> _Memory:
         """Other memory, with what the function of each element makes of what is here."""
         whole = None if self.whole is None else func(self.whole)
-        return _Memory(func(self.chunk), self.shape, self.placement, self.axis, self.before, whole)
+        return _Memory(func(self.chunk), self.cuts, self.before, whole)
 
 
 class DeferredGather(torch.Tensor):
@@ -68,14 +85,14 @@ class DeferredGather(torch.Tensor):
     @staticmethod
     def __new__(cls: type[DeferredGather], memory: _Memory) -> DeferredGather:  # noqa: PYI034  # torch makes the object
         make: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
-        new = make(cls, tuple(memory.shape), dtype=memory.chunk.dtype, device=memory.chunk.device)
+        new = make(cls, memory.cuts[0].shape, dtype=memory.chunk.dtype, device=memory.chunk.device)
         new._memory = memory
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        held = self._memory
-        state = "gathered" if held.whole is not None else f"gathered over {held.axis} at the first use"
-        return f"DeferredGather(shape={tuple(held.shape)}, dtype={self.dtype}, {state})"
+        axes = ", ".join(str(cut.axis) for cut in self._memory.cuts)
+        state = "gathered" if self._memory.whole is not None else f"gathered over {axes} at the first use"
+        return f"DeferredGather(shape={tuple(self.shape)}, dtype={self.dtype}, {state})"
 
     def gathered(self) -> torch.Tensor:
         """The whole value, as an ordinary tensor without autograd; the first call communicates."""
@@ -147,68 +164,57 @@ _OF_MEMORY = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.
 """What asks for the memory alone, without autograd: Dynamo does of the base of a view, where operators are fake."""
 
 
-def deferred_gather(
-    chunk: torch.Tensor,
-    shape: Sequence[int],
-    placement: Shard,
-    axis: Axis,
-    *,
-    grad_scale: float = 1.0,
-    before: Before = lambda: None,
-) -> torch.Tensor:
-    """A tensor of global `shape` of which every rank of `axis` holds `chunk` as `placement` says; see the module.
+def _nothing(axis: Axis) -> None:
+    return None
+
+
+def deferred_gather(chunk: torch.Tensor, cuts: Sequence[Cut], *, before: Before = _nothing) -> torch.Tensor:
+    """A tensor of the shape of the first cut, of which every rank holds `chunk`; see the module.
 
     Args:
-        chunk: what this rank holds, with its padding where the placement is uneven.
-        grad_scale: what the gradient of the chunk is multiplied with.
-        before: called when the value is used, before the collective: the place to see whether every rank comes.
+        chunk: what this rank holds, with its padding where a placement is uneven.
+        cuts: at least one, each of a chunk of the one before it.
+        before: called when the value is used, before the collective over each axis: the place to see whether every rank
+            comes.
     """
-    return cast("torch.Tensor", _Deferred.apply(chunk, tuple(shape), placement, axis, grad_scale, before))
+    return cast("torch.Tensor", _Deferred.apply(chunk, tuple(cuts), before))
 
 
 class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        chunk: torch.Tensor,
-        shape: tuple[int, ...],
-        placement: Shard,
-        axis: Axis,
-        grad_scale: float,
-        before: Before,
+        ctx: Any, chunk: torch.Tensor, cuts: tuple[Cut, ...], before: Before
     ) -> DeferredGather:
-        ctx.of = (chunk.shape, shape, placement, axis, grad_scale)
+        ctx.of = (chunk.shape, cuts)
         ctx.set_materialize_grads(False)
-        return DeferredGather(_Memory(chunk.detach(), shape, placement, axis, before))
+        return DeferredGather(_Memory(chunk.detach(), cuts, before))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return (None,) * 6
-        chunk_shape, shape, placement, axis, grad_scale = ctx.of
+            return None, None, None
+        chunk_shape, cuts = ctx.of
         if isinstance(grad, DeferredGather):
             grad = grad.gathered()
-        found = cast("torch.Tensor", _ReduceScatter.apply(grad, shape, placement, axis)).reshape(chunk_shape)
-        return found if grad_scale == 1.0 else found * grad_scale, None, None, None, None, None
+        for cut, shape in zip(cuts, [*(inner.shape for inner in cuts[1:]), chunk_shape], strict=True):
+            grad = cast("torch.Tensor", _ReduceScatter.apply(grad, cut)).reshape(shape)
+        return grad, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     """The sum over ranks, of which this rank has its chunk; differentiating it again is refused."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, grad: torch.Tensor, shape: tuple[int, ...], placement: Shard, axis: Axis
-    ) -> torch.Tensor:
-        ctx.of = (shape, axis)
-        return _reduce_scatter(grad, shape, placement, axis)
+    def forward(ctx: Any, grad: torch.Tensor, cut: Cut) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.cut = cut
+        return _reduce_scatter(grad, cut)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        shape, axis = ctx.of
         raise FxRewriteError(
-            f"a second derivative reaches an output of shape {tuple(shape)} that is sharded over {axis}: a compiled "
-            "program has first derivatives alone; compute what needs second ones, such as a gradient penalty, on the "
-            "model without torch.compile"
+            f"a second derivative reaches an output of shape {ctx.cut.shape} that is sharded over {ctx.cut.axis}: a "
+            "compiled program has first derivatives alone; compute what needs second ones, such as a gradient penalty, "
+            "on the model without torch.compile"
         )
 
 
@@ -217,20 +223,22 @@ def _runs(shape: Sequence[int], placement: Shard, entries: int) -> list[int]:
     return [*shape[: placement.dim], int(placement.outer), entries, int(placement.inner), *shape[placement.dim + 1 :]]
 
 
-def _gather(chunk: torch.Tensor, shape: Sequence[int], placement: Shard, axis: Axis) -> torch.Tensor:
-    entries = int(num_entries(shape, placement))
+def _gather(chunk: torch.Tensor, cut: Cut) -> torch.Tensor:
+    axis, placement = cut.axis, cut.placement
+    entries = int(num_entries(cut.shape, placement))
     held, at = -(-entries // axis.size), placement.dim + 1
-    runs = chunk.detach().reshape(_runs(shape, placement, held)).movedim(at, 0).contiguous()
+    runs = chunk.detach().reshape(_runs(cut.shape, placement, held)).movedim(at, 0).contiguous()
     sent = runs.view(torch.uint8) if runs.dtype == torch.bool else runs  # gloo sends no booleans
     received = COLLECTIVES["wait"](COLLECTIVES["all_gather"](sent, axis.size, axis.group))
     whole = received.view(runs.dtype).narrow(0, 0, entries)
-    return whole.movedim(0, at).reshape(tuple(shape)).contiguous()
+    return whole.movedim(0, at).reshape(cut.shape).contiguous()
 
 
-def _reduce_scatter(grad: torch.Tensor, shape: Sequence[int], placement: Shard, axis: Axis) -> torch.Tensor:
-    entries = int(num_entries(shape, placement))
+def _reduce_scatter(grad: torch.Tensor, cut: Cut) -> torch.Tensor:
+    axis, placement = cut.axis, cut.placement
+    entries = int(num_entries(cut.shape, placement))
     held, at = -(-entries // axis.size), placement.dim + 1
-    runs = grad.reshape(_runs(shape, placement, entries)).movedim(at, 0)
+    runs = grad.reshape(_runs(cut.shape, placement, entries)).movedim(at, 0)
     padding = held * axis.size - entries
     if padding:
         runs = torch.cat([runs, runs.new_zeros(padding, *runs.shape[1:])])

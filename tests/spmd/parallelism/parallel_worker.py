@@ -26,10 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from autosp_rules.parallelism import AUTOSP_ZERO3, CONTEXT_ZIGZAG
+from autosp_rules.parallelism import AUTOSP, AUTOSP_ZERO3, CONTEXT_ZIGZAG
 from fxrewrite import FxRewriteError
 from fxrewrite.spmd import (
     AtBorder,
+    DeferredGather,
     Parallelism,
     Parallelisms,
     RegionsCompiled,
@@ -399,6 +400,22 @@ def not_a_number(mesh: DeviceMesh) -> int:
     return differ
 
 
+def with_logits(mesh: DeviceMesh) -> dict[str, float]:
+    """Gradients of a loss to which eager code adds what it makes of logits that ranks of two axes hold in chunks."""
+    plan, one, ids = AUTOSP | MEGATRON, decoder(), IDS[:, :11].contiguous()
+    model = shard_parameters(copy.deepcopy(one), plan, mesh)
+    step = torch.compile(model, backend=spmd(plan, mesh=mesh, inner="aot_eager", timeout=60), fullgraph=True)
+    for run in (step, one):
+        found = run(input_ids=ids, labels=ids)
+        assert isinstance(found.logits, DeferredGather) == (run is step)
+        penalties = found.logits.logsumexp(-1).square().mean() + found.logits[:, -1].tanh().sum()
+        (found.loss + 0.3 * penalties).backward()
+    torch._dynamo.reset()
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    expected = {name: p.grad for name, p in one.named_parameters()}
+    return {"parameters": largest(found, expected) / largest(expected, dict.fromkeys(expected, torch.zeros(())))}
+
+
 def of_eight(folder: Path) -> dict[str, Any]:
     """Three axes of two processes each, all of which hold parameters in shards."""
     cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "sp", "tp"))
@@ -415,6 +432,7 @@ def of_four(folder: Path) -> dict[str, Any]:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     sequence = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "shard"))
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     tensor = Parallelism(
         "tensor", axis="tp", place={param("*.up.{weight,bias}"): Shard(0), param("*.down.weight"): Shard(1)}
@@ -449,6 +467,7 @@ def of_four(folder: Path) -> dict[str, Any]:
         "other sizes, replicas": of_other_sizes(DATA, line),
         "other parameters": {"said": of_other_parameters(line)},
         "ranks that differ": differing(square),
+        "logits in chunks of two axes": with_logits(both),
         "not a number": {"parameters": not_a_number(line)},
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),

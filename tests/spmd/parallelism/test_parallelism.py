@@ -29,6 +29,8 @@ from fxrewrite import FxRewriteError
 from fxrewrite.backends import normalized
 from fxrewrite.ops import key
 from fxrewrite.spmd import (
+    DeferredGather,
+    OutputSharded,
     Parallelism,
     Partial,
     Replicate,
@@ -485,6 +487,8 @@ def test_parameters_as_they_were_before_are_refused(plan: Parallelism, mesh: Dev
 
 
 def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FxRewriteError, match=r"outputs='shard' is not one of \('auto', 'gather'\)"):
+        spmd(ZERO3, mesh=mesh, outputs="shard")  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match=r"breaks='refuse' is not one of \('gather', 'dtensor'\)"):
         spmd(ZERO3, mesh=mesh, breaks="refuse")  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr("fxrewrite.spmd.runtime.borders.DISPATCHES_DTENSOR_SUBCLASSES", False)
@@ -511,7 +515,48 @@ def test_a_page_shows_the_method() -> None:
     assert "param('*'): S(0), gathered before use (whole where it does not fit)" in page
 
 
-OF_THE_VOCABULARY = ("ZeRO-3, Megatron", "ZeRO-3, Megatron, layer by layer")
+class Scored(nn.Module):
+    """Returns hidden values beside its loss, and which is the largest of each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        hidden = torch.relu(self.up(x))
+        y = self.down(hidden)
+        return y.square().mean(), hidden, y.argmax(-1)
+
+
+def test_what_returns_beside_a_loss_is_gathered_when_it_is_used(mesh: DeviceMesh) -> None:
+    """Over every axis whose ranks hold it in chunks; of each use all of them must know."""
+    rows = Parallelism("rows", axis="dp", place={inputs("x"): Shard(0)})
+    place: dict[Any, Any] = {param("up.{weight,bias}"): Shard(0), param("down.weight"): Shard(1)}
+    plan = rows | Parallelism("features", axis="tp", place=place)
+    sent = dict[str, Counter[str]]()
+    for returned in ("auto", "gather"):
+        torch._dynamo.reset()
+        programs: list[fx.GraphModule] = []
+        backend = spmd(plan, mesh=mesh, inner=lambda gm, _, to=programs: to.append(gm) or gm, outputs=returned)  # pyright: ignore[reportArgumentType]
+        _, hidden, largest = torch.compile(shard_parameters(Scored(), plan, mesh), backend=backend)(X[:2])
+        assert (hidden.shape, largest.shape, largest.dtype) == ((4, 8), (4,), torch.int64)
+        assert all(isinstance(value, DeferredGather) == (returned == "auto") for value in (hidden, largest))
+        sent[returned] = Counter(key(node).partition("::")[2] for node in programs[0].graph.nodes if _sends(node))
+        said = [str(event) for event in backend.reports[0].events_of(OutputSharded)]
+        if returned == "auto":
+            assert "gathered over tp=2, dp=2 at the first use" in repr(hidden)
+            assert len(said) == 3
+            assert any("(4, 8) S(1) over tp is gathered when it is first used" in line for line in said), said
+        else:
+            assert not said
+    assert sent == {"auto": {"all_reduce": 2}, "gather": {"all_reduce": 2, "all_gather_into_tensor": 3}}
+
+
+def _sends(node: fx.Node) -> bool:
+    return "c10d" in key(node) and "wait" not in key(node)
+
+
+OF_THE_VOCABULARY = ("ZeRO-3, Megatron", "ZeRO-3, Megatron, layer by layer", "logits in chunks of two axes")
 
 
 @pytest.mark.some(0)
@@ -531,7 +576,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
         for other in cells.pop("other parameters")["said"]:
             assert re.search(r"first difference: line \d+: .*layers.1.up.weight", other)
             assert "every rank must use the same parameters at the same call" in other
-        assert len(cells) == (15 if TORCH >= (2, 12) else 14)
+        assert len(cells) == (16 if TORCH >= (2, 12) else 15)
         assert not cells["ZeRO-3, Megatron, in three graphs"].pop("borders")
         borders = cells.get("ZeRO-3, Megatron, in three graphs, DTensors", {}).pop("borders", [])
         assert len(borders) in ((7,) if TORCH >= (2, 12) else (0,)), "values out of a graph and into others"
