@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -23,30 +23,24 @@ from fxrewrite.backends import (
 )
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.garbage import few_collections
-from fxrewrite.graph.inputs import input_name, is_buffer
+from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.other_sizes import check_sizes
-from fxrewrite.graph.sizes import size_hint
-from fxrewrite.graph.text import graph_text
-from fxrewrite.ops import is_parameter, is_random, key, tensors_of
-from fxrewrite.plan import Plan
+from fxrewrite.ops import is_parameter
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext, contexts
 from fxrewrite.spmd.events import RegionsCompiled
 from fxrewrite.spmd.group import axis_of, fix_rank
-from fxrewrite.spmd.operators.draws import draws_on_chunk
-from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
 from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, without_joined
+from fxrewrite.spmd.parallelism.comparisons import Comparison, RankComparisons
 from fxrewrite.spmd.parallelism.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
-from fxrewrite.spmd.placement import Axis, Replicate, Zigzag, local_shape
+from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
 from fxrewrite.spmd.propagation.input_placements import input_placements
-from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, entering
 from fxrewrite.spmd.runtime.outputs import ChunkedOutputs, is_with_loss
-from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram, is_due
 
 __all__ = ["SpmdBackend", "spmd"]
 
@@ -57,18 +51,6 @@ ReturnedOutputs: TypeAlias = Literal["auto", "gather"]
 ("auto"), or whole values ("gather")."""
 CompiledRegions: TypeAlias = Literal["whole", "once"]
 """Whether a program is compiled whole, or each distinct region of it once."""
-_ADVICE = Advice(
-    inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
-    "rank has its own",
-    parameters="start every rank from the same checkpoint, and step every rank by the same optimizer",
-    generators="seed all ranks of the axis alike, before the model is made and before it is called",
-)
-
-
-_SAME_PARAMETERS = (
-    "every rank must use the same parameters at the same call, whatever its batch; where a batch does not need a part "
-    "of the model, run that part all the same, and multiply what it gives by 0"
-)
 
 
 class SpmdBackend:
@@ -95,12 +77,9 @@ class SpmdBackend:
         regions: CompiledRegions,
     ) -> None:
         find_backend(inner)
-        if outputs not in get_args(ReturnedOutputs):
-            raise FxRewriteError(f"outputs={outputs!r} is not one of {get_args(ReturnedOutputs)}")
-        if regions not in get_args(CompiledRegions):
-            raise FxRewriteError(f"regions={regions!r} is not one of {get_args(CompiledRegions)}")
-        if breaks not in get_args(Breaks):
-            raise FxRewriteError(f"breaks={breaks!r} is not one of {get_args(Breaks)}")
+        _check_choice("breaks", breaks, get_args(Breaks))
+        _check_choice("outputs", outputs, get_args(ReturnedOutputs))
+        _check_choice("regions", regions, get_args(CompiledRegions))
         if breaks == "dtensor":
             check_dtensors()
         check_axes(plan, mesh)
@@ -120,8 +99,7 @@ class SpmdBackend:
         self._stated = stated_arguments(plan, mesh)
         self._has_arguments = False
         """Whether a graph so far had arguments in chunks."""
-        self._own: dict[str, _OwnData] = {}
-        """By axis with own data of several ranks: how these are compared."""
+        self._comparisons = RankComparisons(plan, mesh, timeout)
         self._lowering = None if any(member.alternatives for member in plan.members) else plan.plan()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
@@ -133,37 +111,22 @@ class SpmdBackend:
         self._breaks |= ends_early or bool(untraced_callers())
         chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
         self._has_arguments |= bool(chunks)
-        self._agree_on_chunks(gm, chunks, example_inputs)
-        with few_collections():
-            program = normalized(gm)
-            add_leaves(program)
-            deferred = self._is_deferred and not ends_early and is_with_loss(program.graph)
-            outputs = ChunkedOutputs(timeout=self._timeout)
-            lowering = self._lowering or self._chosen(program, deferred)
-            report = lowering.apply(program, context=self._contexts(crossing.outputs, outputs if deferred else None))
-            check_sizes(program)
-        report.events.extend([*outputs.events, *crossing.events])
+        self._comparisons.agree_on_chunks(gm, chunks, example_inputs)
+        program, report, outputs = self._lowered(gm, crossing, ends_early=ends_early)
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
-        checks = [*self._agree_on_program(program), *self._distinct_chunks(program, chunks)]
+        comparisons = self._comparisons.of(program, chunks, f"regions={self._regions}")
         fix_rank(program)
         sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
         unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
         unreduced_at = {one.position for one in unreduced}
-        local = [
-            *(
-                _local_fake(dtensors[i], sizes[i], is_leaf=i not in unreduced_at)
-                if i in dtensors
-                else _contiguous_fake(value)
-                if i in chunks
-                else value
-                for i, value in enumerate(crossing.examples(program, example_inputs))
-            ),
-            *(
-                dtensors[one.position].to_local().detach().new_empty(()).expand(one.shape).requires_grad_()
-                for one in unreduced
-            ),
-        ]
+        local = crossing.examples(program, example_inputs)
+        for i, value in enumerate(local):
+            if i in dtensors:
+                local[i] = _local_fake(dtensors[i], sizes[i], is_leaf=i not in unreduced_at)
+            elif i in chunks:
+                local[i] = _contiguous_fake(value)
+        local += [_leaf_fake(dtensors[one.position], one) for one in unreduced]
         compile_inner = inner_compiler(self.inner, **options)
         with refuse_dependence_on_values(self.inner):
             if self._regions == "once":
@@ -171,61 +134,29 @@ class SpmdBackend:
                 report.events.append(RegionsCompiled.of(found))
             else:
                 run = compile_inner(program, local)
-        compiled = _Program(program, run, checks, sizes, unreduced, crossing, outputs.of(program))
+        compiled = _Program(program, run, comparisons, sizes, unreduced, crossing, outputs.of(program))
         self._programs.append(compiled)
         return compiled
 
-    def _chosen(self, program: fx.GraphModule, deferred: bool) -> Plan:
-        """The cheapest of the plan's alternatives for a program."""
+    def _lowered(
+        self, gm: fx.GraphModule, crossing: Crossing, *, ends_early: bool
+    ) -> tuple[fx.GraphModule, Report, ChunkedOutputs]:
+        """The program of every rank, what was done, and which of its outputs leave in chunks."""
+        with few_collections():
+            program = normalized(gm)
+            add_leaves(program)
+            is_deferred = self._is_deferred and not ends_early and is_with_loss(program.graph)
+            outputs = ChunkedOutputs(timeout=self._timeout)
 
-        def each() -> dict[str, SpmdContext]:
-            return self._contexts(Outputs(), ChunkedOutputs() if deferred else None)
+            def tried() -> dict[str, SpmdContext]:
+                return self._contexts(Outputs(), ChunkedOutputs() if is_deferred else None)
 
-        return chosen_for(self.plan, program, each).plan()
-
-    def _agree_on_program(self, program: fx.GraphModule) -> list[_Checks]:
-        """Refuse a program that other ranks would wait for in its collectives; what compares the ranks at each call.
-
-        Ranks with batches of their own may compile for other sizes, and at other calls, what reads and sends the same.
-        """
-        placeholders, held = program.graph.find_nodes(op="placeholder"), input_placements(program)
-        without = _offsets(program)
-        whole_text = graph_text(program, without=without)
-        drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
-        found: list[_Checks] = []
-        for member in self.plan.members:
-            axis, is_own = axis_of(self.mesh, member.axis), member.data == "own"
-            text = f"regions={self._regions}\n{_shared_text(program, member.axis) if is_own else whole_text}"
-            # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
-            at = [
-                i
-                for i, (node, of) in enumerate(zip(placeholders, held, strict=True))
-                if of.get(axis.name, Replicate()) == Replicate()
-                and node not in without
-                and not (is_own and (is_buffer(node) or not is_parameter(node)))
-            ]
-            compared = [placeholders[i] for i in at]
-            if is_own:
-                own = self._own.setdefault(axis.name, _OwnData(axis, self._timeout, self.mesh.device_type))
-                compare, settle = own.of_program(text, compared)
-            else:
-                agree(axis, text, timeout=self._timeout)
-                checks = RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout)
-                compare, settle = checks.before, checks.settle
-            if axis.size > 1:
-                found.append(_Checks(at, compare, settle))
-        return found
-
-    def _distinct_chunks(self, program: fx.GraphModule, chunks: Container[int]) -> list[_Checks]:
-        """What refuses a batch that is not cut, for each axis over which arguments are in chunks."""
-        placeholders, found = program.graph.find_nodes(op="placeholder"), list[_Checks]()
-        for axis in (axis_of(self.mesh, member.axis) for member in self.plan.members):
-            held = (of.get(axis.name, Replicate()) for of in input_placements(program))
-            at = [i for i, placed in enumerate(held) if i in chunks and placed != Replicate()]
-            if at and axis.size > 1:
-                check = DistinctChunks([placeholders[i] for i in at], axis)
-                found.append(_Checks(at, check.before, lambda: None))
-        return found
+            lowering = self._lowering or chosen_for(self.plan, program, tried).plan()
+            given = self._contexts(crossing.outputs, outputs if is_deferred else None)
+            report = lowering.apply(program, context=given)
+            check_sizes(program)
+        report.events.extend([*outputs.events, *crossing.events])
+        return program, report, outputs
 
     def _contexts(self, as_dtensors: Outputs, in_chunks: ChunkedOutputs | None) -> dict[str, SpmdContext]:
         """What the plan is told of each axis; `as_dtensors` or `in_chunks` gets what leaves so."""
@@ -268,19 +199,6 @@ class SpmdBackend:
         """The backend itself, as a function is."""
         return self
 
-    def _agree_on_chunks(self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]) -> None:
-        """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
-        placeholders = gm.graph.find_nodes(op="placeholder")
-        lines = [f"{input_name(placeholders[i])} {[size_hint(n) for n in example_inputs[i].shape]}" for i in chunks]
-        for name in dict.fromkeys(entry[0] for here in chunks.values() for entry in here):
-            agree(
-                axis_of(self.mesh, name),
-                "\n".join(lines),
-                timeout=self._timeout,
-                differ="hold chunks of different sizes",
-                hint="cut every batch into equal chunks, one for each rank; pad it to a length that they divide",
-            )
-
     def _check_inputs(
         self,
         program: fx.GraphModule,
@@ -317,62 +235,6 @@ class SpmdBackend:
         return f"{len(self.reports)} graphs compiled, each\n{self.plan}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Checks:
-    """What compares the ranks of an axis at each call of a program.
-
-    Attributes:
-        at: positions of the inputs of which the ranks hold the same.
-        before: gets these inputs before the program runs.
-        settle: reads what came of the last comparison.
-    """
-
-    at: Sequence[int]
-    before: Callable[[Sequence[Any]], None]
-    settle: Callable[[], None]
-
-
-class _OwnData:
-    """Compares the ranks of an axis along which each has a batch of its own.
-
-    Of programs that share the same, ranks may run different ones at once. A rank that evaluates alone is not compared.
-    """
-
-    def __init__(self, axis: Axis, timeout: float, device: str) -> None:
-        self._axis, self._timeout, self._device = axis, timeout, torch.device(device)
-        self._same = SameProgram(axis, _SAME_PARAMETERS, timeout)
-        self._parameters: dict[str, RankChecks] = {}
-        """By what programs share, of those that all ranks have compiled."""
-
-    def of_program(
-        self, text: str, parameters: Sequence[fx.Node]
-    ) -> tuple[Callable[[Sequence[Any]], None], Callable[[], None]]:
-        """What compares the ranks before they run a program that shares this text, and what reads the last comparison.
-
-        Args:
-            text: what the program must share with those of other ranks.
-            parameters: of the program, those that all ranks hold whole.
-
-        Raises:
-            FxRewriteError: other ranks compile another program.
-        """
-        if text not in self._parameters:
-            agree(self._axis, text, timeout=self._timeout, hint=_SAME_PARAMETERS)
-            self._parameters[text] = RankChecks(parameters, self._axis, _ADVICE, inputs=False, timeout=self._timeout)
-        checks = self._parameters[text]
-
-        def before(values: Sequence[Any]) -> None:
-            if torch.is_grad_enabled():
-                self._same.before(text, self._device, wait=is_due(checks.calls + 1))
-                checks.before(values)
-
-        def settle() -> None:
-            self._same.settle()
-            checks.settle()
-
-        return before, settle
-
-
 class _Program:
     """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
@@ -380,7 +242,7 @@ class _Program:
         self,
         gm: fx.GraphModule,
         run: Callable[..., Any],
-        checks: Sequence[_Checks],
+        comparisons: Sequence[Comparison],
         sizes: Mapping[int, torch.Size],
         unreduced: Sequence[Unreduced],
         crossing: Crossing,
@@ -388,7 +250,7 @@ class _Program:
     ) -> None:
         self._run, self._sizes, self._unreduced = run, sizes, unreduced
         self._crossing, self._outputs = crossing, outputs
-        self._checks = checks
+        self._comparisons = comparisons
         self._reduced = set(sizes) - {one.position for one in unreduced}
         """Positions of parameters to whose shards gradients flow."""
         self._is_chunk = [
@@ -399,8 +261,8 @@ class _Program:
     def __call__(self, *inputs: Any) -> Any:
         inputs = tuple(self._crossing.entered(inputs))
         passed = (*inputs, *(None for _ in self._unreduced))
-        for checks in self._checks:
-            checks.before([local_value(passed[i]) for i in checks.at])
+        for comparison in self._comparisons:
+            comparison.before([local_value(passed[i]) for i in comparison.at])
         given = local_values(inputs, self._sizes, self._reduced)
         given += unreduced_leaves(self._unreduced, inputs)
         given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
@@ -408,33 +270,8 @@ class _Program:
 
     def settle(self) -> None:
         """Read what came of comparing the ranks in the last call."""
-        for checks in self._checks:
-            checks.settle()
-
-
-def _shared_text(program: fx.GraphModule, axis: str) -> str:
-    """What programs of ranks with batches of their own must share, whatever the sizes of these.
-
-    These are the parameters, whose shards and gradients are joined with those of other ranks, and what is sent.
-    """
-    lines = list[str]()
-    for node in program.graph.find_nodes(op="placeholder"):
-        if is_parameter(node) and not is_buffer(node):
-            is_trained = getattr(node.meta.get("example_value"), "requires_grad", True)
-            lines.append(f"{input_name(node)} {list(node.meta['val'].shape)}{'' if is_trained else ' frozen'}")
-    for node in program.graph.nodes:
-        if node.meta.get("axis") == axis:
-            first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number
-            lines += [f"{key(node)} {list(value.shape[first:])}" for value in tensors_of(node)]
-    return "\n".join(lines)
-
-
-def _offsets(program: fx.GraphModule) -> set[fx.Node]:
-    """Integer inputs that nothing reads and that are no size of a tensor: where in a batch a rank's chunk starts."""
-    placeholders = program.graph.find_nodes(op="placeholder")
-    sizes = {str(size) for node in placeholders for value in tensors_of(node) for size in value.shape}
-    numbers = (n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt) and not n.users)
-    return {node for node in numbers if str(node.meta["val"]) not in sizes}
+        for comparison in self._comparisons:
+            comparison.settle()
 
 
 def _placeholders(program: fx.GraphModule, positions: Container[int]) -> list[tuple[int, fx.Node]]:
@@ -447,6 +284,16 @@ def _local_fake(traced: DTensor, size: torch.Size, *, is_leaf: bool) -> torch.Te
     held = traced.to_local().detach()
     value = held if held.shape == size else held.new_empty(size)
     return value.requires_grad_(traced.requires_grad and is_leaf)
+
+
+def _leaf_fake(traced: DTensor, leaf: Unreduced) -> torch.Tensor:
+    """What the program reads of a parameter whose gradient leaves unreduced: nothing but its shape."""
+    return traced.to_local().detach().new_empty(()).expand(leaf.shape).requires_grad_()
+
+
+def _check_choice(name: str, given: str, choices: tuple[str, ...]) -> None:
+    if given not in choices:
+        raise FxRewriteError(f"{name}={given!r} is not one of {choices}")
 
 
 def _contiguous_fake(chunk: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,201 @@
+"""Whether the ranks of a mesh run one program on what they share: looked at before it compiles, and at each call.
+
+    comparisons = RankComparisons(plan, mesh, timeout)
+    comparisons.agree_on_chunks(gm, chunks, example_inputs)     before a graph is lowered
+    comparisons.of(program, chunks, settings)                   agrees on a lowered one; returns what each call compares
+
+Along an axis with `data="shared"` ranks share all values that they do not hold in chunks, along one with `data="own"`
+parameters alone. Errors name what differs, on every rank (`fxrewrite.spmd.runtime.rank_checks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxrewrite.graph.inputs import input_name, is_buffer
+from fxrewrite.graph.sizes import size_hint
+from fxrewrite.graph.text import graph_text
+from fxrewrite.ops import is_parameter, is_random, key, tensors_of
+from fxrewrite.spmd.group import axis_of
+from fxrewrite.spmd.operators.draws import draws_on_chunk
+from fxrewrite.spmd.operators.send_rows import SEND_ROWS
+from fxrewrite.spmd.parallelism.arguments import Stated
+from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
+from fxrewrite.spmd.placement import Axis, Replicate
+from fxrewrite.spmd.propagation.input_placements import input_placements
+from fxrewrite.spmd.runtime.agree import agree
+from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram, is_due
+
+__all__ = ["Comparison", "RankComparisons"]
+
+_ADVICE = Advice(
+    inputs='pass the same values on every rank of an axis with data="shared", and sample by the axes along which each '
+    "rank has its own",
+    parameters="start every rank from the same checkpoint, and step every rank by the same optimizer",
+    generators="seed all ranks of the axis alike, before the model is made and before it is called",
+)
+_SAME_PARAMETERS = (
+    "every rank must use the same parameters at the same call, whatever its batch; where a batch does not need a part "
+    "of the model, run that part all the same, and multiply what it gives by 0"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What compares the ranks of an axis at each call of a program.
+
+    Attributes:
+        at: positions of the inputs of which the ranks hold the same.
+        before: gets these inputs before the program runs.
+        settle: reads what came of the last comparison.
+    """
+
+    at: Sequence[int]
+    before: Callable[[Sequence[Any]], None]
+    settle: Callable[[], None]
+
+
+class RankComparisons:
+    """Of all programs of one backend. See the module."""
+
+    def __init__(self, plan: Parallelism | Parallelisms, mesh: DeviceMesh, timeout: float) -> None:
+        self._plan, self._mesh, self._timeout = plan, mesh, timeout
+        self._own: dict[str, _OwnData] = {}
+        """By axis with own data of several ranks: how these are compared."""
+
+    def agree_on_chunks(self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]) -> None:
+        """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        lines = [f"{input_name(placeholders[i])} {[size_hint(n) for n in example_inputs[i].shape]}" for i in chunks]
+        for name in dict.fromkeys(entry[0] for here in chunks.values() for entry in here):
+            agree(
+                axis_of(self._mesh, name),
+                "\n".join(lines),
+                timeout=self._timeout,
+                differ="hold chunks of different sizes",
+                hint="cut every batch into equal chunks, one for each rank; pad it to a length that they divide",
+            )
+
+    def of(self, program: fx.GraphModule, chunks: Container[int], settings: str) -> list[Comparison]:
+        """What compares the ranks at each call of a lowered program.
+
+        Ranks with batches of their own may compile for other sizes, and at other calls, what reads and sends the same.
+
+        Args:
+            program: as it will run.
+            chunks: positions of the arguments of which each rank passes its chunk.
+            settings: what else ranks must compile alike.
+
+        Raises:
+            FxRewriteError: other ranks compile another program, and would wait for this one in its collectives.
+        """
+        placeholders, held = program.graph.find_nodes(op="placeholder"), input_placements(program)
+        without = _offsets(program)
+        whole_text = graph_text(program, without=without)
+        drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
+        found: list[Comparison] = []
+        for member in self._plan.members:
+            axis, is_own = axis_of(self._mesh, member.axis), member.data == "own"
+            text = f"{settings}\n{_shared_text(program, member.axis) if is_own else whole_text}"
+            # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
+            at = [
+                i
+                for i, (node, of) in enumerate(zip(placeholders, held, strict=True))
+                if of.get(axis.name, Replicate()) == Replicate()
+                and node not in without
+                and not (is_own and (is_buffer(node) or not is_parameter(node)))
+            ]
+            compared = [placeholders[i] for i in at]
+            if is_own:
+                own = self._own.setdefault(axis.name, _OwnData(axis, self._timeout, self._mesh.device_type))
+                compare, settle = own.of_program(text, compared)
+            else:
+                agree(axis, text, timeout=self._timeout)
+                checks = RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout)
+                compare, settle = checks.before, checks.settle
+            if axis.size > 1:
+                found.append(Comparison(at, compare, settle))
+        return [*found, *self._distinct_chunks(program, chunks)]
+
+    def _distinct_chunks(self, program: fx.GraphModule, chunks: Container[int]) -> list[Comparison]:
+        """What refuses a batch that is not cut, for each axis over which arguments are in chunks."""
+        placeholders, found = program.graph.find_nodes(op="placeholder"), list[Comparison]()
+        for axis in (axis_of(self._mesh, member.axis) for member in self._plan.members):
+            held = (of.get(axis.name, Replicate()) for of in input_placements(program))
+            at = [i for i, placed in enumerate(held) if i in chunks and placed != Replicate()]
+            if at and axis.size > 1:
+                check = DistinctChunks([placeholders[i] for i in at], axis)
+                found.append(Comparison(at, check.before, lambda: None))
+        return found
+
+
+class _OwnData:
+    """Compares the ranks of an axis along which each has a batch of its own.
+
+    Of programs that share the same, ranks may run different ones at once. A rank that evaluates alone is not compared.
+    """
+
+    def __init__(self, axis: Axis, timeout: float, device: str) -> None:
+        self._axis, self._timeout, self._device = axis, timeout, torch.device(device)
+        self._same = SameProgram(axis, _SAME_PARAMETERS, timeout)
+        self._parameters: dict[str, RankChecks] = {}
+        """By what programs share, of those that all ranks have compiled."""
+
+    def of_program(
+        self, text: str, parameters: Sequence[fx.Node]
+    ) -> tuple[Callable[[Sequence[Any]], None], Callable[[], None]]:
+        """What compares the ranks before they run a program that shares this text, and what reads the last comparison.
+
+        Args:
+            text: what the program must share with those of other ranks.
+            parameters: of the program, those that all ranks hold whole.
+
+        Raises:
+            FxRewriteError: other ranks compile another program.
+        """
+        if text not in self._parameters:
+            agree(self._axis, text, timeout=self._timeout, hint=_SAME_PARAMETERS)
+            self._parameters[text] = RankChecks(parameters, self._axis, _ADVICE, inputs=False, timeout=self._timeout)
+        checks = self._parameters[text]
+
+        def before(values: Sequence[Any]) -> None:
+            if torch.is_grad_enabled():
+                self._same.before(text, self._device, wait=is_due(checks.calls + 1))
+                checks.before(values)
+
+        def settle() -> None:
+            self._same.settle()
+            checks.settle()
+
+        return before, settle
+
+
+def _shared_text(program: fx.GraphModule, axis: str) -> str:
+    """What programs of ranks with batches of their own must share, whatever the sizes of these.
+
+    These are the parameters, whose shards and gradients are joined with those of other ranks, and what is sent.
+    """
+    lines = list[str]()
+    for node in program.graph.find_nodes(op="placeholder"):
+        if is_parameter(node) and not is_buffer(node):
+            is_trained = getattr(node.meta.get("example_value"), "requires_grad", True)
+            lines.append(f"{input_name(node)} {list(node.meta['val'].shape)}{'' if is_trained else ' frozen'}")
+    for node in program.graph.nodes:
+        if node.meta.get("axis") == axis:
+            first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number
+            lines += [f"{key(node)} {list(value.shape[first:])}" for value in tensors_of(node)]
+    return "\n".join(lines)
+
+
+def _offsets(program: fx.GraphModule) -> set[fx.Node]:
+    """Integer inputs that nothing reads and that are no size of a tensor: where in a batch a rank's chunk starts."""
+    placeholders = program.graph.find_nodes(op="placeholder")
+    sizes = {str(size) for node in placeholders for value in tensors_of(node) for size in value.shape}
+    numbers = (n for n in placeholders if isinstance(n.meta.get("val"), torch.SymInt) and not n.users)
+    return {node for node in numbers if str(node.meta["val"]) not in sizes}
