@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -221,53 +221,81 @@ def functional(target: Any, *args: Any, **kwargs: Any) -> Any:
     Raises:
         RuleDefinitionError: the operator writes to nothing, has several overloads, or the arguments do not fit it.
     """
+    overload = _writing_overload(target)
+    given = _by_name(target, overload, args, kwargs)
+    written = [_Written.of(target, argument, given[argument.name]) for argument in _written_arguments(overload)]
+    places: dict[str, int | None] = {}
+    bases: list[Any] = []
+    for argument in written:
+        if argument.is_list:
+            places[f"_{argument.name}_length"] = len(argument.items)
+        for index, item in enumerate(argument.items):
+            places[argument.place(index)] = None if item is None else len(bases)
+            bases += [] if item is None else [item]
+    higher = torch.ops.higher_order
+    one = call(higher.auto_functionalized, (overload,), given)
+    read = {name: value for name, value in given.items() if name not in {argument.name for argument in written}}
+    two = call(higher.auto_functionalized_v2, (overload,), {**read, **places, "_all_bases": bases})
+    first = max(1, len(overload._schema.returns))  # what the operator returns comes first, None if nothing
+    parts: list[Any] = []
+    for number, argument in enumerate(written):
+        result, is_list = one[first + number], argument.is_list
+        at = [(result[i] if is_list else result, places[argument.place(i)]) for i in range(len(argument.items))]
+        terms = [either(term, two[first + base]) for term, base in at if base is not None]
+        parts += [terms] if is_list else terms
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def _writing_overload(target: Any) -> torch._ops.OpOverload:
+    """The overload that `functional` is given, or the only one of the operator."""
     found = _named(target) if isinstance(target, str) else target
     if isinstance(found, torch._ops.OpOverloadPacket):
         overloads = [getattr(found, name) for name in found.overloads()]
         found = overloads[0] if len(overloads) == 1 else found
-    schema = found._schema if isinstance(found, torch._ops.OpOverload) else None
-    written = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write] if schema else []
-    if schema is None or not written:
+    if not isinstance(found, torch._ops.OpOverload) or not _written_arguments(found):
         raise RuleDefinitionError(f"functional() takes one overload that writes to an argument, not {target}")
-    names = [a.name for a in schema.arguments]
+    return found
+
+
+def _written_arguments(overload: torch._ops.OpOverload) -> list[Any]:
+    return [a for a in overload._schema.arguments if a.alias_info and a.alias_info.is_write]
+
+
+def _by_name(target: Any, overload: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """All arguments of the overload, in the order of its schema."""
+    arguments = overload._schema.arguments
+    names = [a.name for a in arguments]
     by_place = dict(zip(names, args, strict=False))
-    given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()} | by_place | kwargs
+    given = {a.name: a.default_value for a in arguments if a.has_default_value()} | by_place | kwargs
     if set(given) != set(names) or len(args) > len(names) or by_place.keys() & kwargs.keys():
         by_name = f" and {', '.join(kwargs)} by name" if kwargs else ""
         raise RuleDefinitionError(
             f"functional({target}) takes the arguments {', '.join(names)}, each once, not {len(args)} by place{by_name}"
         )
-    lists = {a.name for a in schema.arguments if str(a.type).startswith("List[")}
-    first = max(1, len(schema.returns))  # what the operator returns comes first, None if nothing
-    higher = torch.ops.higher_order
-    one = call(higher.auto_functionalized, (found,), {name: given[name] for name in names})
-    places: dict[str, int | None] = {}
-    bases: list[Any] = []
-    for name in written:
-        items = given[name] if name in lists else [given[name]]
-        if not isinstance(items, (list, tuple)) or any(isinstance(item, Each) for item in items):
+    return {name: given[name] for name in names}
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What is written to by one argument: the items of a list, or one value."""
+
+    name: str
+    items: list[Any]
+    is_list: bool
+
+    @classmethod
+    def of(cls, target: Any, argument: Any, given: Any) -> _Written:
+        if not str(argument.type).startswith("List["):
+            return cls(argument.name, [given], is_list=False)
+        if not isinstance(given, (list, tuple)) or any(isinstance(item, Each) for item in given):
             raise RuleDefinitionError(
-                f"functional({target}) takes {name} item by item, as in [a, b], and writes to each"
+                f"functional({target}) takes {argument.name} item by item, as in [a, b], and writes to each"
             )
-        if name in lists:
-            places[f"_{name}_length"] = len(items)
-        for index, item in enumerate(items):
-            place = f"_{name}_{index}_base_index" if name in lists else f"_{name}_base_index"
-            places[place] = None if item is None else len(bases)
-            bases += [] if item is None else [item]
-    read = {name: given[name] for name in names if name not in written}
-    two = call(higher.auto_functionalized_v2, (found,), {**read, **places, "_all_bases": bases})
+        return cls(argument.name, list(given), is_list=True)
 
-    def part(number: int, name: str) -> Any:
-        if name in lists:
-            at = [(one[first + number][i], places[f"_{name}_{i}_base_index"]) for i in range(len(given[name] or ()))]
-        else:
-            at = [(one[first + number], places[f"_{name}_base_index"])]
-        terms = [either(term, two[first + base]) for term, base in at if base is not None]
-        return terms if name in lists else terms[0]
-
-    parts = tuple(part(number, name) for number, name in enumerate(written) if given[name] is not None)
-    return parts[0] if len(parts) == 1 else parts
+    def place(self, index: int) -> str:
+        """How auto_functionalized_v2 calls the position of an item among all that is written to."""
+        return f"_{self.name}_{index}_base_index" if self.is_list else f"_{self.name}_base_index"
 
 
 def chain(base: Any, *targets: Any, least: int = 0, most: int = 8) -> Chain:

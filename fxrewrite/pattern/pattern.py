@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,21 +67,33 @@ class Pattern:
             raise RuleDefinitionError(
                 "Pattern((output, ...), (constraint, ...)) takes tuples; for a text form use parse()"
             )
-        if not self.outputs:
-            raise RuleDefinitionError("a pattern needs an output")
-        if any(isinstance(output, Op) for output in self.outputs):
-            given = enumerate(self.outputs)
-            through = tuple((i, term.name) for i, term in given if isinstance(term, Capture) and term.kind in _PASSED)
-            object.__setattr__(self, "through", self.through or through)
-            rest = tuple(term for term in self.outputs if not isinstance(term, Capture) or term.kind not in _PASSED)
-            object.__setattr__(self, "outputs", rest)
+        self._split_outputs()
         terms = [term for output in self.outputs for term in subterms(output)]
-        captures = dict.fromkeys(term for term in terms if isinstance(term, Capture))
-        object.__setattr__(self, "captures", tuple(captures))
+        captures = tuple(dict.fromkeys(term for term in terms if isinstance(term, Capture)))
+        object.__setattr__(self, "captures", captures)
         lists = frozenset(name for term in terms if isinstance(term, Each) for name in term.names)
         object.__setattr__(self, "lists", lists)
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
+        self._check_outputs()
+        self._check_siblings()
+        self._check_lists()
+        self._check_where(self._checked_kinds())
+
+    def _split_outputs(self) -> None:
+        """Outputs that are captures become `through`, beside others: nothing is replaced by what they match."""
+        if any(isinstance(output, Op) for output in self.outputs):
+            passed = {
+                i: term.name
+                for i, term in enumerate(self.outputs)
+                if isinstance(term, Capture) and term.kind in _PASSED
+            }
+            object.__setattr__(self, "through", self.through or tuple(passed.items()))
+            object.__setattr__(self, "outputs", tuple(t for i, t in enumerate(self.outputs) if i not in passed))
+
+    def _check_outputs(self) -> None:
+        if not self.outputs:
+            raise RuleDefinitionError("a pattern needs an output")
         for output in self.outputs:
             if not _is_anchored(output):
                 raise RuleDefinitionError(
@@ -89,17 +101,22 @@ class Pattern:
                 )
             if any(isinstance(term, Op) and term.key == ONCE for term in subterms(output)):
                 raise RuleDefinitionError("once() is for replacements: a pattern matches what the graph computes")
-        self._check_siblings()
-        self._check_lists()
+
+    def _checked_kinds(self) -> dict[str, CaptureKind]:
+        """The kind of each capture, of which there is one."""
         kinds: dict[str, CaptureKind] = {}
         unknown = [name for _, name in self.through if name not in {capture.name for capture in self.captures}]
         if unknown:
             raise RuleDefinitionError(f"the output {unknown[0]} of a pattern must be captured by another output")
-        if any(capture.name == ROOT for capture in self.captures):
-            raise RuleDefinitionError(f"{ROOT} is the name of the first output; call the capture something else")
         for capture in self.captures:
+            if capture.name == ROOT:
+                raise RuleDefinitionError(f"{ROOT} is the name of the first output; call the capture something else")
             if kinds.setdefault(capture.name, capture.kind) != capture.kind:
                 raise RuleDefinitionError(f"{capture.name} is captured as {kinds[capture.name]} and as {capture.kind}")
+        return kinds
+
+    def _check_where(self, kinds: Mapping[str, CaptureKind]) -> None:
+        """Constraints read what is captured, and as a list what is one."""
         for constraint in self.where:
             unknown = [name for name in constraint.names if name not in kinds and name != ROOT]
             if unknown:

@@ -65,6 +65,39 @@ def is_due(call: int) -> bool:
     return call & (call - 1) == 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """One value that ranks should share: what it is, what to do where they differ, and a few numbers made of it.
+
+    One number is compared exactly; of two, the first relative to the second.
+    """
+
+    label: str
+    hint: str
+    numbers: torch.Tensor
+
+
+class _Pending:
+    """Values that are being compared over the axis, in one tensor of a device."""
+
+    def __init__(self, axis: Axis, compared: Sequence[_Compared], home: torch.device) -> None:
+        each = [one.numbers.reshape(-1) for one in compared]
+        self._numbers = torch.cat([numbers.to(home, non_blocking=home.type != "cpu") for numbers in each])
+        self._of: list[_Compared] = []
+        self._scales: list[int] = []
+        for one in compared:
+            count = one.numbers.numel()
+            self._of += [one] * count
+            self._scales += [len(self._of) - 1] * 2 if count == 2 else [-1]
+        self._comparison = BackgroundComparison(axis, self._numbers)
+
+    def differing(self) -> list[tuple[_Compared, float]]:
+        """What differs, with this rank's number, in order; waits for the comparison."""
+        wrong = self._comparison.differing(self._scales)
+        mine = self._numbers.tolist() if wrong else []
+        return [(self._of[i], mine[i]) for i in wrong]
+
+
 class WholeCalls:
     """What programs that run whole were called with since it was last compared, folded into four numbers."""
 
@@ -103,15 +136,15 @@ class WholeCalls:
                 numbers[i] = numbers[i] + x.to(home, non_blocking=True)
         self._numbers = torch.stack(numbers)
 
-    def take(self, advice: Advice) -> list[tuple[str, str, torch.Tensor]]:
-        """Label, advice and numbers of each comparison, the same number of them on every rank; then starts again."""
+    def take(self, advice: Advice) -> list[_Compared]:
+        """What is to be compared, the same number of it on every rank; then starts again."""
         integers, generators, value, scale = self._numbers
         names = f" ({', '.join(self._names)})" if self._names else ""
         self._clear()
         return [
-            (f"integer inputs of graphs that run whole{names}", advice.inputs, integers),
-            (f"{_GENERATORS} graphs that run whole", advice.generators, generators),
-            (f"floating inputs of graphs that run whole{names}", advice.inputs, torch.stack([value, scale])),
+            _Compared(f"integer inputs of graphs that run whole{names}", advice.inputs, integers),
+            _Compared(f"{_GENERATORS} graphs that run whole", advice.generators, generators),
+            _Compared(f"floating inputs of graphs that run whole{names}", advice.inputs, torch.stack([value, scale])),
         ]
 
 
@@ -149,7 +182,7 @@ class RankChecks:
         self.calls = 0
         self._home: torch.device | None = None
         """Where numbers were sent from in the last call."""
-        self._pending: tuple[BackgroundComparison, torch.Tensor, list[str], list[str], list[int]] | None = None
+        self._pending: _Pending | None = None
 
     def before(self, inputs: Sequence[Any]) -> None:
         """Compares the present call with those of the other ranks, and reads the comparison of the last call.
@@ -178,24 +211,21 @@ class RankChecks:
         """Reads the pending comparison, if there is one."""
         if self._pending is None:
             return
-        comparison, values, labels, hints, scales = self._pending
+        wrong = self._pending.differing()
         self._pending = None
-        wrong = comparison.differing(scales)
         if not wrong:
             return
-        mine = values.tolist()
-        first = wrong[0]
-        text = "\n".join(f"{label}: {mine[i]:.17g}" for i, label in enumerate(labels) if i in wrong)
+        first, _ = wrong[0]
         agree(
             self._axis,
-            text,
+            "\n".join(f"{compared.label}: {number:.17g}" for compared, number in wrong),
             timeout=self._timeout,
-            differ=f"differ in {labels[first]}",
+            differ=f"differ in {first.label}",
             absent="did not call what it had compiled",
-            hint=hints[first],
+            hint=first.hint,
         )
         # this rank equals its neighbours; others differ
-        raise FxRewriteError(f"the ranks of axis {self._axis.name} differ in {labels[first]}; {hints[first]}")
+        raise FxRewriteError(f"the ranks of axis {self._axis.name} differ in {first.label}; {first.hint}")
 
     def finish(self) -> None:
         """Compare what programs that run whole were called with since the last call of this one."""
@@ -212,40 +242,38 @@ class RankChecks:
         each = self._each(inputs) if inputs else []
         each = [(name, torch.tensor(x) if isinstance(x, (int, float)) else x, p) for name, x, p in each]
         tensors = [(name, x, p) for name, x, p in each if type(x) in (torch.Tensor, torch.nn.Parameter)]
-        of_call = f" of call {self.calls} of a program"
-        parts: list[torch.Tensor] = []
-        labels: list[str] = []
-        hints: list[str] = []
-        scales: list[int] = []
-
-        # A pair of numbers is compared relative to its second one, a single number exactly (see BackgroundComparison).
-        def add(label: str, hint: str, numbers: torch.Tensor) -> None:
-            pair = numbers.numel() == 2
-            scales.extend([len(labels) + 1, len(labels) + 1] if pair else [-1])
-            labels.extend([label] * numbers.numel())
-            hints.extend([hint] * numbers.numel())
-            parts.append(numbers.reshape(-1))
-
+        found: list[_Compared] = []
         if self._every_call:
-            for name, x, is_weight in tensors:
-                if self._inputs and not is_weight and x.numel():
-                    add(f"input {name}{of_call}", self._advice.inputs, fingerprint(x))
+            found += self._of_inputs([(name, x) for name, x, is_weight in tensors if not is_weight])
             if is_due(self.calls):
-                weights = [(name, x) for name, x, is_weight in tensors if is_weight and not x.is_complex()]
-                sums = parameter_checksum(x for _, x in weights)
-                for (name, _), checksum in zip(weights, sums, strict=True):
-                    add(f"parameter {name}{of_call}", self._advice.parameters, checksum)
-            for part in self._whole.take(self._advice) if self._whole else ():
-                add(*part)
-        last = self._home or torch.device("cpu")
-        home = max((x.device for _, x, _ in tensors), key=lambda d: d.type != "cpu", default=last)
-        for device in self._devices if inputs else ():
-            draws = f"%{self._drawn[0].name} {source_line(self._drawn[0])}"
-            add(f"{_GENERATORS} {draws},{of_call}", self._advice.generators, _generator_number(device))
-        if parts:
-            self._home = home
-            values = torch.cat([part.to(home, non_blocking=home.type != "cpu") for part in parts])
-            self._pending = (BackgroundComparison(self._axis, values), values, labels, hints, scales)
+                found += self._of_parameters([(name, x) for name, x, is_weight in tensors if is_weight])
+            found += self._whole.take(self._advice) if self._whole else ()
+        found += self._of_generators() if inputs else ()
+        if found:
+            last = self._home or torch.device("cpu")
+            home = max((x.device for _, x, _ in tensors), key=lambda d: d.type != "cpu", default=last)
+            self._home, self._pending = home, _Pending(self._axis, found, home)
+
+    def _of_inputs(self, inputs: Sequence[tuple[str, torch.Tensor]]) -> list[_Compared]:
+        compared = [(name, x) for name, x in inputs if x.numel()] if self._inputs else []
+        return [_Compared(f"input {name}{self._of_call}", self._advice.inputs, fingerprint(x)) for name, x in compared]
+
+    def _of_parameters(self, parameters: Sequence[tuple[str, torch.Tensor]]) -> list[_Compared]:
+        weights = [(name, x) for name, x in parameters if not x.is_complex()]
+        return [
+            _Compared(f"parameter {name}{self._of_call}", self._advice.parameters, checksum)
+            for (name, _), checksum in zip(weights, parameter_checksum(x for _, x in weights), strict=True)
+        ]
+
+    def _of_generators(self) -> list[_Compared]:
+        if not self._devices:
+            return []
+        label = f"{_GENERATORS} %{self._drawn[0].name} {source_line(self._drawn[0])},{self._of_call}"
+        return [_Compared(label, self._advice.generators, _generator_number(device)) for device in self._devices]
+
+    @property
+    def _of_call(self) -> str:
+        return f" of call {self.calls} of a program"
 
 
 class DistinctChunks:
