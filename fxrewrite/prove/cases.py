@@ -158,58 +158,102 @@ def cases(
     Raises:
         NoCaseError: the rule rewrites no graph that was drawn.
     """
-    floats = (torch.float32, torch.float64, torch.bfloat16)
-    mode, facts, program = FakeMode(), Facts(pattern), Program([(rule_id, pattern)])
-    found: dict[str, Case] = {}
-    special: dict[str, Case] = {}
-    problem = "no sample"
-    literals = _Seen()
+    search = _Search(rule_id, pattern, rewrite, sampler, reading, number, most)
+    for attempt in range(_TRIES):
+        if search.is_done:
+            break
+        search.add_drawn(attempt)
+    return search.found()
 
-    def drawn(attempt: int) -> tuple[fx.GraphModule, Sample]:
+
+class _Search:
+    """The cases of one reading that were found so far, of graphs that were drawn."""
+
+    _floats = (torch.float32, torch.float64, torch.bfloat16)
+
+    def __init__(
+        self,
+        rule_id: str,
+        pattern: Pattern,
+        rewrite: Callable[[fx.GraphModule], int],
+        sampler: Sampler | None,
+        reading: Reading,
+        number: int,
+        most: int,
+    ) -> None:
+        self._pattern, self._rewrite, self._sampler = pattern, rewrite, sampler
+        self._reading, self._number, self._most = reading, number, most
+        self._mode, self._facts, self._program = FakeMode(), Facts(pattern), Program([(rule_id, pattern)])
+        self._general: dict[str, Case] = {}
+        """By what is shown of them: cases in which every size is a symbol."""
+        self._special: dict[str, Case] = {}
+        self._literals = _Seen()
+        self._problem = "no sample"
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._general) >= self._most and self._has_open and self._literals.are_enough
+
+    @property
+    def _has_open(self) -> bool:
+        return any(case.is_open for case in self._general.values())
+
+    def found(self) -> list[Case]:
+        """The cases, the general ones first.
+
+        Raises:
+            NoCaseError: there are none.
+        """
+        if not self._general and not self._special:
+            raise NoCaseError(self._problem)
+        return [*self._general.values(), *list(self._special.values())[: max(0, self._most - len(self._general))]]
+
+    def add_drawn(self, attempt: int) -> None:
+        """Draws a graph, and adds the most general case of it that the rule rewrites."""
+        try:
+            concrete, complete = self._drawn(attempt)
+        except (NoSampleError, NoCallError) as error:
+            self._problem = str(error)
+            return
+        apart = _apart(complete)
+        for general, sample in itertools.product(_GENERAL, (complete,) if apart is complete else (apart, complete)):
+            case = self._case(concrete if sample is complete else None, sample, general)
+            if case is not None:
+                self._add(case)
+                if case.is_general:
+                    break
+
+    def _drawn(self, attempt: int) -> tuple[fx.GraphModule, Sample]:
         """A graph that the reading matches, and what it was made of; raises NoSampleError or NoCallError."""
-        draw = (_LargerDraw if attempt % 2 else Draw)(
-            f"{number}/{attempt}", floats[attempt % 3], floats, index=0, sizes=facts.sizes
-        )
-        given = by_item(reading, sampler(draw)) if sampler is not None else {}
+        kind, dtype = (_LargerDraw if attempt % 2 else Draw), self._floats[attempt % 3]
+        draw = kind(f"{self._number}/{attempt}", dtype, self._floats, index=0, sizes=self._facts.sizes)
+        given = by_item(self._reading, self._sampler(draw)) if self._sampler is not None else {}
         if given is None:
             raise NoSampleError("the sampler gives lists of other lengths")
         bindings = {name: _spec(value) for name, value in given.items()}
-        sample = Sample(reading, "aten", False, False, bindings, size_calls=True)
-        builder = Builder(sample, mode, Guesses(pattern, facts, draw))
+        sample = Sample(self._reading, "aten", False, False, bindings, size_calls=True)
+        builder = Builder(sample, self._mode, Guesses(self._pattern, self._facts, draw))
         module = builder.module()
         if any(ops.may_draw(node.target) and ops.is_random(node) for node in module.graph.nodes):
             raise NoSampleError("it draws random numbers")
         return module, builder.complete
 
-    for attempt in range(_TRIES):
-        if len(found) >= most and any(case.is_open for case in found.values()) and literals.are_enough:
-            break
+    def _case(self, concrete: fx.GraphModule | None, sample: Sample, general: tuple[Sizes, bool, bool]) -> Case | None:
+        """The graph of a sample with symbols, if the rule rewrites it; otherwise it is kept what the problem is."""
         try:
-            concrete, complete = drawn(attempt)
-        except (NoSampleError, NoCallError) as error:
-            problem = str(error)
-            continue
-        apart = _apart(complete)
-        for general, sample in itertools.product(_GENERAL, (complete,) if apart is complete else (apart, complete)):
-            try:
-                module = concrete if sample is complete else Builder(sample, mode).module()
-                case = _case(module, sample, general, program, rewrite)
-            except RefusedError as error:
-                if error.kind is Reason.ONCE:
-                    raise NoCaseError(_ONCE) from error
-                problem = str(error)
-                continue
-            except (FxRewriteError, *TORCH_ERRORS) as error:
-                problem = f"with symbolic sizes: {(str(error).strip().splitlines() or [''])[0]}"
-                continue
-            if case is not None:
-                if literals.add(case) or len(found) < most or not any(other.is_open for other in found.values()):
-                    (found if case.is_general else special).setdefault(case.shown, case)
-                if case.is_general:
-                    break
-    if not found and not special:
-        raise NoCaseError(problem)
-    return [*found.values(), *list(special.values())[: max(0, most - len(found))]]
+            module = concrete if concrete is not None else Builder(sample, self._mode).module()
+            return _case(module, sample, general, self._program, self._rewrite)
+        except RefusedError as error:
+            if error.kind is Reason.ONCE:
+                raise NoCaseError(_ONCE) from error
+            self._problem = str(error)
+        except (FxRewriteError, *TORCH_ERRORS) as error:
+            self._problem = f"with symbolic sizes: {(str(error).strip().splitlines() or [''])[0]}"
+        return None
+
+    def _add(self, case: Case) -> None:
+        if self._literals.add(case) or len(self._general) < self._most or not self._has_open:
+            (self._general if case.is_general else self._special).setdefault(case.shown, case)
 
 
 class _Seen:
