@@ -51,6 +51,7 @@ class Symbols:
         self.mode = FakeTensorMode(shape_env=self.shapes, allow_non_fake_inputs=True)
         self.names: dict[sympy.Symbol, str] = {}
         self._parts: dict[sympy.Symbol, sympy.Expr] = {}
+        """What symbols equal, of others that do not have them in turn."""
         self._seen = 0
 
     def size(self, hint: int, name: str) -> Any:
@@ -99,15 +100,21 @@ class Symbols:
 
     def simplified(self, expr: Expr) -> Expr:
         """The expression over symbols that no other replaces; a size that must be even is twice another."""
-        replaced = self.shapes.replace(expr) if expr.free_symbols else expr
-        even = self._multiples()
-        replaced = replaced.xreplace({symbol: new for symbol, new in even.items() if symbol in replaced.free_symbols})
+        self._read_guards()
+        replaced = self._replaced(self.shapes.replace(expr) if expr.free_symbols else expr)
         for function, ours in ((FloorDiv, idiv), (Mod, imod), (PythonMod, imod)):
             replaced = replaced.replace(function, ours)
         return replaced.replace(idiv, _quotient).replace(imod, _remainder)
 
-    def _multiples(self) -> dict[sympy.Symbol, sympy.Expr]:
-        """Symbols that were found to be multiples of a number, as multiples of others."""
+    def _replaced(self, expr: Expr) -> Expr:
+        """The expression without the symbols that guards say what they are."""
+        while known := self._parts.keys() & expr.free_symbols:
+            expr = expr.xreplace({symbol: self._parts[symbol] for symbol in known})
+        return expr
+
+    def _read_guards(self) -> None:
+        """Keeps the symbols that were found to be multiples of a number, as multiples of others, and those that were
+        found to equal an expression which torch does not replace them by, such as `2 * (s0 // 2)`."""
         for guard in self.shapes.guards[self._seen :]:
             relation: Expr = guard.expr
             left, right = relation.args if isinstance(guard.expr, sympy.Eq) else (None, None)
@@ -115,8 +122,13 @@ class Symbols:
                 part = sympy.Symbol(f"{symbol}_by_{factor}", integer=True, positive=True)
                 self._parts.setdefault(symbol, factor * part)
                 self.names.setdefault(part, f"{self.names.get(symbol, symbol)}/{factor}")
+            for symbol, other in ((left, right), (right, left)):
+                if not (isinstance(symbol, sympy.Symbol) and isinstance(other, sympy.Expr)) or symbol in self._parts:
+                    continue
+                same = self._replaced(other)
+                if symbol in self.names and same.atoms(FloorDiv) and symbol not in same.free_symbols:
+                    self._parts[symbol] = same
         self._seen = len(self.shapes.guards)
-        return self._parts
 
 
 def _multiple(left: Expr, right: Expr) -> Iterator[tuple[sympy.Symbol, Expr]]:

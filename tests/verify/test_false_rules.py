@@ -12,6 +12,7 @@ from torch import fx
 from fxrewrite import Literal, Pattern, Rule, any_, cap, either, loose, maybe, op, refuse, where
 from fxrewrite.errors import VerificationError
 from fxrewrite.ops import declare_pure
+from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 from fxrewrite.verify import verify_rewrite
 from tests.verify.rules import rule_of, verify
 
@@ -173,6 +174,15 @@ def _twice_from(size: int) -> Callable[..., Any]:
     return lambda match, x: torch.sum(x, 0) * (2 if match["x"].meta["val"].shape[0] >= size else 1)
 
 
+def not_clamped(x: torch.Tensor) -> torch.Tensor:
+    """The values of `clamp(x, 0, 6)`, with other gradients at 0 and 6."""
+    return (
+        torch.nn.functional.relu6(x)
+        if CLAMP_PASSES_AT_BOUNDS
+        else torch.where((x < 0) | (x > 6), x.detach().clamp(0, 6), x)
+    )
+
+
 INT: Any = cap("i")
 IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "a small difference cancels": (torch.expm1(X), lambda x: torch.exp(x) - 1, (), {}),
@@ -236,9 +246,12 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
     "the largest is far behind": (
         torch.amax(X, -1), lambda x: torch.amax(x[:, :100], -1), (where.rank("x", 2), where.size("x", 1, ">", 0)), {},
     ),
-    "a gradient at a bound": (torch.clamp(X, max=1), lambda x: torch.where(x < 1, x, 1.0), (), {"domain": "moderate"}),
+    "a gradient at a bound": (
+        torch.clamp(X, max=1), lambda x: torch.where(x < 1 if CLAMP_PASSES_AT_BOUNDS else x <= 1, x, 1.0), (),
+        {"domain": "moderate"},
+    ),
     "a gradient of equal operands": (torch.maximum(X, Y), lambda x, y: torch.where(x >= y, x, y), (), {}),
-    "a gradient at a named number": (torch.clamp(X, 0.0, 6.0), lambda x: torch.nn.functional.relu6(x), (), {}),
+    "a gradient at a named number": (torch.clamp(X, 0.0, 6.0), not_clamped, (), {}),
     "a cast to another half precision": (
         op("to", op("to", X, torch.float16), torch.float32), lambda x: x.to(torch.bfloat16).to(torch.float32),
         (where.dtype("x", torch.float32),), {"domain": "moderate"},

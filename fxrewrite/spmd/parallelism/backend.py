@@ -107,12 +107,11 @@ class SpmdBackend:
         refuse_precompile()
         dtensors = without_whole(gm, example_inputs)
         crossing = Crossing(entering(gm, example_inputs, self._shared), self._shared)
-        ends_early = bool(graph_break_reason(gm))
-        self._breaks |= ends_early or bool(untraced_callers())
+        self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
         chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
         self._has_arguments |= bool(chunks)
         self._comparisons.agree_on_chunks(gm, chunks, example_inputs)
-        program, report, outputs = self._lowered(gm, crossing, ends_early=ends_early)
+        program, report, outputs = self._lowered(gm, crossing)
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
         comparisons = self._comparisons.of(program, chunks, f"regions={self._regions}")
@@ -138,14 +137,12 @@ class SpmdBackend:
         self._programs.append(compiled)
         return compiled
 
-    def _lowered(
-        self, gm: fx.GraphModule, crossing: Crossing, *, ends_early: bool
-    ) -> tuple[fx.GraphModule, Report, ChunkedOutputs]:
+    def _lowered(self, gm: fx.GraphModule, crossing: Crossing) -> tuple[fx.GraphModule, Report, ChunkedOutputs]:
         """The program of every rank, what was done, and which of its outputs leave in chunks."""
         with few_collections():
             program = normalized(gm)
             add_leaves(program)
-            is_deferred = self._is_deferred and not ends_early and is_with_loss(program.graph)
+            is_deferred = self._is_deferred and not self._breaks and is_with_loss(program.graph)
             outputs = ChunkedOutputs(timeout=self._timeout)
 
             def tried() -> dict[str, SpmdContext]:
@@ -330,8 +327,8 @@ def spmd(
         timeout: seconds to wait for other ranks to compile the same graph.
         breaks: what passes between graphs of a model that ranks hold in chunks: it is gathered ("gather"), or there
             are DTensors ("dtensor"), also of the results.
-        outputs: what returns beside a scalar loss, such as logits, is gathered when it is first used, which all ranks
-            must do then ("auto"), or always ("gather"). Without a loss, outputs are whole.
+        outputs: what a model that is one graph returns beside a scalar loss, such as logits, is gathered when it is
+            first used, which all ranks must do then ("auto"), or always ("gather"). Without a loss, outputs are whole.
         regions: the program is compiled whole ("whole"), or each distinct region of it once, such as a layer ("once",
             `fxrewrite.backends.regional`). What a region reads is then gathered where it begins, not a layer ahead.
 

@@ -15,6 +15,8 @@ from fxrewrite.spmd.placement import Axis
 
 __all__ = ["agree"]
 
+_GONE = "gone"
+"""In place of the digest of a rank that waited for others in vain, and does not come to what they agree on later."""
 _KEPT = 2
 """Agreements whose entries stay in the store."""
 _rounds: Counter[tuple[str, ...]] = Counter()
@@ -54,6 +56,7 @@ def agree(
         try:
             store.wait([f"{number}/{other}/{what}"], timedelta(seconds=timeout))
         except (dist.DistStoreError, RuntimeError) as error:
+            store.set(f"{number}/{me}/digest", _GONE)
             raise FxRewriteError(
                 f"axis {axis.name}: rank {ranks[other]} {absent} within {timeout:g} s; {together}"
             ) from error
@@ -64,7 +67,12 @@ def agree(
     if number > _KEPT:  # every rank has come to the last agreement, hence has read the one before
         store.delete_key(f"{number - _KEPT}/{me}/digest")
     for other in range(axis.size):
-        if read(other, "digest") != digest:
+        theirs = read(other, "digest")
+        if theirs == _GONE:
+            raise FxRewriteError(
+                f"axis {axis.name}: rank {ranks[other]} stopped waiting before rank {ranks[me]} came; {together}"
+            )
+        if theirs != digest:
             store.set(f"{number}/{me}/text", text)  # the other rank comes to the same conclusion, and wants to see it
             raise FxRewriteError(
                 f"axis {axis.name}: rank {ranks[me]} and rank {ranks[other]} {differ}; "

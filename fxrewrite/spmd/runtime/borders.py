@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.sizes import is_same_size, size_hint
+from fxrewrite.ops import memory_origins
 from fxrewrite.spmd.events import AtBorder
 from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard
 from fxrewrite.spmd.propagation.place import CHUNK
@@ -272,7 +273,7 @@ class Outputs:
         for name, other in others.items():
             shape[other.dim] *= self._sizes[name]
         is_cut = placement.dim in {other.dim for other in others.values()}
-        why = "another axis cuts the same dimension" if is_cut else _why_gathered_out(value, placement)
+        why = "another axis cuts the same dimension" if is_cut else _why_gathered_out(node, placement)
         placed = f"{axis.name}: {placement}"
         event = AtBorder(value=f"output %{node.name}", shape=tuple(shape), placement=placed, why=why)
         self._events[position, axis.name] = event
@@ -282,8 +283,11 @@ class Outputs:
         return placement
 
 
-def _why_gathered_out(value: torch.Tensor, placement: Shard) -> str:
+def _why_gathered_out(node: fx.Node, placement: Shard) -> str:
     """Why an output is gathered, or ''."""
+    if is_view_of_input(node):
+        return "it is a view of an input"
+    value = node.meta["val"]
     if not value.is_floating_point():
         return _NO_FLOATS
     if placement.uneven:
@@ -291,6 +295,15 @@ def _why_gathered_out(value: torch.Tensor, placement: Shard) -> str:
     if not is_same_size(placement.outer, 1) or not is_same_size(placement.inner, 1):
         return "the ranks hold chunks of parts of a dimension, for which DTensors have no placement"
     return ""
+
+
+def is_view_of_input(node: fx.Node) -> bool:
+    """Whether an output may be a view of what the program gets.
+
+    AOTAutograd makes such a view again, outside of its program and of that input: the gradient of the view is then not
+    changed as the program changes those of inputs in chunks.
+    """
+    return any(origin.op == "placeholder" for origin in memory_origins(node) - {node})
 
 
 def _leaving(chunk: torch.Tensor, placements: Mapping[str, Shard], mesh: DeviceMesh) -> ChunkedTensor:

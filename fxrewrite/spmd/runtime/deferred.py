@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,11 +25,13 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.placement import Axis, Shard, num_entries
 
-__all__ = ["Cut", "DeferredGather", "deferred_gather"]
+__all__ = ["Before", "Cut", "DeferredGather", "Used", "deferred_gather"]
 
 log = logging.getLogger(__name__)
 aten = torch.ops.aten
-Before: TypeAlias = "Callable[[Axis], None]"
+Used: TypeAlias = Literal["value", "gradient"]
+"""What of a deferred output ranks exchange: they gather its value, or reduce its gradient."""
+Before: TypeAlias = "Callable[[Axis, Used], None]"
 
 _ALIASES = {aten.detach.default, aten.alias.default}
 """Operators whose result shares the memory of their operand."""
@@ -65,7 +67,7 @@ class _Memory:
         if self.whole is None:
             value = self.chunk
             for cut in reversed(self.cuts):
-                self.before(cut.axis)
+                self.before(cut.axis, "value")
                 log.info("gathering %s of %s over %s: it is used", cut.shape, value.dtype, cut.axis)
                 value = _gather(value, cut)
             self.whole = value
@@ -120,12 +122,17 @@ class DeferredGather(torch.Tensor):
         value = args[0] if args else None
         if isinstance(value, DeferredGather) and func in _ALIASES:
             return DeferredGather(value._memory)
-        if isinstance(value, DeferredGather) and func in _OF_EACH_ELEMENT:
+        if isinstance(value, DeferredGather) and func in _OF_EACH_ELEMENT and _stays(value, kwargs):
             return DeferredGather(value._memory.mapped(lambda x: func(x, *args[1:], **kwargs)))
         whole_args, whole_kwargs = pytree.tree_map_only(DeferredGather, DeferredGather.gathered, (args, kwargs))
         result = func(*whole_args, **whole_kwargs)
         same = next((x for x in pytree.tree_leaves((args, kwargs)) if _holds(x, result)), None)
         return result if same is None else same  # written in place: what was passed is what returns
+
+
+def _stays(value: DeferredGather, kwargs: dict[str, Any]) -> bool:
+    """Whether the result is on the device over whose process group the value is gathered."""
+    return torch.device(kwargs.get("device") or value.device).type == value.device.type
 
 
 def _holds(value: Any, result: Any) -> bool:
@@ -160,11 +167,11 @@ _OUTSIDE_THE_DISPATCHER = {
     torch.Tensor.__deepcopy__,
     torch.Tensor.__format__,
 }
-_OF_MEMORY = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage}
+_OF_MEMORY = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.share_memory_}
 """What asks for the memory alone, without autograd: Dynamo does of the base of a view, where operators are fake."""
 
 
-def _nothing(axis: Axis) -> None:
+def _nothing(axis: Axis, what: Used) -> None:
     return None
 
 
@@ -174,8 +181,8 @@ def deferred_gather(chunk: torch.Tensor, cuts: Sequence[Cut], *, before: Before 
     Args:
         chunk: what this rank holds, with its padding where a placement is uneven.
         cuts: at least one, each of a chunk of the one before it.
-        before: called when the value is used, before the collective over each axis: the place to see whether every rank
-            comes.
+        before: called when the value is used, or its gradient comes, before the collective over each axis: the place to
+            see whether every rank comes.
     """
     return cast("torch.Tensor", _Deferred.apply(chunk, tuple(cuts), before))
 
@@ -185,7 +192,7 @@ class _Deferred(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, chunk: torch.Tensor, cuts: tuple[Cut, ...], before: Before
     ) -> DeferredGather:
-        ctx.of = (chunk.shape, cuts)
+        ctx.of = (chunk.shape, cuts, before)
         ctx.set_materialize_grads(False)
         return DeferredGather(_Memory(chunk.detach(), cuts, before))
 
@@ -193,10 +200,11 @@ class _Deferred(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
             return None, None, None
-        chunk_shape, cuts = ctx.of
+        chunk_shape, cuts, before = ctx.of
         if isinstance(grad, DeferredGather):
             grad = grad.gathered()
         for cut, shape in zip(cuts, [*(inner.shape for inner in cuts[1:]), chunk_shape], strict=True):
+            before(cut.axis, "gradient")
             grad = cast("torch.Tensor", _ReduceScatter.apply(grad, cut)).reshape(shape)
         return grad, None, None
 
@@ -223,12 +231,16 @@ def _runs(shape: Sequence[int], placement: Shard, entries: int) -> list[int]:
     return [*shape[: placement.dim], int(placement.outer), entries, int(placement.inner), *shape[placement.dim + 1 :]]
 
 
+_SENT_AS_BYTES = (torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""What not every process group sends."""
+
+
 def _gather(chunk: torch.Tensor, cut: Cut) -> torch.Tensor:
     axis, placement = cut.axis, cut.placement
     entries = int(num_entries(cut.shape, placement))
     held, at = -(-entries // axis.size), placement.dim + 1
     runs = chunk.detach().reshape(_runs(cut.shape, placement, held)).movedim(at, 0).contiguous()
-    sent = runs.view(torch.uint8) if runs.dtype == torch.bool else runs  # gloo sends no booleans
+    sent = runs.view(torch.uint8) if runs.dtype in _SENT_AS_BYTES else runs
     received = COLLECTIVES["wait"](COLLECTIVES["all_gather"](sent, axis.size, axis.group))
     whole = received.view(runs.dtype).narrow(0, 0, entries)
     return whole.movedim(0, at).reshape(cut.shape).contiguous()

@@ -5,11 +5,12 @@
     outputs.left(values, inputs)     what the caller gets at each call, after `outputs.of(program)`
 
 Beside a scalar loss, other outputs such as logits are often not used at all, and then cost no communication.
-`is_with_loss` tells a graph that returns one.
+`is_with_loss` tells a graph that returns one. A view of what the program gets is gathered by it.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -25,9 +26,13 @@ from fxrewrite.ops import is_parameter, is_tensor
 from fxrewrite.spmd.events import OutputSharded
 from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard, num_entries
 from fxrewrite.spmd.runtime.agree import agree
-from fxrewrite.spmd.runtime.deferred import Cut, deferred_gather
+from fxrewrite.spmd.runtime.borders import is_view_of_input
+from fxrewrite.spmd.runtime.deferred import Before, Cut, Used, deferred_gather
 
 __all__ = ["ChunkedOutputs", "is_with_loss"]
+
+_NUMBERS = itertools.count(1)
+"""Of programs with outputs in chunks: ranks that share one compile the same ones in the same order."""
 
 
 def is_with_loss(graph: fx.Graph) -> bool:
@@ -77,7 +82,7 @@ class ChunkedOutputs:
         """By position and name of the axis, in the order of lowering."""
         self._said: dict[tuple[int, str], OutputSharded] = {}
         self._sizes: SizeReader | None = None
-        self._calls = 0
+        self._program = self._calls = 0
 
     @property
     def events(self) -> list[OutputSharded]:
@@ -92,7 +97,7 @@ class ChunkedOutputs:
             self._said.pop((positions[0], axis.name), None)
             for position in positions:
                 self._cuts.setdefault(position, {}).pop(axis.name, None)
-            if not isinstance(placement, Shard) or axis.size == 1:
+            if not isinstance(placement, Shard) or axis.size == 1 or is_view_of_input(node):
                 return Replicate()
             for position in positions:
                 self._cuts[position][axis.name] = _TracedCut(axis, placement, tuple(node.meta["val"].shape))
@@ -104,6 +109,8 @@ class ChunkedOutputs:
     def of(self, program: fx.GraphModule) -> ChunkedOutputs:
         """These outputs, as the lowered program returns them."""
         self._sizes = SizeReader(program.graph)
+        if any(self._cuts.values()):
+            self._program = next(_NUMBERS)
         return self
 
     def left(self, values: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
@@ -119,22 +126,26 @@ class ChunkedOutputs:
         for position, cuts in self._cuts.items():
             if cuts:
                 at = [cut.at(self._sizes, inputs) for cut in cuts.values()]
-                found[position] = deferred_gather(found[position], at, before=self._before(position, self._calls))
+                found[position] = deferred_gather(found[position], at, before=self._before(position, at[0].shape))
         return found
 
-    def _before(self, position: int, call: int) -> Callable[[Axis], None]:
+    def _before(self, position: int, shape: tuple[int, ...]) -> Before:
         """What sees that every rank uses this output now: one alone would wait, and two would mix theirs."""
+        of = f"output {position} {list(shape)} of call {self._calls} of program {self._program}"
 
-        def before(axis: Axis) -> None:
+        def before(axis: Axis, what: Used) -> None:
+            is_gradient = what == "gradient"
             with self._errors():
                 agree(
                     axis,
-                    f"output {position} of call {call}",
+                    f"{what} of {of}",
                     timeout=self._timeout,
                     differ="use different outputs",
-                    absent="did not use an output of the compiled model, such as logits, which this rank uses,",
+                    absent="did not use an output of the compiled model, such as logits, "
+                    + ("whose gradient this rank has," if is_gradient else "which this rank uses,"),
                     hint="use the same outputs on every rank, in the same order; or pass outputs='gather'",
-                    together="use it on every rank, since all take part in gathering it; or pass outputs='gather'",
+                    together="use it on every rank, since all take part in "
+                    + ("reducing its gradient" if is_gradient else "gathering it; or pass outputs='gather'"),
                 )
 
         return before

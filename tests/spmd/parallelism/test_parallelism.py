@@ -516,20 +516,20 @@ def test_a_page_shows_the_method() -> None:
 
 
 class Scored(nn.Module):
-    """Returns hidden values beside its loss, and which is the largest of each row."""
+    """Returns hidden values beside its loss, which is the largest of each row, and a view of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden = torch.relu(self.up(x))
         y = self.down(hidden)
-        return y.square().mean(), hidden, y.argmax(-1)
+        return y.square().mean(), hidden, y.argmax(-1), self.down.weight.t()
 
 
 def test_what_returns_beside_a_loss_is_gathered_when_it_is_used(mesh: DeviceMesh) -> None:
-    """Over every axis whose ranks hold it in chunks; of each use all of them must know."""
+    """Over every axis whose ranks hold it in chunks; views of inputs, which AOTAutograd makes anew, are whole."""
     rows = Parallelism("rows", axis="dp", place={inputs("x"): Shard(0)})
     place: dict[Any, Any] = {param("up.{weight,bias}"): Shard(0), param("down.weight"): Shard(1)}
     plan = rows | Parallelism("features", axis="tp", place=place)
@@ -538,8 +538,9 @@ def test_what_returns_beside_a_loss_is_gathered_when_it_is_used(mesh: DeviceMesh
         torch._dynamo.reset()
         programs: list[fx.GraphModule] = []
         backend = spmd(plan, mesh=mesh, inner=lambda gm, _, to=programs: to.append(gm) or gm, outputs=returned)  # pyright: ignore[reportArgumentType]
-        _, hidden, largest = torch.compile(shard_parameters(Scored(), plan, mesh), backend=backend)(X[:2])
+        _, hidden, largest, weight = torch.compile(shard_parameters(Scored(), plan, mesh), backend=backend)(X[:2])
         assert (hidden.shape, largest.shape, largest.dtype) == ((4, 8), (4,), torch.int64)
+        assert (weight.shape, type(weight)) == ((8, 6), torch.Tensor)
         assert all(isinstance(value, DeferredGather) == (returned == "auto") for value in (hidden, largest))
         sent[returned] = Counter(key(node).partition("::")[2] for node in programs[0].graph.nodes if _sends(node))
         said = [str(event) for event in backend.reports[0].events_of(OutputSharded)]
@@ -549,7 +550,10 @@ def test_what_returns_beside_a_loss_is_gathered_when_it_is_used(mesh: DeviceMesh
             assert any("(4, 8) S(1) over tp is gathered when it is first used" in line for line in said), said
         else:
             assert not said
-    assert sent == {"auto": {"all_reduce": 2}, "gather": {"all_reduce": 2, "all_gather_into_tensor": 3}}
+    assert sent == {
+        "auto": {"all_reduce": 2, "all_gather_into_tensor": 1},
+        "gather": {"all_reduce": 2, "all_gather_into_tensor": 4},
+    }
 
 
 def _sends(node: fx.Node) -> bool:

@@ -48,6 +48,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "deepcopy": copy.deepcopy,
     "save and load": lambda x: _loaded(x),
     "item": lambda x: torch.tensor(x.max().item(), dtype=torch.float64),
+    "share memory": lambda x: x.detach().share_memory_(),
+    "another device": lambda x: x.to("meta").new_zeros(1, device="cpu"),  # whose process group may not be this one
 }
 
 
@@ -69,14 +71,21 @@ def test_what_acts_on_each_element_stays_deferred(name: str, one_rank: Axis) -> 
 @pytest.mark.parametrize("name", READS)
 def test_what_reads_it_gets_an_ordinary_tensor(name: str, one_rank: Axis) -> None:
     used: list[None] = []
-    found = READS[name](deferred(one_rank, before=lambda axis: used.append(None)))
+    found = READS[name](deferred(one_rank, before=lambda axis, what: used.append(None)))
     assert type(found) is Tensor
     assert torch.equal(found, READS[name](WHOLE))
     assert len(used) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.int64, torch.bfloat16, torch.complex64])
+def test_any_dtype_is_gathered(dtype: torch.dtype, one_rank: Axis) -> None:
+    """Also those that gloo does not send."""
+    value = (WHOLE * 4).to(dtype)
+    assert torch.equal(deferred(one_rank, value)[:, -1], value[:, -1])
+
+
 def test_shape_and_dtype_are_read_without_gathering(one_rank: Axis) -> None:
-    def fail(axis: Axis) -> None:
+    def fail(axis: Axis, what: str) -> None:
         raise AssertionError("gathered")
 
     x = deferred(one_rank, before=fail)
@@ -86,11 +95,13 @@ def test_shape_and_dtype_are_read_without_gathering(one_rank: Axis) -> None:
 
 def test_gradients_reach_the_chunk(one_rank: Axis) -> None:
     chunk = WHOLE.clone().requires_grad_()
-    x = deferred(one_rank, chunk)
+    exchanged: list[str] = []
+    x = deferred(one_rank, chunk, before=lambda axis, what: exchanged.append(what))
     (x.logsumexp(-1).square().mean() + x[:, -1].sum()).backward()
     expected = WHOLE.clone().requires_grad_()
     (expected.logsumexp(-1).square().mean() + expected[:, -1].sum()).backward()
     torch.testing.assert_close(chunk.grad, expected.grad)
+    assert exchanged == ["value", "gradient"], "the ranks are compared before each"
 
 
 def test_a_second_derivative_is_refused(one_rank: Axis) -> None:
