@@ -20,6 +20,7 @@ from fxrewrite.prove.indices import Indices, idiv, imod
 from fxrewrite.prove.symbolic import Symbols, size_expression
 from fxrewrite.prove.text import brief, form_of_case, form_of_condition, readable
 from rules.fusions.rotary import INLINE_ROTARY
+from tests.versions import TORCH
 
 aten = torch.ops.aten
 
@@ -405,7 +406,8 @@ def test_quotients_that_have_no_rest_are_written_so() -> None:
 
 def test_a_rotary_embedding_is_what_it_is_written_out_to() -> None:
     (inline,) = INLINE_ROTARY.rules()
-    assert prove(inline).strength == "bitwise"
+    strengths = ("bitwise",) if TORCH < (2, 15) else ("bitwise", "over the reals")  # 2.15 makes a size 2 in between
+    assert prove(inline).strength in strengths
 
 
 def test_an_index_that_a_view_split_is_whole_again() -> None:
