@@ -210,7 +210,7 @@ def test_generators_that_come_to_differ_are_refused_on_every_rank(refusals: dict
         ),
         (
             "different_outputs_of_one_shape",
-            "use different outputs; first difference: line 1: 'output ",
+            "use different outputs; first difference: line 1: 'value of output ",
             "outputs='gather'",
         ),
         ("a_model_without_a_sequence_in_parts", "no sequence found in any of the 2 graphs that were compiled", ""),
