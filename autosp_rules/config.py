@@ -70,7 +70,8 @@ class AutoSPConfig(BaseModel):
     outputs: Literal["auto", "shard", "gather"] = Field(
         default="auto",
         description="how sharded outputs other than scalars return: each rank's own chunk (shard), whole on every rank "
-        "(gather), or auto: beside a scalar loss as tensors that are gathered when they are first used, else whole",
+        "(gather), or auto: beside a scalar loss as tensors that are gathered when they are first used, else "
+        "whole; a view of an input is whole in any case",
     )
     breaks: Literal["gather", "dtensor", "refuse"] = Field(
         default="gather",
