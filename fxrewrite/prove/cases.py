@@ -33,7 +33,7 @@ from fxrewrite.verify.readings import ChoiceSite, Reading, by_item, read
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["Case", "NoCaseError", "cases", "readings"]
+__all__ = ["Case", "CaseSearch", "NoCaseError", "readings"]
 
 _TRIES = 24
 """Most samples that are drawn for a reading."""
@@ -144,30 +144,8 @@ def readings(pattern: Pattern, most: int) -> list[Reading]:
     return found
 
 
-def cases(
-    rule_id: str,
-    pattern: Pattern,
-    rewrite: Callable[[fx.GraphModule], int],
-    sampler: Sampler | None,
-    reading: Reading,
-    number: int,
-    most: int,
-) -> list[Case]:
-    """Returns up to `most` different cases of a reading; graphs that draw random numbers are left out.
-
-    Raises:
-        NoCaseError: the rule rewrites no graph that was drawn.
-    """
-    search = _Search(rule_id, pattern, rewrite, sampler, reading, number, most)
-    for attempt in range(_TRIES):
-        if search.is_done:
-            break
-        search.add_drawn(attempt)
-    return search.found()
-
-
-class _Search:
-    """The cases of one reading that were found so far, of graphs that were drawn."""
+class CaseSearch:
+    """Draws graphs that a reading matches, and finds up to `most` different cases of those that the rule rewrites."""
 
     _floats = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -191,7 +169,7 @@ class _Search:
         self._problem = "no sample"
 
     @property
-    def is_done(self) -> bool:
+    def _is_done(self) -> bool:
         return len(self._general) >= self._most and self._has_open and self._literals.are_enough
 
     @property
@@ -199,16 +177,20 @@ class _Search:
         return any(case.is_open for case in self._general.values())
 
     def found(self) -> list[Case]:
-        """The cases, the general ones first.
+        """The cases, the general ones first; graphs that draw random numbers are left out.
 
         Raises:
-            NoCaseError: there are none.
+            NoCaseError: the rule rewrites no graph that was drawn.
         """
+        for attempt in range(_TRIES):
+            if self._is_done:
+                break
+            self._add_drawn(attempt)
         if not self._general and not self._special:
             raise NoCaseError(self._problem)
         return [*self._general.values(), *list(self._special.values())[: max(0, self._most - len(self._general))]]
 
-    def add_drawn(self, attempt: int) -> None:
+    def _add_drawn(self, attempt: int) -> None:
         """Draws a graph, and adds the most general case of it that the rule rewrites."""
         try:
             concrete, complete = self._drawn(attempt)

@@ -25,7 +25,7 @@ from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.prove.arithmetic import Arithmetic, Need
-from fxrewrite.prove.cases import Case, NoCaseError, cases, readings
+from fxrewrite.prove.cases import Case, CaseSearch, NoCaseError, readings
 from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.interpret import interpret
 from fxrewrite.prove.reals import branches, difference, expanded
@@ -144,7 +144,8 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
     is_bitwise = is_general = True
     for number, reading in enumerate(found):
         try:
-            made = cases(rule_id, pattern, rewrite, sampler, reading, number, max(1, _CASES // len(found)))
+            most = max(1, _CASES // len(found))
+            made = CaseSearch(rule_id, pattern, rewrite, sampler, reading, number, most).found()
         except NoCaseError as error:
             if 0 in reading.lists.values() and len(found) > 1:
                 continue  # few operators take an empty list, and the proof says for how many items it holds

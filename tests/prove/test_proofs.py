@@ -402,6 +402,10 @@ def test_quotients_that_have_no_rest_are_written_so() -> None:
         assert u == 2 * (u // 2), "asked, so that it is even"
         assert symbols.simplified(2 * FloorDiv(size_expression(u), 2)) == symbols.simplified(size_expression(u))
         assert "size(x, 2)/2" in symbols.names.values()
+        v, w = (symbols.size(6, f"size(y, {dim})") for dim in range(2))
+        assert v == 2 * (w // 2), "asked, and torch does not replace a size by a quotient"
+        c, d = map(size_expression, (v, w))
+        assert symbols.simplified(c) == symbols.simplified(2 * FloorDiv(d, 2)) != c
 
 
 def test_a_rotary_embedding_is_what_it_is_written_out_to() -> None:
