@@ -185,7 +185,8 @@ def _counted(seconds: list[float]) -> Iterator[None]:
 
 
 def _deepspeed(config: transformers.LlamaConfig) -> Step:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed.comm
     from deepspeed.compile.passes.long_context_checkpointing import register_long_context_checkpointing
     from deepspeed.compile.passes.sp_compile import apply_autosp, prepare_autosp_inputs
@@ -204,7 +205,7 @@ def _deepspeed(config: transformers.LlamaConfig) -> Step:
     compiled = torch.compile(_model(config), backend=backend, dynamic=True, fullgraph=True)
 
     def run(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         prepare_autosp_inputs(ids, labels, position_id=positions, attention_mask=None, seq_dim=1)
         return compiled(input_ids=ids, labels=labels, position_ids=positions).loss
 

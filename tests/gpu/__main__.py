@@ -1,8 +1,9 @@
 """`python -m tests.gpu`: what this project does on one CUDA card, as one JSON file and a table, failures first.
 
-    python -m tests.gpu                                  all sections, within ten minutes
+    python -m tests.gpu                                  all sections but `longest`, within ten minutes
     python -m tests.gpu --only training --layers 0 --budget 3600
     python -m tests.gpu --only training --figures "*1B*"     those of these names
+    python -m tests.gpu --only longest --layers 0 --jobs 1   sequences that fill the card; not among all sections
     python -m tests.gpu --device cpu --tiny              that the sections run, on any machine
 
 Each section runs in processes of its own (`processes.py`), so what crashes, hangs or has not enough memory is one
@@ -26,10 +27,21 @@ from typing import Any
 from tests.gpu.processes import Section, run_section
 from tests.gpu.table import choose_mask_kernel, status_of, table
 
-SECTIONS = {"card": 20, "suite": 90, "exactness": 50, "attention": 45, "compilers": 110, "training": 285}
+SECTIONS = {
+    "card": 20,
+    "suite": 90,
+    "exactness": 50,
+    "attention": 45,
+    "compilers": 110,
+    "training": 285,
+    "longest": 285,
+}
 """The modules of this folder that have figures, in order, each with its share of the time. What a section leaves is
 for those after it."""
+_BY_DEFAULT = [name for name in SECTIONS if name != "longest"]
 _CHILD = ("SECTION", "PART", "PARTS", "TURNS", "LINES", "LEAVE_OUT")
+_USABLE = 0.95
+"""Share of the card's memory that allocations can take; contexts of CUDA take the rest."""
 _LONGEST_SHARE = 0.9
 """The most of a section's time that one figure may take."""
 
@@ -39,7 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), help="these sections alone")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=_BY_DEFAULT, help="these sections alone")
     parser.add_argument("--figures", nargs="*", default=["*"], help="those alone whose names are like these")
     parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="file for the figures [%(default)s]")
     parser.add_argument("--budget", type=float, default=600, help="seconds for all sections [%(default)s]")
@@ -47,6 +59,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="small sizes, which measure nothing")
     parser.add_argument("--layers", type=int, default=4, help="layers of the models that train; 0: all [%(default)s]")
     parser.add_argument("--jobs", type=int, default=max(1, min(4, _cpus() // 3)), help="processes [%(default)s]")
+    parser.add_argument("--memory", type=float, help="GiB for each process of `longest` [its share of the card]")
     parser.add_argument("--child", nargs=6, metavar=_CHILD, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -63,17 +76,22 @@ def _measure(
     section: str, part: str, parts: str, turns: str, lines: str, leave_out: str, options: argparse.Namespace
 ) -> None:
     """A part of a section, in this process."""
+    if section == "longest":  # what is reserved is what is allocated
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     from tests.gpu.figures import Setting, write_figures
 
-    setting = Setting(options.device, options.tiny, options.layers, Path(turns))
-    if setting.is_cuda:
+    memory = None
+    if options.device == "cuda":
         if not torch.cuda.is_available():
             raise SystemExit(f"torch {torch.__version__} finds no CUDA card; --device cpu --tiny runs without one")
         torch.cuda.set_device(0)
+        share = _USABLE * torch.cuda.get_device_properties(0).total_memory / int(parts)
+        memory = int(options.memory * 2**30 if options.memory else share)
     else:
         torch.set_num_threads(1)
+    setting = Setting(options.device, options.tiny, options.layers, memory, Path(turns))
     figures = importlib.import_module(f"tests.gpu.{section}").figures(setting)
     chosen = {name: figure for name, figure in figures.items() if any(fnmatch(name, like) for like in options.figures)}
     write_figures(chosen, Path(lines), json.loads(leave_out), int(part), int(parts))
@@ -108,6 +126,7 @@ def _measure_all(options: argparse.Namespace) -> int:
             print(f"{name}: at most {seconds:.0f} s", flush=True)
             command = [sys.executable, "-m", "tests.gpu", "--device", options.device, "--layers", str(options.layers)]
             command += ["--figures", *options.figures]
+            command += ["--memory", str(options.memory)] if options.memory else []
             command += [*(["--tiny"] if options.tiny else []), "--child", name]
             section = run_section(
                 [[*command, str(part), str(options.jobs), str(turns)] for part in range(options.jobs)],

@@ -29,12 +29,14 @@ class Setting:
         device: "cuda", or "cpu", where what only CUDA can tell is None.
         tiny: sizes with which every section ends in a minute on two cores; they measure nothing.
         layers: how many layers of the models that are timed are there; 0: all.
+        memory: bytes of the card that this process may take, where a section asks; None on a CPU.
         turns: a file that processes lock in turn to measure; None where there is one process.
     """
 
     device: str
     tiny: bool
     layers: int
+    memory: int | None = None
     turns: Path | None = None
 
     @contextmanager

@@ -29,8 +29,13 @@ Section: TypeAlias = dict[str, Any]
 
 _POLL = 0.2
 """Seconds between two looks at what the child has written."""
-_TAIL = 2000
-"""Characters of the child's output that an error keeps, from its end."""
+_TAIL = 20_000
+"""Characters of the child's output that an error keeps, from its end: room for the stacks of compilers that hang."""
+_ABORTS = 2.0
+"""Seconds for the processes of a child that is stopped to write their stacks."""
+
+_SAYS_STACKS = {"PYTHONFAULTHANDLER": "1", "TORCHINDUCTOR_WORKER_SUPPRESS_LOGGING": "0"}
+"""With it Python writes its stacks on SIGABRT, and so do inductor's workers."""
 
 
 def run_section(
@@ -93,10 +98,13 @@ def _run_part(
                     [*command, str(lines), json.dumps(begun)],
                     stdout=file,
                     stderr=subprocess.STDOUT,
+                    env={**os.environ, **_SAYS_STACKS},
                     start_new_session=True,
                 )
             try:
                 why = _watch(child, lines, left, a_figure, partial(_read, lines, section, begun, names, on_change))
+                if child.poll() is None:
+                    _abort(child)
             finally:
                 _stop(child)
             _read(lines, section, begun, names, on_change)
@@ -143,6 +151,15 @@ def _how_it_ended(status: int) -> str:
         return f"the process exited with status {status}"
     name = signal.Signals(-status).name
     return f"the process was ended by {name}" + (", perhaps for want of memory" if name == "SIGKILL" else "")
+
+
+def _abort(child: subprocess.Popen[bytes]) -> None:
+    """Ends the child, and all that it started, each with its stacks in the output."""
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGABRT)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(_ABORTS)
+    time.sleep(_ABORTS / 4)  # of the others, whose end nobody is told
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

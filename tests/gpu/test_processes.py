@@ -38,6 +38,7 @@ def test_what_is_lost() -> None:
     assert section["figures"]["good"] == {"seconds": 1.0, "holds": True}
     assert section["figures"]["crashes"]["error"].startswith("the process was ended by SIGABRT\nno such kernel")
     assert section["figures"]["hangs"]["error"].startswith("stopped after 2 s, the most that a figure may take")
+    assert 'File "<string>", line 17 in <module>' in section["figures"]["hangs"]["error"], "where it hung"
     assert "after" in section["figures"]
     assert section["left_out"] == []
     assert seen[0] == 1, "the first figure was written when it was there"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,21 +26,13 @@ from autosp_rules.parallelism import AUTOSP
 from fxrewrite.spmd import shard_parameters, spmd
 from fxrewrite.testing import fake_mesh
 from rules.parallel import ZERO3
-from tests.bench.ways import WAYS, Step, ours
+from tests.bench.ways import WAYS, Step, is_installed, ours
 from tests.gpu.card import measured, peak_flops
 from tests.gpu.figures import Figures, Setting
+from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step
 
 __all__ = ["figures"]
 
-RANKS = 8
-_WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
-SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-3.2-1B": {**dict(zip(_WIDTHS, (2048, 8192, 16, 32, 64), strict=True)), "tie_word_embeddings": True},
-    "Llama-3.2-3B": {**dict(zip(_WIDTHS, (3072, 8192, 28, 24, 128), strict=True)), "tie_word_embeddings": True},
-    "Llama-3.1-8B": {**dict(zip(_WIDTHS, (4096, 14336, 32, 32, 128), strict=True)), "tie_word_embeddings": False},
-}
-"""Each has 8 KV heads and a vocabulary of 128,256. Source: the models' configurations on Hugging Face."""
-SHORTEST = 8192
 _SECONDS = 12.0
 """Of one way of one model: no longer sequence is begun after them, compiling not counted."""
 _CHECKPOINTED: dict[str, Any] = {"checkpoint": "attention", "logits": "drop"}
@@ -51,6 +42,7 @@ _FIRST: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "Ulysses by hand, tuned": WAYS["Ulysses by hand, tuned"],
     "autosp, logits dropped": ours(checkpoint="none", logits="drop"),
     "autosp": WAYS["autosp"],
+    **({"DeepSpeed AutoSP": WAYS["DeepSpeed AutoSP"]} if is_installed("DeepSpeed AutoSP") else {}),
 }
 _MORE: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "autosp, offloaded": ours(**_CHECKPOINTED, offload=True),
@@ -58,42 +50,6 @@ _MORE: dict[str, Callable[[transformers.LlamaConfig], Step]] = {
     "autosp, all checkpointed": ours(**{**_CHECKPOINTED, "checkpoint": "full"}),
     "autosp, ring": ours(**_CHECKPOINTED, attention="ring"),
 }
-
-
-@dataclass(frozen=True)
-class Model:
-    """A configuration with as many layers as are trained, and those that the model has."""
-
-    config: transformers.LlamaConfig
-    layers_of_model: int
-
-    @classmethod
-    def of(cls, name: str, setting: Setting) -> Model:
-        shape = {**SHAPES[name], "num_key_value_heads": 8, "vocab_size": 128256}
-        layers = shape["num_hidden_layers"]
-        shape["num_hidden_layers"] = setting.layers or layers
-        if setting.tiny:
-            shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "head_dim": 8}
-            shape |= {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 128}
-        dtype = "bfloat16" if setting.is_cuda else "float32"
-        config = transformers.LlamaConfig(
-            **shape, max_position_embeddings=1 << 22, use_cache=False, attention_dropout=0.0, dtype=dtype
-        )
-        return cls(config, layers)
-
-    def num_multiplied(self) -> int:
-        """Parameters that each token is multiplied by: all but the embedding, which is looked up, and norms."""
-        c = self.config
-        heads = (2 * c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
-        layer = c.hidden_size * (heads + 3 * c.intermediate_size)
-        return c.num_hidden_layers * layer + c.vocab_size * c.hidden_size
-
-    def operations(self, length: int) -> float:
-        """Of a rank's step, forward and backward: 6 for each parameter and token, and causal attention's."""
-        c = self.config
-        # forward 2 products of 2 operations, of half of all scores; the backward pass is two forwards
-        attention = 3 * 4 * length**2 / 2 * c.num_attention_heads * c.head_dim * c.num_hidden_layers
-        return (6 * self.num_multiplied() * length + attention) / RANKS
 
 
 def figures(setting: Setting) -> Figures:
@@ -186,14 +142,14 @@ def _by_length(
     """The figures of a step at each length; `compile` is the first step, in seconds, `longest` the last that fits."""
     peak = peak_flops(torch.cuda.get_device_name(0)) if setting.is_cuda else None
     steps: dict[int, dict[str, Any]] = {}
-    found: dict[str, Any] = {"layers": model.config.num_hidden_layers, "layers_of_model": model.layers_of_model}
-    found |= {"ranks": RANKS, "steps": steps, "ended_by": "the last length that is measured", "longest": None}
+    found: dict[str, Any] = {**model.described, "steps": steps, "longest": None}
+    found["ended_by"] = "the last length that is measured"
     length = 64 if setting.tiny else SHORTEST
     lengths = [length * 4**i for i in range(2 if setting.tiny else 6)]
-    _warm_up(run, model, lengths[0], setting, found)
+    found |= first_step(run, model, lengths[0], setting)
     spent = 0.0
     for length in lengths:
-        ids = _ids(length, model, setting)
+        ids = model.ids(length, setting)
         try:
             with setting.alone():
                 began = time.monotonic()
@@ -226,25 +182,3 @@ def _would_fit(steps: dict[int, dict[str, Any]]) -> int | None:
     per_token = (second["peak"] - first["peak"]) / (long - short)
     left = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated() - second["peak"]
     return long + int(left / per_token)
-
-
-def _ids(length: int, model: Model, setting: Setting) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(length)
-    return torch.randint(model.config.vocab_size, (1, length), generator=generator).to(setting.device)
-
-
-def _warm_up(
-    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    model: Model,
-    length: int,
-    setting: Setting,
-    found: dict[str, Any],
-) -> None:
-    """The first step, which compiles, and leaves gradients that later steps add to."""
-    ids = _ids(length, model, setting)
-    with setting.using():
-        started = time.perf_counter()
-        loss = run(ids, ids.clone())
-        loss.backward()
-        found["loss_is_finite"] = bool(loss.isfinite().item())  # of shards that were not exchanged: no more than that
-        found["compile"] = time.perf_counter() - started
