@@ -219,6 +219,39 @@ class _Held:
     at: str
 
 
+class _Lifetimes:
+    """When each storage of a graph is made, and when it dies: after the last node that makes or reads it.
+
+    Inputs are there before and die only where they are among `freed`; what the graph returns stays.
+
+    Attributes:
+        nodes: what runs, in order: without the output, and without what kernels compute inside.
+        made, dying: of each node, the bytes of the storages that it makes, and of those that nothing after it reads.
+    """
+
+    def __init__(self, gm: fx.GraphModule, freed: Iterable[int], *, fuses: bool) -> None:
+        inside = _fused(gm) if fuses else {}
+        self.nodes: list[fx.Node] = [node for node in gm.graph.nodes if node.op != "output" and node not in inside]
+        self.made: dict[fx.Node, dict[int, int]] = {}
+        self.dying: dict[fx.Node, dict[int, int]] = {node: {} for node in self.nodes}
+        inputs = _storages(node for node in self.nodes if node.op == "placeholder")
+        sizes = {storage: inputs[storage] for storage in freed}
+        last: dict[int, fx.Node] = {}
+        for node in self.nodes:
+            own = _storages([node])
+            self.made[node] = {storage: own[storage] for storage in own.keys() - sizes.keys() - inputs.keys()}
+            sizes |= self.made[node]
+            read = (needed for operand in node.all_input_nodes for needed in inside.get(operand, (operand,)))
+            last |= dict.fromkeys([*own, *_storages(read)], node)
+        for storage in sizes.keys() & last.keys() - _storages(gm.graph.output_node().all_input_nodes).keys():
+            self.dying[last[storage]][storage] = sizes[storage]
+
+    def is_overwritten(self, node: fx.Node) -> bool:
+        """Whether a kernel can write the node's result over an operand of the same size that dies."""
+        new = sum(self.made[node].values())
+        return _is_kernel(node) and new in [self.dying[node][old] for old in self.dying[node].keys() - self.made[node]]
+
+
 def _held(gm: fx.GraphModule, insides: _Insides, freed: Iterable[int] = (), *, fuses: bool = False) -> _Held:
     """Returns what a graph holds.
 
@@ -229,36 +262,15 @@ def _held(gm: fx.GraphModule, insides: _Insides, freed: Iterable[int] = (), *, f
         fuses: whether values that only kernels read which compute them themselves have no memory, and a kernel writes
             its result over an operand of the same size that dies.
     """
-    fused = _fused(gm) if fuses else {}
-    nodes = [node for node in gm.graph.nodes if node.op != "output" and node not in fused]
-    storages = {node: _storages([node]) for node in nodes}
-    reads = {node: [m for n in node.all_input_nodes for m in fused.get(n, (n,))] for node in nodes}
-    ends = {storage: i for i, node in enumerate(nodes) for read in (node, *reads[node]) for storage in storages[read]}
-    for node in gm.graph.output_node().all_input_nodes:
-        for storage in storages[node]:
-            ends.pop(storage, None)
-    dying: dict[int, list[int]] = {}
-    for storage, index in ends.items():
-        dying.setdefault(index, []).append(storage)
-    freed, alive = set(freed), dict[int, int]()
-    inputs = _storages(node for node in nodes if node.op == "placeholder")
+    lifetimes = _Lifetimes(gm, freed, fuses=fuses)
     held = peak = 0
     at = ""
-    for index, node in enumerate(nodes):
-        made = {storage: size for storage, size in storages[node].items() if storage not in (alive | inputs)}
-        last = [alive[s] if s in alive else inputs[s] for s in dying.get(index, ()) if s in alive or s in freed]
-        alive |= made
-        new = sum(made.values())
-        held += new
-        over = fuses and _is_kernel(node) and new in last
-        most = held - (new if over else 0) + insides.of(node, new)
+    for node in lifetimes.nodes:
+        new = sum(lifetimes.made[node].values())
+        most = held + insides.of(node, new) + (0 if fuses and lifetimes.is_overwritten(node) else new)
         if most > peak:
             peak, at = most, node.name
-        for storage in dying.get(index, ()):
-            if storage in alive:
-                held -= alive.pop(storage)
-            elif storage in freed:
-                held -= inputs[storage]
+        held += new - sum(lifetimes.dying[node].values())
     return _Held(peak, held, at)
 
 

@@ -243,22 +243,22 @@ def _learned(
     tracer: Any,
 ) -> _Call | None:
     """Returns what a call becomes, of the nodes that were made of it; None if another one may become something else."""
-    if any(slot is None or slot.constant is not None for slot in before):
+    if result is None or any(slot is None or slot.constant is not None for slot in before):
         return None
-    given = [slot.proxy.node for slot in before]
+    given = tuple(slot.proxy.node for slot in before)
     own = [node for node in made if not _is_size(node)]
-    known = {*own, *given}
-    if len(set(given)) < len(given) or not all(map(_is_plain, own)):
-        return None
-    if any(used not in known and not _is_size(used) for node in own for used in node.all_input_nodes):
-        return None
+    read = (used for node in own for used in node.all_input_nodes if not _is_size(used))
     now = [operand.node(tracer) for operand in operands]
     renamed = tuple((i, node) for i, node in enumerate(now) if node is not given[i])
-    positions = {id(operand.tensor()): i for i, operand in enumerate(operands)}
+    known = {*own, *given}
+    is_of_operands = known.issuperset(read) and known.issuperset(node for _, node in renamed)
+    if not is_of_operands or len(set(given)) < len(given) or not all(map(_is_plain, own)):
+        return None
+    positions = {id(operand.tensor()): _Operand(i) for i, operand in enumerate(operands)}
 
-    def found(leaf: Any) -> Any:
+    def returned(leaf: Any) -> Any:
         if id(leaf) in positions:
-            return _Operand(positions[id(leaf)])
+            return positions[id(leaf)]
         if isinstance(leaf, _LITERALS):
             return leaf
         slot = slot_of(leaf, tracer) if isinstance(leaf, torch.Tensor) else None
@@ -267,16 +267,19 @@ def _learned(
         return _Made(slot.proxy.node, leaf, calls.look(calls.value(leaf)))
 
     try:
-        returned = _mapped(result, found)
+        template = _mapped(result, returned)
     except _UnknownError:
         return None
-    if result is None or any(node not in known for _, node in renamed):
-        return None
-    nodes = tuple(
-        (node, _name(node, tracer), {name: node.meta[name] for name in _OF_CALL if name in node.meta}) for node in own
-    )
     memory = frozenset(_memory(tensor) for node in own for tensor in tensors_of(node))
-    return _Call(tuple(given), nodes, returned, renamed, memory)
+    return _Call(given, tuple(_written(node, tracer) for node in own), template, renamed, memory)
+
+
+def _written(node: fx.Node, tracer: Any) -> tuple[fx.Node, str | None, dict[str, Any]]:
+    """A node as `_Call.nodes` has it: the graph numbers the name that the tracer asks for."""
+    target = node.target
+    is_operator = isinstance(target, OpOverload)
+    name = tracer.graph._target_to_str(target.overloadpacket.__name__) if is_operator else None
+    return node, name, {of: node.meta[of] for of in _OF_CALL if of in node.meta}
 
 
 def _mapped(tree: Any, of_leaf: Callable[[Any], Any]) -> Any:
@@ -300,12 +303,6 @@ def _is_plain(node: fx.Node) -> bool:
     if node.op != "call_function" or not tensors_of(node) or any(map(is_read_from_data, tensors_of(node))):
         return False  # sizes that data decide are not equal for equal calls
     return target is operator.getitem or (isinstance(target, OpOverload) and not target._schema.is_mutable)
-
-
-def _name(node: fx.Node, tracer: Any) -> str | None:
-    """The name that the tracer asks for; the graph numbers it."""
-    target = node.target
-    return tracer.graph._target_to_str(target.overloadpacket.__name__) if isinstance(target, OpOverload) else None
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:

@@ -130,17 +130,19 @@ from fxrewrite.spmd.price.products import (
 from fxrewrite.spmd.propagation.input_placements import Placements as Placements, input_placements as input_placements
 from fxrewrite.spmd.propagation.place import (
     Place as Place,
-    Stored as Stored,
     held_as as held_as,
     hold_chunks as hold_chunks,
     input_of as input_of,
+)
+from fxrewrite.spmd.propagation.propagate import PropagatePlacements as PropagatePlacements
+from fxrewrite.spmd.propagation.sites import (
+    Stored as Stored,
     inputs as inputs,
     module_input as module_input,
     module_output as module_output,
     outputs as outputs,
     param as param,
 )
-from fxrewrite.spmd.propagation.propagate import PropagatePlacements as PropagatePlacements
 from fxrewrite.spmd.properties import (
     COLLECTIVE_CALLS as COLLECTIVE_CALLS,
     LOCAL_SHAPES as LOCAL_SHAPES,

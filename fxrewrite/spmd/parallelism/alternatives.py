@@ -47,7 +47,7 @@ from fxrewrite.spmd.placement import Axis, MisstatedError
 from fxrewrite.spmd.price.choice import Chosen, choose
 from fxrewrite.spmd.price.price import Price
 from fxrewrite.spmd.price.program_price import program_price
-from fxrewrite.spmd.propagation.place import Placed, Site
+from fxrewrite.spmd.propagation.sites import Placed, Site
 
 __all__ = ["choose_alternatives", "chosen_for", "require_chosen"]
 

@@ -41,8 +41,9 @@ from fxrewrite.spmd.parallelism.expect import Sends
 from fxrewrite.spmd.parallelism.schedule import SCHEDULE
 from fxrewrite.spmd.placement import Replicate, as_placement, check_num_ranks
 from fxrewrite.spmd.price.choice import Chosen
-from fxrewrite.spmd.propagation.place import Place, Placed, Site, Stored
+from fxrewrite.spmd.propagation.place import Place
 from fxrewrite.spmd.propagation.propagate import PropagatePlacements
+from fxrewrite.spmd.propagation.sites import Placed, Site, Stored
 from fxrewrite.spmd.properties import COLLECTIVE_CALLS, PLACEMENTS
 
 __all__ = ["Alternatives", "Parallelism", "Parallelisms", "check_axes"]

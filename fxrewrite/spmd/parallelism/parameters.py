@@ -42,7 +42,7 @@ from fxrewrite.spmd.parallelism.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
-from fxrewrite.spmd.propagation.place import Site, check_matches, held_placement
+from fxrewrite.spmd.propagation.sites import Site, check_matches, held_placement
 from fxrewrite.spmd.runtime.borders import ChunkedTensor
 
 __all__ = [
