@@ -110,7 +110,7 @@ class ShardedProgram(_Program):
         except Exception:
             self.settle()  # if the ranks differ, this raises the cause
             raise
-        return self._outputs.left(self._crossing.left(outputs), inputs)
+        return self._outputs.left(self._crossing.left(outputs), given)
 
 
 class WholeProgram(_Program):

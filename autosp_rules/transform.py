@@ -88,7 +88,8 @@ def transform(
     try:
         normal = normalized(gm)
         policy = _OutputPolicy(normal, config, axis, border)
-        context = SpmdContext(axis, strict=config.strict, output_placement=policy, gradients="mean")
+        finish = border.outputs.without_gradients
+        context = SpmdContext(axis, strict=config.strict, output_placement=policy, gradients="mean", finish=finish)
         report = rule_set(config).apply(normal, context=context)
         check_sizes(normal)
     except RefusedError as error:

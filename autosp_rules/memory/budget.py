@@ -305,6 +305,7 @@ class _Search:
         except _Undone:
             pass
         assert program is not None, "it was copied"
+        self._context.finish(program)
         text = checkpoint_text(program) + graph_text(program)
         known = self._traced.get(text)
         if known is None or (limit is None and known.is_guess):

@@ -24,6 +24,10 @@ def _whole(node: fx.Node, placement: Placement) -> Placement:
     return Replicate()
 
 
+def _as_it_is(program: fx.GraphModule) -> None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class SpmdContext:
     """The axis of a plan, and what its user allows."""
@@ -41,6 +45,8 @@ class SpmdContext:
     """Whether the graph is a part of a model, where what is stated of another part matches nothing."""
     is_ahead: bool = True
     """Whether shards of parameters are gathered a layer ahead, while the layer before is computed."""
+    finish: Callable[[fx.GraphModule], object] = _as_it_is
+    """What the caller does to the lowered program before it compiles it; for a step that estimates what that holds."""
     watch: Callable[[Edit, Axis], None] | None = None
     """Called with the graph once every value has a placement; it may look, and change nothing."""
 

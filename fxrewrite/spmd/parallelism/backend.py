@@ -126,6 +126,7 @@ class SpmdBackend:
             elif i in chunks:
                 local[i] = _contiguous_fake(value)
         local += [_leaf_fake(dtensors[one.position], one) for one in unreduced]
+        outputs = outputs.of(program)
         compile_inner = inner_compiler(self.inner, **options)
         with refuse_dependence_on_values(self.inner):
             if self._regions == "once":
@@ -133,7 +134,7 @@ class SpmdBackend:
                 report.events.append(RegionsCompiled.of(found))
             else:
                 run = compile_inner(program, local)
-        compiled = _Program(program, run, comparisons, sizes, unreduced, crossing, outputs.of(program))
+        compiled = _Program(program, run, comparisons, sizes, unreduced, crossing, outputs)
         self._programs.append(compiled)
         return compiled
 
@@ -162,6 +163,8 @@ class SpmdBackend:
         if outputs is not None and self._shared is not None:
             for name in self._shared.mesh_dim_names or ():
                 found[name] = replace(found[name], output_placement=outputs.on(found[name].axis))
+        if in_chunks is not None:
+            found = {name: replace(given, finish=in_chunks.without_gradients) for name, given in found.items()}
         return found
 
     def _unreduced(

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.placement import Axis, Shard, num_entries
+from fxrewrite.spmd.runtime.late_gradients import Tail
 
 __all__ = ["Before", "Cut", "DeferredGather", "Used", "deferred_gather"]
 
@@ -175,7 +176,14 @@ def _nothing(axis: Axis, what: Used) -> None:
     return None
 
 
-def deferred_gather(chunk: torch.Tensor, cuts: Sequence[Cut], *, before: Before = _nothing) -> torch.Tensor:
+def deferred_gather(
+    chunk: torch.Tensor,
+    cuts: Sequence[Cut],
+    *,
+    before: Before = _nothing,
+    tail: Tail | None = None,
+    operands: Sequence[Any] = (),
+) -> torch.Tensor:
     """A tensor of the shape of the first cut, of which every rank holds `chunk`; see the module.
 
     Args:
@@ -183,30 +191,36 @@ def deferred_gather(chunk: torch.Tensor, cuts: Sequence[Cut], *, before: Before 
         cuts: at least one, each of a chunk of the one before it.
         before: called when the value is used, or its gradient comes, before the collective over each axis: the place to
             see whether every rank comes.
+        tail: through which the gradient of the chunk goes on, if not through the chunk itself; `operands` are its own.
     """
-    return cast("torch.Tensor", _Deferred.apply(chunk, tuple(cuts), before))
+    return cast("torch.Tensor", _Deferred.apply(chunk, tuple(cuts), before, tail, *operands))
 
 
 class _Deferred(torch.autograd.Function):
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, chunk: torch.Tensor, cuts: tuple[Cut, ...], before: Before
+        ctx: Any, chunk: torch.Tensor, cuts: tuple[Cut, ...], before: Before, tail: Tail | None, *operands: Any
     ) -> DeferredGather:
-        ctx.of = (chunk.shape, cuts, before)
+        ctx.of = (chunk.shape, cuts, before, tail)
         ctx.set_materialize_grads(False)
+        ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in operands]
+        ctx.save_for_backward(*(x if isinstance(x, torch.Tensor) else None for x in operands))
         return DeferredGather(_Memory(chunk.detach(), cuts, before))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        chunk_shape, cuts, before, tail = ctx.of
         if grad is None:
-            return None, None, None
-        chunk_shape, cuts, before = ctx.of
+            return None, None, None, None, *(None for _ in ctx.numbers)
         if isinstance(grad, DeferredGather):
             grad = grad.gathered()
         for cut, shape in zip(cuts, [*(inner.shape for inner in cuts[1:]), chunk_shape], strict=True):
             before(cut.axis, "gradient")
             grad = cast("torch.Tensor", _ReduceScatter.apply(grad, cut)).reshape(shape)
-        return grad, None, None
+        if tail is None:
+            return grad, None, None, None
+        operands = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
+        return None, None, None, None, *tail.gradients(operands, grad)
 
 
 class _ReduceScatter(torch.autograd.Function):

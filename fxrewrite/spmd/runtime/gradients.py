@@ -20,7 +20,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import process_group
 from fxrewrite.spmd.placement import Axis
 
-__all__ = ["change_gradients"]
+__all__ = ["change_gradients", "refuse_second_derivatives"]
 
 
 def change_gradients(
@@ -58,9 +58,14 @@ class _Changed(torch.autograd.Function):
             for work in works:
                 if work is not None:
                     work.wait()
-        if torch.is_grad_enabled():  # create_graph=True: what differentiates these gradients again is refused
-            found = [None if grad is None else _FirstDerivative.apply(grad.requires_grad_()) for grad in found]
+        if torch.is_grad_enabled():  # create_graph=True
+            found = refuse_second_derivatives(found)
         return None, None, *found
+
+
+def refuse_second_derivatives(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients, which cannot be differentiated again: FxRewriteError says so where somebody does."""
+    return tuple(None if grad is None else _FirstDerivative.apply(grad.requires_grad_()) for grad in gradients)
 
 
 class _FirstDerivative(torch.autograd.Function):

@@ -28,6 +28,7 @@ from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard, num_entr
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.borders import is_view_of_input
 from fxrewrite.spmd.runtime.deferred import Before, Cut, Used, deferred_gather
+from fxrewrite.spmd.runtime.late_gradients import Tail, detach_outputs
 
 __all__ = ["ChunkedOutputs", "is_with_loss"]
 
@@ -82,7 +83,8 @@ class ChunkedOutputs:
         """By position and name of the axis, in the order of lowering."""
         self._said: dict[tuple[int, str], OutputSharded] = {}
         self._sizes: SizeReader | None = None
-        self._program = self._calls = 0
+        self._program = self._calls = self._num_returned = 0
+        self._tails: dict[int, Tail] = {}
 
     @property
     def events(self) -> list[OutputSharded]:
@@ -107,14 +109,20 @@ class ChunkedOutputs:
         return placement_of_output
 
     def of(self, program: fx.GraphModule) -> ChunkedOutputs:
-        """These outputs, as the lowered program returns them."""
+        """These outputs, as the lowered program returns them, which is changed (`without_gradients`)."""
         self._sizes = SizeReader(program.graph)
+        self._num_returned = len(program.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
         if any(self._cuts.values()):
             self._program = next(_NUMBERS)
+        self._tails = self.without_gradients(program)
         return self
 
+    def without_gradients(self, program: fx.GraphModule) -> dict[int, Tail]:
+        """Changes a program: deferred outputs leave without a gradient, and one that comes goes by their tails."""
+        return detach_outputs(program, [at for at, cuts in self._cuts.items() if cuts]) if self._is_deferred else {}
+
     def left(self, values: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
-        """What the caller gets of these outputs, for these inputs of the program.
+        """What the caller gets of what the program returned for these inputs, through which gradients flow.
 
         Raises:
             FxRewriteError: when one is used, on every rank: the ranks use different ones.
@@ -122,11 +130,13 @@ class ChunkedOutputs:
         if not self._is_deferred or self._sizes is None or not any(self._cuts.values()):
             return values
         self._calls += 1
-        found = list(values)
+        found = list(values[: self._num_returned])
         for position, cuts in self._cuts.items():
             if cuts:
                 at = [cut.at(self._sizes, inputs) for cut in cuts.values()]
-                found[position] = deferred_gather(found[position], at, before=self._before(position, at[0].shape))
+                before, tail = self._before(position, at[0].shape), self._tails.get(position)
+                operands = () if tail is None else tail.operands(values, inputs)
+                found[position] = deferred_gather(found[position], at, before=before, tail=tail, operands=operands)
         return found
 
     def _before(self, position: int, shape: tuple[int, ...]) -> Before:
