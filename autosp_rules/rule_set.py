@@ -129,7 +129,7 @@ def layouts_with(own: tuple[LayoutRule, ...] = ()) -> LayoutRules:
     Raises:
         RuleDefinitionError: one of these is for an operator that has a layout rule already.
     """
-    return joined_layouts((*_ALL_LAYOUTS, *own))
+    return joined_layouts(_ALL_LAYOUTS, own)
 
 
 def rule_set(config: AutoSPConfig | None = None) -> RuleSet:

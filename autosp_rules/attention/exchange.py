@@ -26,7 +26,7 @@ from fxrewrite.spmd import COLLECTIVES
 __all__ = ["EXCHANGE", "PLACE", "Ring", "exchange", "send"]
 
 
-PLACE = "SymInt rank, int num_ranks, int per_group, bool zigzag, str group"
+PLACE = "SymInt rank, int num_ranks, int per_group, bool zigzag, str group_name"
 """The fields of `Ring` in the schema of an operator."""
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fxrewrite.errors import RuleDefinitionError
+
 __all__ = ["bodies_of_communicating", "communicates", "differentiates", "differentiating"]
 
 _BODIES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
@@ -19,8 +21,18 @@ _DIFFERENTIATING: set[torch._ops.OpOverload] = set()
 
 
 def communicates(operator: torch.library.CustomOpDef, body: Callable[..., Any]) -> None:
-    """Registers that `operator` runs `body`, whose operators and collectives work on any tensors."""
-    _BODIES[operator._opoverload] = body
+    """Registers that `operator` runs `body`, whose operators and collectives work on any tensors.
+
+    Its schema has `str group_name`, as those of torch's collectives: ranks have groups of other names, and the texts of
+    their programs must be equal.
+
+    Raises:
+        RuleDefinitionError: it has not.
+    """
+    overload = operator._opoverload
+    if not any(argument.name == "group_name" for argument in overload._schema.arguments):
+        raise RuleDefinitionError(f"{overload._schema} communicates; name the argument of its process group group_name")
+    _BODIES[overload] = body
 
 
 def bodies_of_communicating() -> dict[torch._ops.OpOverload, Callable[..., Any]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite.backends import normalized
 from fxrewrite.errors import FxRewriteError
@@ -67,7 +67,8 @@ def simulate(
 
     The loss is the first number among what the model returns. It runs as it is, without `shard_parameters`, each time
     with the same seed. Ranks along an axis with `data="own"` get their part of every tensor of the call, also of those
-    in lists and dictionaries, cut in dimension 0; what a batch's statistics change differs there, as with replicas.
+    in lists and dictionaries, cut in dimension 0; one device then computes the mean of the losses of these parts, each
+    from the same buffers.
 
     Args:
         model: is left with the gradients of one device.
@@ -94,8 +95,7 @@ def simulate(
         torch.manual_seed(_SEED)
         run = run_on_ranks(program, call.given, device_mesh, placements=placements, backward=_loss_position(program))
     model.zero_grad()
-    torch.manual_seed(_SEED)
-    loss = _loss(model(**inputs))
+    loss = torch.stack([_loss(outputs) for outputs in _on_one_device(model, inputs, math.prod(own.values()))]).mean()
     loss.backward()
     found: dict[str, list[torch.Tensor | None]] = {}
     for position, (name, joined) in enumerate(zip(call.names, run.gradients(), strict=True)):
@@ -115,6 +115,19 @@ def simulate(
 
 
 _SEED = 0
+
+
+def _on_one_device(model: nn.Module, inputs: Mapping[str, Any], num_parts: int) -> Iterator[Any]:
+    """What the model returns of the inputs, or of each of their parts, which ranks have at the same time."""
+    if num_parts == 1:
+        torch.manual_seed(_SEED)
+        yield model(**inputs)
+        return
+    for i in range(num_parts):
+        torch.manual_seed(_SEED)
+        part = tree_map_only(torch.Tensor, lambda value, i=i: value.chunk(num_parts)[i].clone(), dict(inputs))
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        yield torch.func.functional_call(model, buffers, kwargs=part)
 
 
 def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]]) -> dict[str, float]:

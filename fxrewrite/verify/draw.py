@@ -64,6 +64,7 @@ class Draw:
             is drawn again with a small limit.
         contents: what most tensors of this sample contain; see `InputSpec.contents`.
         points: numbers that the rule compares with, or that its graphs name; see `InputSpec.points`.
+        named: numbers that the rule's code names, which literals are at times.
         wide: whether guessed tensors are at times of integers, or of another dtype than the sample.
         plain: whether tensors are contiguous and their entries are small integers; to shrink a counterexample.
         is_beyond: whether the sampler gave what a condition must refuse, so that nothing else is changed.
@@ -82,6 +83,7 @@ class Draw:
         often: float = 0.4,
         long_sizes: Sequence[int] = (),
         points: Sequence[float] = (),
+        named: Sequence[float] = (),
         wide: bool = False,
         plain: bool = False,
     ) -> None:
@@ -92,6 +94,7 @@ class Draw:
         self.wide = wide
         self.plain = plain
         self.is_beyond = False
+        self.named = tuple(named)
         self.contents: Contents = "integers" if plain else _contents_of(index, domain)
         low, high = (0.0, math.inf) if domain != "moderate" else _MODERATE_POINTS
         self.points = tuple(point for point in points if low <= point <= high)

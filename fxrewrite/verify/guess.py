@@ -20,6 +20,9 @@ from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["Guesses"]
 
+_OF_CLASSES = frozenset({"aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd"})
+"""Losses whose target is class numbers, which a guess by shape alone would seldom be."""
+
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
@@ -65,6 +68,8 @@ class Guesses:
         if kind in ("node", "param", "optional") or (kind == "any" and parameter.kind == "Tensor"):
             if kind == "any" and parameter.optional and draw.flag():
                 return None
+            if term.key in _OF_CLASSES and parameter.name == "target" and self._may_be_classes(name):
+                return draw.spec(_of_classes(context), torch.int64)
             spec = self.facts.tensor(name, context, bindings, draw, attempt)
             before = self._before(part, bindings)
             if before is not None and draw.flag(0.6):
@@ -81,6 +86,11 @@ class Guesses:
         if constants and draw.flag(0.7):
             return draw.choice(*constants)
         return legal_value(parameter, term.key, context, draw)
+
+    def _may_be_classes(self, name: str) -> bool:
+        """Whether a target is of class numbers in this guess; where no constraint says its dtype, in half of them."""
+        dtypes = self.facts.dtypes.get(name)
+        return self.draw.flag() if dtypes is None else torch.int64 in dtypes
 
     def _sizes_of_items(self, name: str, bindings: Mapping[str, Any]) -> list[int] | None:
         """Returns the sizes that a list of numbers has by `are_sizes`; None if no such items are known."""
@@ -101,3 +111,9 @@ class Guesses:
             return None
         before = bindings.get(f"{name}@{int(number) - 1}")
         return before if isinstance(before, InputSpec) else None
+
+
+def _of_classes(context: Sequence[torch.Tensor]) -> list[int]:
+    """The shape of class numbers for scores [N, C, ...] or [C]."""
+    shape = list(context[0].shape) if context else []
+    return shape[:1] * (len(shape) > 1) + shape[2:]

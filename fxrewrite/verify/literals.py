@@ -21,6 +21,8 @@ __all__ = ["NoValueError", "legal_value", "numbers_in", "numbers_of"]
 
 _FLOATS = (0.0, 0.5, 1.0, -2.0, 1e-6, 8.0)
 _INTEGERS = (0, 1, 2, 3, -1, -2)
+_NUMBERS = ("float", "number", "int", "")
+"""Kinds of arguments that are a number; of a Python callable the kind is not known."""
 _WORDS = {"approximate": ("none", "tanh"), "rounding_mode": ("floor", "trunc"), "mode": ("constant", "reflect")}
 _LAST = 2**63 - 1
 
@@ -40,6 +42,9 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
     if parameter.default is not NO_DEFAULT and draw.flag(0.2):
         return parameter.default
     kind, name = parameter.kind, parameter.name
+    named = [n for n in draw.named if kind != "int" or type(n) is int] if kind in _NUMBERS else []
+    if named and name not in DIM_ARGUMENTS and draw.flag(0.25):
+        return draw.choice(*named)
     first = context[0] if context else torch.empty(())
     if kind == "bool":
         return draw.flag()

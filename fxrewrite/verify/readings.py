@@ -12,11 +12,12 @@ from fxrewrite.pattern.terms import Capture, Chain, Each, Either, ListOf, Maybe,
 from fxrewrite.pattern.text import term_text
 from fxrewrite.verify.calls import first_name
 
-__all__ = ["Alternative", "ChoiceSite", "Choose", "Reading", "by_item", "read", "sites"]
+__all__ = ["SEVERAL", "Alternative", "ChoiceSite", "Choose", "Reading", "by_item", "read", "sites"]
 
-_LENGTHS = {"one item": 1, "several items": 3, "no items": 0}
-"""Items of a list of any length that samples have."""
+_LENGTHS = ("one item", "several items", "no items")
 _ONE, _SEVERAL, _NONE = range(3)
+SEVERAL = (3, 5)
+"""How many items several are: of a list of any length, samples have 0, 1, and these by turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ def _sites_at(term: Term) -> Iterator[ChoiceSite]:
         yield ChoiceSite(text, tuple(f"{count} operators" for count in range(term.least, term.most + 1)))
         yield ChoiceSite(f"operator of {text}", term.keys)
     elif isinstance(term, Each):
-        yield ChoiceSite(text, tuple(_LENGTHS), rare=(_NONE,))
+        yield ChoiceSite(text, _LENGTHS, rare=(_NONE,))
     elif isinstance(term, Siblings):
         yield ChoiceSite(text, (f"{term.least} siblings", f"{term.least + 1} siblings"))
     elif isinstance(term, Op) and _commutes(term):
@@ -120,10 +121,12 @@ def _commutes(term: Op) -> bool:
     return term.args[0][1] != term.args[1][1]
 
 
-def read(pattern: Pattern, choose: Choose, given: Mapping[str, Any] | None = None) -> Reading:
+def read(
+    pattern: Pattern, choose: Choose, given: Mapping[str, Any] | None = None, *, several: int = SEVERAL[0]
+) -> Reading:
     """Returns the reading in which `choose` decides every site that it reaches.
 
-    Lists that are `given` by name have as many items as these.
+    Lists that are `given` by name have as many items as these; of others, several items are as many as `several`.
     """
     chosen: dict[Alternative, None] = {}
 
@@ -136,10 +139,13 @@ def read(pattern: Pattern, choose: Choose, given: Mapping[str, Any] | None = Non
     if isinstance(first, Siblings):
         (site,) = _sites_at(first)
         count = first.least + decide(site)
-        each = [_renamed(_resolve(first.each, decide, {}), (first.on,), f"@{index}") for index in range(count)]
+        each = [
+            _renamed(_resolve(first.each, decide, _Lists({}, several)), (first.on,), f"@{index}")
+            for index in range(count)
+        ]
         return Reading(tuple(each), tuple(chosen), first.on)
-    lists = {name: len(given[name]) for name in pattern.lists if name in given} if given else dict[str, int]()
-    outputs = tuple(_resolve(output, decide, lists) for output in pattern.outputs)
+    lists = {name: len(given[name]) for name in pattern.lists if given and name in given}
+    outputs = tuple(_resolve(output, decide, _Lists(lists, several)) for output in pattern.outputs)
     for site in _read_results(pattern):
         left_out = site.options[decide(site)]
         terms = zip(outputs, pattern.outputs, strict=True)
@@ -147,7 +153,15 @@ def read(pattern: Pattern, choose: Choose, given: Mapping[str, Any] | None = Non
     return Reading(outputs, tuple(chosen), lists=lists, through=tuple(name for _, name in pattern.through))
 
 
-def _resolve(term: Term, decide: Callable[..., int], lists: dict[str, int]) -> Term:
+@dataclass(frozen=True, slots=True)
+class _Lists:
+    """How many items lists have, by name, and how many several are of those that are not decided yet."""
+
+    decided: dict[str, int]
+    several: int
+
+
+def _resolve(term: Term, decide: Callable[..., int], lists: _Lists) -> Term:
     if isinstance(term, Maybe):
         (site,) = _sites_at(term)
         return _resolve((term.step, term.base)[decide(site)], decide, lists)
@@ -182,15 +196,15 @@ def _resolve(term: Term, decide: Callable[..., int], lists: dict[str, int]) -> T
     )
 
 
-def _length(term: Each, decide: Callable[..., int], lists: dict[str, int]) -> int:
+def _length(term: Each, decide: Callable[..., int], lists: _Lists) -> int:
     """Returns how many items there are; lists of one name have as many wherever they occur."""
-    decided = next((lists[name] for name in term.names if name in lists), None)
+    decided = next((lists.decided[name] for name in term.names if name in lists.decided), None)
     (site,) = _sites_at(term)
     if decided is None:
-        decided = list(_LENGTHS.values())[decide(site)]
+        decided = {_ONE: 1, _SEVERAL: lists.several, _NONE: 0}[decide(site)]
     else:
         decide(site, _SEVERAL if decided > 1 else _ONE if decided else _NONE)
-    lists.update(dict.fromkeys(term.names, decided))
+    lists.decided.update(dict.fromkeys(term.names, decided))
     return decided
 
 

@@ -30,7 +30,7 @@ from fxrewrite.verify.draw import Domain, Draw, Sampler, contents_within
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
-from fxrewrite.verify.readings import Alternative, ChoiceSite, by_item, read, sites
+from fxrewrite.verify.readings import SEVERAL, Alternative, ChoiceSite, by_item, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
@@ -149,7 +149,18 @@ def verify_rewrite(
     sizes = [int(n) for n in constants if _MOST <= n < _LARGEST and n == int(n)]
     long_sizes = sorted({size for n in sizes for size in (n, n + 1, 2 * n)})
     search = _Search(
-        rule_id, trials, drawn, seed, sampler, domain, Facts(pattern), tuple(imports), tuple(long_sizes), shrink, wide
+        rule_id,
+        trials,
+        drawn,
+        seed,
+        sampler,
+        domain,
+        Facts(pattern),
+        tuple(imports),
+        tuple(long_sizes),
+        tuple(sorted(set(constants))),
+        shrink,
+        wide,
     )
     search.name(constants)
     with quiet():
@@ -218,6 +229,7 @@ class _Search:
     facts: Facts
     imports: tuple[str, ...]
     long_sizes: tuple[int, ...]
+    named: tuple[float, ...]
     shrink: bool
     wide: bool
     points: set[float] = field(default_factory=set[float])
@@ -292,6 +304,7 @@ class _Search:
             often=0.9 if self.trials.bed is not None else 0.4,
             long_sizes=self.long_sizes,
             points=self._points()[:_POINTS],
+            named=self.named,
             wide=self.wide,
             plain=plain,
         )
@@ -305,7 +318,8 @@ class _Search:
 
         given = self._given(draw) if self.trials.pattern.lists else None  # a sampler decides how long lists are
         try:
-            reading = read(self.trials.pattern, choose, given)
+            several = draw.choice(*SEVERAL) if self.trials.pattern.lists else SEVERAL[0]
+            reading = read(self.trials.pattern, choose, given, several=several)
         except NoCallError as error:
             self.problems[str(error)] += 1
             return Trial("impossible", str(error))

@@ -51,7 +51,7 @@ send_rows = torch.library.custom_op(
     "fxrewrite::send_rows",
     _send_rows,
     mutates_args=(),
-    schema="(Tensor[] values, Tensor counts, SymInt rows, str group) -> Tensor[]",
+    schema="(Tensor[] values, Tensor counts, SymInt rows, str group_name) -> Tensor[]",
     tags=HOST_WAITS,
 )
 communicates(send_rows, _send_rows)

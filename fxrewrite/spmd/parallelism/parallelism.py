@@ -276,7 +276,7 @@ class Parallelism:
         if self.method is not None:
             place = (Place(f"{self.name}.place", self.place),) if self.place else ()
             return RuleSet(self.name, *chosen, *place, self.method, *self.expect, atomic=True)
-        shipped, layouts = registered(), LayoutRules(joined_layouts(self.layouts))
+        shipped, layouts = registered(), LayoutRules(joined_layouts((), self.layouts))
         is_own = self.data == "own"
         return RuleSet(
             self.name,

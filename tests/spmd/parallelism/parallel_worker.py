@@ -26,7 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from autosp_rules.parallelism import AUTOSP, AUTOSP_ZERO3, CONTEXT_ZIGZAG
+from autosp_rules import AutoSPConfig
+from autosp_rules.parallelism import AUTOSP, AUTOSP_ZERO3, CONTEXT_ZIGZAG, autosp_parallelism
 from fxrewrite import FxRewriteError
 from fxrewrite.spmd import (
     AtBorder,
@@ -132,6 +133,7 @@ def compared(
     **how: Any,
 ) -> dict[str, Any]:
     """Trains the same model on one device and over the mesh."""
+    torch._dynamo.reset()
     one = model_of(**{name: how.pop(name) for name in ("tied", "layers", "vocabulary") if name in how})
     if how.pop("frozen", False):
         one.model.embed_tokens.requires_grad_(requires_grad=False)
@@ -465,6 +467,8 @@ def of_four(folder: Path) -> dict[str, Any]:
             ZERO3, line, inner="inductor" if TORCH >= (2, 13) else "aot_eager", clip=0.1, frozen=True
         ),
         "experts": compared(EXPERT_ZERO3, line, model_of=mixture),
+        "experts, sequence": compared(EXPERT_ZERO3 | AUTOSP, sequence, model_of=mixture),
+        "a ring, Megatron": compared(autosp_parallelism(AutoSPConfig(attention="ring")) | MEGATRON, both),
         "own statistics": own_statistics(line),
         "other sizes": of_other_sizes(ZERO3, line),
         "other sizes, replicas": of_other_sizes(DATA, line),

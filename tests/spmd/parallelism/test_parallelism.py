@@ -560,7 +560,9 @@ def _sends(node: fx.Node) -> bool:
     return "c10d" in key(node) and "wait" not in key(node)
 
 
-OF_THE_VOCABULARY = ("ZeRO-3, Megatron", "ZeRO-3, Megatron, layer by layer", "logits in chunks of two axes")
+OF_THE_VOCABULARY = (
+    *("ZeRO-3, Megatron", "ZeRO-3, Megatron, layer by layer", "logits in chunks of two axes", "a ring, Megatron"),
+)
 
 
 @pytest.mark.some(0)
@@ -580,7 +582,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
         for other in cells.pop("other parameters")["said"]:
             assert re.search(r"first difference: line \d+: .*layers.1.up.weight", other)
             assert "every rank must use the same parameters at the same call" in other
-        assert len(cells) == (16 if TORCH >= (2, 12) else 15)
+        assert len(cells) == (18 if TORCH >= (2, 12) else 17)
         assert not cells["ZeRO-3, Megatron, in three graphs"].pop("borders")
         borders = cells.get("ZeRO-3, Megatron, in three graphs, DTensors", {}).pop("borders", [])
         assert len(borders) in ((7,) if TORCH >= (2, 12) else (0,)), "values out of a graph and into others"
