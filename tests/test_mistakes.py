@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from torch import fx
 
 from fxrewrite import FxRewriteError, Pattern, Rule, RuleSet, cap, op, rule
 from fxrewrite.backends import capture
+from fxrewrite.ops import communicates
 from fxrewrite.spmd import LayoutRule, Parallelism, Shard, param, sends
 from fxrewrite.testing import simulate
 
 NEG = Pattern((op("neg", cap("x")),))
+SCHEMA = "(Tensor x, str group) -> Tensor"
 DROP = Rule("signs.drop_two", Pattern((op("neg", op("neg", cap("x"))),)), lambda x: x)
 SIGNS = RuleSet("signs", DROP)
 PLAN = SIGNS.once()
@@ -184,6 +187,20 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a frozen model": (
         lambda: simulate(torch.nn.Linear(2, 2).requires_grad_(False), {"input": torch.rand(2, 2)}, MINE, {"tp": 2}),
         r"nothing requires a gradient, so there is no step to train; call model.requires_grad_\(\)",
+    ),
+    "a layout rule for an operator of ATen": (
+        lambda: simulated(Parallelism("mine", axis="tp", layouts=[layout_rule("aten::relu", "a -> a")]), {"tp": 2}),
+        "layout rule mine.rule: aten::relu has one already, .* of 'aten'; leave out yours",
+    ),
+    "a buffer in shards": (
+        lambda: simulate(
+            torch.nn.BatchNorm1d(2), {"input": torch.rand(2, 2)}, replace(MINE, place={param("*"): Shard(0)}), {"tp": 2}
+        ),
+        r"param\('\*'\): S\(0\) matches running_mean, a buffer, which every rank holds whole; leave buffers out",
+    ),
+    "an operator that communicates over a group of another name": (
+        lambda: communicates(torch.library.custom_op("mine::send", lambda x: x, mutates_args=(), schema=SCHEMA), print),
+        "mine::send.* communicates; name the argument of its process group group_name",
     ),
     "a plan that is a list": (lambda: simulated([MINE], {"tp": 2}), "the plan is a list; pass a Parallelism, or sev"),
     "a mesh that is a number": (lambda: simulated(MINE, 2), "the mesh is a int; pass a DeviceMesh, or for simulated"),

@@ -20,12 +20,17 @@ from fxrewrite.spmd.parallelism.alternatives import chosen_for
 from fxrewrite.spmd.parallelism.captured import captured_call
 from fxrewrite.spmd.parallelism.expect import KINDS
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.parameters import check_buffers
 from fxrewrite.spmd.placement import Replicate, Shard
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.testing.fake_mesh import fake_mesh
 from fxrewrite.testing.ranks import run_on_ranks
 
 __all__ = ["Simulated", "simulate"]
+
+
+_SAME = 1e-6
+"""Up to here, a loss of a batch is the mean of the losses of its parts, in float32 too."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +42,11 @@ class Simulated:
         report: what was done.
         loss_error: of each rank's loss against that of one device, relative; along axes with own data, of their mean.
         grad_errors: of each parameter's gradient the largest difference on any rank, relative to the largest gradient
-            of all; infinite where a rank has none, or one that is not a number.
+            of all; infinite where a rank has none, or one that is not a number where one device's is.
         sent: collectives of the forward program, by axis and kind.
+        batch_error: of the mean of the losses of the parts that ranks with own data have, against the loss of the whole
+            batch, relative; large where the loss is a sum, or a mean over labels of which parts have different numbers,
+            or where it depends on statistics of the batch. 0 where no axis has own data.
     """
 
     program: fx.GraphModule
@@ -46,10 +54,11 @@ class Simulated:
     loss_error: float
     grad_errors: Mapping[str, float]
     sent: Mapping[str, Mapping[str, int]]
+    batch_error: float = 0.0
 
     @property
     def grad_error(self) -> float:
-        """The largest error of a gradient; infinite where one is missing, or not a number."""
+        """The largest error of a gradient; infinite where one is missing."""
         return max(self.grad_errors.values(), default=0.0)
 
     def __str__(self) -> str:
@@ -57,7 +66,10 @@ class Simulated:
         error = self.grad_errors.get(worst, 0.0)
         kinds = (", ".join(f"{n} {kind}" for kind, n in of.items()) or "nothing" for of in self.sent.values())
         sent = "; ".join(f"over {axis} {what}" for axis, what in zip(self.sent, kinds, strict=True))
-        return f"loss differs by {self.loss_error:.0e}, gradients by {error:.0e} ({worst}); sent forward: {sent}"
+        said = f"loss differs by {self.loss_error:.0e}, gradients by {error:.0e} ({worst}); sent forward: {sent}"
+        if self.batch_error > _SAME:
+            said += f"; the loss of the whole batch is another than the mean over its parts, by {self.batch_error:.0e}"
+        return said
 
 
 def simulate(
@@ -80,6 +92,7 @@ def simulate(
         FxRewriteError: the plan does not fit the model, or an axis of the plan has no size.
     """
     check_axes(plan, mesh)
+    check_buffers(model, plan)
     tensors = (value for value in tree_leaves((dict(inputs), *model.parameters())) if isinstance(value, torch.Tensor))
     if not any(tensor.requires_grad for tensor in tensors):
         raise FxRewriteError("nothing requires a gradient, so there is no step to train; call model.requires_grad_()")
@@ -95,6 +108,8 @@ def simulate(
         torch.manual_seed(_SEED)
         run = run_on_ranks(program, call.given, device_mesh, placements=placements, backward=_loss_position(program))
     model.zero_grad()
+    with torch.no_grad():
+        whole = _loss(_from_own_buffers(model, inputs)) if own else torch.zeros(())
     loss = torch.stack([_loss(outputs) for outputs in _on_one_device(model, inputs, math.prod(own.values()))]).mean()
     loss.backward()
     found: dict[str, list[torch.Tensor | None]] = {}
@@ -103,7 +118,7 @@ def simulate(
         found[name] = [of_rank[position] for of_rank in run.grads] if is_whole else [joined]
     losses = [_loss(outputs) for outputs in run.outputs]
     wanted = loss.detach()
-    scale = wanted.abs().clamp_min(1e-300).item()
+    scale = wanted.abs().nan_to_num(1.0).clamp_min(1e-300).item()
     off = [torch.stack(losses).mean()] if own else losses
     return Simulated(
         program,
@@ -111,6 +126,7 @@ def simulate(
         max(_error(value, wanted, scale) for value in off),
         _grad_errors(model, found),
         {axis: _sent(program, axis) for axis in mesh},
+        _error(whole, wanted, scale) if own else 0.0,
     )
 
 
@@ -124,10 +140,15 @@ def _on_one_device(model: nn.Module, inputs: Mapping[str, Any], num_parts: int) 
         yield model(**inputs)
         return
     for i in range(num_parts):
-        torch.manual_seed(_SEED)
         part = tree_map_only(torch.Tensor, lambda value, i=i: value.chunk(num_parts)[i].clone(), dict(inputs))
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        yield torch.func.functional_call(model, buffers, kwargs=part)
+        yield _from_own_buffers(model, part)
+
+
+def _from_own_buffers(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """What the model returns; its buffers stay as they are."""
+    torch.manual_seed(_SEED)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return torch.func.functional_call(model, buffers, kwargs=dict(inputs))
 
 
 def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]]) -> dict[str, float]:
@@ -147,10 +168,11 @@ def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]
 
 
 def _error(found: torch.Tensor | None, expected: torch.Tensor, scale: float) -> float:
-    """The largest difference, over `scale`; infinite where there is no gradient, or one that is not a number."""
+    """The largest difference, over `scale`; infinite where there is no gradient, or one that alone is not a number."""
     if found is None:
         return math.inf
-    error = (found - expected).abs().max().item() / scale
+    are_none = found.isnan() & expected.isnan()
+    error = (found - expected).masked_fill(are_none, 0).abs().max().item() / scale
     return math.inf if math.isnan(error) else error
 
 

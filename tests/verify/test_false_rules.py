@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import fx
 
-from fxrewrite import Literal, Pattern, Rule, any_, cap, either, loose, maybe, op, refuse, where
+from fxrewrite import Literal, Pattern, Rule, any_, cap, either, loose, maybe, op, refuse, rule, where
 from fxrewrite.errors import VerificationError
 from fxrewrite.ops import declare_pure
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
@@ -572,3 +573,46 @@ def test_a_rule_that_refuses_every_match_says_why_and_stops_early() -> None:
     verdict = verify(rule_of(torch.sigmoid(X), never), samples=4)
     assert verdict.error.startswith("no sample is rewritten, 32 matches are refused: ")
     assert "not this one" in verdict.error
+
+
+def ignores_another(x, t):
+    return F.cross_entropy(x, t, ignore_index=-1)
+
+
+def forgets_the_logarithm(x, t):
+    return F.cross_entropy(x, t) if t.dtype.is_floating_point else F.nll_loss(x.softmax(1), t)
+
+
+def is_special_at_a_number(x, slope):
+    return torch.relu(x) if slope == 0.2 else F.leaky_relu(x, slope)
+
+
+def forgets_later_items(first, rest, dim):
+    return torch.cat([*(torch.relu(x) for x in (first, *rest)[:4]), *rest[3:]], dim)
+
+
+def loss(x, t):
+    return F.cross_entropy(x, t)
+
+
+def leaky(x, slope: Literal):
+    return F.leaky_relu(x, slope)
+
+
+def of_a_list(first, rest, dim: Literal):
+    return torch.relu(torch.cat([first, *rest], dim))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "replacement", "options"),
+    [
+        (loss, ignores_another, {}),
+        (loss, forgets_the_logarithm, {}),
+        (leaky, is_special_at_a_number, {}),
+        (of_a_list, forgets_later_items, {"where": ["same_dtype(first, rest)", "dtype(first) in {float32, float64}"]}),
+    ],
+)
+def test_classes_named_literals_and_long_lists_are_drawn(pattern: Any, replacement: Any, options: Any) -> None:
+    it = rule("test.it", numerics="approximate", terminates=False, **options)(pattern)
+    it.replacement(replacement)
+    assert it.verify(samples=64).counterexample is not None

@@ -42,10 +42,11 @@ from fxrewrite.spmd.parallelism.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
-from fxrewrite.spmd.propagation.sites import Site, check_matches, held_placement
+from fxrewrite.spmd.propagation.sites import Site, Stored, check_matches, held_placement
 from fxrewrite.spmd.runtime.borders import ChunkedTensor
 
 __all__ = [
+    "check_buffers",
     "local_value",
     "local_values",
     "shard_parameters",
@@ -161,6 +162,7 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
     """
     check_axes(plan, mesh)
     require_chosen(plan)
+    check_buffers(model, plan)
     if isinstance(model, OptimizedModule):
         raise FxRewriteError(
             "the model is what torch.compile returned; shard the parameters of the model itself, and then compile it: "
@@ -203,6 +205,20 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
     join_arguments(model, stated_arguments(plan, mesh))
     model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
     return model
+
+
+def check_buffers(model: nn.Module, plan: Parallelism | Parallelisms) -> None:
+    """Raise FxRewriteError if the plan states a buffer in shards, which `shard_parameters` leaves whole."""
+    stated = [(member, site, placed) for member in plan.members for site, placed in member.place.items()]
+    for member, site, placed in stated:
+        if site.kind != "param" or isinstance(placed, Stored) or as_placement(placed) == Replicate():  # pyright: ignore[reportArgumentType]
+            continue
+        for name, _ in model.named_buffers():
+            if site.matches(name):
+                raise FxRewriteError(
+                    f"{member.name}: {site}: {placed} matches {name}, a buffer, which every rank holds whole; leave "
+                    f"buffers out, as param({site.glob!r}, but={name!r}), or make it a parameter"
+                )
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
@@ -219,6 +220,29 @@ def test_uneven_shards() -> None:
             FxRewriteError, match=r"up.weight: ranks of an inner axis hold uneven shards of dimension 0"
         ):
             shard_parameters(Model(), strict | replace(ZERO3, axis="tp"), ten)
+
+
+class Uneven(nn.Module):
+    """A loss that is no mean over rows, of statistics of the batch and of what a buffer counts; NaN in some parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(self.linear(x))
+        self.seen.add_(hidden.detach().sum(0) + len(x))
+        return F.cross_entropy(hidden * self.seen, at, reduction="sum") + F.cross_entropy(hidden, at)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_own_data_is_compared_with_the_mean_of_the_losses_of_its_parts(ranks: int) -> None:
+    at = torch.tensor([0, 1, 2, -100, -100, -100, 1, 2])  # of four ranks, one has no label
+    x = torch.arange(48.0).double().sin().reshape(8, 6)
+    for plan in (DATA, ZERO3):
+        found = simulate(Uneven().double(), {"x": x, "at": at}, plan, {"dp": ranks})
+        assert max(found.loss_error, found.grad_error) < 1e-12, str(found)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -832,7 +856,9 @@ def test_a_simulation_compares_everything() -> None:
     assert len(found.grad_errors) == 6, found.grad_errors
     assert max(found.loss_error, found.grad_error) < 1e-14, str(found)
     summed = simulate(Odd(is_sum=True, p=0.0).double(), given, DATA, {"dp": 2})
-    assert summed.grad_error > 0.1, "the mean of sums over parts of a batch is not the sum over the batch"
+    assert max(summed.loss_error, summed.grad_error) < 1e-14
+    assert summed.batch_error > 0.1, "the mean of sums over parts of a batch is not the sum over the batch"
+    assert "the loss of the whole batch is another than the mean over its parts, by 1e+00" in str(summed)
     with pytest.raises(FxRewriteError, match="returns no loss"):
         simulate(nn.Linear(6, 6), {"input": X}, DATA, {"dp": 2})
     with fake_mesh((2,), ("dp",)) as mesh:
