@@ -17,7 +17,7 @@ from autosp_rules.inputs import why_not_called
 from autosp_rules.memory.checkpoint import checkpoint_text
 from autosp_rules.memory.offload import offloaded
 from autosp_rules.program import ADVICE, ShardedProgram, WholeProgram
-from autosp_rules.report import AutoSPReport, ProgramIsLast
+from autosp_rules.report import AutoSPReport
 from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, transform
 from fxrewrite import FxRewriteError, graph_text
 from fxrewrite.backends import (
@@ -38,6 +38,7 @@ from fxrewrite.spmd import (
     Axis,
     ChunkedTensor,
     Crossing,
+    ProgramIsLast,
     RegionsCompiled,
     WholeCalls,
     agree,

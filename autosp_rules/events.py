@@ -8,10 +8,19 @@ from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import Checkpointed, Recomputation, TagsUnread
 from autosp_rules.memory.logits import LogitsDropped, LogitsHeld, LogitsNoOutput
 from autosp_rules.memory.mlps import MlpsTiled, MlpsWhole
-from autosp_rules.report import LeftAlone, ProgramIsLast
+from autosp_rules.report import LeftAlone
 from autosp_rules.sequence import OneToken, Padded, TooShort
 from autosp_rules.transform import Offloaded
-from fxrewrite.spmd import AtBorder, Drawn, Gathered, OutputSharded, ProductsWhole, RegionsCompiled, Summed
+from fxrewrite.spmd import (
+    AtBorder,
+    Drawn,
+    Gathered,
+    OutputSharded,
+    ProductsWhole,
+    ProgramIsLast,
+    RegionsCompiled,
+    Summed,
+)
 
 __all__ = [
     "AtBorder",

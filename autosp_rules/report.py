@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from torch import fx
 
 from autosp_rules.memory.budget import MemoryFitted
@@ -14,7 +14,7 @@ from autosp_rules.memory.costs import bytes_of, sends_of
 from fxrewrite import Event, EventLog, Refusal, Report
 from fxrewrite.spmd import ADJOINTS, COLLECTIVE_KINDS, Axis, ProductsWhole, collective_bytes, size_hint
 
-__all__ = ["AutoSPReport", "Collective", "LeftAlone", "ProgramIsLast", "summarize", "whole_share"]
+__all__ = ["AutoSPReport", "Collective", "LeftAlone", "summarize", "whole_share"]
 
 _DIRECTIONS = ("forward", "again", "backward")
 
@@ -38,20 +38,6 @@ class LeftAlone(Event, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.why}: the graph went to the inner backend as it was, and runs whole on every rank"
-
-
-class ProgramIsLast(Event, frozen=True):
-    """Dynamo makes no other program of the function: calls that need one run uncompiled, without AutoSP."""
-
-    kind: Literal["last program"] = "last program"
-    limit: int = Field(description="torch._dynamo.config.recompile_limit")
-
-    def __str__(self) -> str:
-        return (
-            f"this is program {self.limit} of {self.limit} that torch.compile makes of the function: calls that need "
-            "another one run uncompiled, whole on every rank; mark the sizes that change (torch._dynamo.mark_dynamic), "
-            "or set torch._dynamo.config.recompile_limit higher"
-        )
 
 
 class AutoSPReport(EventLog):

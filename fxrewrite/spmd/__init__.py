@@ -35,6 +35,7 @@ from fxrewrite.spmd.events import (
     Gathered as Gathered,
     OutputSharded as OutputSharded,
     ProductsWhole as ProductsWhole,
+    ProgramIsLast as ProgramIsLast,
     ReadOwn as ReadOwn,
     RegionsCompiled as RegionsCompiled,
     Summed as Summed,

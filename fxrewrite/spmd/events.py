@@ -16,6 +16,7 @@ __all__ = [
     "NotInPart",
     "OutputSharded",
     "ProductsWhole",
+    "ProgramIsLast",
     "ReadOwn",
     "RegionsCompiled",
     "Summed",
@@ -129,6 +130,21 @@ class Summed(_AtNode, frozen=True):
 
     def __str__(self) -> str:
         return f"summed: {self._where}: {_NOT_LINEAR}, so they are summed over the ranks before it"
+
+
+class ProgramIsLast(Event, frozen=True):
+    """Dynamo makes no other program of the function: calls that need one run uncompiled, and not in parallel."""
+
+    kind: Literal["last program"] = "last program"
+    limit: int = Field(description="torch._dynamo.config.recompile_limit")
+
+    def __str__(self) -> str:
+        return (
+            f"this is program {self.limit} of {self.limit} that torch.compile makes of the function: calls that need "
+            "another one run uncompiled, whole on every rank, or end with an error of torch's where parameters are in "
+            "shards; mark the sizes that change (torch._dynamo.mark_dynamic), or set "
+            "torch._dynamo.config.recompile_limit higher"
+        )
 
 
 class ReadOwn(_AtNode, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -17,6 +18,7 @@ from fxrewrite.backends import (
     graph_break_reason,
     inner_compiler,
     normalized,
+    reached_recompile_limit,
     refuse_dependence_on_values,
     refuse_precompile,
     untraced_callers,
@@ -28,7 +30,7 @@ from fxrewrite.graph.other_sizes import check_sizes
 from fxrewrite.ops import is_parameter
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext, contexts
-from fxrewrite.spmd.events import RegionsCompiled
+from fxrewrite.spmd.events import ProgramIsLast, RegionsCompiled
 from fxrewrite.spmd.group import axis_of, fix_rank
 from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
@@ -43,6 +45,8 @@ from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, en
 from fxrewrite.spmd.runtime.outputs import ChunkedOutputs, is_with_loss
 
 __all__ = ["SpmdBackend", "spmd"]
+
+log = logging.getLogger(__name__)
 
 Breaks: TypeAlias = Literal["gather", "dtensor"]
 """What programs pass to each other where ranks hold it in chunks: whole values, or DTensors."""
@@ -112,6 +116,9 @@ class SpmdBackend:
         self._has_arguments |= bool(chunks)
         self._comparisons.agree_on_chunks(gm, chunks, example_inputs)
         program, report, outputs = self._lowered(gm, crossing)
+        if limit := reached_recompile_limit():
+            report.events.append(ProgramIsLast(limit=limit))
+            log.warning("spmd: %s", report.events[-1])
         self._check_inputs(program, dtensors, chunks, crossing.chunks)
         self.reports.append(report)
         comparisons = self._comparisons.of(program, chunks, f"regions={self._regions}")

@@ -34,6 +34,7 @@ from fxrewrite.spmd import (
     OutputSharded,
     Parallelism,
     Partial,
+    ProgramIsLast,
     Replicate,
     Shard,
     Stored,
@@ -220,6 +221,19 @@ def test_uneven_shards() -> None:
             FxRewriteError, match=r"up.weight: ranks of an inner axis hold uneven shards of dimension 0"
         ):
             shard_parameters(Model(), strict | replace(ZERO3, axis="tp"), ten)
+
+
+def test_the_last_program_that_dynamo_makes_says_so(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    backend = spmd(TENSOR, mesh=mesh, inner="aot_eager")
+    step = torch.compile(shard_parameters(Model(), TENSOR, mesh), backend=backend, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in (2, 3):
+            step(X[:rows])
+    first, last = (report.events_of(ProgramIsLast) for report in backend.reports)
+    assert not first
+    assert f"spmd: {last[0]}" in caplog.messages
+    assert "or end with an error of torch's where parameters are in shards; mark the sizes" in str(last[0])
 
 
 class Uneven(nn.Module):
