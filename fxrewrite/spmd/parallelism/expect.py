@@ -72,6 +72,7 @@ class Sends:
                     raise FxRewriteError(
                         f"{module or 'the program'} has {counts[kind]} {kind} over {axis.name}, and {expected} are "
                         f"expected ({self.text()}){':' if lines else ''}{lines}\n"
+                        f"fxrewrite.testing.explain_placement(model, inputs, plan, mesh, {module or '*'!r}) says why; "
                         "if the model has more in it than the plan speaks of, as adapters, state in the plan what it "
                         "sends: dataclasses.replace(plan, expect=[...]), or () to count nothing"
                     )

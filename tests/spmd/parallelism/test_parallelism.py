@@ -421,12 +421,12 @@ def test_a_gather_that_nobody_reads_is_not_sent() -> None:
 
 
 class Permuted(nn.Module):
-    """Its weight is read in an order that is a buffer."""
+    """Its weight is read in an order that is a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.arange(36.0).sin().reshape(6, 6))
-        self.register_buffer("order", torch.arange(6).flip(0))
+        self.order = nn.Parameter(torch.arange(6).flip(0), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight[self.order]).square().mean()
