@@ -52,17 +52,18 @@ class Tail:
     inputs: tuple[int, ...]
 
     def operands(self, values: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """What the module is called with, of all that the program returned, and of its inputs in that call."""
         return (*(values[i] for i in self.values), *(inputs[i] for i in self.inputs))
 
     def gradients(self, operands: Sequence[Any], gradient: torch.Tensor) -> list[torch.Tensor | None]:
         """The gradient of each operand, None of what requires none; `gradient` is that of the output."""
-        refused = torch.is_grad_enabled()  # create_graph=True
+        is_again = torch.is_grad_enabled()  # create_graph=True: somebody may differentiate the gradients
         with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False):
             held = [_leaf(x) if isinstance(x, torch.Tensor) else x for x in operands]
             output = self.module(*held)
         wanted = [x for x in held if isinstance(x, torch.Tensor) and x.requires_grad]
         found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-        if refused:
+        if is_again:
             found = refuse_second_derivatives(found)
         by_leaf = dict(zip(map(id, wanted), found, strict=True))
         return [by_leaf.get(id(x)) for x in held]
@@ -114,7 +115,8 @@ class _Finder:
 
     def tail_of(self, value: Any) -> list[fx.Node] | None:
         """The operators that compute a value from ones that are much smaller, and from parameters, in order."""
-        if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+        result = value.meta.get("val") if isinstance(value, fx.Node) else None
+        if not isinstance(result, torch.Tensor) or not (result.is_floating_point() or result.is_complex()):
             return None
         found: dict[fx.Node, None] = {}
         todo = value

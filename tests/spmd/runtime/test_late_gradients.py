@@ -31,7 +31,8 @@ class Scored(nn.Module):
 
     def forward(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = self.score(self, torch.relu(self.up(x)))
-        return F.cross_entropy(scores.flatten(0, -2), at.flatten()), scores
+        scores, returned = scores if isinstance(scores, tuple) else (scores, scores)
+        return F.cross_entropy(scores.flatten(0, -2), at.flatten()), returned
 
 
 HAS_A_TAIL: dict[str, Callable[..., Any]] = {
@@ -46,6 +47,7 @@ HAS_A_TAIL: dict[str, Callable[..., Any]] = {
 HAS_NONE: dict[str, Callable[..., Any]] = {
     "as large as what it is of": lambda m, h: F.linear(h, m.head.weight[:16]),
     "noise": lambda m, h: (y := m.head(h)) + torch.randn(y.shape, dtype=torch.float64),
+    "whole numbers": lambda m, h: (m.head(h), F.one_hot(h.argmax(-1), 8 * CLASSES)),
     "a written buffer": lambda m, h: m.head(h) + m.steps.add_(1.0),
 }
 
