@@ -102,7 +102,7 @@ class AutoSPBackend:
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
         recomputed = checkpoint_text(program)
-        text = f"{_order_of(self.config)}\n{recomputed}{graph_text(program)}"
+        text = f"{_order_of(self.config)}\n{recomputed}{graph_text(program, canonical_order=True)}"
         with raised_as_autosp_error():
             agree(axis, text, timeout=self.config.timeout)
         if limit := reached_recompile_limit():

@@ -48,6 +48,7 @@ from autosp_rules.memory.costs import (
     read_in_backward,
 )
 from fxrewrite import Edit, Event, Report
+from fxrewrite.graph import in_canonical_order
 from fxrewrite.ops import is_pure, is_random, key
 from fxrewrite.spmd import COLLECTIVES
 
@@ -82,7 +83,7 @@ def is_recomputed(node: fx.Node) -> bool:
 
 def checkpoint_text(program: fx.GraphModule) -> str:
     """Returns a digest of the tags, which must be equal on all ranks because recomputing may send; "" without tags."""
-    again = " ".join(node.name for node in program.graph.nodes if is_recomputed(node))
+    again = " ".join(str(i) for i, node in enumerate(in_canonical_order(program.graph)) if is_recomputed(node))
     return f"recomputed {hashlib.sha256(again.encode()).hexdigest()[:16]}\n" if again else ""
 
 

@@ -1,6 +1,7 @@
 """Facts about FX graphs: canonical text, differences, where a node comes from, sizes, and transactions that edit."""
 
 from fxrewrite.graph.bodies import bodies as bodies, nodes_of as nodes_of
+from fxrewrite.graph.canonical_order import in_canonical_order as in_canonical_order
 from fxrewrite.graph.closed import (
     ClosedValues as ClosedValues,
     LargeValueError as LargeValueError,

@@ -17,7 +17,7 @@ import enum
 import hashlib
 import inspect
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
+from fxrewrite.graph.canonical_order import in_canonical_order
 from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.source import source_line
@@ -59,14 +60,23 @@ def graph_text(
     rules: bool = False,
     axis_names: Mapping[str, str] | None = None,
     without: Collection[fx.Node] = (),
+    canonical_order: bool = False,
 ) -> str:
     """Returns the graph as text, one value per line, optionally with facts, source line, and the rules that made it.
 
     `axis_names` maps process-group names to mesh axes for nodes without `meta["axis"]`. Nodes in `without` are omitted,
-    such as those that a transaction is going to erase.
+    such as those that a transaction is going to erase. In `canonical_order`, graphs that differ in the order of
+    independent operators have one text.
     """
-    writer = GraphWriter(gm, facts=facts, source=source, rules=rules, axis_names=axis_names, without=without)
+    order = in_canonical_order if canonical_order else None
+    writer = GraphWriter(
+        gm, facts=facts, source=source, rules=rules, axis_names=axis_names, without=without, order=order
+    )
     return "\n".join(line for _, line in writer.lines())
+
+
+def _as_they_are(graph: fx.Graph) -> Iterable[fx.Node]:
+    return graph.nodes
 
 
 def graph_digest(gm: fx.GraphModule) -> str:
@@ -89,6 +99,7 @@ class GraphWriter:
         rules: bool = False,
         axis_names: Mapping[str, str] | None = None,
         without: Collection[fx.Node] = (),
+        order: Callable[[fx.Graph], Iterable[fx.Node]] | None = None,
     ) -> None:
         self._facts, self._source, self._rules = facts, source, rules
         self._axis_names = axis_names or {}
@@ -96,6 +107,7 @@ class GraphWriter:
         self._names: dict[fx.Node, str] = {}
         self._symbols: dict[str, str] = {}
         self._without = without
+        self._nodes = order or _as_they_are
         self._graphs = [gm]
         self._num_values = 0
         for graph in self._graphs:  # grows: naming a graph finds its subgraphs
@@ -106,7 +118,7 @@ class GraphWriter:
         for index, gm in enumerate(self._graphs):
             if index:
                 yield None, f"@{index - 1}:"
-            for node in gm.graph.nodes:
+            for node in self._nodes(gm.graph):
                 if not self._is_body(gm, node) and node not in self._without:
                     yield node, ("  " if index else "") + self.line(gm, node)
 
@@ -129,7 +141,7 @@ class GraphWriter:
 
     def _name_values(self, gm: fx.GraphModule) -> None:
         taken: set[str] = set()
-        for node in gm.graph.nodes:
+        for node in self._nodes(gm.graph):
             if self._is_body(gm, node):
                 body = _attribute(gm, node.target)
                 if body not in self._graphs:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
@@ -210,3 +211,37 @@ def test_another_process_writes_the_same_text() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == graph_digest(chain(torch.relu, aten.neg.default))
+
+
+def test_in_canonical_order_only_what_has_effects_keeps_its_place() -> None:
+    def text(function: Any) -> str:
+        x, y = torch.ones(3), torch.ones(3)
+        return graph_text(make_fx(function, tracing_mode="fake")(x, y), canonical_order=True)
+
+    def one(x: Any, y: Any) -> Any:
+        a, b = x.sin(), y.cos()
+        return a.exp() * b, torch.rand(3), torch.randn(3)
+
+    def other(x: Any, y: Any) -> Any:
+        b = y.cos()
+        a = x.sin()
+        return a.exp() * b, torch.rand(3), torch.randn(3)
+
+    def draws_otherwise(x: Any, y: Any) -> Any:
+        normal, uniform = torch.randn(3), torch.rand(3)
+        return x.sin().exp() * y.cos(), uniform, normal
+
+    def reads_before(x: Any, y: Any) -> Any:
+        z = x.clone()
+        read = z * 2
+        z.add_(1)
+        return read, z
+
+    def reads_behind(x: Any, y: Any) -> Any:
+        z = x.clone()
+        z.add_(1)
+        return z * 2, z
+
+    assert text(one) == text(other) != text(draws_otherwise)
+    assert text(reads_before) != text(reads_behind)
+    assert text(one).count("\n") == len(text(one).splitlines()) - 1 == 8, "every node"

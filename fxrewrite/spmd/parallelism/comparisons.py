@@ -97,7 +97,7 @@ class RankComparisons:
         """
         placeholders, held = program.graph.find_nodes(op="placeholder"), input_placements(program)
         without = _offsets(program)
-        whole_text = graph_text(program, without=without)
+        whole_text = graph_text(program, without=without, canonical_order=True)
         drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
         found: list[Comparison] = []
         for member in self._plan.members:

@@ -175,8 +175,11 @@ class RankChecks:
     ) -> None:
         self._axis, self._advice, self._timeout = axis, advice, timeout
         self._inputs, self._whole, self._every_call = inputs, whole, every_call
-        self._names = [_name(node) for node in placeholders]
-        self._is_parameter = [is_parameter(node) for node in placeholders]
+        names = [_name(node) for node in placeholders]
+        self._order = sorted(range(len(names)), key=names.__getitem__)
+        """Of inputs, by name: processes may read them in different orders."""
+        self._names = [names[i] for i in self._order]
+        self._is_parameter = [is_parameter(placeholders[i]) for i in self._order]
         self._drawn = drawn
         self._devices = devices_of(drawn)
         self.calls = 0
@@ -235,7 +238,7 @@ class RankChecks:
             self.settle()
 
     def _each(self, inputs: Sequence[Any]) -> list[tuple[str, Any, bool]]:
-        return list(zip(self._names, inputs, self._is_parameter, strict=True))
+        return list(zip(self._names, [inputs[i] for i in self._order], self._is_parameter, strict=True))
 
     def _send(self, inputs: Sequence[Any]) -> None:
         """Start comparing this call, or no call but those of programs that run whole where inputs are empty."""

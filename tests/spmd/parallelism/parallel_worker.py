@@ -402,6 +402,36 @@ def not_a_number(mesh: DeviceMesh) -> int:
     return differ
 
 
+class Ordered(nn.Module):
+    """Reads its buffers in an order that each process has its own, as that of a set of texts is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.register_buffer("scale", torch.arange(6.0).cos())
+        self.register_buffer("shift", torch.arange(6.0).sin())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        names = ("scale", "shift") if dist.get_rank() % 2 else ("shift", "scale")
+        read = {name: getattr(self, name) * 2 for name in names}
+        return (self.down(self.up(x).relu()) * read["scale"] + read["shift"]).square().mean()
+
+
+def in_other_orders(mesh: DeviceMesh) -> dict[str, float]:
+    """Gradients where programs of ranks differ in the order of independent operators, and of inputs."""
+    torch._dynamo.reset()
+    plan = Parallelism("tensor", axis="tp", place={param("up.{weight,bias}"): Shard(0), param("down.weight"): Shard(1)})
+    one, x = Ordered().double(), torch.arange(24.0).double().sin().reshape(4, 6)
+    model = shard_parameters(copy.deepcopy(one), plan, mesh)
+    backend = spmd(plan, mesh=mesh, inner="aot_eager", timeout=60)
+    torch.compile(model, backend=backend)(x).backward()
+    backend.check_ranks()
+    one(x).backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {"parameters": largest(found, {name: p.grad for name, p in one.named_parameters()})}
+
+
 def with_logits(mesh: DeviceMesh) -> dict[str, float]:
     """Gradients of a loss to which eager code adds what it makes of logits that ranks of two axes hold in chunks.
 
@@ -475,6 +505,7 @@ def of_four(folder: Path) -> dict[str, Any]:
         "other parameters": {"said": of_other_parameters(line)},
         "ranks that differ": differing(square),
         "logits in chunks of two axes": with_logits(both),
+        "other orders": in_other_orders(square),
         "not a number": {"parameters": not_a_number(line)},
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),

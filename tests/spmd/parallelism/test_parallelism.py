@@ -610,7 +610,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
     for text in launch("../spmd/parallelism/parallel_worker.py", "", 4, tmp_path):
         cells = json.loads(text)
         weights, values, uncut, sizes = cells.pop("ranks that differ")["said"]
-        assert "differ in parameter down_proj.weight of call 1" in weights
+        assert re.search(r"differ in parameter [\w.]+ of call 1", weights), weights
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
         assert re.search(
@@ -620,7 +620,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
         for other in cells.pop("other parameters")["said"]:
             assert re.search(r"first difference: line \d+: .*layers.1.up.weight", other)
             assert "every rank must use the same parameters at the same call" in other
-        assert len(cells) == (18 if TORCH >= (2, 12) else 17)
+        assert len(cells) == (19 if TORCH >= (2, 12) else 18)
         assert not cells["ZeRO-3, Megatron, in three graphs"].pop("borders")
         borders = cells.get("ZeRO-3, Megatron, in three graphs, DTensors", {}).pop("borders", [])
         assert len(borders) in ((7,) if TORCH >= (2, 12) else (0,)), "values out of a graph and into others"
