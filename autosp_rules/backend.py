@@ -109,6 +109,7 @@ class AutoSPBackend:
             report.events.append(ProgramIsLast(limit=limit))
             log.warning("autosp: %s", report.events[-1])
         self.reports.append(report)
+        # Before it is compiled: the program returns more from here on, and deferred outputs without a gradient.
         sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
         self._programs.append(sharded)
         fix_rank(program)

@@ -107,7 +107,9 @@ class GraphWriter:
         self._names: dict[fx.Node, str] = {}
         self._symbols: dict[str, str] = {}
         self._without = without
-        self._nodes = order or _as_they_are
+        self._order = order or _as_they_are
+        self._nodes: list[list[fx.Node]] = []
+        """Of each graph, in order."""
         self._graphs = [gm]
         self._num_values = 0
         for graph in self._graphs:  # grows: naming a graph finds its subgraphs
@@ -118,7 +120,7 @@ class GraphWriter:
         for index, gm in enumerate(self._graphs):
             if index:
                 yield None, f"@{index - 1}:"
-            for node in self._nodes(gm.graph):
+            for node in self._nodes[index]:
                 if not self._is_body(gm, node) and node not in self._without:
                     yield node, ("  " if index else "") + self.line(gm, node)
 
@@ -141,7 +143,8 @@ class GraphWriter:
 
     def _name_values(self, gm: fx.GraphModule) -> None:
         taken: set[str] = set()
-        for node in self._nodes(gm.graph):
+        self._nodes.append(list(self._order(gm.graph)))
+        for node in self._nodes[-1]:
             if self._is_body(gm, node):
                 body = _attribute(gm, node.target)
                 if body not in self._graphs:

@@ -47,6 +47,8 @@ class Simulated:
         batch_error: of the mean of the losses of the parts that ranks with own data have, against the loss of the whole
             batch, relative; large where the loss is a sum, or a mean over labels of which parts have different numbers,
             or where it depends on statistics of the batch. 0 where no axis has own data.
+        num_nan: how many numbers of the loss and of gradients are not numbers on one device; where a rank's are none
+            either, they count as equal.
     """
 
     program: fx.GraphModule
@@ -55,6 +57,7 @@ class Simulated:
     grad_errors: Mapping[str, float]
     sent: Mapping[str, Mapping[str, int]]
     batch_error: float = 0.0
+    num_nan: int = 0
 
     @property
     def grad_error(self) -> float:
@@ -69,6 +72,8 @@ class Simulated:
         said = f"loss differs by {self.loss_error:.0e}, gradients by {error:.0e} ({worst}); sent forward: {sent}"
         if self.batch_error > _SAME:
             said += f"; the loss of the whole batch is another than the mean over its parts, by {self.batch_error:.0e}"
+        if self.num_nan:
+            said += f"; {self.num_nan} numbers are NaN on one device, and say nothing"
         return said
 
 
@@ -127,6 +132,7 @@ def simulate(
         _grad_errors(model, found),
         {axis: _sent(program, axis) for axis in mesh},
         _error(whole, wanted, scale) if own else 0.0,
+        sum(int(x.isnan().sum()) for x in (wanted, *(p.grad for p in model.parameters() if p.grad is not None))),
     )
 
 
@@ -154,7 +160,7 @@ def _from_own_buffers(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
 def _grad_errors(model: nn.Module, found: Mapping[str, list[torch.Tensor | None]]) -> dict[str, float]:
     """The error of each parameter's gradients, one or one of each rank, against those that the model has."""
     expected = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    largest = max((grad.abs().max().item() for grad in expected.values()), default=0.0) or 1.0
+    largest = max((grad.abs().nan_to_num(0.0).max().item() for grad in expected.values()), default=0.0) or 1.0
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)

@@ -41,7 +41,7 @@ from fxrewrite.spmd.parallelism.arguments import join_arguments, stated_argument
 from fxrewrite.spmd.parallelism.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.subclassed import subclassed
-from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, as_placement, local_shape
+from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, Zigzag, as_placement, local_shape
 from fxrewrite.spmd.propagation.sites import Site, Stored, check_matches, held_placement
 from fxrewrite.spmd.runtime.borders import ChunkedTensor
 
@@ -211,7 +211,7 @@ def check_buffers(model: nn.Module, plan: Parallelism | Parallelisms) -> None:
     """Raise FxRewriteError if the plan states a buffer in shards, which `shard_parameters` leaves whole."""
     stated = [(member, site, placed) for member in plan.members for site, placed in member.place.items()]
     for member, site, placed in stated:
-        if site.kind != "param" or isinstance(placed, Stored) or as_placement(placed) == Replicate():  # pyright: ignore[reportArgumentType]
+        if site.kind != "param" or isinstance(placed, (Stored, Zigzag)) or as_placement(placed) == Replicate():
             continue
         for name, _ in model.named_buffers():
             if site.matches(name):

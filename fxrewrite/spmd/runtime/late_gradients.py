@@ -35,7 +35,7 @@ aten = torch.ops.aten
 _SMALLER = 4
 """How many times smaller than an output must be what it is computed from: that is what the caller holds in addition."""
 _MOST = 16
-"""Most operators of a tail on activations: a head with a scale, a soft cap and casts has ten."""
+"""Most operators of a tail on activations: a head with a scale, a soft cap and casts has fewer."""
 
 
 @dataclass(frozen=True, slots=True)

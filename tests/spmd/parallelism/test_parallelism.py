@@ -257,6 +257,7 @@ def test_own_data_is_compared_with_the_mean_of_the_losses_of_its_parts(ranks: in
     for plan in (DATA, ZERO3):
         found = simulate(Uneven().double(), {"x": x, "at": at}, plan, {"dp": ranks})
         assert max(found.loss_error, found.grad_error) < 1e-12, str(found)
+        assert ("are NaN on one device" in str(found)) == (ranks == 4)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -610,7 +611,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
     for text in launch("../spmd/parallelism/parallel_worker.py", "", 4, tmp_path):
         cells = json.loads(text)
         weights, values, uncut, sizes = cells.pop("ranks that differ")["said"]
-        assert re.search(r"differ in parameter [\w.]+ of call 1", weights), weights
+        assert "differ in parameter down_proj.bias of call 1" in weights, "the first by name"
         assert "first difference: line" in weights
         assert "differ in input x of call" in values
         assert re.search(
