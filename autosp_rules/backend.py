@@ -96,9 +96,10 @@ class AutoSPBackend:
         except NoSequenceError:
             if not (border.graph_break or self.reports):
                 raise
+            border.crossing = self._crossing(gm, example_inputs, axis, "the graph has no sequence")
             self._report_whole(axis, border)
             whole = WholeProgram(gm, self.config, axis, border, self._whole_calls, self._refuse_no_sequence)
-            whole.run = compile_whole(gm, crossing.examples(gm, example_inputs))
+            whole.run = compile_whole(gm, border.crossing.examples(gm, example_inputs))
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
         recomputed = checkpoint_text(program)
@@ -158,7 +159,9 @@ class AutoSPBackend:
         return self
 
     def _report_whole(self, axis: Axis, border: Border) -> None:
-        self.reports.append(AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break))
+        report = AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break)
+        report.events.extend(border.crossing.events)
+        self.reports.append(report)
         part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
         level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
         log.log(level, "autosp: a graph without a sequence%s runs whole on every rank", part)

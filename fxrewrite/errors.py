@@ -196,7 +196,7 @@ class RefusedError(FxRewriteError):
 
 
 def refuse(reason: str, *, hint: str = "", node: Any = None, kind: Reason = Reason.RULE, **data: Any) -> NoReturn:
-    """Refuse the rewrite at hand; to be called from guards, replacements and layout rules.
+    """Refuse the current rewrite; to be called from guards, replacements and layout rules.
 
     Args:
         reason: one clause with the numbers in it.

@@ -13,7 +13,7 @@ from fxrewrite.errors import FxRewriteError
 
 __all__ = ["Worklist", "solve"]
 
-Fact = TypeVar("Fact")
+T = TypeVar("T")
 
 
 class Worklist:
@@ -40,13 +40,13 @@ class Worklist:
 
 def solve(
     graph: fx.Graph,
-    transfer: Callable[[fx.Node, dict[fx.Node, Fact]], Fact],
+    transfer: Callable[[fx.Node, dict[fx.Node, T]], T],
     *,
     backward: bool = False,
     start: Iterable[fx.Node] | None = None,
-    facts: dict[fx.Node, Fact] | None = None,
+    facts: dict[fx.Node, T] | None = None,
     max_visits: int = 64,
-) -> dict[fx.Node, Fact]:
+) -> dict[fx.Node, T]:
     """The least solution of `facts[node] == transfer(node, facts)` that is reached from `start` (default: every node).
 
     A changed fact sends the node's users (backward: its inputs) to the worklist again. Raises FxRewriteError naming

@@ -137,6 +137,10 @@ class RuleReport(BaseModel):
     rewrites: int = Field(default=0, description="changes made")
     refusals: list[Refusal] = Field(default_factory=list[Refusal], description="matches that were left alone, and why")
     seconds: float = Field(default=0.0, description="wall time in this rule's checks and replacements, or in the step")
+    _known: set[Refusal] = PrivateAttr(default_factory=set[Refusal])
+
+    def model_post_init(self, context: Any, /) -> None:
+        self._known.update(self.refusals)
 
     @field_serializer("refusals")
     def _refusals(self, refusals: list[Refusal]) -> list[dict[str, Any]]:
@@ -157,7 +161,8 @@ class RuleReport(BaseModel):
 
     def refuse(self, refusal: Refusal) -> None:
         """Count a refusal; a fixpoint meets the same one in every round, and it is counted once."""
-        if not any(old == refusal for old in self.refusals if old.node == refusal.node):
+        if refusal not in self._known:
+            self._known.add(refusal)
             self.refusals.append(refusal)
 
 

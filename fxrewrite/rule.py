@@ -98,10 +98,10 @@ class Rule:
         provider: str = "",
     ) -> None:
         if not isinstance(id, str) or not id or any(c.isspace() for c in id):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RuleDefinitionError(f"{id!r} is no id of a rule; write it as family.verb_object")
+            raise RuleDefinitionError(f"{id!r} is not the id of a rule; write it as family.verb_object")
         for value, kind in ((numerics, Numerics), (rng, Rng), (shapes, Shapes), (domain, Domain)):
             if value not in get_args(kind):
-                raise RuleDefinitionError(f"rule {id}: {value!r} is none of {', '.join(map(repr, get_args(kind)))}")
+                raise RuleDefinitionError(f"rule {id}: {value!r} is not one of {', '.join(map(repr, get_args(kind)))}")
         self.id = id
         self.pattern = pattern
         self.forms: tuple[Pattern, ...] = (pattern,)

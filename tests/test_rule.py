@@ -319,7 +319,7 @@ def test_definition_errors() -> None:
     with pytest.raises(RuleDefinitionError, match="it has a replacement already"):
         it.replacement(lambda x: x)
     options: dict[str, Any] = {"numerics": "roughly"}
-    with pytest.raises(RuleDefinitionError, match="'roughly' is none of 'exact', 'reassociates', 'approximate'"):
+    with pytest.raises(RuleDefinitionError, match="'roughly' is not one of 'exact', 'reassociates', 'approximate'"):
         rule("test.it", **options)(lambda x: torch.relu(x))
 
 

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from typing import Any
 
 import pytest
 import torch
@@ -255,7 +256,7 @@ def test_fields_of_named_tuples_in_replacements():
     ("wrong", "message"),
     [
         (lambda: rule(lambda x: x), "write @rule"),
-        (lambda: rule("a b")(lambda x: torch.relu(x)), "no id of a rule"),
+        (lambda: rule("a b")(lambda x: torch.relu(x)), "not the id of a rule"),
         (lambda: rule("a.b", where="rank(x) == 4")(lambda x: torch.relu(x)), "takes a list of constraints"),
         (lambda: Pattern("relu(x)"), "takes tuples"),
         (lambda: RuleSet("s", [NEG]), "one by one"),
@@ -358,3 +359,18 @@ def test_a_cast_to_another_memory_format_is_no_no_op():
 
     gm = make_fx(model, tracing_mode="fake", pre_dispatch=True)(torch.randn(1, 2, 3, 4))
     assert NORMAL_FORMS.apply(gm)["normal_forms.drop_to"].rewrites == 0
+
+
+def test_a_constraint_reads_none_that_anything_matched():
+    """Of a capture of anything None is a value: a clamp without a lower bound is none at 0."""
+
+    @rule("t.split_clamp", where=["lo == 0", "hi > 0"])
+    def clamped(x, lo: Any, hi: Literal):
+        return torch.clamp(x, lo, hi)
+
+    clamped.replacement(lambda x, hi: torch.clamp_max(torch.clamp_min(x, 0), hi))
+    check(lambda x: torch.clamp(x, max=1), clamped)
+    gm = make_fx(lambda x: torch.clamp(x, 0, 1), tracing_mode="fake")(X)
+    assert RuleSet("s", clamped).apply(gm).rewrites == 1
+    verdict = clamped.verify(samples=16)
+    assert verdict.ok, verdict

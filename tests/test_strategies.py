@@ -113,7 +113,7 @@ def test_chosen_matches_whose_inputs_are_rewritten_first_still_rewrite() -> None
 
 @pytest.mark.parametrize("wrong", [{"order": "sideways"}, {"overlap": "smallest"}], ids=str)
 def test_there_is_no_such_strategy(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RuleDefinitionError, match="is none of"):
+    with pytest.raises(RuleDefinitionError, match="is not one of"):
         CHAIN.once(**wrong)
 
 

@@ -35,7 +35,7 @@ from autosp_rules.attention.strategy import (
     needs,
     serve,
 )
-from autosp_rules.memory.costs import Sends, bytes_of, set_sends
+from autosp_rules.memory.costs import SentBytes, bytes_of, set_sends
 from fxrewrite import Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import fake_value, key
 from fxrewrite.spmd import (
@@ -221,22 +221,22 @@ def _moved(match: Match, values: list[Any], how: tuple[Any, ...], *, back: bool)
     _, _, per_group, zigzag, _ = how
     held = sum(_bytes(x) for x in values)
     sent = round(collective_bytes("all_to_all", held, per_group) + zigzag * held)
-    _say(match, moved, Sends("exchange", sent, sent))
+    _say(match, moved, SentBytes("exchange", sent, sent))
     return [match.call(operator.getitem, moved, i) for i in range(len(values))]
 
 
-def _sends_of_ring(k: Any, v: Any, num_groups: int) -> Sends:
+def _sends_of_ring(k: Any, v: Any, num_groups: int) -> SentBytes:
     """k and v go to all other groups forward, and again in the backward, where their gradients return in float32."""
     chunk, size = _bytes(k) + _bytes(v), k.node.meta["val"].element_size()
     forward = round(collective_bytes("all_gather", chunk, num_groups))
-    return Sends("ring", forward, forward + num_groups * chunk * max(4, size) // size)
+    return SentBytes("ring", forward, forward + num_groups * chunk * max(4, size) // size)
 
 
 def _bytes(x: fx.Proxy) -> int:
     return bytes_of(x.node, size_hint)
 
 
-def _say(match: Match, sent: fx.Proxy, sends: Sends) -> None:
+def _say(match: Match, sent: fx.Proxy, sends: SentBytes) -> None:
     axis = SpmdContext.required(match.context, lower_ring.id).axis
     match.edit.set_meta(sent.node, "axis", axis.name)
     set_sends(match.edit, sent.node, sends)

@@ -33,7 +33,7 @@ from rules.random import by_rank
 __all__ = [
     "ATTENTION",
     "ATTENTION_PASSES",
-    "Sends",
+    "SentBytes",
     "attention_flops",
     "backward_reads",
     "bases_of",
@@ -76,7 +76,7 @@ _MANY = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Sends:
+class SentBytes:
     """What an operator with communication inside sends: bytes per rank at the traced size, the most of any rank."""
 
     kind: str
@@ -84,17 +84,17 @@ class Sends:
     backward: int
 
 
-_SENDS = Fact[Sends]("sends")
+_SENDS = Fact[SentBytes]("sends")
 
 
-def set_sends(edit: Edit, node: fx.Node, sends: Sends) -> None:
+def set_sends(edit: Edit, node: fx.Node, sends: SentBytes) -> None:
     """Records what the operator sends, for its cost, the report, and the price of a program that has it."""
     flops = ATTENTION_PASSES * attention_flops(node, size_hint) if key(node) in ATTENTION else 0.0
     edit.set_fact(node, _SENDS, sends)
     edit.set_meta(node, PRICE, Price(sends.forward, sends.backward, flops))
 
 
-def sends_of(node: fx.Node) -> Sends | None:
+def sends_of(node: fx.Node) -> SentBytes | None:
     """Returns what an operator sends inside; None for one that does not."""
     return _SENDS.of(node)
 

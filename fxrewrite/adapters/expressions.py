@@ -27,8 +27,8 @@ __all__ = [
     "MultiOutputPattern",
     "Multiple",
     "PatternExpr",
-    "Reading",
     "RepeatedExpr",
+    "TranslatedPattern",
 ]
 
 
@@ -145,7 +145,7 @@ class RepeatedExpr(PatternExpr):
         return f"RepeatedExpr({self.inner_pattern!r})"
 
 
-class Reading:
+class TranslatedPattern:
     """A pattern expression as a pattern, and how the arguments of its handler are read from a match.
 
     Raises:
@@ -161,7 +161,7 @@ class Reading:
         self.expression = expression
         self._known: dict[int, Term] = {}
         self._order: list[tuple[str, PatternExpr]] = []
-        self._lists: dict[str, tuple[ListOf, Reading, Program[None]]] = {}
+        self._lists: dict[str, tuple[ListOf, TranslatedPattern, Program[None]]] = {}
         self._counts = _counted(expression, {})
         outputs = expression.outputs if isinstance(expression, MultiOutputPattern) else [expression]
         if any(output is None for output in outputs):
@@ -186,7 +186,7 @@ class Reading:
             name = value.name if isinstance(value, KeywordArg) else f"arg_{len(self._order)}"
             self._order.append((name, value))
             if isinstance(value, ListOf):
-                inner = Reading(value.pattern)
+                inner = TranslatedPattern(value.pattern)
                 self._lists[name] = value, inner, Program([(None, inner.pattern)])
             return Capture(name, "any")
         if not isinstance(value, _Call):

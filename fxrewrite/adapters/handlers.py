@@ -8,7 +8,8 @@ from typing import Any
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxrewrite.adapters.expressions import Reading
+from fxrewrite import ops
+from fxrewrite.adapters.expressions import TranslatedPattern
 from fxrewrite.adapters.search import Trace, fake_values
 from fxrewrite.adapters.traced import insert, placeholders
 from fxrewrite.backends.traces import fwd_only, on_fake_values
@@ -16,6 +17,7 @@ from fxrewrite.errors import FxRewriteError, Reason, RuleDefinitionError, refuse
 from fxrewrite.graph import Edit
 from fxrewrite.match import Match as Found
 from fxrewrite.match.safety import Effects, check_region
+from fxrewrite.match.same_value import check_gradients
 from fxrewrite.rule import Rule
 
 __all__ = ["Check", "HandledRule", "Handler", "Match", "inserted", "refuse_unless"]
@@ -99,7 +101,7 @@ class HandledRule(Rule):
     def __init__(
         self,
         id: str,  # noqa: A002
-        reading: Reading,
+        reading: TranslatedPattern,
         handler: Handler,
         extra_check: Check,
         promises: Mapping[str, Any],
@@ -111,6 +113,8 @@ class HandledRule(Rule):
         return *super().decisive(), self._handler, self._check
 
     def _rewrite(self, edit: Edit, match: Found, effects: Effects) -> None:
+        if not self.gradients:
+            check_gradients(match)
         match.edit = edit
         arguments = self._reading.arguments(match)
         if isinstance(arguments, str):
@@ -119,19 +123,25 @@ class HandledRule(Rule):
         refuse_unless(self._check, view)
         if effects.writers:
             check_region(match, effects)
+        checked = set[fx.Node]()
 
         def replace(match: Found, body: Callable[[Found], Any]) -> list[fx.Node]:
             def replacement(match: Found) -> Any:
                 return body(match)
 
-            before = set(edit.graph.nodes)
+            mark = edit.num_changes
             said: dict[str, Any] = {"rng": self.rng, "shapes": self.shapes}
             Rule(self.id, self.pattern, replacement, **said)._rewrite(edit, match, effects)
-            return [node for node in edit.graph.nodes if node not in before]
+            made = edit.new_since(mark)
+            checked.update(made)
+            return made
 
         view.graph.replace = replace
+        mark = edit.num_changes
         with edit.raw(), edit.graph.inserting_before(match.root):
             self._handler(view, *view.args, **view.kwargs)
+        own = [node for node in edit.new_since(mark) if node not in checked]
+        effects.add(own, [node for node in own if ops.may_draw(node.target) and ops.is_random(node)])
 
 
 def _run_by_its_pass(match: Found) -> Any:

@@ -32,8 +32,8 @@ from fxrewrite.adapters.expressions import (
     ListOf,
     MultiOutputPattern,
     PatternExpr,
-    Reading,
     RepeatedExpr,
+    TranslatedPattern,
 )
 from fxrewrite.adapters.handlers import Check, HandledRule, Handler, Match, inserted, refuse_unless
 from fxrewrite.adapters.search import Search, Trace
@@ -209,7 +209,7 @@ def register_replacement(
         )
     options = {} if get_decomp_fn is None else {"get_decomp_fn": get_decomp_fn}
     search = Search(search_fn, example_inputs, trace_fn, dict(scalar_workaround or {}), options)
-    pattern = Reading(search_fn_pattern).pattern if search_fn_pattern is not None else search.pattern()
+    pattern = TranslatedPattern(search_fn_pattern).pattern if search_fn_pattern is not None else search.pattern()
     for one in passes:
         if any(rule.pattern == pattern for rule in one.patterns):
             if skip_duplicates:
@@ -259,7 +259,7 @@ def register_graph_pattern(
         promises: `numerics`, `rng`, `domain`, `gradients` and others of `Rule`; by default approximate, and without
             `terminates`: a pass runs a handler once at each node, so it may leave a match as it is, or match again.
     """
-    reading = Reading(pattern)
+    reading = TranslatedPattern(pattern)
     said = {"numerics": "approximate", "shapes": "changes", "terminates": False, **promises}
 
     def register(handler: Handler) -> Handler:

@@ -140,7 +140,7 @@ class Search:
 
 
 class _Numbers:
-    """What stands in a pattern for a literal of a trace."""
+    """The terms that replace literals of a trace in a pattern."""
 
     def __init__(self, twins: Mapping[fx.Node, fx.Node | None], scalars: Mapping[float | int, str]) -> None:
         self._twins, self._scalars = twins, scalars

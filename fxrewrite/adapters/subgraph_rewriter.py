@@ -126,9 +126,10 @@ def pattern_rule(
             f"the pattern does not use its parameters {', '.join(unused)}; leave them out of both"
         )
 
-    made_here: set[fx.Node] = set()
+    key = object()
 
     def body(match: Found) -> Any:
+        made_here = match.edit.shared(key, set[fx.Node])
         if not made_here.isdisjoint(match.nodes):
             refuse(
                 "it holds what a match was replaced by; matches are those of the graph as it was", kind=Reason.OVERLAP
@@ -147,9 +148,9 @@ def pattern_rule(
         source = replacement_callback(at, graph, wanted) if replacement_callback else made
         assert source is not None
         _check_outputs(source, wanted)
-        before = set(graph.nodes)
+        mark = match.edit.num_changes
         results = insert(source, dict(zip(placeholders(source), given.values(), strict=True)), match)
-        new = [node for node in graph.nodes if node not in before]
+        new = match.edit.new_since(mark)
         made_here.update(new)
         if done is not None:
             done.append(ReplacedPatterns(match.outputs[0], at.nodes_map, new))

@@ -23,7 +23,17 @@ from fxrewrite.capture.running import Running
 from fxrewrite.errors import refuse
 from fxrewrite.graph.bodies import nodes_of
 
-__all__ = ["ENTER", "EXIT", "Casting", "Regions", "casting", "casts", "drop_regions", "shield", "without_autocast"]
+__all__ = [
+    "ENTER",
+    "EXIT",
+    "AutocastRegions",
+    "Casting",
+    "casting",
+    "casts",
+    "drop_regions",
+    "shield",
+    "without_autocast",
+]
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _KEYS = {
@@ -72,7 +82,7 @@ def shield(graph: fx.Graph) -> None:
             graph.call_function(EXIT, (region,))
 
 
-class Regions:
+class AutocastRegions:
     """The autocast regions that are open while a graph is traced; a tracer only records that they exist."""
 
     def __init__(self) -> None:

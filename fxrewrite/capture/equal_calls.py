@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.capture.autocast import casting
 from fxrewrite.capture.running import Running
-from fxrewrite.capture.traced_values import Value, current_tracer, slot_of
+from fxrewrite.capture.traced_values import TracedValue, current_tracer, slot_of
 from fxrewrite.graph.fake_values import look_of
 from fxrewrite.graph.sizes import is_read_from_data
 from fxrewrite.ops import is_barrier, memory_written, mutated, sets_mode, tensors_of
@@ -87,7 +87,7 @@ class EqualCalls:
     """What calls become; None for those that are traced each time."""
     shared: set[StorageWeakRef] = field(default_factory=set[StorageWeakRef])
     """Memory of fake values that nodes of several calls share."""
-    values: dict[int, Value] = field(default_factory=dict[int, Value])
+    values: dict[int, TracedValue] = field(default_factory=dict[int, TracedValue])
     """By the address of the tensor, which the value keeps alive."""
     looks: dict[Any, int] = field(default_factory=dict[Any, int])
 
@@ -96,13 +96,13 @@ class EqualCalls:
         written = (tensor for node in graph.nodes for target in mutated(node) for tensor in tensors_of(target))
         return bool(self.shared) and any(_memory(tensor) in self.shared for tensor in written)
 
-    def value(self, tensor: torch.Tensor) -> Value:
+    def value(self, tensor: torch.Tensor) -> TracedValue:
         """The value that is this tensor."""
         if id(tensor) not in self.values:
-            self.values[id(tensor)] = Value(tensor)
+            self.values[id(tensor)] = TracedValue(tensor)
         return self.values[id(tensor)]
 
-    def look(self, value: Value) -> int:
+    def look(self, value: TracedValue) -> int:
         """A number that is equal for values that look alike."""
         if value.look is None:
             look = look_of(value.like)
@@ -111,9 +111,9 @@ class EqualCalls:
             value.look = self.looks.setdefault(look, len(self.looks))
         return value.look
 
-    def key(self, argument: Any, operands: dict[Value, int]) -> Any:
+    def key(self, argument: Any, operands: dict[TracedValue, int]) -> Any:
         """What an argument has in common with those of equal calls; adds its values to the distinct operands."""
-        if isinstance(argument, Value):
+        if isinstance(argument, TracedValue):
             return operands.setdefault(argument, len(operands)), self.look(argument)
         if isinstance(argument, float):
             return float, argument.hex()
@@ -148,7 +148,7 @@ class Once(Running):
         self.current = n
         if n.op not in ("call_function", "call_method") or isinstance(n.target, HigherOrderOperator) or sets_mode(n):
             return self._values(super().run_node(n))
-        operands: dict[Value, int] = {}
+        operands: dict[TracedValue, int] = {}
         try:
             if is_barrier(n) or n in self._written or not self._written.isdisjoint(n.all_input_nodes):
                 raise _UnknownError
@@ -164,7 +164,11 @@ class Once(Running):
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> Any:
         fetched = super().fetch_args_kwargs_from_env(n)
-        return fetched if self.calls is None else _mapped(fetched, lambda v: v.tensor() if isinstance(v, Value) else v)
+        return (
+            fetched
+            if self.calls is None
+            else _mapped(fetched, lambda v: v.tensor() if isinstance(v, TracedValue) else v)
+        )
 
     def _values(self, result: Any) -> Any:
         calls = self.calls
@@ -176,11 +180,11 @@ class Once(Running):
         assert self.calls is not None
         operands = [self.env[operand] for operand in n.all_input_nodes]
         result = super().run_node(n)
-        _mapped(operands, lambda v: v.forget_look() if isinstance(v, Value) else None)
+        _mapped(operands, lambda v: v.forget_look() if isinstance(v, TracedValue) else None)
         self._forget_calls(n, result)
         return self._values(result)
 
-    def _traced_first(self, n: fx.Node, key: Any, operands: Sequence[Value]) -> Any:
+    def _traced_first(self, n: fx.Node, key: Any, operands: Sequence[TracedValue]) -> Any:
         """Runs a call, and learns what it becomes."""
         assert self.calls is not None
         tracer = current_tracer()
@@ -207,7 +211,7 @@ class Once(Running):
         if result is None and not mutated(n) and self.calls is not None:
             self.calls.known.clear()
 
-    def _repeated(self, n: fx.Node, call: _Call, operands: Sequence[Value]) -> Any:
+    def _repeated(self, n: fx.Node, call: _Call, operands: Sequence[TracedValue]) -> Any:
         """Writes what an equal call became."""
         assert self.calls is not None
         tracer = current_tracer()
@@ -226,7 +230,7 @@ class Once(Running):
         def value(found: Any) -> Any:
             if isinstance(found, _Operand):
                 return operands[found.position]
-            return Value(found.like, at[found.node], found.look) if isinstance(found, _Made) else found
+            return TracedValue(found.like, at[found.node], found.look) if isinstance(found, _Made) else found
 
         return _mapped(call.result, value)
 
@@ -238,7 +242,7 @@ def _learned(
     calls: EqualCalls,
     made: Sequence[fx.Node],
     result: Any,
-    operands: Sequence[Value],
+    operands: Sequence[TracedValue],
     before: Sequence[Any],
     tracer: Any,
 ) -> _Call | None:

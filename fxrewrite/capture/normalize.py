@@ -22,7 +22,7 @@ from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxrewrite.capture.autocast import ENTER, EXIT, Casting, Regions, casts, drop_regions, shield
+from fxrewrite.capture.autocast import ENTER, EXIT, AutocastRegions, Casting, casts, drop_regions, shield
 from fxrewrite.capture.custom_backward import APPLY, NormalBodies
 from fxrewrite.capture.equal_calls import EqualCalls, Once
 from fxrewrite.capture.functionalize import Functional, functional_writes
@@ -159,7 +159,7 @@ class _Inliner(Once):
     def __init__(self, gm: fx.GraphModule, **options: Any) -> None:
         super().__init__(without_vmap(gm), **options)
         self.current = gm.graph.output_node()
-        self.regions = Regions()
+        self.regions = AutocastRegions()
         for node in gm.graph.nodes:  # before any node runs: a transform first disables torch's hooks of saved tensors
             if getattr(node.target, "__name__", "") in _TRANSFORMS:
                 refuse(

@@ -13,10 +13,10 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
-__all__ = ["Value", "current_tracer", "slot_of"]
+__all__ = ["TracedValue", "current_tracer", "slot_of"]
 
 
-class Value:
+class TracedValue:
     """A tensor of the program, made when it is read.
 
     Args:

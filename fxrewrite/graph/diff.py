@@ -14,13 +14,15 @@ from fxrewrite.graph.text import GraphWriter
 
 __all__ = ["graph_diff"]
 
+_CONTEXT = 2
+"""Equal lines that are shown before and after lines that differ."""
 _NUMBERED = re.compile(r"%\d+(?![\w.])")
 _DEFINED = re.compile(r"\s*(%\d+)(?![\w.])")
 _TYPE = re.compile(r"^(\s*\S+?): .*? = ")
 
 
-def graph_diff(before: fx.GraphModule, after: fx.GraphModule, *, context: int = 2) -> str:
-    """Returns the lines that differ, with the rules that made them and `context` lines around; "" if nothing differs.
+def graph_diff(before: fx.GraphModule, after: fx.GraphModule) -> str:
+    """Returns the lines that differ, with the rules that made them and two lines around; "" if nothing differs.
 
     Two nodes are equal if they make the same call, by the same rules, on equal values; another number or shape is not a
     difference. Values are numbered as in `after`; removed values are `%-0`, `%-1`, ...
@@ -36,7 +38,7 @@ def graph_diff(before: fx.GraphModule, after: fx.GraphModule, *, context: int = 
         for was, now in zip(old[next_i : next_i + 1], new[next_j : next_j + 1], strict=True):
             marked += [(" ", now)] if _untyped(was) == _untyped(now) else [("-", was), ("+", now)]
         i, j = next_i + 1, next_j + 1
-    return _windows(_removed_first(marked), context)
+    return _windows(_removed_first(marked))
 
 
 def _lines(gm: fx.GraphModule) -> list[str]:
@@ -99,12 +101,12 @@ def _removed_first(marked: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return ordered
 
 
-def _windows(marked: list[tuple[str, str]], context: int) -> str:
+def _windows(marked: list[tuple[str, str]]) -> str:
     shown = {
         near
         for i, (mark, _) in enumerate(marked)
         if mark != " "
-        for near in range(max(0, i - context), min(len(marked), i + context + 1))
+        for near in range(max(0, i - _CONTEXT), min(len(marked), i + _CONTEXT + 1))
     }
     lines: list[str] = []
     for i in sorted(shown):

@@ -240,8 +240,11 @@ class Edit:
             InvariantError: `gm` has no tensor of that name.
         """
         owner, _, name = path.rpartition(".")
-        modules = dict(self.gm.named_modules())
-        if not isinstance(getattr(modules.get(owner), name, None), torch.Tensor):
+        try:
+            module = self.gm.get_submodule(owner)
+        except AttributeError:
+            module = None
+        if not isinstance(getattr(module, name, None), torch.Tensor):
             raise InvariantError(f"the module has no tensor {path}")
         with self.graph.inserting_before(self.body):
             node = self.graph.get_attr(path)
@@ -267,6 +270,11 @@ class Edit:
         node.meta["fxrewrite"] = (rule,) if rule else ()
         return node
 
+    def new_since(self, mark: int) -> list[fx.Node]:
+        """Returns the nodes that were made since the transaction had `mark` changes (`num_changes`), in graph order."""
+        made = (record[1] for record in self._journal[mark:] if record[0] in ("create", "attach"))
+        return sorted(node for node in made if node not in self.erased)
+
     def set_args(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """Sets the arguments of the node; its keyword arguments stay if `kwargs` is None."""
         self._journal.append(("args", node, node.args, node.kwargs))
@@ -282,7 +290,7 @@ class Edit:
                 user.replace_input_with(old, new)
 
     def spread(self, old: fx.Node, items: Sequence[fx.Node]) -> None:
-        """Makes all that reads the list `old` as a whole read a list of these nodes; who takes a part of it, stays."""
+        """Makes users of the list `old` read a list of these nodes; users that index it keep reading it."""
         for user in list(old.users):
             if user.target is operator.getitem:
                 continue
@@ -385,7 +393,7 @@ class Edit:
                         self._journal.append(("meta", node, key, meta.get(key, ABSENT)))
         if before:
             raise InvariantError(
-                f"%{next(iter(before)).name} was erased behind the transaction, which cannot undo that; "
+                f"%{next(iter(before)).name} was erased without the transaction, which cannot undo that; "
                 "let it be erased by edit.erase"
             )
         for _, node, *_ in [record for record in self._journal[mark:] if record[0] == "create"]:
@@ -422,7 +430,7 @@ class Edit:
                     )
             early = next((user for user in node.users if user < node), None) if kind == "move" else None
             if early is not None:
-                raise InvariantError(f"%{early.name} reads %{node.name}, which was moved behind it")
+                raise InvariantError(f"%{early.name} reads %{node.name}, which was moved after it")
             if kind == "create" and self.fake_mode is not None and ops.value(node) is ops.MISSING:
                 raise InvariantError(f"new node %{node.name} has no value; pass val= or let it be computed")
         for node in self.erased:

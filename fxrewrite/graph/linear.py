@@ -16,7 +16,7 @@ from fxrewrite import ops
 
 __all__ = ["is_linear", "is_linear_in"]
 
-Fact: TypeAlias = Literal["zero", "constant", "linear", "other"]
+Linearity: TypeAlias = Literal["zero", "constant", "linear", "other"]
 """A value as a function of the inputs: zero, independent of them, linear in them, or not known to be linear."""
 
 _MOVES = ops.operators("same", "detach", "cast", "reshape", "squeeze", "expand", "permute", "slice", "split")
@@ -50,7 +50,7 @@ def is_linear(graph: fx.Graph, inputs: Collection[fx.Node]) -> bool:
 
     The graph must be ATen with fake values; False if linearity is not known.
     """
-    facts: dict[fx.Node, Fact] = {}
+    facts: dict[fx.Node, Linearity] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             facts[node] = "linear" if node in inputs else "constant"
@@ -66,7 +66,7 @@ def is_linear_in(node: fx.Node, operands: Collection[fx.Node]) -> bool:
     return _fact(node, {n: "linear" if n in operands else "constant" for n in node.all_input_nodes}) == "linear"
 
 
-def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact:
+def _fact(node: fx.Node, facts: dict[fx.Node, Linearity]) -> Linearity:
     name = ops.key(node)
     filled = ops.filled_with(node)
     if node.op == "get_attr" or name == "aten::sym_size":
@@ -75,7 +75,7 @@ def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact:
         return "zero" if filled == 0 else "constant"
     if node.op != "call_function" or not ops.is_pure(node):
         return "other"
-    found: Fact = "other"
+    found: Linearity = "other"
     if name in _JOINTLY and _is_float(node):
         found = _jointly(node, _JOINTLY[name], facts)
     elif name in _EACH and _is_float(node):
@@ -84,7 +84,7 @@ def _fact(node: fx.Node, facts: dict[fx.Node, Fact]) -> Fact:
     return "constant" if found == "other" and is_constant else found
 
 
-def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Fact]) -> Fact:
+def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Linearity]) -> Linearity:
     args = ops.bind(node)
     if args.get("rounding_mode") is not None:
         return "other"
@@ -95,7 +95,7 @@ def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Fact]) 
     return "linear" if "linear" in found else "zero"
 
 
-def _each(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Fact]) -> Fact:
+def _each(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Linearity]) -> Linearity:
     args = ops.bind(node)
     found = [_of(args[name], facts) for name in names]
     others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
@@ -105,7 +105,7 @@ def _each(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Fact]) -> 
     return "linear" if is_product and not others else "other"
 
 
-def _of(value: Any, facts: dict[fx.Node, Fact]) -> Fact:
+def _of(value: Any, facts: dict[fx.Node, Linearity]) -> Linearity:
     if isinstance(value, fx.Node):
         return facts[value]
     return "zero" if value == 0 else "constant"

@@ -153,7 +153,7 @@ def quotient(size: Size, by: Size) -> Size:
 
 
 def size_hint(size: Size, at_least: int = 0) -> int:
-    """The size that the inputs at hand have, for messages and costs; adds no guard. A guess where data decide it.
+    """The size that the traced inputs have, for messages and costs; adds no guard. A guess where data decide it.
 
     Args:
         size: a static size is itself.

@@ -30,6 +30,7 @@ from fxrewrite.graph.canonical_order import in_canonical_order
 from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.source import source_line
+from fxrewrite.ops import dtype_name
 
 __all__ = ["GraphWriter", "graph_digest", "graph_text"]
 
@@ -282,7 +283,7 @@ def _small_constant(value: Any) -> str:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+    return _DTYPES.get(dtype, dtype_name(dtype))
 
 
 def _target_name(target: Any) -> str:

@@ -15,10 +15,10 @@ from torch import fx
 from fxrewrite.match.conditions import NAMES, Arguments, Condition, Expressible, IsLiteral, IsOperator
 from fxrewrite.match.values import Path, literal_outcomes, part
 
-__all__ = ["Leaf", "Run", "Tree", "compile_tree"]
+__all__ = ["Leaf", "Tree", "TreeFunction", "compile_tree"]
 
 Leaf: TypeAlias = tuple[int, int]
-Run: TypeAlias = Callable[[fx.Node, list[tuple[Leaf, dict[Path, Any]]]], None]
+TreeFunction: TypeAlias = Callable[[fx.Node, list[tuple[Leaf, dict[Path, Any]]]], None]
 
 _MAX_DEPTH = 60
 """Indentation at which code continues in another function. Python's parser allows 100 levels; the rest is margin."""
@@ -42,7 +42,7 @@ class Tree:
         tree.leaves.append(leaf)
 
 
-def compile_tree(tree: Tree, root: Path) -> Run:
+def compile_tree(tree: Tree, root: Path) -> TreeFunction:
     """Returns a function that finds the leaves below a root whose operator already chose this tree."""
     writer = _Writer()
     return writer.globals[writer.function(tree, {root: "root"})]

@@ -225,7 +225,7 @@ def _refused(
     """Returns why the first constraint does not hold, or the first refusal of one: a match that is refused is found."""
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
-        if any(captures[name] is None and name not in variant.literals for name in constraint.names):
+        if any(captures[name] is None and name not in variant.values for name in constraint.names):
             continue  # a constraint on an absent optional capture holds
         try:
             why_not = (

@@ -15,7 +15,7 @@ from torch import fx
 from fxrewrite.match.conditions import Condition
 from fxrewrite.match.values import Candidate, Path, is_same
 
-__all__ = ["ITEM", "Failed", "Item", "Run", "VariadicList", "solutions"]
+__all__ = ["ITEM", "Failed", "Item", "ListPart", "VariadicList", "solutions"]
 
 ITEM = Path.root(-1)
 """Root of the paths inside of an item."""
@@ -37,7 +37,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ListPart:
     """A part of the pattern's list: exactly one item, or any number of items (`many`); `names` capture lists."""
 
     readings: tuple[Item, ...]
@@ -52,7 +52,7 @@ class VariadicList:
     Attributes:
         path: of the list.
         front, back: how many items before and after these parts have paths of their own.
-        runs: the parts.
+        parts: the parts.
         captures: name -> path at which the value is put, or where it is already if another part captured it.
         known: those of the names that are captured before.
     """
@@ -60,7 +60,7 @@ class VariadicList:
     path: Path
     front: int
     back: int
-    runs: tuple[Run, ...]
+    parts: tuple[ListPart, ...]
     captures: Mapping[str, Path]
     known: frozenset[str]
 
@@ -89,7 +89,7 @@ class Failed:
 class _Fit:
     """An item in a reading that fits it."""
 
-    run: Run
+    part: ListPart
     values: dict[str, Any]
     nodes: tuple[tuple[fx.Node, bool], ...]
     drawn: tuple[fx.Node, ...]
@@ -113,13 +113,13 @@ class _Search:
 
     def place(self, number: int, start: int) -> Iterator[None]:
         """Yields once for every way to match the parts from `number` on with the items from `start` on."""
-        runs = self.listed.runs
-        if number == len(runs):
+        parts = self.listed.parts
+        if number == len(parts):
             if start == self.stop:
                 yield
             return
-        run, is_last = runs[number], number == len(runs) - 1
-        if run.many and (not is_last or start == self.stop):
+        part, is_last = parts[number], number == len(parts) - 1
+        if part.many and (not is_last or start == self.stop):
             yield from self.place(number + 1, start)
         if start == self.stop:
             return
@@ -128,9 +128,9 @@ class _Search:
             if not self.push(fit, start):
                 continue
             at, decides = start + 1, bool(self.chosen[-1][1])
-            if not run.many:
+            if not part.many:
                 yield from self.place(number + 1, at)
-            while run.many:
+            while part.many:
                 if not is_last or at == self.stop:
                     yield from self.place(number + 1, at)
                 if at == self.stop or not any(self.push(other, at) for other in self.fits(number, at)):
@@ -138,12 +138,12 @@ class _Search:
                 at += 1
             while len(self.chosen) > mark:
                 self.pop()
-            if run.many and not decides:
+            if part.many and not decides:
                 return  # each item is taken in the first reading that fits it
 
     def push(self, fit: _Fit, at: int) -> bool:
         """Takes an item; False if it captures another value than the items before it, or a draw a second time."""
-        shared = {name: value for name, value in fit.values.items() if name not in fit.run.names}
+        shared = {name: value for name, value in fit.values.items() if name not in fit.part.names}
         differs = any(name in self.values and not is_same(self.values[name], value) for name, value in shared.items())
         if differs or not self.drawn.isdisjoint(fit.drawn):
             self.note(Failed(None, self.candidate, at))
@@ -165,21 +165,21 @@ class _Search:
         found = self._fits.get((number, at))
         if found is not None:
             return found
-        run, good, others = self.listed.runs[number], list[_Fit](), list[_Fit]()
-        for reading in run.readings:
+        part, good, others = self.listed.parts[number], list[_Fit](), list[_Fit]()
+        for reading in part.readings:
             candidate = Candidate({ITEM: self.items[at]})
             wrong = next((condition for condition in reading.conditions if not condition.holds(candidate)), None)
             if wrong is not None:
                 self.note(Failed(wrong, candidate, at))
                 continue
             values = {name: candidate.value(path) for name, path in reading.captures}
-            for name in run.names - values.keys():
+            for name in part.names - values.keys():
                 values[name] = None  # of an alternative that is not taken
             nodes = tuple((candidate.value(path), shared) for path, shared, _ in reading.operators)
             drawn = tuple(candidate.value(path) for path, _, draws in reading.operators if draws)
             inside = self._owner | {node for node, _ in nodes}
             is_free = all(shared or node.users.keys() <= inside for node, shared in nodes)
-            (good if is_free else others).append(_Fit(run, values, nodes, drawn))
+            (good if is_free else others).append(_Fit(part, values, nodes, drawn))
         self._fits[number, at] = good + others
         return good + others
 
@@ -191,9 +191,9 @@ class _Search:
         """Returns the candidate with the values of all names; None if a list is another one than captured before."""
         listed, values = self.listed, dict(self.candidate.values)
         lists = {name: self.values[name] for name in listed.known}
-        for run in listed.runs:
-            for name in run.names:
-                items = [fit.values[name] for fit, _ in self.chosen if fit.run is run]
+        for part in listed.parts:
+            for name in part.names:
+                items = [fit.values[name] for fit, _ in self.chosen if fit.part is part]
                 before = lists.setdefault(name, items)
                 if len(before) != len(items) or not all(map(is_same, before, items)):
                     self.note(Failed(None, self.candidate, self.stop))

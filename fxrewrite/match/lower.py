@@ -28,7 +28,7 @@ from fxrewrite.match.conditions import (
     IsSize,
     IsSizeCall,
 )
-from fxrewrite.match.lists import ITEM, Item, Run, VariadicList
+from fxrewrite.match.lists import ITEM, Item, ListPart, VariadicList
 from fxrewrite.match.values import FIRST, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import (
@@ -89,7 +89,7 @@ class Variant:
         captures: name -> path; None if the name belongs to an alternative that this reading does not take.
         inner: paths of the operators below the outputs, users before what they use.
         shared: those of `inner` that may have users outside the match.
-        literals: captures for which None is an ordinary value.
+        values: captures for which None is an ordinary value.
         siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
         lists: per output, its lists of any length.
         listed: captures that are lists, with an entry for each item.
@@ -105,7 +105,7 @@ class Variant:
     captures: dict[str, Path | None]
     inner: tuple[Path, ...]
     shared: frozenset[Path]
-    literals: frozenset[str] = frozenset()
+    values: frozenset[str] = frozenset()
     siblings: Link | None = None
     lists: tuple[tuple[VariadicList, ...], ...] = ()
     listed: frozenset[str] = frozenset()
@@ -247,62 +247,87 @@ def _ends(items: tuple[Term, ...]) -> tuple[tuple[Term, ...], tuple[Term, ...], 
 def _variadic(path: Path, term: ListOf, captures: dict[str, Path]) -> VariadicList:
     """Returns how the list at the path is matched; afterwards `captures` has the names in it."""
     front, middle, back = _ends(term.items)
-    runs: list[Run] = []
+    parts: list[ListPart] = []
     names: dict[str, None] = {}
     for part in middle:
         inner = part.term if isinstance(part, Each) else part
         readings = tuple(map(_item, _read(inner, ITEM)))
-        runs.append(Run(readings, isinstance(part, Each), frozenset(part.names if isinstance(part, Each) else ())))
+        is_many = isinstance(part, Each)
+        parts.append(ListPart(readings, is_many, frozenset(part.names if is_many else ())))
         names.update((found.name, None) for found in subterms(inner) if isinstance(found, Capture))
     known = frozenset(names.keys() & captures.keys())
     captures.update((name, path / f"*{name}") for name in names if name not in known)
-    return VariadicList(path, len(front), len(back), tuple(runs), {name: captures[name] for name in names}, known)
+    return VariadicList(path, len(front), len(back), tuple(parts), {name: captures[name] for name in names}, known)
 
 
-def _is_size(
+def _size_conditions(
     path: Path, term: Op, captures: dict[str, Path], computed: Mapping[Term, Path], pattern: Pattern
 ) -> list[Condition]:
-    """Returns the conditions on a size; what the pattern captures nowhere else is what the size is read of."""
+    """Returns the conditions on a size; afterwards `captures` has the value that it is read of."""
     conditions: list[Condition] = []
-    bases: list[Path] = []
-
-    def base(of: Term) -> str:
-        found = captures.get(of.name) if isinstance(of, Capture) else computed.get(of)
-        if found is None and isinstance(of, Capture) and term.key == "aten::size":
-            whole = len(term.args) == 1
-            call = path / 0 if whole else path
-            found = captures[of.name] = call / FIRST
-            dim = 0 if whole else term.args[1][1].value if isinstance(term.args[1][1], LiteralValue) else None
-            conditions.extend([HasItems(path, 1)] if whole else [])
-            conditions.extend([IsSizeCall(call, dim), IsNode(found)])
+    bases: dict[Term, Path] = {}
+    for source in _read_by_size(term):
+        found = captures.get(source.name) if isinstance(source, Capture) else computed.get(source)
+        if found is None and isinstance(source, Capture) and term.key == "aten::size":
+            found, read = _read_from(path, term)
+            captures[source.name] = found
+            conditions += read
         if found is None:
             raise RuleDefinitionError(
-                f"pattern {pattern}: {term_text(term)} is of {term_text(of)}, which the pattern has nowhere else; "
+                f"pattern {pattern}: {term_text(term)} is of {term_text(source)}, which the pattern has nowhere else; "
                 "capture it, or the number"
             )
-        bases.append(found)
-        return f"{{{len(bases) - 1}}}"
+        bases[source] = found
+    names = {source: f"{{{index}}}" for index, source in enumerate(bases)}
+    return [*conditions, IsSize(path, term_text(term), _size_test(term, names, pattern), tuple(bases.values()))]
 
-    def number(of: Term) -> str:
-        if isinstance(of, LiteralValue):
-            return repr(of.value)
-        assert isinstance(of, Op)
-        if of.key == "aten::size":
-            dim = of.args[1][1] if len(of.args) == 2 else None
-            if not isinstance(dim, LiteralValue) or type(dim.value) is not int:
-                raise RuleDefinitionError(f"pattern {pattern}: {term_text(of)} needs a dimension that is a number")
-            return f"size_of({base(of.args[0][1])}, {dim.value})"
-        if of.key == "aten::numel":
-            return f"numel_of({base(of.args[0][1])})"
-        return f"computed({of.key!r}, {', '.join(number(part) for _, part in of.args)})"
 
-    if term.key.startswith("prim::"):
-        test = f"is_attribute({{v}}, {base(term.args[0][1])}, {term.key.removeprefix('prim::')!r})"
-    elif term.key == "aten::size" and len(term.args) == 1:
-        test = f"is_shape({{v}}, {base(term.args[0][1])})"
+def _read_by_size(term: Term) -> Iterator[Term]:
+    """Yields the values whose sizes, dtypes or devices a term is computed of."""
+    if isinstance(term, Op):
+        is_read = term.key.startswith("prim::") or term.key in ("aten::size", "aten::numel")
+        for _, part in term.args:
+            if not is_read:
+                yield from _read_by_size(part)
+            elif not isinstance(part, LiteralValue):
+                yield part
+
+
+def _read_from(path: Path, term: Op) -> tuple[Path, list[Condition]]:
+    """Returns the path of the value whose size is at `path`, by the call that reads it, and what must hold of that."""
+    if len(term.args) == 1:  # the whole shape: a list of such calls, the first of them of dimension 0
+        call, dim = path / 0, 0
+        conditions: list[Condition] = [HasItems(path, 1)]
     else:
-        test = f"is_number({{v}}, {number(term)})"
-    return [*conditions, IsSize(path, term_text(term), test, tuple(bases))]
+        of_dim = term.args[1][1]
+        call, dim = path, of_dim.value if isinstance(of_dim, LiteralValue) else None
+        conditions = []
+    found = call / FIRST
+    return found, [*conditions, IsSizeCall(call, dim), IsNode(found)]
+
+
+def _size_test(term: Op, names: Mapping[Term, str], pattern: Pattern) -> str:
+    """Returns the expression that is true of the value `{v}` if it is this size of the values with these names."""
+    if term.key.startswith("prim::"):
+        return f"is_attribute({{v}}, {names[term.args[0][1]]}, {term.key.removeprefix('prim::')!r})"
+    if term.key == "aten::size" and len(term.args) == 1:
+        return f"is_shape({{v}}, {names[term.args[0][1]]})"
+    return f"is_number({{v}}, {_number(term, names, pattern)})"
+
+
+def _number(term: Term, names: Mapping[Term, str], pattern: Pattern) -> str:
+    """Returns the expression of a number that is computed of sizes of the values with these names."""
+    if isinstance(term, LiteralValue):
+        return repr(term.value)
+    assert isinstance(term, Op)
+    if term.key == "aten::size":
+        dim = term.args[1][1] if len(term.args) == 2 else None
+        if not isinstance(dim, LiteralValue) or type(dim.value) is not int:
+            raise RuleDefinitionError(f"pattern {pattern}: {term_text(term)} needs a dimension that is a number")
+        return f"size_of({names[term.args[0][1]]}, {dim.value})"
+    if term.key == "aten::numel":
+        return f"numel_of({names[term.args[0][1]]})"
+    return f"computed({term.key!r}, {', '.join(_number(part, names, pattern) for _, part in term.args)})"
 
 
 def _item(part: _Part) -> Item:
@@ -396,7 +421,7 @@ class _Known:
         if self.has_sizes:  # to look a term up takes a walk over it
             self.computed |= {term: path for path, term in reversed(part.operators)}
         for path, term in part.sizes:
-            conditions += _is_size(path, term, self.captures, self.computed, self.pattern)
+            conditions += _size_conditions(path, term, self.captures, self.computed, self.pattern)
         return tuple(conditions)
 
 
@@ -426,7 +451,7 @@ def _variant(
     named = {capture.name: captures.get(capture.name) for capture in pattern.captures} | dict.fromkeys(pattern.absent)
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
-    literals = frozenset(c.name for c in pattern.captures if c.kind == "literal" and c.name in captures)
+    values = pattern.values & captures.keys()
     first = pattern.outputs[0]
     return Variant(
         tuple(stages),
@@ -434,7 +459,7 @@ def _variant(
         named,
         inner,
         shared,
-        literals,
+        values,
         _link_of_siblings(first, parts[0], captures, pattern) if isinstance(first, Siblings) else None,
         lists=tuple(lists) if any(lists) else (),
         listed=pattern.lists,

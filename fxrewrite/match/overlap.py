@@ -20,7 +20,7 @@ _MAX_EXACT = 40
 def check_overlap(policy: str) -> None:
     """Raises RuleDefinitionError if there is no such policy."""
     if policy not in get_args(Overlap):
-        raise RuleDefinitionError(f"overlap={policy!r} is none of {', '.join(map(repr, get_args(Overlap)))}")
+        raise RuleDefinitionError(f"overlap={policy!r} is not one of {', '.join(map(repr, get_args(Overlap)))}")
 
 
 def choose(matches: Sequence[Match], policy: Overlap) -> list[int]:

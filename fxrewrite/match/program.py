@@ -16,7 +16,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
-from fxrewrite.match.compile import Leaf, Run, Tree, compile_tree
+from fxrewrite.match.compile import Leaf, Tree, TreeFunction, compile_tree
 from fxrewrite.match.finish import Failure, complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
@@ -39,7 +39,7 @@ class Program(Generic[Owner]):
         self._owners: list[tuple[Owner, Pattern, tuple[Variant, ...]]] = []
         self.root_keys: list[tuple[Owner, frozenset[str]]] = []
         self._trees: dict[str, Tree] = {}
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, TreeFunction] = {}
         keys: dict[Owner, frozenset[str]] = {}
         for owner, pattern in owners:
             variants = lower(pattern)

@@ -88,7 +88,7 @@ class NodeProxy(fx.Proxy):
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return f"{ops.dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 @functools.cache

@@ -94,8 +94,6 @@ def check_region(match: Match, effects: Effects) -> None:
     Raises:
         RefusedError: a node between the matched nodes writes, or may write, to memory that the match reads.
     """
-    if not effects.writers:
-        return
     first, last = min(match.nodes), max(match.nodes)
     for writer in effects.between(effects.writers, first, last):
         if writer not in match.nodes and _may_touch(writer, _sources(match.nodes)):

@@ -135,4 +135,4 @@ def _kind(value: Any) -> str:
 
 def _describe(tensor: torch.Tensor) -> str:
     sizes = ", ".join(map(str, tensor.shape))
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{sizes}] on {tensor.device}"
+    return f"{ops.dtype_name(tensor.dtype)}[{sizes}] on {tensor.device}"

@@ -72,6 +72,7 @@ from fxrewrite.ops.traits import (
 )
 from fxrewrite.ops.value import (
     MISSING as MISSING,
+    dtype_name as dtype_name,
     fake_value as fake_value,
     has_data as has_data,
     has_inexact as has_inexact,

@@ -7,10 +7,10 @@ from typing import Any, Generic, TypeVar
 
 __all__ = ["ByTarget"]
 
-Fact = TypeVar("Fact")
+T = TypeVar("T")
 
 
-class ByTarget(Generic[Fact]):
+class ByTarget(Generic[T]):
     """Facts by target; method names are compared as text.
 
     The fact of a function goes with it, and of what Python cannot refer to weakly, the target is kept: ids are not
@@ -20,14 +20,14 @@ class ByTarget(Generic[Fact]):
     __slots__ = ("__weakref__", "_facts", "_targets")
 
     def __init__(self) -> None:
-        self._facts: dict[Any, Fact] = {}
+        self._facts: dict[Any, T] = {}
         self._targets: dict[Any, Any] = {}
 
-    def get(self, target: Any) -> Fact | None:
+    def get(self, target: Any) -> T | None:
         """Returns the fact, or None."""
         return self._facts.get(target if type(target) is str else id(target))
 
-    def set(self, target: Any, fact: Fact) -> Fact:
+    def set(self, target: Any, fact: T) -> T:
         """Stores the fact, and returns it."""
         name = target if type(target) is str else id(target)
         self._targets[name] = self._held(name, target)

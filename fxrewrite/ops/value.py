@@ -12,6 +12,7 @@ from fxrewrite.errors import refuse
 
 __all__ = [
     "MISSING",
+    "dtype_name",
     "fake_value",
     "has_data",
     "has_inexact",
@@ -76,6 +77,11 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """Returns the tensors that the node is known to hold: one, several in a list, or none."""
     found = value(node)
     return [v for v in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(v, torch.Tensor)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, without `torch.`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def has_data(tensor: torch.Tensor) -> bool:

@@ -53,6 +53,7 @@ class Pattern:
             the captured value is computed of the replacement's value in its place.
         captures: all captures, in the order of the text form.
         lists: the captures that are lists, with an entry for each item that `*x` or `each` matched.
+        values: the captures of which None is a value like others: constraints read it, where one that is absent holds.
     """
 
     outputs: tuple[Term, ...]
@@ -61,6 +62,7 @@ class Pattern:
     through: tuple[tuple[int, str], ...] = ()
     captures: tuple[Capture, ...] = field(init=False, compare=False)
     lists: frozenset[str] = field(init=False, compare=False)
+    values: frozenset[str] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.outputs, tuple) or not all(isinstance(output, Term) for output in self.outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -73,6 +75,8 @@ class Pattern:
         object.__setattr__(self, "captures", captures)
         lists = frozenset(name for term in terms if isinstance(term, Each) for name in term.names)
         object.__setattr__(self, "lists", lists)
+        values = frozenset(capture.name for capture in captures if capture.kind in ("literal", "any"))
+        object.__setattr__(self, "values", values)
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
         self._check_outputs()
@@ -81,7 +85,7 @@ class Pattern:
         self._check_where(self._checked_kinds())
 
     def _split_outputs(self) -> None:
-        """Outputs that are captures become `through`, beside others: nothing is replaced by what they match."""
+        """Moves captures among the outputs to `through` if another output is an operator: nothing replaces them."""
         if any(isinstance(output, Op) for output in self.outputs):
             passed = {
                 i: term.name

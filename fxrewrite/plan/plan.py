@@ -318,8 +318,8 @@ class Plan:
             found = backends.forms(rule.pattern, table, dtypes, ranks)
             if not found:
                 warnings.warn(
-                    f"{rule.id} matches nothing behind decompositions: {', '.join(removed)} never stands there, and no "
-                    "sample of the pattern gave a form of it; apply the plan before autograd (pre_grad, plan.backend)",
+                    f"{rule.id} matches nothing after decompositions: {', '.join(removed)} does not occur there, and "
+                    "no sample of the pattern gave its form; apply the plan before autograd (pre_grad, plan.backend)",
                     stacklevel=2,
                 )
             return rule.decomposed(found)

@@ -45,7 +45,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if self.order not in get_args(Order):
-            raise RuleDefinitionError(f"order={self.order!r} is none of {', '.join(map(repr, get_args(Order)))}")
+            raise RuleDefinitionError(f"order={self.order!r} is not one of {', '.join(map(repr, get_args(Order)))}")
         check_overlap(self.overlap)
 
     def __str__(self) -> str:
@@ -139,8 +139,9 @@ class Sweep:
                     yield rule, match
 
     def _chosen(self, program: Program[Rule], found: Sequence[Ruled], chosen: Sequence[int]) -> None:
+        preferred = set(chosen)
         for index, (rule, match) in enumerate(found):
-            if index not in chosen:
+            if index not in preferred:
                 reason = "another match that consumes the same nodes was preferred"
                 self._refuse(rule, match.root, Reason.OVERLAP, reason)
         for index in chosen:

@@ -16,13 +16,14 @@ import sympy
 import torch
 from sympy import Integer, Symbol
 
+from fxrewrite.ops import dtype_name
 from fxrewrite.prove.indices import Expr, Indices
 from fxrewrite.prove.reals import apply, expanded, is_nonnegative, is_positive
 from fxrewrite.prove.symbolic import size_expression
 from fxrewrite.prove.text import readable
-from fxrewrite.prove.value import UndefinedError, UnknownError, dtype_name
+from fxrewrite.prove.value import UndefinedError, UnknownError
 
-__all__ = ["Arithmetic", "Need", "cast", "is_integer"]
+__all__ = ["Need", "SymbolicArithmetic", "cast", "is_integer"]
 
 Relation: TypeAlias = Literal["!= 0", ">= 0", "> 0"]
 _ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
@@ -55,7 +56,7 @@ class Need:
 
 
 @dataclass(slots=True)
-class Arithmetic:
+class SymbolicArithmetic:
     """How numbers are read, and what was assumed of them.
 
     Attributes:

@@ -11,16 +11,16 @@ import torch
 from sympy import Integer, Symbol
 from torch import fx
 
-from fxrewrite.prove.arithmetic import Arithmetic, cast
+from fxrewrite.prove.arithmetic import SymbolicArithmetic, cast
 from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.reals import total
-from fxrewrite.prove.value import At, UnknownError, Value, tensors_in
+from fxrewrite.prove.value import At, SymbolicTensor, UnknownError, tensors_in
 
-__all__ = ["Call", "Meaning"]
+__all__ = ["Meaning", "SymbolicCall"]
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SymbolicCall:
     """A call.
 
     Attributes:
@@ -31,7 +31,7 @@ class Call:
         node: the node of the graph.
     """
 
-    arithmetic: Arithmetic
+    arithmetic: SymbolicArithmetic
     key: str
     args: Mapping[str, Any]
     result: Any
@@ -60,12 +60,12 @@ class Call:
         return self.result.dtype
 
     @property
-    def operands(self) -> list[Value]:
+    def operands(self) -> list[SymbolicTensor]:
         """All tensors among the arguments."""
         return [value for argument in self.args.values() for value in tensors_in(argument)]
 
     @property
-    def first(self) -> Value:
+    def first(self) -> SymbolicTensor:
         """The first tensor among the arguments."""
         return self.operands[0]
 
@@ -79,7 +79,7 @@ class Call:
 
     def text_of(self, argument: Any) -> str:
         """An argument, with tensors by name."""
-        if isinstance(argument, Value):
+        if isinstance(argument, SymbolicTensor):
             return argument.name
         if isinstance(argument, (list, tuple)):
             return f"[{', '.join(map(self.text_of, argument))}]"
@@ -89,15 +89,15 @@ class Call:
 
     # Results
 
-    def value(self, at: At, shape: Sequence[Expr] | None = None) -> Value:
+    def value(self, at: At, shape: Sequence[Expr] | None = None) -> SymbolicTensor:
         """Returns a result with these entries."""
-        return Value(tuple(shape or self.shape), self.dtype, at, self.text())
+        return SymbolicTensor(tuple(shape or self.shape), self.dtype, at, self.text())
 
-    def entrywise(self, function: Callable[..., Expr], *names: str) -> Value:
+    def entrywise(self, function: Callable[..., Expr], *names: str) -> SymbolicTensor:
         """Returns a function of the entries of operands and of numbers."""
         return self.value(lambda i: function(*(self.operand(self.args[name], i) for name in names)))
 
-    def reduced(self, function: Callable[[Expr, list[Symbol]], Expr]) -> Value:
+    def reduced(self, function: Callable[[Expr, list[Symbol]], Expr]) -> SymbolicTensor:
         """Returns a function of all entries along the dimensions that the argument `dim` names."""
         x, keepdim = self.first, self.args.get("keepdim", False)
         rank = len(x.shape)
@@ -133,7 +133,7 @@ class Call:
 
     def read(self, operand: Any, index: Sequence[Expr], dtype: torch.dtype | None = None) -> Expr:
         """The entry of an operand that is broadcast to the result, or a number; cast to `dtype` if that differs."""
-        if not isinstance(operand, Value):
+        if not isinstance(operand, SymbolicTensor):
             return self.arithmetic.number(operand)
         full = self.shape if len(index) == len(self.shape) else operand.shape
         at = self.broadcast(index, operand.shape, full)
@@ -141,7 +141,7 @@ class Call:
 
     def operand(self, operand: Any, index: Sequence[Expr]) -> Expr:
         """The entry of an operand of arithmetic in the dtype of the result, or a number."""
-        if isinstance(operand, Value):
+        if isinstance(operand, SymbolicTensor):
             return self.read(operand, index, self.dtype)
         return self.arithmetic.operand(operand, self.dtype)
 
@@ -158,5 +158,5 @@ class Call:
         return total(entry, over, self.indices)
 
 
-Meaning: TypeAlias = Callable[[Call], Any]
+Meaning: TypeAlias = Callable[[SymbolicCall], Any]
 """Returns what a call gives, or NotImplemented for arguments with which the operator means something else."""

@@ -17,8 +17,8 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from fxrewrite import ops
-from fxrewrite.prove.arithmetic import Arithmetic, is_integer
-from fxrewrite.prove.call import Call
+from fxrewrite.prove.arithmetic import SymbolicArithmetic, is_integer
+from fxrewrite.prove.call import SymbolicCall
 from fxrewrite.prove.meanings import uninterpreted
 from fxrewrite.prove.meanings.entrywise import ENTRYWISE
 from fxrewrite.prove.meanings.filling import FILLING, convert
@@ -26,7 +26,7 @@ from fxrewrite.prove.meanings.products import PRODUCTS
 from fxrewrite.prove.meanings.sums import SUMS
 from fxrewrite.prove.meanings.views import VIEWS, reshape
 from fxrewrite.prove.symbolic import decomposed
-from fxrewrite.prove.value import UnknownError, Value
+from fxrewrite.prove.value import SymbolicTensor, UnknownError
 
 __all__ = ["interpret"]
 
@@ -36,7 +36,7 @@ _POINTWISE = frozenset(f"quantized_decomposed::{name}_per_tensor" for name in ("
 """Operators that act entry by entry, without torch's tag for that."""
 
 
-def interpret(nodes: Iterable[fx.Node], inputs: Sequence[Any], arithmetic: Arithmetic) -> Any:
+def interpret(nodes: Iterable[fx.Node], inputs: Sequence[Any], arithmetic: SymbolicArithmetic) -> Any:
     """Returns what a graph gives, with values for its placeholders.
 
     Raises:
@@ -56,7 +56,7 @@ def interpret(nodes: Iterable[fx.Node], inputs: Sequence[Any], arithmetic: Arith
     return None
 
 
-def _result(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: Arithmetic) -> Any:
+def _result(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: SymbolicArithmetic) -> Any:
     """Returns the value of one call."""
     result = ops.value(node)
     if isinstance(result, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -68,7 +68,9 @@ def _result(node: fx.Node, values: Mapping[fx.Node, Any], arithmetic: Arithmetic
         bound = ops.bind(node)
     except TypeError as error:
         raise UnknownError(f"{key} cannot be bound: {error}") from error
-    call = Call(arithmetic, key, {name: _argument(value, values) for name, value in bound.items()}, result, node)
+    call = SymbolicCall(
+        arithmetic, key, {name: _argument(value, values) for name, value in bound.items()}, result, node
+    )
     meant = _meaning(call)
     if meant is not NotImplemented:
         return meant
@@ -89,7 +91,7 @@ def _argument(value: Any, values: Mapping[fx.Node, Any]) -> Any:
     return value
 
 
-def _meaning(call: Call) -> Any:
+def _meaning(call: SymbolicCall) -> Any:
     """Returns what the tables say of a call; NotImplemented if they do not have it."""
     if call.key == "torch.Tensor.type":
         return convert(call)
@@ -113,17 +115,17 @@ def _meaning(call: Call) -> Any:
     return uninterpreted.of_entries(call) if _is_pointwise(call) else NotImplemented
 
 
-def _is_of_reals(call: Call) -> bool:
+def _is_of_reals(call: SymbolicCall) -> bool:
     """Whether the result is of real numbers and all operands are; a tensor of one integer that is known is a number."""
 
-    def is_number(x: Value) -> bool:
+    def is_number(x: SymbolicTensor) -> bool:
         return all(size == 1 for size in x.shape) and is_integer(x.at([Integer(0)] * len(x.shape)))
 
     is_real = call.arithmetic.is_real and call.dtype.is_floating_point
     return is_real and all(x.dtype.is_floating_point or is_number(x) for x in call.operands)
 
 
-def _is_pointwise(call: Call) -> bool:
+def _is_pointwise(call: SymbolicCall) -> bool:
     target = call.node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False

@@ -24,13 +24,13 @@ from fxrewrite import ops
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
-from fxrewrite.prove.arithmetic import Arithmetic, Need
+from fxrewrite.prove.arithmetic import Need, SymbolicArithmetic
 from fxrewrite.prove.cases import Case, CaseSearch, NoCaseError, readings
 from fxrewrite.prove.indices import Expr, Indices, is_same
 from fxrewrite.prove.interpret import interpret
 from fxrewrite.prove.reals import branches, difference, expanded
 from fxrewrite.prove.text import brief, form_of_case, form_of_condition, readable
-from fxrewrite.prove.value import At, UndefinedError, UnknownError, Value
+from fxrewrite.prove.value import At, SymbolicTensor, UndefinedError, UnknownError
 from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS
@@ -184,7 +184,7 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
         conditions=tuple(conditions),
         assumptions=tuple(assumptions),
         readings=len(found),
-        dtypes=tuple(sorted({str(fake.dtype).removeprefix("torch.") for case in proved for fake in case.inputs})),
+        dtypes=tuple(sorted({ops.dtype_name(fake.dtype) for case in proved for fake in case.inputs})),
         ranks=tuple(sorted({fake.ndim for case in proved for fake in case.inputs})),
         literals=(
             *(f"{n}={_either(v)}" for n, v in _literals(proved).items()),
@@ -252,10 +252,10 @@ def _strongest(needs: Iterable[Need]) -> dict[Need, None]:
     return {need: None for need in found if need not in weaker}
 
 
-def _compared(case: Case, *, is_real: bool) -> tuple[str, Arithmetic, Arithmetic]:
+def _compared(case: Case, *, is_real: bool) -> tuple[str, SymbolicArithmetic, SymbolicArithmetic]:
     """Returns where the two sides differ, which is empty if they do not, and what was assumed of each."""
     indices = Indices()
-    before, after = (Arithmetic(is_real, indices, case.symbols.simplified) for _ in range(2))
+    before, after = (SymbolicArithmetic(is_real, indices, case.symbols.simplified) for _ in range(2))
     try:
         was = _leaves(interpret(case.before.graph.nodes, _inputs(before, case.before), before))
         is_now = _leaves(interpret(case.after.graph.nodes, _inputs(after, case.after), after))
@@ -271,17 +271,17 @@ def _compared(case: Case, *, is_real: bool) -> tuple[str, Arithmetic, Arithmetic
     return outcome, before, after
 
 
-def _inputs(arithmetic: Arithmetic, gm: fx.GraphModule) -> list[Value]:
+def _inputs(arithmetic: SymbolicArithmetic, gm: fx.GraphModule) -> list[SymbolicTensor]:
     def entry(name: str, shape: Sequence[Expr]) -> At:
         ones = [size == 1 for size in shape]
         function = Function(name, real=True)
         return lambda index: function(*(0 if one else sympy.expand(i) for one, i in zip(ones, index, strict=True)))
 
-    found: list[Value] = []
+    found: list[SymbolicTensor] = []
     for node in gm.graph.find_nodes(op="placeholder"):
         fake, name = node.meta["val"], str(node.target)
         shape = arithmetic.shape(fake)
-        found.append(Value(shape, fake.dtype, entry(name, shape), name))
+        found.append(SymbolicTensor(shape, fake.dtype, entry(name, shape), name))
     return found
 
 
@@ -300,7 +300,7 @@ def _difference_of_outputs(was: Sequence[Any], is_now: Sequence[Any], indices: I
 
 
 def _difference(old: Any, new: Any, indices: Indices, *, is_real: bool) -> str:
-    if not isinstance(old, Value) or not isinstance(new, Value):
+    if not isinstance(old, SymbolicTensor) or not isinstance(new, SymbolicTensor):
         return "" if type(old) is type(new) and bool(old is new) else f"{old} became {new}"
     if len(old.shape) != len(new.shape) or not all(map(is_same, old.shape, new.shape)):
         return f"shape {list(old.shape)} became {list(new.shape)}"

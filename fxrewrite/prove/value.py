@@ -10,7 +10,7 @@ import torch
 
 from fxrewrite.prove.indices import Expr
 
-__all__ = ["At", "UndefinedError", "UnknownError", "Value", "dtype_name", "is_number", "items_of", "tensors_in"]
+__all__ = ["At", "SymbolicTensor", "UndefinedError", "UnknownError", "is_number", "items_of", "tensors_in"]
 
 At: TypeAlias = Callable[[Sequence[Expr]], Expr]
 """Returns the entry at an index."""
@@ -25,7 +25,7 @@ class UndefinedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Value:
+class SymbolicTensor:
     """A tensor.
 
     Attributes:
@@ -41,11 +41,11 @@ class Value:
     name: str
 
 
-def tensors_in(value: Any) -> list[Value]:
+def tensors_in(value: Any) -> list[SymbolicTensor]:
     """All tensors of an argument, those in lists too."""
     if isinstance(value, (list, tuple)):
         return [found for item in value for found in tensors_in(item)]
-    return [value] if isinstance(value, Value) else []
+    return [value] if isinstance(value, SymbolicTensor) else []
 
 
 def items_of(value: Any) -> Sequence[Any]:
@@ -56,8 +56,3 @@ def items_of(value: Any) -> Sequence[Any]:
 def is_number(value: Any) -> bool:
     """Whether an argument is a number; a bool is not."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, without `torch.`."""
-    return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""A model by a parallelism on simulated ranks, beside the same model on one device: what an author checks first."""
+"""A parallelism on simulated ranks, compared with the same model on one device: what an author checks first."""
 
 from __future__ import annotations
 

@@ -277,7 +277,8 @@ class Builder:
             suffixes = {name.partition("@")[2] for name in names if name.partition("@")[0] in constraint.names}
             for suffix in {""} if lists and suffixes else suffixes:
                 found = {name: self._captured(name, suffix) for name in constraint.names}
-                if any(value is _ABSENT or value is None for value in found.values()):
+                values = self._guesses.pattern.values
+                if any(v is _ABSENT or (v is None and name not in values) for name, v in found.items()):
                     continue
                 if any(item is _ABSENT for name in lists for item in found[name]):
                     continue

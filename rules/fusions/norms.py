@@ -42,7 +42,7 @@ from torch import fx
 
 from fxrewrite import Literal, Match, Pattern, Rule, RuleSet, cap, either, maybe, op, refuse, shared, where
 from fxrewrite.graph import is_same_size
-from fxrewrite.ops import fake_value
+from fxrewrite.ops import dtype_name, fake_value
 
 if TYPE_CHECKING:
     from fxrewrite.verify import Draw
@@ -108,13 +108,13 @@ def _(x: torch.Tensor, eps: float, wide: torch.dtype | None) -> Any:
     dtype = wide or x.dtype
     _check_rounding("rms_norm", dtype)
     if x.dtype.itemsize > dtype.itemsize:
-        refuse(f"x is {_name(x.dtype)}, its mean square {_name(dtype)}")
+        refuse(f"x is {dtype_name(x.dtype)}, its mean square {dtype_name(dtype)}")
     return aten.rms_norm(x if x.dtype == dtype else aten.to(x, dtype), [x.shape[-1]], None, eps)
 
 
 def _check_rounding(norm: str, dtype: torch.dtype) -> None:
     if dtype in _HALF:
-        refuse(f"the spelling rounds to {_name(dtype)} after each step, {norm} once")
+        refuse(f"the spelling rounds to {dtype_name(dtype)} after each step, {norm} once")
 
 
 def _fits(scale: str) -> Any:
@@ -168,7 +168,7 @@ def _narrow(norm: str, in_wide: Any, *fitting: Any) -> Rule:
         """norm(x, weight, bias)"""
         result = fake_value(match.root).dtype
         if result != x.dtype or wide != (torch.float32 if x.dtype in _HALF else x.dtype):
-            refuse(f"x is {_name(x.dtype)}, normalized in {_name(wide)}, given back in {_name(result)}")
+            refuse(f"x is {dtype_name(x.dtype)}, normalized in {dtype_name(wide)}, given back in {dtype_name(result)}")
         if eps is None and wide != x.dtype:
             refuse("eps is left to rms_norm, which takes another one for each dtype")
         return _call(match, norm, x, shape, eps)
@@ -191,7 +191,7 @@ def _scale(norm: str, scaled: Any, *fitting: Any) -> Rule:
     def _(match: Match, x: torch.Tensor, shape: Any, eps: float | None) -> Any:
         """norm(x, weight, bias)"""
         if x.dtype in _HALF:
-            refuse(f"the spelling rounds the norm to {_name(x.dtype)} before it is scaled, {norm} after that")
+            refuse(f"the spelling rounds the norm to {dtype_name(x.dtype)} before it is scaled, {norm} after that")
         return _call(match, norm, x, shape, eps)
 
     return made
@@ -202,13 +202,9 @@ def _call(match: Match, norm: str, x: torch.Tensor, shape: Any, eps: float | Non
     for name in ("weight", "bias")[: 1 if norm == "rms_norm" else 2]:
         scale = match.captures.get(name)
         if scale is not None and fake_value(scale).dtype != x.dtype:
-            refuse(f"the {name} is {_name(scale.meta['val'].dtype)}, x is {_name(x.dtype)}")
+            refuse(f"the {name} is {dtype_name(scale.meta['val'].dtype)}, x is {dtype_name(x.dtype)}")
         scales.append(None if scale is None else match.proxy(scale))
     return getattr(aten, norm)(x, shape, *scales, eps)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 _rms: Any = aten.rms_norm(_x, _shape, None, _eps)

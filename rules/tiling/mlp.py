@@ -40,7 +40,7 @@ from torch import fx
 
 from fxrewrite import Constraint, DeadCode, Match, Pattern, Rule, RuleSet, any_, either, loose, op, where
 from fxrewrite.graph import Size, is_same_size, product, reached, size_hint
-from fxrewrite.ops import bind, fake_value, has_trait, is_random, key, value
+from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, is_random, key, value
 from rules.tiling.steps import grads_of_steps, run_steps, step_of, why_no_step
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
@@ -270,10 +270,6 @@ def _why_not_inside(node: fx.Node) -> str:
     return why_no_step(node)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _why_not_alone(last: fx.Node, inside: Sequence[fx.Node], inner: Sequence[_Linear]) -> str:
     """Says why the nodes are not a function of the rows of one value that only the last linear reads."""
     x = inner[0].input
@@ -288,7 +284,7 @@ def _why_not_alone(last: fx.Node, inside: Sequence[fx.Node], inner: Sequence[_Li
     for node in (*inside, last):
         made = value(node)
         if isinstance(made, torch.Tensor) and made.dtype != dtype:
-            return f"%{node.name} is {_name(made.dtype)}, %{x.name} is {_name(dtype)}"
+            return f"%{node.name} is {dtype_name(made.dtype)}, %{x.name} is {dtype_name(dtype)}"
     before, after = fake_value(x).shape[:-1], fake_value(last).shape[:-1]
     if len(before) != len(after) or not all(map(is_same_size, before, after)):
         return f"the rows of %{last.name} are not those of %{x.name}"

@@ -22,6 +22,7 @@ True
 from __future__ import annotations
 
 import ast
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite.ops import bind, fake_value, has_trait, key, signature_of, value
+from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, key, signature_of, value
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 
 __all__ = ["dtype_after", "grads_of_steps", "reads_result", "run_steps", "step_of", "why_no_step", "without_last_cast"]
@@ -64,6 +65,10 @@ def _of_quotient(grad: torch.Tensor, out: torch.Tensor, a: torch.Tensor, b: Any)
     return grad / b, -grad * out / b if isinstance(b, torch.Tensor) else None
 
 
+def _of_power(grad: torch.Tensor, x: torch.Tensor, n: float) -> torch.Tensor:
+    return grad * (n * x.pow(n - 1)) if n else torch.zeros_like(grad)  # 0 * x**-1 is NaN where x is 0
+
+
 def _of_clamp(grad: torch.Tensor, out: torch.Tensor, x: torch.Tensor, low: Any, high: Any) -> tuple[torch.Tensor]:
     low, high = -math.inf if low is None else low, math.inf if high is None else high
     inside = (x >= low) & (x <= high) if CLAMP_PASSES_AT_BOUNDS else (x > low) & (x < high)
@@ -94,7 +99,7 @@ _KINDS = {
     "aten::mish": _Kind(("self",), aten.mish, lambda g, y, x: (aten.mish_backward(g, x),)),
     "aten::mul": _Kind(_TWO, torch.mul, _of_product, 2),
     "aten::neg": _Kind(("self",), torch.neg, lambda g, y, x: (-g,)),
-    "aten::pow": _Kind(("self", "exponent"), torch.pow, lambda g, y, x, n: (g * (n * x.pow(n - 1)),)),
+    "aten::pow": _Kind(("self", "exponent"), torch.pow, lambda g, y, x, n: (_of_power(g, x, n),)),
     "aten::relu": _Kind(("self",), torch.relu, lambda g, y, x: (aten.threshold_backward(g, y, 0),)),
     "aten::sigmoid": _Kind(("self",), torch.sigmoid, lambda g, y, x: (aten.sigmoid_backward(g, y),)),
     "aten::silu": _Kind(("self",), aten.silu, lambda g, y, x: (aten.silu_backward(g, x),)),
@@ -148,9 +153,13 @@ def grads_of_steps(steps: str, values: Sequence[torch.Tensor], grad: torch.Tenso
 
 
 def dtype_after(steps: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the result if the operands have `dtype`."""
-    casts = [arguments[1] for kind, arguments in _parsed(steps) if kind is _BY_NAME[_CAST]]
-    return getattr(torch, casts[-1]) if casts else dtype
+    """Returns the dtype of the result of steps on one operand of `dtype`."""
+    dtypes = [dtype]
+    for kind, arguments in _parsed(steps):
+        read = [dtypes[argument.index] for argument in arguments if isinstance(argument, _Value)]
+        is_cast = kind is _BY_NAME[_CAST]
+        dtypes.append(getattr(torch, arguments[1]) if is_cast else functools.reduce(torch.promote_types, read))
+    return dtypes[-1]
 
 
 def without_last_cast(steps: str) -> tuple[str, torch.dtype | None]:
@@ -179,7 +188,7 @@ def step_of(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
         read, at = _part_of(node)
         return f"{_PART}({names[read]}, {at.start}, {at.stop}, {at.step})"
     if key(node) == _TO:
-        return f"{_CAST}({names[node.all_input_nodes[0]]}, {str(fake_value(node).dtype).removeprefix('torch.')!r})"
+        return f"{_CAST}({names[node.all_input_nodes[0]]}, {dtype_name(fake_value(node).dtype)!r})"
     given = bind(node)
     written = (given[name] for name in _KINDS[key(node)].arguments)
     arguments = (names[argument] if isinstance(argument, fx.Node) else repr(argument) for argument in written)
@@ -236,12 +245,15 @@ def _part_of(node: fx.Node) -> tuple[fx.Node, slice]:
     """Returns the value whose columns the node selects, and which columns."""
     made = node.all_input_nodes[0]
     if key(node) == _ITEM:
-        index: Any = node.args[1]
         sizes = [part.shape[-1] for part in value(made)]
+        item: Any = node.args[1]
+        index = item % len(sizes)
         return made.all_input_nodes[0], slice(sum(sizes[:index]), sum(sizes[: index + 1]), 1)
     given, width = bind(node), fake_value(made).shape[-1]
-    end = given["start"] + given["length"] if key(node) == "aten::narrow" else given["end"]
-    return made, slice(*slice(given["start"], end, given.get("step", 1)).indices(width))
+    if key(node) == "aten::narrow":
+        start = given["start"] % width if width else 0
+        return made, slice(start, start + given["length"], 1)
+    return made, slice(*slice(given["start"], given["end"], given.get("step", 1)).indices(width))
 
 
 def _filled(arguments: Sequence[Any], values: Sequence[torch.Tensor]) -> list[Any]:

@@ -24,9 +24,12 @@ from fxrewrite.adapters.pattern_matcher import (
     register_lowering_pattern,
     register_replacement,
 )
-from fxrewrite.adapters.subgraph_rewriter import replace_pattern
+from fxrewrite.adapters.subgraph_rewriter import pattern_rule, replace_pattern
 from fxrewrite.backends import installed
 from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RuleDefinitionError
+from fxrewrite.graph import Edit
+from fxrewrite.match.program import Program
+from fxrewrite.match.safety import Effects
 from fxrewrite.pattern import parse
 from tests.rewriting import state, targets, traced
 
@@ -127,7 +130,7 @@ def test_a_node_that_is_erased_behind_the_transaction_is_an_error() -> None:
         match.output_node().replace_all_uses_with(x)
         x.graph.erase_node(match.output_node())
 
-    with pytest.raises(InvariantError, match="was erased behind the transaction"):
+    with pytest.raises(InvariantError, match="was erased without the transaction"):
         one.apply(traced(model, X))
 
 
@@ -260,3 +263,46 @@ def test_the_digest_of_a_pass_follows_its_extra_checks() -> None:
 
     assert checked(lambda match: True).plan.digest() != checked(lambda match: False).plan.digest()
     assert checked(lambda match: True).plan.digest() == checked(lambda match: True).plan.digest() is not None
+
+
+def test_a_handler_that_keeps_no_gradients_is_refused_where_they_are_needed() -> None:
+    one = PatternMatcherPass("forward")
+    register_graph_pattern(CallFunction(aten.relu.default, Arg()), pass_dict=one, gradients=False)(to_clamp)
+    gm = traced(model, X.clone().requires_grad_())
+    for node in gm.graph.find_nodes(op="call_function", target=aten.relu.default):
+        node.meta["val"] = node.meta["val"].detach().requires_grad_()
+    assert one.apply(gm.graph) == 0
+
+
+def test_later_checks_know_what_a_handler_draws_and_writes() -> None:
+    one = PatternMatcherPass("noise")
+
+    @register_graph_pattern(CallFunction(aten.relu.default, Arg()), pass_dict=one, rng="changes")
+    def noisy(match: Any, x: fx.Node) -> None:
+        old = match.output_node()
+        with match.graph.inserting_before(old):
+            drawn = match.graph.call_function(aten.bernoulli.default, (x,))
+            match.graph.call_function(aten.add_.Scalar, (drawn, 1))
+        old.replace_all_uses_with(drawn)
+        match.erase_nodes()
+
+    gm = traced(lambda x: torch.relu(x.cos()), X)
+    (rule,) = one.patterns
+    program = Program([(rule, rule.pattern)])
+    with Edit(gm) as edit:
+        effects = Effects(edit)
+        (node,) = gm.graph.find_nodes(op="call_function", target=aten.relu.default)
+        ((_, match),) = program.find(node, ops.key(node))
+        rule.rewrite(edit, match, effects)
+        assert [node.target for node in effects.draws] == [aten.bernoulli.default]
+        assert [node.target for node in effects.writers] == [aten.add_.Scalar]
+
+
+def test_a_rule_of_torchs_subgraph_rewriter_runs_again() -> None:
+    it = pattern_rule(lambda x: torch.relu(x), lambda x: torch.clamp(torch.sin(x), 0))
+    gm = traced(model, X)
+    plan = RuleSet("again", it)
+    assert plan.apply(gm).rewrites == 2
+    back = pattern_rule(lambda x: torch.clamp(x, 0), lambda x: torch.relu(x), id="back.to_relu")
+    assert RuleSet("back", back).apply(gm).rewrites == 2
+    assert plan.apply(gm).rewrites == 2

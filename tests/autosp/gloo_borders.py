@@ -5,6 +5,7 @@ The sequence is over all ranks. What eager code and blocks compute of DTensors i
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -202,7 +203,39 @@ def losses(mesh: DeviceMesh) -> dict[str, Any]:
     return {"errors": errors}
 
 
-CASES = {case.__name__: case for case in (trained, collectives, entered, evaluated, losses)}
+class PerToken(Model):
+    """One sequence, whose losses of tokens cross a break of the graph: the part after it has no sequence."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        each = F.cross_entropy(self.head(self.norm(hidden))[0], ids[0].roll(-1), reduction="none")
+        torch._dynamo.graph_break()
+        return (each.square() * 0.5).mean()
+
+
+def without_sequence(mesh: DeviceMesh) -> dict[str, Any]:
+    """A part that has no sequence, and gets a value in chunks: gathered, since every rank runs it whole."""
+    ids = torch.arange(16).reshape(1, 16) * 7 % VOCABULARY
+    torch.manual_seed(0)
+    alone = PerToken(1).double()
+    model = copy.deepcopy(alone)
+    backend = autosp("aot_eager", mesh=mesh, breaks="dtensor")
+    expected, found = alone(ids), torch.compile(model, backend=backend)(ids)
+    expected.backward()
+    found.backward()
+    errors = {"loss": error(found, expected)}
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        dist.all_reduce(parameter.grad)
+        errors[name] = error(parameter.grad / dist.get_world_size(), other.grad)
+    lines = [line for report in backend.reports for line in report.lines if line.startswith("border")]
+    return {"errors": errors, "lines": lines}
+
+
+CASES = {case.__name__: case for case in (trained, collectives, entered, evaluated, losses, without_sequence)}
 
 
 def run(cases: list[str]) -> dict[str, Any]:

@@ -73,7 +73,11 @@ JOBS: dict[str, tuple[int, str, list[Any]]] = {
     "two_ranks": (2, "gloo_worker", TWO_RANKS),
     "inductor": (2, "gloo_worker", INDUCTOR),
     "wrappers_of_two": (2, "gloo_wrappers", [name for name, case in CASES.items() if case.ranks == 2]),
-    "borders_of_two": (2, "gloo_borders", ["trained", "collectives", "entered", "evaluated", "losses"]),
+    "borders_of_two": (
+        2,
+        "gloo_borders",
+        ["trained", "collectives", "entered", "evaluated", "losses", "without_sequence"],
+    ),
     "refusals": (2, "gloo_refusals", REFUSALS),
     "four_ranks": (4, "gloo_worker", FOUR_RANKS),
     "borders_of_four": (4, "gloo_borders", ["trained", "collectives"]),
@@ -408,3 +412,10 @@ def test_dtensors_of_ones_own_enter_blocks_as_they_are_placed_or_are_gathered(
         )
         assert rank["evaluated"]["errors"]["result"] < 1e-12, "a block that runs whole gathers it"
         assert "got mixed torch.Tensor and DTensor" in rank["evaluated"]["said"], "torch's error, without chunked()"
+
+
+def test_a_part_without_a_sequence_gathers_what_it_gets_in_chunks(borders_of_two: list[dict[str, Any]]) -> None:
+    for rank in borders_of_two:
+        found = rank["without_sequence"]
+        assert max(found["errors"].values()) < 1e-12
+        assert any("is gathered: the graph has no sequence" in line for line in found["lines"]), found["lines"]

@@ -226,7 +226,7 @@ def test_a_rule_without_a_form_behind_decompositions_says_so() -> None:
     it = rule("test.rule")(lambda x: F.dropout(x, 0.5))
     it.replacement(lambda x: x)
     with pytest.warns(
-        UserWarning, match=r"test.rule matches nothing behind decompositions: aten::dropout never stands"
+        UserWarning, match=r"test.rule matches nothing after decompositions: aten::dropout does not occur"
     ):
         RuleSet("s", it).once().decomposed(inductor_table(), ranks=(2,))
 

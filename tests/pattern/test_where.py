@@ -258,7 +258,7 @@ def test_whatever_the_text_it_is_a_constraint_or_an_error(text: str) -> None:
 
 def test_constraints_that_make_no_sense_as_written() -> None:
     for make, message in (
-        (lambda: where.size("x", 0, "=", 4), "'=' is none of ==, !="),
+        (lambda: where.size("x", 0, "=", 4), "'=' is not one of ==, !="),
         (lambda: where.size("x", 0, "==", "size(x"), "constraint 'size(x', column"),
         (lambda: where.value("x", "==", None), "a capture cannot be compared with None"),
         (lambda: where.value("x", "==", float("nan")), "nan is not a number"),

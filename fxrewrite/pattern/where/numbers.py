@@ -200,7 +200,7 @@ class Relation(BaseConstraint):
 
     def __post_init__(self) -> None:
         if self.relation not in RELATIONS:
-            raise RuleDefinitionError(f"{self.relation!r} is none of {', '.join(RELATIONS)}")
+            raise RuleDefinitionError(f"{self.relation!r} is not one of {', '.join(RELATIONS)}")
         for side in (self.left, self.right):
             if isinstance(side, LiteralValue):
                 _require_constant(side.value)
@@ -230,7 +230,7 @@ class Relation(BaseConstraint):
 
 @dataclass(frozen=True, slots=True)
 class OneOf(BaseConstraint):
-    """A number or Python value is one of these constants; if `negated`, it is none of them."""
+    """A number or Python value is one of these constants; if `negated`, it is not one of them."""
 
     value: Number
     constants: tuple[LiteralValue, ...]

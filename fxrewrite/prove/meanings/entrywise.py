@@ -8,23 +8,23 @@ from typing import Any
 import sympy
 from sympy import Integer
 
-from fxrewrite.prove.call import Call, Meaning
+from fxrewrite.prove.call import Meaning, SymbolicCall
 from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, expanded
-from fxrewrite.prove.value import Value
+from fxrewrite.prove.value import SymbolicTensor
 
 __all__ = ["ENTRYWISE"]
 
 
 def _plus(sign: int) -> Meaning:
-    def plus(call: Call) -> Value:
+    def plus(call: SymbolicCall) -> SymbolicTensor:
         alpha = call.arithmetic.number(call.args.get("alpha", 1))
         return call.entrywise(lambda a, b: a + sign * alpha * b, "self", "other")
 
     return plus
 
 
-def _quotient(call: Call) -> Any:
+def _quotient(call: SymbolicCall) -> Any:
     if call.args.get("rounding_mode") is not None:
         return NotImplemented
     return call.entrywise(call.arithmetic.divide, "self", "other")
@@ -34,7 +34,7 @@ def _sigmoid(entry: Expr) -> Expr:
     return 1 / (1 + sympy.exp(expanded(-entry)))
 
 
-def _gelu(call: Call) -> Value:
+def _gelu(call: SymbolicCall) -> SymbolicTensor:
     def exact(x: Expr) -> Expr:
         return x * (1 + apply("erf", expanded(x / sympy.sqrt(2)))) / 2
 

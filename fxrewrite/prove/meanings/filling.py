@@ -8,16 +8,16 @@ from typing import Any
 import torch
 
 from fxrewrite.prove.arithmetic import cast
-from fxrewrite.prove.call import Call, Meaning
+from fxrewrite.prove.call import Meaning, SymbolicCall
 from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, where
-from fxrewrite.prove.value import UnknownError, Value
+from fxrewrite.prove.value import SymbolicTensor, UnknownError
 
 __all__ = ["FILLING", "convert"]
 
 
-def _fill(call: Call, number: Any) -> Any:
-    if isinstance(number, Value):
+def _fill(call: SymbolicCall, number: Any) -> Any:
+    if isinstance(number, SymbolicTensor):
         return NotImplemented
     if call.result.layout is not torch.strided:
         raise UnknownError("a sparse tensor")
@@ -28,25 +28,25 @@ def _fill(call: Call, number: Any) -> Any:
 # Copies and casts
 
 
-def _copy(call: Call) -> Value:
+def _copy(call: SymbolicCall) -> SymbolicTensor:
     x = call.first
-    return Value(x.shape, x.dtype, x.at, call.text())
+    return SymbolicTensor(x.shape, x.dtype, x.at, call.text())
 
 
-def _alias(call: Call) -> Value:
+def _alias(call: SymbolicCall) -> SymbolicTensor:
     return call.first
 
 
-def _detach(call: Call) -> Value:
+def _detach(call: SymbolicCall) -> SymbolicTensor:
     x = call.first
     return call.value(lambda i: apply("detach", x.at(i)), x.shape)  # other gradients: another function
 
 
-def _dropout(call: Call) -> Any:
+def _dropout(call: SymbolicCall) -> Any:
     return call.first if call.args["train"] is False or call.args["p"] == 0 else NotImplemented
 
 
-def convert(call: Call) -> Value:
+def convert(call: SymbolicCall) -> SymbolicTensor:
     """Returns the entries of the first operand in the dtype of the result; only `to` may give the operand itself."""
     x = call.first
     if call.result.layout is not torch.strided:
@@ -59,21 +59,21 @@ def convert(call: Call) -> Value:
 # Choices
 
 
-def _where(call: Call) -> Value:
+def _where(call: SymbolicCall) -> SymbolicTensor:
     condition, a, b = call.args["condition"], call.args["self"], call.args["other"]
     return call.value(
         lambda i: where(call.read(condition, i), _chosen(call, a, i, call.dtype), _chosen(call, b, i, call.dtype))
     )
 
 
-def _masked_fill(call: Call) -> Value:
+def _masked_fill(call: SymbolicCall) -> SymbolicTensor:
     x, mask, value = call.args["self"], call.args["mask"], call.args["value"]
     return call.value(lambda i: where(call.read(mask, i), _chosen(call, value, i, x.dtype), call.read(x, i)))
 
 
-def _chosen(call: Call, operand: Any, index: Sequence[Expr], dtype: torch.dtype) -> Expr:
+def _chosen(call: SymbolicCall, operand: Any, index: Sequence[Expr], dtype: torch.dtype) -> Expr:
     """The entry of an operand, or a number, as an entry of `dtype`."""
-    if isinstance(operand, Value):
+    if isinstance(operand, SymbolicTensor):
         return call.read(operand, index, dtype)
     return call.arithmetic.entry(operand, dtype)
 

@@ -10,15 +10,15 @@ import torch
 from sympy import Integer
 
 from fxrewrite import ops
-from fxrewrite.prove.call import Call, Meaning
+from fxrewrite.prove.call import Meaning, SymbolicCall
 from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, expanded, where
-from fxrewrite.prove.value import Value
+from fxrewrite.prove.value import SymbolicTensor
 
 __all__ = ["PRODUCTS"]
 
 
-def _product(call: Call) -> Any:
+def _product(call: SymbolicCall) -> Any:
     """Returns a product of matrices or vectors, with what is added to it."""
     left, right = (call.args[name] for name in ops.factors(call.key) or ("", ""))
     bias, beta, alpha = None, 1, 1
@@ -53,7 +53,7 @@ def _product(call: Call) -> Any:
     return call.value(at)
 
 
-def _einsum(call: Call) -> Any:
+def _einsum(call: SymbolicCall) -> Any:
     text, tensors = call.args["equation"].replace(" ", ""), call.args["tensors"]
     terms, arrow, result = text.partition("->")
     operands = terms.split(",")
@@ -80,7 +80,7 @@ def _einsum(call: Call) -> Any:
     return call.value(at)
 
 
-def _attention(call: Call) -> Any:
+def _attention(call: SymbolicCall) -> Any:
     """Returns softmax(q k^T * scale + mask) v; a mask of bools, or a causal one, gives weight zero."""
     q, k, v, mask = (call.args[name] for name in ("query", "key", "value", "attn_mask"))
     if call.args["dropout_p"] != 0:
@@ -93,11 +93,11 @@ def _attention(call: Call) -> Any:
     scale = sympy.Pow(q.shape[-1], sympy.Rational(-1, 2)) if given is None else call.arithmetic.number(given)
     heads = q.shape[:-2] if is_grouped else call.shape[:-2]
 
-    def grouped(x: Value) -> Expr:
+    def grouped(x: SymbolicTensor) -> Expr:
         """How many heads of q read one head of `x`."""
         return call.indices.divided(q.shape[-3], x.shape[-3])[0]
 
-    def head(batch: Sequence[Expr], x: Value, group: Expr) -> list[Expr]:
+    def head(batch: Sequence[Expr], x: SymbolicTensor, group: Expr) -> list[Expr]:
         """The head of k or of v that a head of q reads."""
         if not is_grouped:
             return call.broadcast(batch, x.shape[:-2], heads)

@@ -10,23 +10,23 @@ import torch
 from sympy import Integer, Symbol
 
 from fxrewrite.prove.arithmetic import cast
-from fxrewrite.prove.call import Call, Meaning
+from fxrewrite.prove.call import Meaning, SymbolicCall
 from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, expanded
-from fxrewrite.prove.value import Value
+from fxrewrite.prove.value import SymbolicTensor
 
 __all__ = ["SUMS"]
 
 
-def _sum(call: Call) -> Value:
+def _sum(call: SymbolicCall) -> SymbolicTensor:
     return call.reduced(call.total)
 
 
-def _mean(call: Call) -> Value:
+def _mean(call: SymbolicCall) -> SymbolicTensor:
     return call.reduced(lambda entry, over: call.total(entry, over) / call.num_reduced())
 
 
-def _var(call: Call) -> Value:
+def _var(call: SymbolicCall) -> SymbolicTensor:
     correction = call.args.get("correction", 1)
     if "unbiased" in call.args and call.args["unbiased"] is not None:
         correction = int(call.args["unbiased"])
@@ -40,7 +40,7 @@ def _var(call: Call) -> Value:
     return call.reduced(variance)
 
 
-def _largest(call: Call) -> Value:
+def _largest(call: SymbolicCall) -> SymbolicTensor:
     def largest(entry: Expr, over: list[Symbol]) -> Expr:
         entry = expanded(entry)
         used = [int(s.name[2:]) for s in entry.free_symbols if s.name.startswith("_k")]
@@ -52,7 +52,7 @@ def _largest(call: Call) -> Value:
     return call.reduced(largest)
 
 
-def _softmax(call: Call) -> Any:
+def _softmax(call: SymbolicCall) -> Any:
     x, dim = call.first, call.dim()
     if x.shape == ():
         return NotImplemented
@@ -70,7 +70,7 @@ def _softmax(call: Call) -> Any:
     return call.value(at, x.shape)
 
 
-def _norm(call: Call) -> Any:
+def _norm(call: SymbolicCall) -> Any:
     """Returns rms_norm or layer_norm over the last dimensions, in the precision of the operand."""
     x = call.args["input"]
     count = len(call.args["normalized_shape"])

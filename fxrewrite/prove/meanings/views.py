@@ -9,21 +9,21 @@ import sympy
 from sympy import Integer
 
 from fxrewrite.prove.arithmetic import cast
-from fxrewrite.prove.call import Call, Meaning
+from fxrewrite.prove.call import Meaning, SymbolicCall
 from fxrewrite.prove.indices import Expr
 from fxrewrite.prove.reals import apply, where
-from fxrewrite.prove.value import At, UnknownError, Value
+from fxrewrite.prove.value import At, SymbolicTensor, UnknownError
 
 __all__ = ["VIEWS", "reshape"]
 
 
-def reshape(call: Call) -> Value:
+def reshape(call: SymbolicCall) -> SymbolicTensor:
     """Returns the entries of the first operand in another shape, in the same order."""
     x, shape = call.first, call.shape
     return call.value(lambda i: x.at(call.indices.reshaped(i, shape, x.shape)), shape)
 
 
-def _expand(call: Call) -> Value:
+def _expand(call: SymbolicCall) -> SymbolicTensor:
     x = call.first
     return call.value(lambda i: call.read(x, i))
 
@@ -31,17 +31,17 @@ def _expand(call: Call) -> Value:
 # Permutations
 
 
-def _permuted(call: Call, order: Sequence[int]) -> Value:
+def _permuted(call: SymbolicCall, order: Sequence[int]) -> SymbolicTensor:
     x = call.first
     return call.value(lambda i: x.at([i[order.index(dim)] for dim in range(len(order))]), call.shape)
 
 
-def _permute(call: Call) -> Value:
+def _permute(call: SymbolicCall) -> SymbolicTensor:
     rank = len(call.first.shape)
     return _permuted(call, [dim % max(rank, 1) for dim in call.args["dims"]])
 
 
-def _transpose(call: Call) -> Value:
+def _transpose(call: SymbolicCall) -> SymbolicTensor:
     order = list(range(len(call.first.shape)))
     if order:
         a, b = call.dim("dim0"), call.dim("dim1")
@@ -49,16 +49,16 @@ def _transpose(call: Call) -> Value:
     return _permuted(call, order)
 
 
-def _t(call: Call) -> Value:
+def _t(call: SymbolicCall) -> SymbolicTensor:
     return _permuted(call, list(range(len(call.first.shape)))[::-1])
 
 
-def _transpose_matrices(call: Call) -> Value:
+def _transpose_matrices(call: SymbolicCall) -> SymbolicTensor:
     order = list(range(len(call.first.shape)))
     return _permuted(call, [*order[:-2], *order[:-3:-1]])
 
 
-def _flip(call: Call) -> Value:
+def _flip(call: SymbolicCall) -> SymbolicTensor:
     x = call.first
     flipped = {dim % max(len(x.shape), 1) for dim in call.args["dims"]}
     return call.value(
@@ -69,7 +69,7 @@ def _flip(call: Call) -> Value:
 # Slices and parts
 
 
-def _select(call: Call) -> Value:
+def _select(call: SymbolicCall) -> SymbolicTensor:
     x, dim = call.first, call.dim()
     at = call.arithmetic.size(call.args["index"])
     at = at if call.indices.is_nonnegative(at) else at + x.shape[dim]
@@ -78,7 +78,7 @@ def _select(call: Call) -> Value:
     return call.value(lambda i: x.at([*i[:dim], at, *i[dim:]]))
 
 
-def _slice(call: Call) -> Value:
+def _slice(call: SymbolicCall) -> SymbolicTensor:
     x, dim, step = call.first, call.dim(), call.args["step"]
     start = _start(call, x.shape[dim])
     if not isinstance(step, int):
@@ -86,14 +86,14 @@ def _slice(call: Call) -> Value:
     return call.value(_shifted(x, dim, start, step))
 
 
-def _narrow(call: Call) -> Value:
+def _narrow(call: SymbolicCall) -> SymbolicTensor:
     x, dim = call.first, call.dim()
-    if isinstance(call.args["start"], Value):
+    if isinstance(call.args["start"], SymbolicTensor):
         raise UnknownError("data decide where narrow starts")
     return call.value(_shifted(x, dim, _start(call, x.shape[dim])))
 
 
-def _start(call: Call, size: Expr) -> Expr:
+def _start(call: SymbolicCall, size: Expr) -> Expr:
     """The first entry of a slice of a dimension, counted from 0."""
     given, indices = call.args["start"], call.indices
     start = Integer(0) if given is None else call.arithmetic.size(given)
@@ -109,28 +109,30 @@ def _start(call: Call, size: Expr) -> Expr:
     raise UnknownError(f"it is not known whether {start} is negative")
 
 
-def _shifted(x: Value, dim: int, start: Expr, step: int = 1) -> At:
+def _shifted(x: SymbolicTensor, dim: int, start: Expr, step: int = 1) -> At:
     """Entries from `start` on, every `step`-th one."""
     return lambda i: x.at([*i[:dim], start + i[dim] * step, *i[dim + 1 :]])
 
 
-def _split(call: Call) -> list[Value]:
+def _split(call: SymbolicCall) -> list[SymbolicTensor]:
     x, dim = call.first, call.dim()
-    parts: list[Value] = []
+    parts: list[SymbolicTensor] = []
     start: Expr = Integer(0)
     for number, part in enumerate(call.result):
         shape = call.arithmetic.shape(part)
-        parts.append(Value(shape, part.dtype, _shifted(x, dim, start), f"{call.text()}[{number}]"))
+        parts.append(SymbolicTensor(shape, part.dtype, _shifted(x, dim, start), f"{call.text()}[{number}]"))
         start = start + shape[dim]
     return parts
 
 
-def _unbind(call: Call) -> list[Value]:
+def _unbind(call: SymbolicCall) -> list[SymbolicTensor]:
     x, dim = call.first, call.dim()
 
-    def part(number: int) -> Value:
+    def part(number: int) -> SymbolicTensor:
         shape = call.arithmetic.shape(call.result[number])
-        return Value(shape, x.dtype, lambda i: x.at([*i[:dim], Integer(number), *i[dim:]]), f"{call.text()}[{number}]")
+        return SymbolicTensor(
+            shape, x.dtype, lambda i: x.at([*i[:dim], Integer(number), *i[dim:]]), f"{call.text()}[{number}]"
+        )
 
     return [part(number) for number in range(len(call.result))]
 
@@ -138,7 +140,7 @@ def _unbind(call: Call) -> list[Value]:
 # Concatenations and repetitions
 
 
-def _cat(call: Call) -> Value:
+def _cat(call: SymbolicCall) -> SymbolicTensor:
     tensors, rank = call.args["tensors"], len(call.shape)
     kept = [x for x in tensors if len(x.shape) == rank]  # torch skips empty tensors of one dimension
     if any(x.shape != (Integer(0),) for x in tensors if x not in kept):
@@ -147,7 +149,9 @@ def _cat(call: Call) -> Value:
     return call.value(lambda i: _entry_of_cat(call, kept, dim, i, Integer(0)))
 
 
-def _entry_of_cat(call: Call, tensors: Sequence[Value], dim: int, index: Sequence[Expr], start: Expr) -> Expr:
+def _entry_of_cat(
+    call: SymbolicCall, tensors: Sequence[SymbolicTensor], dim: int, index: Sequence[Expr], start: Expr
+) -> Expr:
     """The entry at an index of tensors of which the first one starts at `start`."""
     first, rest = tensors[0], tensors[1:]
     inner = [*index[:dim], index[dim] - start, *index[dim + 1 :]]
@@ -167,7 +171,7 @@ def _entry_of_cat(call: Call, tensors: Sequence[Value], dim: int, index: Sequenc
     return own() if is_own else other()
 
 
-def _stack(call: Call) -> Value:
+def _stack(call: SymbolicCall) -> SymbolicTensor:
     tensors, rank = call.args["tensors"], len(call.shape)
     dim = call.args["dim"] % rank
 
@@ -184,9 +188,9 @@ def _stack(call: Call) -> Value:
     return call.value(at)
 
 
-def _repeat_interleave(call: Call) -> Any:
+def _repeat_interleave(call: SymbolicCall) -> Any:
     x, repeats = call.args.get("self"), call.args["repeats"]
-    if not isinstance(x, Value) or isinstance(repeats, Value):
+    if not isinstance(x, SymbolicTensor) or isinstance(repeats, SymbolicTensor):
         return NotImplemented
     count = call.arithmetic.size(repeats)
     if call.args["dim"] is None:
@@ -198,7 +202,7 @@ def _repeat_interleave(call: Call) -> Any:
     return call.value(lambda i: x.at([*i[:dim], call.indices.divided(i[dim], count)[0], *i[dim + 1 :]]))
 
 
-def _repeat(call: Call) -> Value:
+def _repeat(call: SymbolicCall) -> SymbolicTensor:
     x = call.first
 
     def at(index: Sequence[Expr]) -> Expr:

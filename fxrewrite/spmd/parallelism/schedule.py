@@ -72,7 +72,7 @@ _GATHERS = (_GATHER, GATHER_CAST)
 _REORDERS = ("aten::reshape", "aten::permute", "aten::contiguous", "aten::narrow")
 """What puts gathered chunks into the order of the whole value, as `lower.collectives` writes it."""
 _Means: TypeAlias = "tuple[tuple[Any, ...], ...]"
-"""Of each mean over ranks that is taken of a gradient: the group, and the number of its ranks."""
+"""Of each mean over ranks that is taken of a gradient: the name of the axis, the group, and the number of its ranks."""
 _regions = itertools.count(1 << 20)
 """Numbers of recomputed regions, apart from those of checkpoints."""
 
@@ -167,7 +167,7 @@ class Schedule:
 
     def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> _Means:
         """Remove these nodes after a gather; scales go to its operand, and the means are returned, with its own."""
-        means: list[tuple[Any, ...]] = []
+        means = list[tuple[Any, ...]]()
         node = _sent(gather)
         # What reads another value as well may be a chunk, and ranks that average have others: a row of an index.
         while (
@@ -177,7 +177,7 @@ class Schedule:
         ):
             before = node.all_input_nodes[0]
             if node.target == MEAN_GRADIENT:
-                means.append(node.args[1:])
+                means.append((node.meta["axis"], *node.args[1:]))
                 edit.replace_uses(node, before)
                 edit.erase(node)
             node = before
@@ -187,7 +187,7 @@ class Schedule:
                 scaled = edit.call(SCALE_GRADIENT, (sent, *node.args[1:]), before=gather, like=sent, rule=self.name)
                 edit.replace_uses(sent, scaled, [gather])
             else:
-                means.append(node.args[1:])
+                means.append((node.meta["axis"], *node.args[1:]))
             edit.replace_uses(node, node.all_input_nodes[0])
             edit.erase(node)
         return tuple(means)
@@ -215,8 +215,9 @@ class Schedule:
 
     def _average(self, edit: Edit, reader: fx.Node, value: fx.Node, means: _Means) -> None:
         """Take these means of the gradient that the reader has of a value."""
-        for mean in means:
+        for axis, *mean in means:
             averaged = edit.call(MEAN_GRADIENT, (value, *mean), before=reader, like=value, rule=self.name)
+            edit.set_meta(averaged, "axis", axis)
             edit.replace_uses(value, averaged, [reader])
             value = averaged
 
@@ -234,6 +235,7 @@ class Schedule:
                     edit.move(needed, first)
             call = (MEAN_GRADIENTS, (values, *first.args[1:]))
             together = edit.call(*call, before=first, like=first, rule=self.name)
+            edit.set_meta(together, "axis", first.meta["axis"])
             for i, node in enumerate(bucket):
                 part = edit.call(operator.getitem, (together, i), before=first, like=node, rule=self.name)
                 edit.replace_uses(node, part)

@@ -8,6 +8,7 @@ those of the collectives:
     P    -> S      reduce-scatter    of its summand, all but the part that it keeps
     P    -> R      all-reduce        both, one after the other
     R    -> any    nothing: a rank takes its part of what it has
+    S    -> P      nothing, where the summands are added: a rank has its chunk among zeros
 
 All ranks take part in a ring, as NCCL's do for large values, which is the least that can be sent.
 """
@@ -95,7 +96,7 @@ def collective_bytes(kind: CollectiveKind, held: float, num_ranks: int) -> float
 
 def redistribution_bytes(num_bytes: float, src: Placement, dst: Placement, num_ranks: int) -> float:
     """Bytes that one rank sends to bring a value of `num_bytes`, the whole of it, from one placement to another."""
-    if isinstance(src, Replicate) or is_same_placement(src, dst):
+    if isinstance(src, Replicate) or is_same_placement(src, dst) or (isinstance(src, Shard) and dst == Partial()):
         return 0
     if isinstance(src, Partial):
         return collective_bytes("all_reduce" if isinstance(dst, Replicate) else "reduce_scatter", num_bytes, num_ranks)
