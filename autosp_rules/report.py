@@ -12,6 +12,7 @@ from autosp_rules.memory.budget import MemoryFitted
 from autosp_rules.memory.checkpoint import is_recomputed
 from autosp_rules.memory.costs import bytes_of, sends_of
 from fxrewrite import Event, EventLog, Refusal, Report
+from fxrewrite.graph import differentiated
 from fxrewrite.spmd import ADJOINTS, COLLECTIVE_KINDS, Axis, ProductsWhole, collective_bytes, size_hint
 
 __all__ = ["AutoSPReport", "Collective", "LeftAlone", "summarize", "whole_share"]
@@ -141,7 +142,8 @@ _SLICES = {"autosp.shard_label_ids", "autosp.shard_position_ids", "collectives.s
 
 def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
     found: dict[tuple[str, str], list[int]] = {}
-    grads = _requiring_grad(gm)
+    is_enabled = torch.is_grad_enabled()
+    grads = differentiated(list(gm.graph.nodes), _requires_gradient) if is_enabled else set[fx.Node]()
     for node in gm.graph.nodes:
         kind = COLLECTIVE_KINDS.get(node.target)
         if kind is not None:
@@ -166,21 +168,6 @@ def _collectives(gm: fx.GraphModule, axis: Axis) -> list[Collective]:
     ]
 
 
-def _requiring_grad(gm: fx.GraphModule) -> set[fx.Node]:
-    """Returns nodes through which a gradient flows to a parameter or input, under the grad mode of their region."""
-    grads: set[fx.Node] = set()
-    enabled = torch.is_grad_enabled()
-    for node in gm.graph.nodes:
-        if getattr(node.target, "__name__", "") == "_set_grad_enabled":
-            enabled = bool(node.args[0])
-        value = node.meta.get("val")
-        if node.op == "placeholder":
-            if getattr(node.meta.get("example_value", value), "requires_grad", False):
-                grads.add(node)
-        elif (
-            enabled
-            and any(n in grads for n in node.all_input_nodes)
-            and (not hasattr(value, "dtype") or value.is_floating_point() or value.is_complex())
-        ):
-            grads.add(node)
-    return grads
+def _requires_gradient(node: fx.Node) -> bool:
+    traced = node.meta.get("example_value", node.meta.get("val"))
+    return node.op == "placeholder" and getattr(traced, "requires_grad", False)

@@ -25,8 +25,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
 from fxrewrite.capture.autocast import drop_regions, shield
+from fxrewrite.graph.differentiable import differentiated
 from fxrewrite.graph.repeats import Part, cut_repeats
-from fxrewrite.ops import has_inexact, has_trait, held, mutates, tensors_of, value, without_gradients
+from fxrewrite.ops import held, mutates, value
 
 __all__ = ["Regions", "compile_regions", "regional"]
 
@@ -148,18 +149,16 @@ class _Region(nn.Module):
 
 def _differentiated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[fx.Node]:
     """The values that require gradients, and perhaps some that do not: an operator may have none."""
-    found, inputs, off = set[fx.Node](), iter(example_inputs), without_gradients(list(gm.graph.nodes))
-    for node in gm.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            given = next(inputs) if node.op == "placeholder" else held(gm, node)
-            requires = isinstance(given, torch.Tensor) and given.requires_grad
-        else:
-            is_stopped = node in off or not torch.is_grad_enabled() or has_trait(node, "detach")
-            requires = not is_stopped and not found.isdisjoint(node.all_input_nodes)
-            requires = requires and (has_inexact(node) or not tensors_of(node))
-        if requires:
-            found.add(node)
-    return found
+    given = dict(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
+
+    def requires(node: fx.Node) -> bool:
+        value = given[node] if node in given else held(gm, node)
+        return isinstance(value, torch.Tensor) and value.requires_grad
+
+    nodes = list(gm.graph.nodes)
+    if torch.is_grad_enabled():
+        return differentiated(nodes, requires)
+    return {node for node in nodes if node.op in ("placeholder", "get_attr") and requires(node)}
 
 
 def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:

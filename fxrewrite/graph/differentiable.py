@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
+
 from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.graph.walk import reached
 
-__all__ = ["is_differentiable"]
+__all__ = ["differentiated", "is_differentiable", "passed"]
+
+
+def passed(node: fx.Node) -> Collection[fx.Node]:
+    """The operands that a gradient of the node flows to, if they have one: none of `detach`."""
+    return () if ops.has_trait(node, "detach") else node.all_input_nodes
+
+
+def differentiated(
+    nodes: Sequence[fx.Node],
+    requires: Callable[[fx.Node], bool],
+    passed: Callable[[fx.Node], Collection[fx.Node]] = passed,
+) -> set[fx.Node]:
+    """The nodes of a graph that a gradient may flow through, to an input that requires one.
+
+    Args:
+        nodes: all of the graph, in order.
+        requires: of an input or attribute with floating-point entries, whether it requires a gradient.
+        passed: the operands that an operator's gradient flows to.
+    """
+    off, found = ops.without_gradients(nodes), set[fx.Node]()
+    for node in nodes:
+        if not ops.has_inexact(node) or node in off:
+            continue
+        if requires(node) if node.op in ("placeholder", "get_attr") else not found.isdisjoint(passed(node)):
+            found.add(node)
+    return found
 
 
 def is_differentiable(node: fx.Node) -> bool:

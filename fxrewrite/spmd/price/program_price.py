@@ -8,23 +8,22 @@ Complexity: one pass over the nodes in each direction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from fxrewrite.graph.differentiable import differentiated, passed
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.ops import (
     Trait,
     bind,
     factors,
-    has_inexact,
     has_trait,
     is_inexact,
     is_parameter,
     key,
-    without_gradients,
 )
 from fxrewrite.spmd.group import ADJOINTS, COLLECTIVE_KINDS
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
@@ -48,7 +47,7 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
         sizes: how many ranks each axis has, by its name.
     """
     nodes = list(program.graph.nodes)
-    through = _differentiated(nodes)
+    through = differentiated(nodes, _requires_gradient, _passed)
     live = _read_by_loss(nodes, through)
     again = _computed_again(nodes, through, live)
     forward = backward = flops = 0.0
@@ -68,17 +67,8 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
     return Price(forward, backward, flops, sum(map(bytes_held, parameters)))
 
 
-def _differentiated(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Values that depend on an input that requires a gradient, by operators that autograd runs through."""
-    off, found = without_gradients(nodes), set[fx.Node]()
-    for node in nodes:
-        if node.op in ("placeholder", "get_attr"):
-            traced = node.meta.get("example_value")
-            if has_inexact(node) and (node.op == "placeholder" and getattr(traced, "requires_grad", True)):
-                found.add(node)
-        elif node not in off and has_inexact(node) and not found.isdisjoint(_passed(node)):
-            found.add(node)
-    return found
+def _requires_gradient(node: fx.Node) -> bool:
+    return node.op == "placeholder" and getattr(node.meta.get("example_value"), "requires_grad", True)
 
 
 def _read_by_loss(nodes: list[fx.Node], through: set[fx.Node]) -> set[fx.Node]:
@@ -116,13 +106,11 @@ _MOVES: tuple[Trait, ...] = ("same", "cast", "reshape", "squeeze", "expand", "pe
 """Traits of operators whose backward pass reads no operand."""
 
 
-def _passed(node: fx.Node) -> list[fx.Node]:
+def _passed(node: fx.Node) -> Collection[fx.Node]:
     """The operands that the node's gradient flows to."""
-    if has_trait(node, "detach"):
-        return []
     if node.target is PASS_GRADIENT:  # the value, of which it is the identity, gets none
         return [operand for operand in node.args[1:2] if isinstance(operand, fx.Node)]
-    return node.all_input_nodes
+    return passed(node)
 
 
 def _sent(node: fx.Node, sizes: Mapping[str, int], through: set[fx.Node]) -> tuple[float, float]:

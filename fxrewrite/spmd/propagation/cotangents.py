@@ -40,6 +40,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxrewrite.errors import refuse
+from fxrewrite.graph.differentiable import differentiated
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
@@ -83,7 +84,7 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, 
         complete = {n for n in nodes if _is_input(n) and is_parameter(n) and PLACEMENT.of(n) == R}
     else:
         complete = complete_cotangents(edit, axis)
-    flows = _differentiable(nodes)
+    flows = differentiated(nodes, lambda _: True)  # the caller may differentiate any input
     first = next(node for node in nodes if node.op != "placeholder")
     changes = 0
     for node in nodes:
@@ -149,7 +150,7 @@ def complete_cotangents(edit: Edit, axis: Axis) -> set[fx.Node]:
     nodes, written = edit.nodes(), memory_written(edit.graph)
     free = {node for node in nodes if _may_be_complete(node) and node not in written}
     free |= {node for node in nodes if is_getitem(node) and node.args[0] in free}
-    flows = _differentiable(nodes)
+    flows = differentiated(nodes, lambda _: True)  # the caller may differentiate any input
     for node in nodes:
         if node not in free:
             continue
@@ -208,15 +209,6 @@ def _may_be_complete(node: fx.Node) -> bool:
 def _placements(node: fx.Node) -> Iterator[object]:
     found = PLACEMENT.of(node)
     yield from found if isinstance(found, tuple) else () if found is None else (found,)
-
-
-def _differentiable(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Nodes that autograd may run through, to floating-point inputs."""
-    found = set[fx.Node]()
-    for node in nodes:
-        if has_inexact(node) and (_is_input(node) or any(operand in found for operand in node.all_input_nodes)):
-            found.add(node)
-    return found
 
 
 def _is_sharded(node: fx.Node) -> bool:

@@ -215,6 +215,26 @@ def test_what_is_written_to_is_a_summand() -> None:
     check_ranks(gm, run, gradients_of(model))
 
 
+def test_a_detached_value_has_no_gradient_to_sum() -> None:
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.scale, self.up = nn.Parameter(torch.randn(8)), nn.Linear(8, 12, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            kept = torch.tanh(x * self.scale)
+            return self.up(kept.detach()).square().sum() + kept.sum()
+
+    model, x = Detached().double(), torch.randn(4, 8, dtype=torch.float64)
+    model(x).backward()
+    with fake_mesh((RANKS,), ("tp",)) as mesh:
+        gm, given = lowered(model, {"x": x}, {param("up.weight"): Shard(0)}, mesh, "done")
+        run = run_on_ranks(gm, given, mesh, backward=0)
+    assert not [node for node in gm.graph.nodes if key(node) == "fxrewrite::mean_gradient"]
+    check_ranks(gm, run, gradients_of(model))
+
+
 @pytest.mark.slow
 def test_megatron_sends_two_sums_a_layer_each_way() -> None:
     model = build("llama_mha")
