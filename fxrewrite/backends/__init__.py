@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxrewrite.backends.dynamo import (
         RewritingBackend as RewritingBackend,
         capture as capture,
+        capture_with_inputs as capture_with_inputs,
         find_backend as find_backend,
         given_up as given_up,
         graph_break_hint as graph_break_hint,

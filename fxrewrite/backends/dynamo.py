@@ -29,6 +29,7 @@ from fxrewrite.graph.other_sizes import check_sizes
 __all__ = [
     "RewritingBackend",
     "capture",
+    "capture_with_inputs",
     "find_backend",
     "given_up",
     "graph_break_hint",
@@ -71,29 +72,38 @@ def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphMod
     Raises:
         FxRewriteError: the model raises on these inputs, or does not compile to one graph; has Dynamo's reason.
     """
+    return capture_with_inputs(model, inputs)[0]
+
+
+def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[fx.GraphModule, list[Any]]:
+    """As `capture`, and what the graph's inputs are in this call: parameters of the model and its arguments."""
     if not callable(model):  # pyright: ignore[reportUnnecessaryComparison]
         raise FxRewriteError(f"the model is a {type(model).__name__}; pass a module or a function")
-    graphs: list[fx.GraphModule] = []
+    found: list[tuple[fx.GraphModule, list[Any]]] = []
 
     def keep(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         copied = copy_module(gm)  # torch 2.15 empties the graph of a compilation that ends in an error
         _keep_marks(copied, gm)
-        graphs.append(copied)
+        found.append((copied, list(example_inputs)))
         raise _Captured
 
     try:
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False):
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=_NO_LIMIT):
             torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
-        if not graphs:
+        if not found:
             if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, TorchRuntimeError):
                 line = _user_line(error)
                 raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
             hint = graph_break_hint(str(error))
             raise FxRewriteError(f"the model does not compile to one graph: {_first_line(error)}; {hint}") from error
-    return graphs[0]
+    if not found:
+        raise FxRewriteError("the model calls no operator on tensors, so that there is no graph")
+    return found[0]
 
 
+_NO_LIMIT = sys.maxsize
+"""Of how often Dynamo compiles one function: it may have done so for others, and keeps nothing of a capture."""
 _FROM_MODEL = re.compile(r"\bgot ([A-Z]\w*\(.*\))$", re.MULTILINE)
 """What an operator raised on fake tensors, in Dynamo's message."""
 

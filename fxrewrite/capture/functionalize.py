@@ -233,13 +233,30 @@ def _written_value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     value = form(*args, *(a.default_value for a in positional), **kwargs)
     if value.dtype != written.dtype:
         value = aten.to.dtype(value, written.dtype)
-    return value if value.shape == written.shape else aten.expand.default(value, written.shape)
+    if value.shape != written.shape:
+        value = aten.expand.default(value, written.shape)
+    # Views of what was written run again, and fail on other strides than those that they were made of.
+    if _is_contiguous(written) and not _is_contiguous(value):
+        return aten.clone.default(value, memory_format=torch.contiguous_format)
+    return value
+
+
+def _is_contiguous(value: torch.Tensor) -> bool:
+    """Whether strides are known to be those of a contiguous tensor; adds no guard."""
+    wanted: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if not (is_same_size(size, 1) or is_same_size(stride, wanted)):
+            return False
+        wanted = wanted * size
+    return True
 
 
 def _copy(written: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Returns the value of `source` in its own memory; a cast or a scatter makes new memory anyway."""
+    """Returns the value of `source`, in its own memory unless `_written_value` makes that by a cast or new strides."""
     source = source if source.device == written.device else aten.to.device(source, written.device, source.dtype)
-    return source if source.dtype != written.dtype else aten.clone.default(source)
+    keeps_strides = source.shape == written.shape and _is_contiguous(source)
+    is_made = source.dtype != written.dtype or (_is_contiguous(written) and not keeps_strides)
+    return source if is_made else aten.clone.default(source)
 
 
 def _full(written: Any, value: Any = 0) -> Any:

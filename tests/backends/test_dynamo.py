@@ -325,3 +325,19 @@ def test_a_logger_breaks_the_graph_and_the_hint_mends_it() -> None:
 def test_a_branch_on_a_value_has_a_hint() -> None:
     with pytest.raises(FxRewriteError, match=r"does not compile to one graph: .*torch\.where"):
         capture(Branches(), {"x": torch.ones(2)})
+
+
+def test_a_capture_does_not_count_what_was_compiled_before() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x)
+
+    with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
+        torch.compile(model, backend="eager")(torch.ones(2))
+        for size in (3, 4, 5):
+            (placeholder,) = capture(model, {"x": torch.ones(size)}).graph.find_nodes(op="placeholder")
+            assert placeholder.meta["example_value"].shape == (size,)
+
+
+def test_a_model_without_an_operator_has_no_graph() -> None:
+    with pytest.raises(FxRewriteError, match="calls no operator on tensors"):
+        capture(lambda x: len(x.shape), {"x": torch.ones(2)})

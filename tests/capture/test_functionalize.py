@@ -328,6 +328,10 @@ def assert_written_alike(gm: fx.GraphModule, normal: fx.GraphModule, inputs: lis
         torch.testing.assert_close(both[1], both[0], rtol=0, atol=0)
 
 
+def _counted(v: torch.Tensor) -> torch.Tensor:
+    return torch.arange(v.numel(), dtype=v.dtype)
+
+
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda v: v[v.shape[0] // 2] if v.dim() > 1 else v[:],
     lambda v: v[..., 1:] if v.shape[-1] > 1 else v,
@@ -340,23 +344,25 @@ VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 WRITES: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
     lambda v, y: v.mul_(y),
     lambda v, y: v.copy_(y),
+    lambda v, y: v.copy_((y + _counted(v)).reshape(v.shape[::-1]).permute(*reversed(range(v.dim())))),
+    lambda v, y: v.copy_(y + _counted(v)[: v.shape[-1]] if v.dim() else y),
     lambda v, y: v.add_(v.sum() + y),
     lambda v, y: v.fill_(0.5),
     lambda v, y: v.masked_fill_(v > y, 2.0),
 ]
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_programs_of_views_and_writes(seed: int) -> None:
     choice = random.Random(seed)
-    steps = [(choice.random(), choice.randrange(7), choice.random() < 0.55) for _ in range(choice.randrange(6, 14))]
+    steps = [(choice.random(), choice.randrange(35), choice.random() < 0.55) for _ in range(choice.randrange(6, 14))]
 
     def program(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         alive, scalar = [x * 1, y * 1], y.mean()
         for which, kind, is_view in steps:
             chosen = alive[int(which * len(alive))]
             if is_view:
-                alive.append(VIEWS[kind](chosen))
+                alive.append(VIEWS[kind % len(VIEWS)](chosen))
             else:
                 WRITES[kind % len(WRITES)](chosen, scalar)
         return tuple(v * 1 for v in alive)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fxrewrite.backends import capture_with_inputs
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
@@ -54,48 +53,15 @@ def captured_call(
     """The graph of `model(**inputs)` as a rank of the mesh calls it, which has a part of what own data are cut into.
 
     Raises:
-        FxRewriteError: the parameters are in shards already, or the data do not divide.
+        FxRewriteError: the parameters are in shards already, the data do not divide, or the model does not compile to
+            one graph.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise FxRewriteError("the model's parameters are in shards already; pass the model as it is before that")
     own = {member.axis: mesh[member.axis] for member in plan.members if member.data == "own"}
     part = tree_map(lambda value: _part(value, own), dict(inputs))
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
-
-    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        found.append((gm, list(example_inputs)))
-        return _stop
-
-    with contextlib.suppress(_StopError), _own_code(model):
-        torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(**part)  # whatever ran before
-    ((gm, given),) = found
+    gm, given = capture_with_inputs(model, part)
     whole = {id(cut): value for cut, value in zip(tree_leaves(part), tree_leaves(dict(inputs)), strict=True)}
     is_cut = [isinstance(value, torch.Tensor) and id(value) in whole for value in given]
     names = [input_name(node) for node in gm.graph.find_nodes(op="placeholder")]
     return CapturedCall(gm, [whole.get(id(value), value) for value in given], names, is_cut)
-
-
-@contextlib.contextmanager
-def _own_code(model: nn.Module) -> Generator[None]:
-    """Inside, the model's forward has a code object of its own: Dynamo limits how often it compiles one."""
-    forward = getattr(model.forward, "__func__", None)
-    if not isinstance(forward, FunctionType) or "forward" in vars(model):
-        yield
-        return
-    own = FunctionType(
-        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    own.__kwdefaults__, own.__dict__ = forward.__kwdefaults__, dict(vars(forward))
-    model.forward = MethodType(own, model)
-    try:
-        yield
-    finally:
-        del model.forward
-
-
-class _StopError(Exception):
-    """Raised in place of running a program that was captured."""
-
-
-def _stop(*_: Any) -> Any:
-    raise _StopError
