@@ -130,16 +130,16 @@ class _OutputPolicy:
         is_kept = is_auto and self._as_dtensors is None and not border.ends_early and is_with_loss(gm.graph)
         border.outputs = ChunkedOutputs(is_deferred=is_auto, timeout=config.timeout, errors=raised_as_autosp_error)
         self._in_chunks = border.outputs.on(axis) if is_kept or config.outputs == "shard" else None
-        self._bytes: dict[fx.Node, int] = {}
+        self._bytes: dict[int, int] = {}
 
-    def __call__(self, node: fx.Node, placement: Placement) -> Placement:
-        self._bytes.pop(node, None)
+    def __call__(self, position: int, node: fx.Node, placement: Placement) -> Placement:
+        self._bytes.pop(position, None)
         for in_chunks in (self._as_dtensors, self._in_chunks):
-            if in_chunks is not None and in_chunks(node, placement) != Replicate():
+            if in_chunks is not None and in_chunks(position, node, placement) != Replicate():
                 self._border.gathered_bytes = sum(self._bytes.values())
                 return placement
         value = node.meta["val"]
         if isinstance(placement, Shard):
-            self._bytes[node] = size_hint(product(value.shape)) * value.element_size()
+            self._bytes[position] = size_hint(product(value.shape)) * value.element_size()
         self._border.gathered_bytes = sum(self._bytes.values())
         return Replicate()

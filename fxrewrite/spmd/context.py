@@ -20,7 +20,7 @@ Reduction: TypeAlias = Literal["done", "mean", "sum"]
 """What the caller of a program does over the axis with gradients of inputs that are held whole; see `cotangents`."""
 
 
-def _whole(node: fx.Node, placement: Placement) -> Placement:
+def _whole(position: int, node: fx.Node, placement: Placement) -> Placement:
     return Replicate()
 
 
@@ -35,8 +35,8 @@ class SpmdContext:
     axis: Axis
     strict: bool = False
     """Refuse an operator without a layout rule instead of gathering its operands."""
-    output_placement: Callable[[fx.Node, Placement], AnyPlacement] = _whole
-    """How an output of the graph that has the given placement is returned."""
+    output_placement: Callable[[int, fx.Node, Placement], AnyPlacement] = _whole
+    """How an output is returned: given its position, the node, and the placement that it has."""
     gradients: Reduction = "done"
     """What the caller does over the axis with gradients of inputs that every rank holds whole: nothing, as they leave
     the program complete ("done", which a mean does not change either); a mean, as replicas do; or a sum.

@@ -60,7 +60,7 @@ def _llama() -> fx.GraphModule:
     return capture(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": labels})
 
 
-def _keep(node: fx.Node, placement: Placement) -> Placement:
+def _keep(position: int, node: fx.Node, placement: Placement) -> Placement:
     return placement if isinstance(placement, Shard) else Replicate()
 
 

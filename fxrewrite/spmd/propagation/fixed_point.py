@@ -227,7 +227,9 @@ class Propagation:
         stated = RETURNED.of(node) or {}
         positions = [position for position, leaf in enumerate(tree_leaves(node.args[0])) if leaf in operands]
         required = [
-            stated[position] if position in stated else as_placement(self.context.output_placement(operand, placement))
+            stated[position]
+            if position in stated
+            else as_placement(self.context.output_placement(position, operand, placement))
             for position, operand, placement in zip(positions, operands, placements, strict=True)
         ]
         return Decision(tuple(required), (), ())
@@ -327,5 +329,5 @@ def _num_results(node: fx.Node) -> int:
     return len(value) if isinstance(value, (list, tuple)) else 1
 
 
-def _as_produced(node: fx.Node, placement: Placement) -> Placement:
+def _as_produced(position: int, node: fx.Node, placement: Placement) -> Placement:
     return placement

@@ -16,6 +16,7 @@ The private `_spec` and `_local_tensor` are all that a DTensor is; a subclass ha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -250,18 +251,12 @@ class Outputs:
     def events(self) -> list[AtBorder]:
         return list(self._events.values())
 
-    def on(self, axis: Axis) -> Callable[[fx.Node, Placement], Placement]:
+    def on(self, axis: Axis) -> Callable[[int, fx.Node, Placement], Placement]:
         """What `SpmdContext.output_placement` is for the axis; axes are decided on in the order of their lowering."""
         self._sizes[axis.name] = axis.size
+        return functools.partial(self._decide, axis)
 
-        def placement_of_output(node: fx.Node, placement: Placement) -> Placement:
-            leaves = tree_leaves(node.graph.output_node().args[0])
-            positions = (position for position, value in enumerate(leaves) if value is node)
-            return [self._decide(node, placement, axis, position) for position in positions][-1]
-
-        return placement_of_output
-
-    def _decide(self, node: fx.Node, placement: Placement, axis: Axis, position: int) -> Placement:
+    def _decide(self, axis: Axis, position: int, node: fx.Node, placement: Placement) -> Placement:
         self._events.pop((position, axis.name), None)
         others = {name: p for name, p in self.placed.pop(position, {}).items() if name != axis.name}
         if others:

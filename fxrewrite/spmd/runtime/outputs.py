@@ -10,6 +10,7 @@ Beside a scalar loss, other outputs such as logits are often not used at all, an
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from fxrewrite.graph.sizes import Size, SizeReader, product, size_hint
 from fxrewrite.graph.walk import reached
@@ -90,23 +90,18 @@ class ChunkedOutputs:
     def events(self) -> list[OutputSharded]:
         return list(self._said.values())
 
-    def on(self, axis: Axis) -> Callable[[fx.Node, Placement], Placement]:
+    def on(self, axis: Axis) -> Callable[[int, fx.Node, Placement], Placement]:
         """Keeps every output of the program in its chunks over the axis, which is lowered after those before it."""
+        return functools.partial(self._decide, axis)
 
-        def placement_of_output(node: fx.Node, placement: Placement) -> Placement:
-            leaves = tree_leaves(node.graph.output_node().args[0])
-            positions = [position for position, value in enumerate(leaves) if value is node]
-            self._said.pop((positions[0], axis.name), None)
-            for position in positions:
-                self._cuts.setdefault(position, {}).pop(axis.name, None)
-            if not isinstance(placement, Shard) or axis.size == 1 or is_view_of_input(node):
-                return Replicate()
-            for position in positions:
-                self._cuts[position][axis.name] = _TracedCut(axis, placement, tuple(node.meta["val"].shape))
-            self._said[positions[0], axis.name] = _event(node, placement, axis, is_deferred=self._is_deferred)
-            return placement
-
-        return placement_of_output
+    def _decide(self, axis: Axis, position: int, node: fx.Node, placement: Placement) -> Placement:
+        self._said.pop((position, axis.name), None)
+        self._cuts.setdefault(position, {}).pop(axis.name, None)
+        if not isinstance(placement, Shard) or axis.size == 1 or is_view_of_input(node):
+            return Replicate()
+        self._cuts[position][axis.name] = _TracedCut(axis, placement, tuple(node.meta["val"].shape))
+        self._said[position, axis.name] = _event(node, placement, axis, is_deferred=self._is_deferred)
+        return placement
 
     def of(self, program: fx.GraphModule) -> ChunkedOutputs:
         """These outputs, as the lowered program returns them, which is changed (`without_gradients`)."""
