@@ -138,7 +138,8 @@ class HandledRule(Rule):
 
         view.graph.replace = replace
         mark = edit.num_changes
-        with edit.raw(), edit.graph.inserting_before(match.root):
+        near = {*match.nodes, *(n for node in match.nodes for n in (*node.all_input_nodes, *node.users))}
+        with edit.raw(near), edit.graph.inserting_before(match.root):
             self._handler(view, *view.args, **view.kwargs)
         own = [node for node in edit.new_since(mark) if node not in checked]
         effects.add(own, [node for node in own if ops.may_draw(node.target) and ops.is_random(node)])

@@ -29,6 +29,7 @@ from fxrewrite.graph.facts import Fact, facts_of, forget_facts
 from fxrewrite.graph.fake_values import FakeValues
 from fxrewrite.graph.journal import ABSENT, Journal
 from fxrewrite.graph.source import copied_meta
+from fxrewrite.graph.untracked import UntrackedChanges
 
 __all__ = ["Edit"]
 
@@ -74,6 +75,7 @@ class Edit:
         self._names: dict[Any, str] = {}
         self.computed: dict[fx.Node, tuple[str, tuple[str, ...]]] = {}
         self._bodies: list[Edit] | None = None if bodies else []
+        self._untracked: UntrackedChanges | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -365,40 +367,31 @@ class Edit:
                 self.erased.add(node)
 
     @contextlib.contextmanager
-    def raw(self) -> Generator[None]:
+    def raw(self, near: Iterable[fx.Node]) -> Generator[None]:
         """What the block does to the graph without this transaction is part of it: new nodes, arguments and metadata.
 
-        It reads all nodes before and after, so it is for code that knows no transactions. New nodes without a value get
-        the value that they compute.
+        For code that knows no transactions. New nodes without a value get the value that they compute.
+
+        Args:
+            near: nodes that the block may change; what it changes of others is undone with the whole transaction alone.
 
         Raises:
-            InvariantError: the block erased a node, which no transaction can undo.
+            InvariantError: the block erased a node, which no transaction can undo; or it raised after it, or an earlier
+                block, had changed a node that it is not near to.
         """
-        before = {node: (node.args, node.kwargs, dict(node.meta)) for node in self.graph.nodes}
-        mark = len(self._journal)
-        try:
+        if self._untracked is None:
+            self._untracked = UntrackedChanges(self.graph, self._journal, self.erased)
+            self.before_commit(Edit._find_untracked)
+        mark = self.num_changes
+        with self._untracked.near(near):
             yield
-        finally:
-            known = {record[1] for record in self._journal[mark:] if record[0] in ("create", "attach")}
-            for node in self.graph.nodes:
-                if node not in before:
-                    if node not in known:
-                        self._journal.append(("create", node))
-                    continue
-                args, kwargs, meta = before.pop(node)
-                if node not in self.erased and (node.args is not args or node.kwargs is not kwargs):
-                    self._journal.append(("args", node, args, kwargs))
-                for key in meta.keys() | node.meta.keys():
-                    if node.meta.get(key, ABSENT) is not meta.get(key, ABSENT):
-                        self._journal.append(("meta", node, key, meta.get(key, ABSENT)))
-        if before:
-            raise InvariantError(
-                f"%{next(iter(before)).name} was erased without the transaction, which cannot undo that; "
-                "let it be erased by edit.erase"
-            )
-        for _, node, *_ in [record for record in self._journal[mark:] if record[0] == "create"]:
-            if self.fake_mode is not None and node.op.startswith("call_") and ops.value(node) is ops.MISSING:
+        for node in self.new_since(mark) if self.fake_mode is not None else ():
+            if node.op.startswith("call_") and ops.value(node) is ops.MISSING:
                 node.meta[self._values.key] = self._values.compute(node)
+
+    def _find_untracked(self) -> None:
+        if self._untracked is not None:
+            self._untracked.elsewhere()
 
     def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""

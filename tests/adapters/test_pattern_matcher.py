@@ -26,7 +26,7 @@ from fxrewrite.adapters.pattern_matcher import (
 )
 from fxrewrite.adapters.subgraph_rewriter import pattern_rule, replace_pattern
 from fxrewrite.backends import installed
-from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RuleDefinitionError
+from fxrewrite.errors import FxRewriteError, InvariantError, Reason, RuleDefinitionError, refuse
 from fxrewrite.graph import Edit
 from fxrewrite.match.program import Program
 from fxrewrite.match.safety import Effects
@@ -272,6 +272,50 @@ def test_a_handler_that_keeps_no_gradients_is_refused_where_they_are_needed() ->
     for node in gm.graph.find_nodes(op="call_function", target=aten.relu.default):
         node.meta["val"] = node.meta["val"].detach().requires_grad_()
     assert one.apply(gm.graph) == 0
+
+
+def test_nodes_of_both_kinds_that_read_each_other_are_undone() -> None:
+    one = PatternMatcherPass("mixed")
+
+    @register_graph_pattern(CallFunction(aten.relu.default, Arg()), pass_dict=one)
+    def mixed(match: Any, x: fx.Node) -> None:
+        raw = match.graph.call_function(aten.neg.default, (x,))
+        match.replace_by_example(lambda x, y: torch.maximum(-x, -y), [raw, raw])
+        (made,) = (user for user in raw.users if user.target is aten.neg.default)
+        match.graph.call_function(aten.exp.default, (made,))
+        refuse("not today")
+
+    gm = traced(model, X)
+    before = state(gm)
+    assert one.apply(gm.graph) == 0
+    assert state(gm) == before
+
+
+@pytest.mark.parametrize("what", ["kept", "read too early", "raised"])
+def test_a_handler_that_changes_nodes_far_from_its_match(what: str) -> None:
+    """They are found when the pass ends; if a handler raises, all is undone, as its part cannot be told apart."""
+    one = PatternMatcherPass("far")
+
+    @register_graph_pattern(CallFunction(aten.relu.default, Arg()), pass_dict=one)
+    def far(match: Any, x: fx.Node) -> None:
+        first = next(node for node in match.graph.nodes if node.target is aten.exp.default)
+        first.meta["mark"] = 1
+        if what == "read too early":
+            first.update_arg(0, x)
+        if what == "raised":
+            refuse("not today")
+        to_clamp(match, x)
+
+    gm = traced(lambda x: torch.relu(x.exp().sin().cos().tan().cos()), X)
+    before = state(gm)
+    if what == "kept":
+        assert one.apply(gm.graph) == 1
+        assert [node.meta["mark"] for node in gm.graph.nodes if "mark" in node.meta] == [1]
+        return
+    said = "not today; %exp was changed, which is not near the match" if what == "raised" else "%exp reads %cos_1"
+    with pytest.raises(InvariantError, match=said):
+        one.apply(gm.graph)
+    assert state(gm) == before
 
 
 def test_later_checks_know_what_a_handler_draws_and_writes() -> None:
