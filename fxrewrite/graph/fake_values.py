@@ -34,25 +34,33 @@ class FakeValues:
         self.gm = gm
         self.mode, self.key = _mode_of(gm.graph)
         self._attributes: dict[str, Any] = {}
-        self._runs: dict[Any, tuple[Any, Any, Any]] = {}
-        self._seen: dict[int, tuple[FakeTensor, Any]] = {}
-        """Fake values, kept alive, and what they look like, by their address."""
+        self._runs: dict[Any, tuple[Any, ...]] = {}
+        """Results of calls, and what keeps the addresses in the key alive."""
+        self._seen: dict[int, tuple[FakeTensor, tuple[str, int]]] = {}
+        """Fake values, kept alive, and the number of their look, by their address."""
+        self._numbers: dict[Any, int] = {}
+        """Of looks, which take longer to hash."""
 
     def compute(self, node: fx.Node) -> Any:
         """Computes the node's value by running its operator on fake values; equal calls are run once."""
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._of_input)  # pyright: ignore[reportArgumentType]
         target = node.target
-        same = (target, self._looks(args), self._looks(kwargs))
-        if same in self._runs:
-            return self._runs[same][0]
+        same = (id(target), self._looks(node.args), self._looks(node.kwargs) if node.kwargs else ())
+        found = self._runs.get(same)
+        if found is not None:
+            return found[0]
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), self._of_input)  # pyright: ignore[reportArgumentType]
         result = self._call(target, args, kwargs)
         is_operator = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
         if (is_operator or target is operator.getitem) and not _has_data_sizes(result):
-            self._runs[same] = (result, args, kwargs)  # keeps the arguments alive, because the key may have addresses
+            self._runs[same] = (result, target, node.args, node.kwargs)
         return result
 
     def _looks(self, value: Any) -> Any:
         """A key of arguments that is equal if operators run in the same way on them."""
+        if isinstance(value, fx.Node):
+            fake = ops.value(value)
+            seen = self._seen.get(id(fake))
+            return self._looks(self._of_input(value)) if seen is None else seen[1]
         if isinstance(value, (list, tuple)):
             return type(value).__name__, tuple(map(self._looks, value))
         if isinstance(value, dict):
@@ -61,10 +69,12 @@ class FakeValues:
             return "SymInt", value.node.expr
         if not isinstance(value, FakeTensor):
             return identity_of(value)
-        if id(value) not in self._seen:
+        seen = self._seen.get(id(value))
+        if seen is None:
             look = look_of(value)
-            self._seen[id(value)] = value, id(value) if look is None else look
-        return self._seen[id(value)][1]
+            number = self._numbers.setdefault(id(value) if look is None else look, len(self._numbers))
+            seen = self._seen[id(value)] = value, ("fake", number)
+        return seen[1]
 
     def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
