@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxrewrite.backends.live_bytes import LiveBytes, alike, storage_key
+from fxrewrite.backends.live_bytes import LiveBytes, fake_like, storage_key
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.ops import value
@@ -71,7 +71,7 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
     backward = next((graph for graph in graphs if graph.is_backward), None)
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with torch.no_grad(), mode:
-        given = [alike(x) for x in forward.inputs]
+        given = [fake_like(x) for x in forward.inputs]
         live.know(given)
         with live:
             results = list(forward.call(list(given)))
@@ -82,7 +82,7 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
             held |= {name: x for name, x in zip(forward.returns, results, strict=True) if name is not None}
             live.restart()
             args = [
-                held[name] if name in held else alike(x)
+                held[name] if name in held else fake_like(x)
                 for name, x in zip(backward.reads, backward.inputs, strict=True)
             ]
             # What is saved for the backward pass alone dies there; results of the caller live on.

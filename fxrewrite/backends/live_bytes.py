@@ -26,7 +26,7 @@ _EMPTY = frozenset(
     }
 )
 """What generated code calls between its kernels."""
-__all__ = ["KERNELS_OF_TORCH", "WITHOUT_INSIDE", "LiveBytes", "alike", "storage_key"]
+__all__ = ["KERNELS_OF_TORCH", "WITHOUT_INSIDE", "LiveBytes", "fake_like", "storage_key"]
 
 KERNELS_OF_TORCH = frozenset({"aten", "prims", "_c10d_functional", "inductor", "rngprims"})
 """Namespaces whose operators have kernels that allocate little beside their results."""
@@ -44,7 +44,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def alike(given: Any) -> Any:
+def fake_like(given: Any) -> Any:
     """Returns a tensor of the mode that is active, or a number, with sizes as they were traced.
 
     An integer on the CPU is one that an operator may read, such as the seed of a draw: it is a number that the mode
@@ -168,4 +168,4 @@ def _name_of(func: OpOverload) -> str:
 
 def _readable(given: Any) -> Any:
     is_number = isinstance(given, torch.Tensor) and given.dim() == 0 and given.device.type == "cpu"
-    return alike(given) if is_number and given.dtype == torch.int64 else given
+    return fake_like(given) if is_number and given.dtype == torch.int64 else given

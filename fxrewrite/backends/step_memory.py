@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from fxrewrite.backends.live_bytes import KERNELS_OF_TORCH, WITHOUT_INSIDE, LiveBytes, alike, storage_key
+from fxrewrite.backends.live_bytes import KERNELS_OF_TORCH, WITHOUT_INSIDE, LiveBytes, fake_like, storage_key
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import key, tensors_of, value
@@ -345,7 +345,7 @@ class _Insides:
         """Runs the body at the traced sizes, in a mode of its own, as what depends on data makes symbols in a mode."""
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with mode, torch.no_grad():
-            args, kwargs = tree_map(alike, (args, kwargs))
+            args, kwargs = tree_map(fake_like, (args, kwargs))
             with LiveBytes(tree_leaves((args, kwargs))) as live:
                 operator(*args, **kwargs)
         self._unknown.update(live.unknown)

@@ -177,7 +177,7 @@ class Proposal:
             yield f"{name} states a size that becomes local: say so with shape_arg or run_args"
         for operand, name in enumerate(self.trial.names):
             if self.trial.is_unread(operand):
-                yield f"no value of {name} is read; a function can say so, and leave it as it lies"
+                yield f"no value of {name} is read; a function can say so, and keep its placement"
 
 
 def _find(run: Sequence[int], numbers: Sequence[int]) -> int | None:

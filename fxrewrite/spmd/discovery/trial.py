@@ -33,7 +33,7 @@ Run = Callable[[fx.GraphModule, Sequence[Any], int], tuple[list[Any], list[torch
 
 @dataclass(frozen=True, slots=True)
 class PlacementTrial:
-    """One operator run with its tensor operands lying as `placements`."""
+    """One operator run with its tensor operands placed as `placements`."""
 
     placements: tuple[Placement, ...]
     gathered: bool
@@ -83,7 +83,7 @@ def try_placements(
     apply: Apply,
     run: Run,
 ) -> PlacementTrial:
-    """Run the operator with each tensor operand lying as its place in `placements` says, replicated or sharded.
+    """Run the operator with its tensor operands placed as `placements`, replicated or sharded.
 
     `target` is a torch operator, `args` and `kwargs` hold real tensors; what requires a gradient is differentiated.
     """

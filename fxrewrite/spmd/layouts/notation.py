@@ -31,7 +31,7 @@ Terms: TypeAlias = tuple[Dim, ...]
 
 @dataclass(frozen=True, slots=True)
 class IndexPart:
-    """Where the chunks sit: in `index`, below `within` runs of it."""
+    """The sharded index; each of its `within` outer runs is cut into a chunk for every rank."""
 
     index: str
     within: Size = 1

@@ -145,7 +145,7 @@ class Lowering:
         return aten.index_select(runs, dst.dim + 1, self.match.proxy(rows))
 
     def cut_back(self, x: fx.Proxy, src: Shard, dst: Placement) -> fx.Proxy:
-        """`x`, in which the ranks' chunks have come together, without padding."""
+        """`x`, the gathered chunks of all ranks, without padding."""
         parts = self.parts(src, dst)
         at = [name for name, _ in parts].index("src")
         sizes = [size for _, size in parts]

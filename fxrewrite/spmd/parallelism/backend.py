@@ -135,7 +135,7 @@ class SpmdBackend:
         local += [_leaf_fake(dtensors[one.position], one) for one in unreduced]
         outputs = outputs.of(program)
         compile_inner = inner_compiler(self.inner, **options)
-        with refuse_dependence_on_values(self.inner):
+        with self._comparisons.compiling(), refuse_dependence_on_values(self.inner):
             if self._regions == "once":
                 run, found = compile_regions(program, local, compile_inner)
                 report.events.append(RegionsCompiled.of(found))

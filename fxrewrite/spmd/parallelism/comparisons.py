@@ -3,6 +3,7 @@
     comparisons = RankComparisons(plan, mesh, timeout)
     comparisons.agree_on_chunks(gm, chunks, example_inputs)     before a graph is lowered
     comparisons.of(program, chunks, settings)                   agrees on a lowered one; returns what each call compares
+    with comparisons.compiling():                               agrees that every rank compiled it
 
 Along an axis with `data="shared"` ranks share all values that they do not hold in chunks, along one with `data="own"`
 parameters alone. Errors name what differs, on every rank (`fxrewrite.spmd.runtime.rank_checks`).
@@ -10,7 +11,8 @@ parameters alone. Errors name what differs, on every rank (`fxrewrite.spmd.runti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
@@ -29,7 +32,7 @@ from fxrewrite.spmd.parallelism.arguments import Stated
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
 from fxrewrite.spmd.placement import Axis, Replicate
 from fxrewrite.spmd.propagation.input_placements import input_placements
-from fxrewrite.spmd.runtime.agree import agree
+from fxrewrite.spmd.runtime.agree import agree, agree_along
 from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram, is_due
 
 __all__ = ["Comparison", "RankComparisons"]
@@ -68,6 +71,8 @@ class RankComparisons:
         self._plan, self._mesh, self._timeout = plan, mesh, timeout
         self._own: dict[str, _OwnData] = {}
         """By axis with own data of several ranks: how these are compared."""
+        self._compiling: list[Axis] = []
+        """Axes whose ranks compile the program that they agreed on last."""
 
     def agree_on_chunks(self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]) -> None:
         """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
@@ -95,33 +100,71 @@ class RankComparisons:
         Raises:
             FxRewriteError: other ranks compile another program, and would wait for this one in its collectives.
         """
-        placeholders, held = program.graph.find_nodes(op="placeholder"), input_placements(program)
         without = _offsets(program)
         whole_text = graph_text(program, without=without, canonical_order=True)
-        drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
-        found: list[Comparison] = []
+        texts = dict[str, str]()
+        agreements = list[tuple[Axis, str, Mapping[str, Any]]]()
         for member in self._plan.members:
             axis, is_own = axis_of(self._mesh, member.axis), member.data == "own"
             text = f"{settings}\n{_shared_text(program, member.axis) if is_own else whole_text}"
-            # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
-            at = [
-                i
-                for i, (node, of) in enumerate(zip(placeholders, held, strict=True))
-                if of.get(axis.name, Replicate()) == Replicate()
-                and node not in without
-                and not (is_own and (is_buffer(node) or not is_parameter(node)))
-            ]
-            compared = [placeholders[i] for i in at]
-            if is_own:
-                own = self._own.setdefault(axis.name, _OwnData(axis, self._timeout, self._mesh.device_type))
-                compare, settle = own.of_program(text, compared)
-            else:
-                agree(axis, text, timeout=self._timeout)
-                checks = RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout)
-                compare, settle = checks.before, checks.settle
-            if axis.size > 1:
-                found.append(Comparison(at, compare, settle))
+            texts[axis.name] = text
+            if not is_own:
+                agreements.append((axis, text, {"timeout": self._timeout}))
+            elif axis.name not in self._own or text not in self._own[axis.name].known:
+                agreements.append((axis, text, {"timeout": self._timeout, "hint": _SAME_PARAMETERS}))
+        agree_along(agreements)
+        self._compiling = [axis for axis, *_ in agreements]
+        found = [
+            comparison
+            for member in self._plan.members
+            if (comparison := self._comparison(program, member, texts[member.axis], without)) is not None
+        ]
         return [*found, *self._distinct_chunks(program, chunks)]
+
+    def _comparison(
+        self, program: fx.GraphModule, member: Parallelism, text: str, without: Container[fx.Node]
+    ) -> Comparison | None:
+        """What compares the ranks along the axis of one parallelism at each call; None of one rank."""
+        axis, is_own = axis_of(self._mesh, member.axis), member.data == "own"
+        placeholders, held = program.graph.find_nodes(op="placeholder"), input_placements(program)
+        # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
+        at = [
+            i
+            for i, (node, of) in enumerate(zip(placeholders, held, strict=True))
+            if of.get(axis.name, Replicate()) == Replicate()
+            and node not in without
+            and not (is_own and (is_buffer(node) or not is_parameter(node)))
+        ]
+        compared = [placeholders[i] for i in at]
+        if is_own:
+            own = self._own.setdefault(axis.name, _OwnData(axis, self._timeout, self._mesh.device_type))
+            compare, settle = own.of_program(text, compared)
+        else:
+            drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
+            checks = RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout)
+            compare, settle = checks.before, checks.settle
+        return Comparison(at, compare, settle) if axis.size > 1 else None
+
+    @contextmanager
+    def compiling(self) -> Generator[None]:
+        """Inside, the program is compiled that ranks agreed on; where one rank cannot, the others raise as well."""
+        try:
+            yield
+        except Exception as error:
+            with suppress(FxRewriteError):  # other ranks raise it
+                first_line = str(error).strip().partition("\n")[0]
+                self._agree_on_compiling(f"could not: {type(error).__name__}: {first_line}")
+            raise
+        self._agree_on_compiling("compiled")
+
+    def _agree_on_compiling(self, text: str) -> None:
+        said = {
+            "timeout": self._timeout,
+            "differ": "did not both compile what they agreed on",
+            "absent": "did not end compiling",
+            "hint": "the rank that could not has the error",
+        }
+        agree_along((axis, text, said) for axis in self._compiling)
 
     def _distinct_chunks(self, program: fx.GraphModule, chunks: Container[int]) -> list[Comparison]:
         """What refuses a batch that is not cut, for each axis over which arguments are in chunks."""
@@ -144,8 +187,8 @@ class _OwnData:
     def __init__(self, axis: Axis, timeout: float, device: str) -> None:
         self._axis, self._timeout, self._device = axis, timeout, torch.device(device)
         self._same = SameProgram(axis, _SAME_PARAMETERS, timeout)
-        self._parameters: dict[str, RankChecks] = {}
-        """By what programs share, of those that all ranks have compiled."""
+        self.known: dict[str, RankChecks] = {}
+        """By what programs share, of those that all ranks have agreed on."""
 
     def of_program(
         self, text: str, parameters: Sequence[fx.Node]
@@ -155,14 +198,10 @@ class _OwnData:
         Args:
             text: what the program must share with those of other ranks.
             parameters: of the program, those that all ranks hold whole.
-
-        Raises:
-            FxRewriteError: other ranks compile another program.
         """
-        if text not in self._parameters:
-            agree(self._axis, text, timeout=self._timeout, hint=_SAME_PARAMETERS)
-            self._parameters[text] = RankChecks(parameters, self._axis, _ADVICE, inputs=False, timeout=self._timeout)
-        checks = self._parameters[text]
+        if text not in self.known:
+            self.known[text] = RankChecks(parameters, self._axis, _ADVICE, inputs=False, timeout=self._timeout)
+        checks = self.known[text]
 
         def before(values: Sequence[Any]) -> None:
             if torch.is_grad_enabled():

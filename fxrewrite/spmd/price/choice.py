@@ -47,9 +47,7 @@ class Chosen(Event, frozen=True):
     @property
     def others(self) -> str:
         """What the other ways would cost, or why they are impossible."""
-        said = {
-            name: found if isinstance(found, str) else found.beside(self.price) for name, found in self.ways.items()
-        }
+        said = {name: way if isinstance(way, str) else way.compared_with(self.price) for name, way in self.ways.items()}
         return "; ".join(f"{name}: {found}" for name, found in said.items() if name != self.way)
 
     def __str__(self) -> str:

@@ -64,8 +64,8 @@ class Price:
         """By which prices are compared: the bytes that are sent, and those that could be sent while it computes."""
         return self.forward + self.backward + self.flops / FLOPS_PER_BYTE_SENT
 
-    def beside(self, chosen: Price) -> str:
-        """What it is, in words, with its operations in units of those of the chosen one."""
+    def compared_with(self, chosen: Price) -> str:
+        """The price as text, with its FLOPs as a ratio to those of the chosen one."""
         computes = "computes as much" if self.flops == chosen.flops else f"computes {_ratio(self, chosen)} as much"
         return f"{self}, the busiest rank {computes}"
 

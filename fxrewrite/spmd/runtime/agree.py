@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,7 +15,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import axis_rank, global_ranks, is_fake, store_of
 from fxrewrite.spmd.placement import Axis
 
-__all__ = ["agree"]
+__all__ = ["agree", "agree_along"]
 
 _GONE = "gone"
 """In place of the digest of a rank that waited for others in vain, and does not come to what they agree on later."""
@@ -78,6 +80,21 @@ def agree(
                 f"axis {axis.name}: rank {ranks[me]} and rank {ranks[other]} {differ}; "
                 f"first difference: {_first_difference(text, read(other, 'text'))}; {hint}"
             )
+
+
+def agree_along(texts: Iterable[tuple[Axis, str, Mapping[str, Any]]]) -> None:
+    """Agree along several axes, one after the other, with the options of `agree` for each.
+
+    Where ranks of one axis differ, they tell those of the other axes, which raise as well instead of waiting.
+    """
+    first: FxRewriteError | None = None
+    for axis, text, said in texts:
+        try:
+            agree(axis, text if first is None else f"stopped: {first}", **said)
+        except FxRewriteError as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def _first_difference(mine: str, theirs: str) -> str:

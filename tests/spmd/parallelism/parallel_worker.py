@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -319,6 +320,30 @@ def own_statistics(mesh: DeviceMesh) -> dict[str, float]:
     return {"parameters": (model.running_var - expected.running_var).abs().max().item()}
 
 
+def not_compiled(mesh: DeviceMesh) -> dict[str, Any]:
+    """What is said where one rank cannot compile; nor do those wait that share no axis with it."""
+
+    def inner(gm: fx.GraphModule, example_inputs: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise MemoryError("no room for kernels")
+        return gm
+
+    plan = DATA | Parallelism("tensor", axis="tp", place={param("up_proj.{weight,bias}"): Shard(0)})
+    model = Broken()
+    model.breaks = False
+    backend = spmd(plan, mesh=mesh, inner=inner, timeout=60.0)
+    step = torch.compile(shard_parameters(model, plan, mesh), backend=backend, fullgraph=True)
+    started, said = time.perf_counter(), ""
+    try:
+        step(torch.ones(4, 6))
+    except Exception as error:  # noqa: BLE001  # Dynamo wraps it
+        said = str(error)
+    seconds = time.perf_counter() - started
+    torch._dynamo.reset()
+    dist.barrier()
+    return {"said": [said], "seconds": seconds}
+
+
 def differing(mesh: DeviceMesh) -> dict[str, list[str]]:
     """What is said where ranks start with different weights, and where they are called with different values, with the
     same values in place of chunks, or with chunks of different sizes."""
@@ -504,6 +529,7 @@ def of_four(folder: Path) -> dict[str, Any]:
         "other sizes, replicas": of_other_sizes(DATA, line),
         "other parameters": {"said": of_other_parameters(line)},
         "ranks that differ": differing(square),
+        "one that cannot compile": not_compiled(square),
         "logits in chunks of two axes": with_logits(both),
         "other orders": in_other_orders(square),
         "not a number": {"parameters": not_a_number(line)},

@@ -618,6 +618,9 @@ def test_on_real_processes(tmp_path: Path) -> None:
             r"every rank passes the same x \[4, \d\], which the plan says are its chunk of the batch", uncut
         )
         assert "hold chunks of different sizes; first difference: line 1: 'x [" in sizes
+        alone = cells.pop("one that cannot compile")
+        assert "MemoryError: no room for kernels" in alone["said"][0], alone
+        assert alone["seconds"] < 30, "no rank waits for another one"
         for other in cells.pop("other parameters")["said"]:
             assert re.search(r"first difference: line \d+: .*layers.1.up.weight", other)
             assert "every rank must use the same parameters at the same call" in other
