@@ -13,7 +13,7 @@ Source: PyTorch's tutorial on regional compilation, and torchtitan, which compil
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
+from fxrewrite.backends.replayed_views import has_own_gradient, replayed_views
 from fxrewrite.capture.autocast import drop_regions, shield
 from fxrewrite.graph.differentiable import differentiated
+from fxrewrite.graph.fake_values import FakeValues
 from fxrewrite.graph.repeats import Part, cut_repeats
+from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.ops import held, mutates, value
 
 __all__ = ["Regions", "compile_regions", "regional"]
@@ -93,6 +96,7 @@ def compile_regions(
         compile_inner: `(gm, example_inputs) -> callable`.
     """
     drop_regions(gm.graph)  # what switches autocast off is around all of the graph; each region gets its own
+    _find_strides(gm)
     cut = cut_repeats(gm)
     if len(cut.parts) < 2:
         shield(gm.graph)
@@ -118,14 +122,16 @@ def compile_regions(
             for node in part.reads
         ]
         look = part.key, tuple(node in differentiated for node in part.reads), _shared_memory(part, examples)
+        gives, after = _given(part)
         if look not in regions:
             with tracing(TracingContext(mode)):  # AOTAutograd writes what it learns of a graph into this context
-                run = compile_inner(_module_of(gm, part), examples)
+                run = compile_inner(_module_of(gm, part, gives), examples)
             regions[look] = _Region(f"region_{len(regions)}", run, part)
             root.add_module(regions[look].name, regions[look])
         regions[look].num_calls += 1
         call = program.call_module(regions[look].name, tuple(at[node] for node in part.reads))
-        at.update((node, program.call_function(operator.getitem, (call, i))) for i, node in enumerate(part.gives))
+        at.update((node, program.call_function(operator.getitem, (call, i))) for i, node in enumerate(gives))
+        at.update((node, program.node_copy(node, at.__getitem__)) for node in after)
     program.node_copy(gm.graph.output_node(), at.__getitem__)
     report = Regions(
         tuple(region.num_calls for region in regions.values()),
@@ -134,6 +140,26 @@ def compile_regions(
         tuple(cut.left_out),
     )
     return fx.GraphModule(root, program), report
+
+
+def _find_strides(gm: fx.GraphModule) -> None:
+    """Finds the strides that values have when the graph runs, which a region is compiled for.
+
+    A graph that was lowered to local shapes has those of dense values, where a view of a chunk has others.
+    """
+    values = FakeValues(gm)
+    if values.mode is None:
+        return
+    for node in gm.graph.nodes:
+        known = value(node)
+        if not isinstance(known, torch.Tensor) or mutates(node) or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        strides = values.compute(node).stride()
+        if not all(map(is_same_size, strides, known.stride())):
+            with values.mode:
+                node.meta[values.key] = torch.empty_strided(
+                    known.shape, strides, dtype=known.dtype, device=known.device
+                )
 
 
 class _Region(nn.Module):
@@ -161,8 +187,27 @@ def _differentiated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[fx
     return {node for node in nodes if node.op in ("placeholder", "get_attr") and requires(node)}
 
 
-def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:
-    """A part as a module of its own, which runs without autocast as the graph does."""
+def _given(part: Part) -> tuple[list[fx.Node], list[fx.Node]]:
+    """What a region gives of its part, and the nodes that the program itself runs on that (`replayed_views`)."""
+    inside = set(part.nodes)
+    replayed = set(replayed_views(part.gives, inside))
+    gives, after = dict[fx.Node, None](), dict[fx.Node, None]()
+
+    def give(node: fx.Node, *, is_replayed: bool) -> None:
+        if is_replayed:
+            for operand in node.all_input_nodes:
+                give(operand, is_replayed=operand in inside and has_own_gradient(operand, inside))
+            after[node] = None
+        elif node in inside:
+            gives[node] = None
+
+    for node in part.gives:
+        give(node, is_replayed=node in replayed)
+    return list(gives), list(after)
+
+
+def _module_of(gm: fx.GraphModule, part: Part, gives: Iterable[fx.Node]) -> fx.GraphModule:
+    """A part as a module of its own, which gives these of its nodes, and runs without autocast as the graph does."""
     graph, at, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
     for node in part.reads:
         at[node] = graph.placeholder(node.name)
@@ -175,7 +220,7 @@ def _module_of(gm: fx.GraphModule, part: Part) -> fx.GraphModule:
         if node.op == "call_module":
             _hold(root, str(node.target), gm.get_submodule(str(node.target)))
         at[node] = graph.node_copy(node, at.__getitem__)
-    graph.output(tuple(at[node] for node in part.gives))
+    graph.output(tuple(at[node] for node in gives))
     shield(graph)
     return fx.GraphModule(root, graph)
 

@@ -158,7 +158,8 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
 
     Raises:
         FxRewriteError: a glob matches no parameter; says the nearest names. A placement does not fit a shape. The model
-            is sharded already, or is what torch.compile returned, or the mesh lacks an axis of the plan.
+            is sharded already, or is what torch.compile returned, or a parameter has a hook. The mesh lacks an axis of
+            the plan.
     """
     check_axes(plan, mesh)
     require_chosen(plan)
@@ -172,6 +173,12 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
     sharded = next((names[p][0] for p in names if isinstance(p, DTensor)), None)
     if sharded is not None:
         raise FxRewriteError(f"{sharded} is a DTensor already; shard the parameters of a model once")
+    hooked = next((of[0] for parameter, of in names.items() if _is_hooked(parameter)), None)
+    if hooked is not None:
+        raise FxRewriteError(
+            f"{hooked} has a hook on its gradient, which what replaces it would not have; register hooks on parameters "
+            "after shard_parameters, where they get gradients as DTensors"
+        )
     axes = {member.axis: axis_of(mesh, member.axis) for member in plan.members}
     stated = {member.axis: _stated(member, names) for member in plan.members}
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -205,6 +212,11 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
     join_arguments(model, stated_arguments(plan, mesh))
     model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
     return model
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether something is called with the parameter's gradient, or once that is accumulated."""
+    return any(getattr(parameter, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def check_buffers(model: nn.Module, plan: Parallelism | Parallelisms) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrewrite.backends.replayed_views import copy_replayed
 from fxrewrite.graph.sizes import Size, SizeReader, product, size_hint
 from fxrewrite.graph.walk import reached
 from fxrewrite.ops import is_parameter, is_tensor
@@ -104,12 +105,13 @@ class ChunkedOutputs:
         return placement
 
     def of(self, program: fx.GraphModule) -> ChunkedOutputs:
-        """These outputs, as the lowered program returns them, which is changed (`without_gradients`)."""
+        """These outputs, as the lowered program returns them, which is changed by this."""
         self._sizes = SizeReader(program.graph)
         self._num_returned = len(program.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
         if any(self._cuts.values()):
             self._program = next(_NUMBERS)
         self._tails = self.without_gradients(program)
+        copy_replayed(program)
         return self
 
     def without_gradients(self, program: fx.GraphModule) -> dict[int, Tail]:

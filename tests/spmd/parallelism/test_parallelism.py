@@ -938,3 +938,12 @@ def test_a_sequence_is_exchanged_through_a_gather_of_another_axis() -> None:
     found = simulate(Convolves().double(), {"input_ids": ids, "labels": ids}, plan, {"sp": 2, "tp": 2})
     assert max(found.loss_error, found.grad_error) < 1e-14, str(found)
     assert found.sent["sp"]["all_to_all"] == 2
+
+
+def test_a_parameter_with_a_hook_is_refused() -> None:
+    """What replaces it would not have the hook, and nobody would be told."""
+    for register in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
+        model = nn.Linear(4, 4)
+        register(model.bias, lambda _: None)
+        with fake_mesh((2,), ("dp",)) as mesh, pytest.raises(FxRewriteError, match="bias has a hook on its gradient"):
+            shard_parameters(model, ZERO3, mesh)

@@ -116,3 +116,42 @@ def test_a_second_derivative_is_refused() -> None:
         found = tail.gradients(operands, torch.ones_like(values[1]))
     with pytest.raises(FxRewriteError, match="is differentiated again"):
         torch.stack([g.sum() for g in found if g is not None]).sum().backward()
+
+
+class Shown(Scored):
+    """Returns the hidden states as well, of which scores read the identity with a gradient of its own."""
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden = torch.relu(self.up(x))
+        scores = self.score(self, hidden)
+        return F.cross_entropy(scores.flatten(0, -2), at.flatten()), scores, hidden
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda m, h: m.head(torch.ops.fxrewrite.scale_gradient(h, 0.5)),
+        lambda m, h: m.head(torch.ops.fxrewrite.scale_gradient(h, 0.5).flatten(0, 1)).view(2, 5, CLASSES),
+    ],
+    ids=["of hidden states", "and a view of that"],
+)
+def test_an_identity_with_a_gradient_of_its_own_is_a_part_of_the_tail(score: Callable[..., Any]) -> None:
+    """AOTAutograd would make it again, as a plain view of the hidden states that are returned too."""
+    model = Shown(score).double()
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gm, inputs = captured(model, {"x": x, "at": torch.arange(10).reshape(2, 5)})
+    expected, program = normalize(gm), normalize(gm)
+    (tail,) = detach_outputs(program, [1]).values()
+    values = find_backend("aot_eager")(program, inputs)(*inputs)
+    wanted = expected(*inputs)
+    (penalty(*wanted[:2]) + wanted[2].sin().sum()).backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    scores = values[1].detach().requires_grad_()
+    operands = tail.operands(values, inputs)
+    (penalty(values[0], scores) + values[2].sin().sum()).backward(retain_graph=True)
+    found = [(x, g) for x, g in zip(operands, tail.gradients(operands, scores.grad), strict=True) if g is not None]
+    torch.autograd.backward([x for x, _ in found], [g for _, g in found])
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, gradients[name], rtol=1e-12, atol=1e-12)
