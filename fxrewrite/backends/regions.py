@@ -13,8 +13,8 @@ Source: PyTorch's tutorial on regional compilation, and torchtitan, which compil
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
-from fxrewrite.backends.replayed_views import has_own_gradient, replayed_views
+from fxrewrite.backends.replayed_views import has_own_gradient, is_higher_order, replayed_views
 from fxrewrite.capture.autocast import drop_regions, shield
 from fxrewrite.graph.differentiable import differentiated
 from fxrewrite.graph.fake_values import FakeValues
 from fxrewrite.graph.repeats import Part, cut_repeats
 from fxrewrite.graph.sizes import is_same_size
-from fxrewrite.ops import held, mutates, value
+from fxrewrite.ops import held, memory_origins, mutates, value
 
 __all__ = ["Regions", "compile_regions", "regional"]
 
@@ -122,7 +122,7 @@ def compile_regions(
             for node in part.reads
         ]
         look = part.key, tuple(node in differentiated for node in part.reads), _shared_memory(part, examples)
-        gives, after = _given(part)
+        gives = _Given.of(part)
         if look not in regions:
             with tracing(TracingContext(mode)):  # AOTAutograd writes what it learns of a graph into this context
                 run = compile_inner(_module_of(gm, part, gives), examples)
@@ -130,8 +130,8 @@ def compile_regions(
             root.add_module(regions[look].name, regions[look])
         regions[look].num_calls += 1
         call = program.call_module(regions[look].name, tuple(at[node] for node in part.reads))
-        at.update((node, program.call_function(operator.getitem, (call, i))) for i, node in enumerate(gives))
-        at.update((node, program.node_copy(node, at.__getitem__)) for node in after)
+        at.update((node, program.call_function(operator.getitem, (call, i))) for i, node in enumerate(gives.results))
+        at.update((node, program.node_copy(node, at.__getitem__)) for node in gives.after)
     program.node_copy(gm.graph.output_node(), at.__getitem__)
     report = Regions(
         tuple(region.num_calls for region in regions.values()),
@@ -187,27 +187,40 @@ def _differentiated(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[fx
     return {node for node in nodes if node.op in ("placeholder", "get_attr") and requires(node)}
 
 
-def _given(part: Part) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What a region gives of its part, and the nodes that the program itself runs on that (`replayed_views`)."""
-    inside = set(part.nodes)
-    replayed = set(replayed_views(part.gives, inside))
-    gives, after = dict[fx.Node, None](), dict[fx.Node, None]()
+@dataclass(slots=True)
+class _Given:
+    """What a region gives of its part, so that no gradient is lost (`replayed_views`).
 
-    def give(node: fx.Node, *, is_replayed: bool) -> None:
-        if is_replayed:
+    Attributes:
+        results: nodes of the part.
+        copied: those of which it gives a copy.
+        after: nodes of the part that the program itself runs, of the results.
+    """
+
+    results: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])
+    copied: set[fx.Node] = field(default_factory=set[fx.Node])
+    after: dict[fx.Node, None] = field(default_factory=dict[fx.Node, None])
+
+    @staticmethod
+    def of(part: Part) -> _Given:
+        inside = set(part.nodes)
+        replayed, given = set(replayed_views(part.gives, inside)), _Given()
+        for node in part.gives:
+            given._add(node, inside, is_replayed=node in replayed)
+        return given
+
+    def _add(self, node: fx.Node, inside: set[fx.Node], *, is_replayed: bool) -> None:
+        if is_replayed and not any(map(is_higher_order, memory_origins(node) & inside)):
             for operand in node.all_input_nodes:
-                give(operand, is_replayed=operand in inside and has_own_gradient(operand, inside))
-            after[node] = None
+                self._add(operand, inside, is_replayed=operand in inside and has_own_gradient(operand, inside))
+            self.after[node] = None
         elif node in inside:
-            gives[node] = None
-
-    for node in part.gives:
-        give(node, is_replayed=node in replayed)
-    return list(gives), list(after)
+            self.results[node] = None
+            self.copied |= {node} if is_replayed else set()
 
 
-def _module_of(gm: fx.GraphModule, part: Part, gives: Iterable[fx.Node]) -> fx.GraphModule:
-    """A part as a module of its own, which gives these of its nodes, and runs without autocast as the graph does."""
+def _module_of(gm: fx.GraphModule, part: Part, gives: _Given) -> fx.GraphModule:
+    """A part as a module of its own, which runs without autocast as the graph does."""
     graph, at, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
     for node in part.reads:
         at[node] = graph.placeholder(node.name)
@@ -220,7 +233,9 @@ def _module_of(gm: fx.GraphModule, part: Part, gives: Iterable[fx.Node]) -> fx.G
         if node.op == "call_module":
             _hold(root, str(node.target), gm.get_submodule(str(node.target)))
         at[node] = graph.node_copy(node, at.__getitem__)
-    graph.output(tuple(at[node] for node in gives))
+    for node in gives.copied:
+        at[node] = graph.call_function(torch.ops.aten.clone.default, (at[node],))
+    graph.output(tuple(at[node] for node in gives.results))
     shield(graph)
     return fx.GraphModule(root, graph)
 

@@ -2,8 +2,9 @@
 
     y = x * 1; return y, scale_gradient(y, 0.5)     the caller gets y, and a plain view of y: its gradient is not halved
 
-It replays the views of ATen that lead to a result, and loses an operator that is the identity with a gradient of its
-own, unless that is the last one, of an input. So a program must not return such a result.
+It replays the views of ATen that lead to a result, and loses what is the identity with a gradient of its own, an
+operator or an `autograd.Function`, unless that is the last one, of an input. So a program must not return such a
+result. Of a Function it is not known whether its result is a view: it is taken for one.
 Source: torch/_functorch/_aot_autograd/collect_metadata_analysis.py, OutputType.
 """
 
@@ -18,7 +19,7 @@ from torch import fx
 
 from fxrewrite.ops import is_view, memory_origins, mutates
 
-__all__ = ["copy_replayed", "has_own_gradient", "replayed_views"]
+__all__ = ["copy_replayed", "has_own_gradient", "is_higher_order", "replayed_views"]
 
 
 def replayed_views(results: Iterable[fx.Node], inside: Container[fx.Node]) -> list[fx.Node]:
@@ -54,5 +55,15 @@ def copy_replayed(program: fx.GraphModule) -> None:
 def has_own_gradient(node: fx.Node, inside: Container[fx.Node]) -> bool:
     """Whether the node is a view by an operator that is not ATen's, or a view of one, within these nodes."""
     views = [origin for origin in memory_origins(node) if origin in inside and is_view(origin)]
-    targets = (view.target for view in views if not any(map(mutates, views)))
-    return any(isinstance(target, torch._ops.OpOverload) and target.namespace != "aten" for target in targets)
+    if any(mutates(view) for view in views if isinstance(view.target, torch._ops.OpOverload)):
+        return False
+    return any(is_higher_order(view) or _is_foreign(view.target) for view in views)
+
+
+def is_higher_order(node: fx.Node) -> bool:
+    """Whether the node calls a higher-order operator, as an `autograd.Function` is in a graph."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def _is_foreign(target: object) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace != "aten"

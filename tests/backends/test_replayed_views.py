@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fxrewrite.spmd  # noqa: F401  # its operators
-from fxrewrite.backends import compile_regions, find_backend, inner_compiler
+from fxrewrite.backends import Regions, compile_regions, find_backend, inner_compiler, regional
 from fxrewrite.backends.replayed_views import copy_replayed
 from tests.rewriting import traced
 
@@ -60,6 +61,46 @@ def test_regions_leave_identities_to_the_program() -> None:
     expected = torch.autograd.grad(layers(h, *weights), weights)
     for one, other in zip(torch.autograd.grad(run(h, *weights)[0], weights), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+class Halved(torch.autograd.Function):
+    """The identity, with half of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * 0.5
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo itself does so
+@pytest.mark.parametrize("seen", [lambda y, h: y, lambda y, h: h[:, 1:]], ids=["before it", "a view of it"])
+def test_regions_give_copies_of_what_a_function_of_the_user_gives(seen: Callable[..., Any]) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Tanh()) for _ in range(8)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            states = []
+            for layer in self.layers:
+                y = x + layer(x).sin().cos() * layer(x).sigmoid().square()
+                x = Halved.apply(y)
+                states.append(seen(y, x))
+            return x.square().sum() + sum(state.sin().square().sum() for state in states)
+
+    model, x, reports = Stack().double(), torch.randn(3, 8, dtype=torch.float64), list[Regions]()
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    compiled = torch.compile(model, backend=regional("aot_eager", reports.append), fullgraph=True)
+    found = torch.autograd.grad(compiled(x), list(model.parameters()))
+    assert max(reports[0].calls) >= 6, reports[0]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
 def test_a_region_is_compiled_for_the_strides_that_its_inputs_have() -> None:

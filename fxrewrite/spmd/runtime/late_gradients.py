@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxrewrite.backends.replayed_views import has_own_gradient
 from fxrewrite.graph.sizes import product, size_hint
 from fxrewrite.graph.walk import reached
 from fxrewrite.ops import bodies_of_communicating, is_barrier, is_parameter, is_pure, memory_written
@@ -77,7 +76,8 @@ def _leaf(x: torch.Tensor) -> torch.Tensor:
 def detach_outputs(program: fx.GraphModule, positions: Iterable[int]) -> dict[int, Tail]:
     """Changes the program, so that outputs at these positions leave without a gradient; returns their tails.
 
-    Where no tail pays, or can run again, an output is as before. What tails read is appended to what is returned.
+    Where no tail pays, or can run again, an output is as before. What tails read is appended to what is returned; where
+    that is a view with a gradient of its own, `copy_replayed` must follow.
 
     Args:
         program: returns one flat list.
@@ -128,13 +128,10 @@ class _Finder:
             tensors = [node for node in read if isinstance(node.meta.get("val"), torch.Tensor)]
             if not all(node in tensors or node.op == "placeholder" for node in read):
                 return None  # a size that is computed
-            is_small = sum(map(_num_bytes, tensors)) * _SMALLER <= _num_bytes(value)
-            # Beside what it is a view of, another result would lose its gradient: it is a part of the tail.
-            own = next((node for node in tensors if has_own_gradient(node, self._order)), None)
-            if is_small and own is None:
+            if sum(map(_num_bytes, tensors)) * _SMALLER <= _num_bytes(value):
                 is_plain = not any(node in self._written or is_view_of_input(node) for node in tensors)
                 return sorted(found, key=self._order.__getitem__) if is_plain else None
-            todo = own if is_small and own is not None else max(tensors, key=_num_bytes)
+            todo = max(tensors, key=_num_bytes)
         return None
 
     def read_by(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from fxrewrite import normalize
 from fxrewrite.backends import find_backend, step_memory
+from fxrewrite.backends.replayed_views import copy_replayed
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.runtime.late_gradients import detach_outputs
 from tests.autosp.one_device import captured
@@ -118,6 +119,18 @@ def test_a_second_derivative_is_refused() -> None:
         torch.stack([g.sum() for g in found if g is not None]).sum().backward()
 
 
+class Halved(torch.autograd.Function):
+    """The identity, with half of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * 0.5
+
+
 class Shown(Scored):
     """Returns the hidden states as well, of which scores read the identity with a gradient of its own."""
 
@@ -132,16 +145,19 @@ class Shown(Scored):
     [
         lambda m, h: m.head(torch.ops.fxrewrite.scale_gradient(h, 0.5)),
         lambda m, h: m.head(torch.ops.fxrewrite.scale_gradient(h, 0.5).flatten(0, 1)).view(2, 5, CLASSES),
+        lambda m, h: m.head(Halved.apply(h)),
     ],
-    ids=["of hidden states", "and a view of that"],
+    ids=["of hidden states", "and a view of that", "a function of the user's"],
 )
-def test_an_identity_with_a_gradient_of_its_own_is_a_part_of_the_tail(score: Callable[..., Any]) -> None:
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo itself does so
+def test_a_tail_may_read_an_identity_with_a_gradient_of_its_own(score: Callable[..., Any]) -> None:
     """AOTAutograd would make it again, as a plain view of the hidden states that are returned too."""
     model = Shown(score).double()
     x = torch.randn(2, 5, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gm, inputs = captured(model, {"x": x, "at": torch.arange(10).reshape(2, 5)})
     expected, program = normalize(gm), normalize(gm)
     (tail,) = detach_outputs(program, [1]).values()
+    copy_replayed(program)
     values = find_backend("aot_eager")(program, inputs)(*inputs)
     wanted = expected(*inputs)
     (penalty(*wanted[:2]) + wanted[2].sin().sum()).backward()
