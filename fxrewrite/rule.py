@@ -293,12 +293,7 @@ class Rule:
             raise raised from error
 
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
-        if match.refused is not None:
-            raise match.refused
-        if not self.gradients:
-            check_gradients(match)
-        if effects.writers:
-            check_region(match, effects)
+        self._check_match(match, effects)
         place = insertion_point(match)
         replacer = Replacer(edit, place, match.root, rule=self.id, effects=effects, gradients=self.gradients)
         results, passed = returned_nodes(self._replaced(edit, match, replacer), self.pattern, match)
@@ -319,6 +314,15 @@ class Rule:
             edit.spread(old, items)
         _replace(edit, match, results, passed, created)
         effects.add(created, draws)
+
+    def _check_match(self, match: Match, effects: Effects) -> None:
+        """Refuses a match that nothing may replace, whatever the replacement is."""
+        if match.refused is not None:
+            raise match.refused
+        if not self.gradients:
+            check_gradients(match)
+        if effects.writers:
+            check_region(match, effects)
 
     def _check_replacement(
         self,

@@ -12,7 +12,19 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxrewrite import Report, Rule, RuleSet, rule
 
-__all__ = ["apply", "calls", "made", "silu", "state", "targets", "traced", "value_and_gradients"]
+__all__ = ["Halved", "apply", "calls", "made", "silu", "state", "targets", "traced", "value_and_gradients"]
+
+
+class Halved(torch.autograd.Function):
+    """The identity, with half of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad * 0.5
 
 
 def traced(

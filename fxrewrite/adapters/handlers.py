@@ -16,8 +16,7 @@ from fxrewrite.backends.traces import fwd_only, on_fake_values
 from fxrewrite.errors import FxRewriteError, Reason, RuleDefinitionError, refuse
 from fxrewrite.graph import Edit
 from fxrewrite.match import Match as Found
-from fxrewrite.match.safety import Effects, check_region
-from fxrewrite.match.same_value import check_gradients
+from fxrewrite.match.safety import Effects
 from fxrewrite.rule import Rule
 
 __all__ = ["Check", "HandledRule", "Handler", "Match", "inserted", "refuse_unless"]
@@ -113,16 +112,13 @@ class HandledRule(Rule):
         return *super().decisive(), self._handler, self._check
 
     def _rewrite(self, edit: Edit, match: Found, effects: Effects) -> None:
-        if not self.gradients:
-            check_gradients(match)
+        self._check_match(match, effects)
         match.edit = edit
         arguments = self._reading.arguments(match)
         if isinstance(arguments, str):
             refuse(arguments, kind=Reason.CONSTRAINT)
         view = Match(match, *arguments)
         refuse_unless(self._check, view)
-        if effects.writers:
-            check_region(match, effects)
         checked = set[fx.Node]()
 
         def replace(match: Found, body: Callable[[Found], Any]) -> list[fx.Node]:

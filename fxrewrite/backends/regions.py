@@ -29,7 +29,7 @@ from fxrewrite.capture.autocast import drop_regions, shield
 from fxrewrite.graph.differentiable import differentiated
 from fxrewrite.graph.fake_values import FakeValues
 from fxrewrite.graph.repeats import Part, cut_repeats
-from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.graph.sizes import is_read_from_data, is_same_size
 from fxrewrite.ops import held, memory_origins, mutates, value
 
 __all__ = ["Regions", "compile_regions", "regional"]
@@ -154,6 +154,8 @@ def _find_strides(gm: fx.GraphModule) -> None:
         known = value(node)
         if not isinstance(known, torch.Tensor) or mutates(node) or not isinstance(node.target, torch._ops.OpOverload):
             continue
+        if any(map(is_read_from_data, known.shape)):
+            continue  # another size at each run on fake values
         strides = values.compute(node).stride()
         if not all(map(is_same_size, strides, known.stride())):
             with values.mode:

@@ -63,6 +63,18 @@ def error(found: Any, expected: Tensor) -> float:
     return ((whole(found) - expected).abs().max() / expected.abs().max()).item()
 
 
+def gradient_errors(model: nn.Module, alone: nn.Module) -> dict[str, float]:
+    """Of the mean over ranks of each parameter's gradient, which is no DTensor."""
+    errors: dict[str, float] = {}
+    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert not isinstance(parameter.grad, DTensor), name
+        dist.all_reduce(parameter.grad)
+        errors[name] = error(parameter.grad / dist.get_world_size(), other.grad)
+    return errors
+
+
 def compiled(model: Model, mesh: DeviceMesh, **options: Any) -> AutoSPBackend:
     backend = autosp("aot_eager", mesh=mesh, **options)
     for layer in model.layers:
@@ -86,13 +98,7 @@ def trained(mesh: DeviceMesh) -> dict[str, Any]:
     expected, found = alone(ids), model(ids)
     expected.backward()
     found.backward()
-    errors = {"loss": error(found, expected)}
-    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert other.grad is not None
-        assert not isinstance(parameter.grad, DTensor), name
-        dist.all_reduce(parameter.grad)
-        errors[name] = error(parameter.grad / dist.get_world_size(), other.grad)
+    errors = {"loss": error(found, expected), **gradient_errors(model, alone)}
     for position, (hidden, other) in enumerate(zip(model.seen, alone.seen, strict=True)):
         assert isinstance(hidden, DTensor)
         assert hidden.placements == (Shard(1),), hidden.placements
@@ -225,12 +231,7 @@ def without_sequence(mesh: DeviceMesh) -> dict[str, Any]:
     expected, found = alone(ids), torch.compile(model, backend=backend)(ids)
     expected.backward()
     found.backward()
-    errors = {"loss": error(found, expected)}
-    for (name, parameter), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert parameter.grad is not None
-        assert other.grad is not None
-        dist.all_reduce(parameter.grad)
-        errors[name] = error(parameter.grad / dist.get_world_size(), other.grad)
+    errors = {"loss": error(found, expected), **gradient_errors(model, alone)}
     lines = [line for report in backend.reports for line in report.lines if line.startswith("border")]
     return {"errors": errors, "lines": lines}
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxrewrite.spmd  # noqa: F401  # its operators
 from fxrewrite.backends import Regions, compile_regions, find_backend, inner_compiler, regional
 from fxrewrite.backends.replayed_views import copy_replayed
-from tests.rewriting import traced
+from tests.rewriting import Halved, traced
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
 scale: Any = torch.ops.fxrewrite.scale_gradient
@@ -61,18 +61,6 @@ def test_regions_leave_identities_to_the_program() -> None:
     expected = torch.autograd.grad(layers(h, *weights), weights)
     for one, other in zip(torch.autograd.grad(run(h, *weights)[0], weights), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-
-
-class Halved(torch.autograd.Function):
-    """The identity, with half of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad * 0.5
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo itself does so

@@ -1,4 +1,5 @@
-"""One rule in four rewriters: how long it takes to state it and to apply it; how long rules of norms take to verify.
+"""One rule in four rewriters: how long it takes to state it and to apply it; handlers; how long rules of norms take to
+verify.
 
     python tests/bench/rewriters.py [--sizes 1000,10000]
 
@@ -7,12 +8,16 @@ is installed (`pip install onnxscript`). Eager attention, five nodes, becomes on
 `engines.py`, and for onnxscript a model of ONNX operators with the same nodes in the same order. CPU time, the median
 of rounds in which the ways take turns, each on a fresh copy. To state a rule is to trace or parse it, up to what can be
 applied; `replace_pattern` traces it anew at each call. Only fxrewrite has something that tests a rule.
+
+Handlers change the graph themselves (`register_graph_pattern`), by nodes or by an example: every 25th node, a relu,
+becomes a clamp, under our adapter and under Inductor's matcher.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import importlib.util
 import statistics
 import sys
@@ -26,12 +31,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx import subgraph_rewriter
+from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from rules.fusions.norms import NORMS
 from tests.bench.engines import copy, inductor, make_graph, ours, plan_of, table
 
+aten = torch.ops.aten
 Run = Callable[[Any], int]
 
 
@@ -93,6 +100,59 @@ def onnxscript() -> Run:
     return lambda model: rules.apply_to_model(model)
 
 
+def chain(num_nodes: int) -> fx.Graph:
+    """Unary operators of ATen with fake values, of which every 25th is a relu."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        for i in range(1, num_nodes - 1):
+            x = torch.relu(x) if i % 25 == 0 else torch.sin(x)
+        return x
+
+    return make_fx(model, tracing_mode="fake")(torch.rand(4, 4)).graph
+
+
+def handlers(matcher: Any, *, by_example: bool) -> Run:
+    """A pass of one handler; `matcher` is a module with the interface of Inductor's."""
+    one = matcher.PatternMatcherPass()
+
+    @matcher.register_graph_pattern(matcher.CallFunction(aten.relu.default, matcher.Arg()), pass_dict=one)
+    def to_clamp(match: Any, x: fx.Node) -> None:
+        if by_example:
+            match.replace_by_example(lambda x: torch.clamp(x, min=0), [x])
+            return
+        old = match.output_node()
+        with match.graph.inserting_before(old):
+            new = match.graph.call_function(aten.clamp.default, (x, 0))
+        new.meta.update(old.meta)
+        old.replace_all_uses_with(new)
+        match.erase_nodes()
+
+    return lambda gm: one.apply(gm.graph)
+
+
+MATCHERS = {"fxrewrite": "fxrewrite.adapters.pattern_matcher", "Inductor's matcher": "torch._inductor.pattern_matcher"}
+
+
+def print_handlers(sizes: list[int], rounds: int) -> None:
+    kinds = {"by nodes": False, "by example": True}
+    ways = {
+        f"{name}, {kind}": handlers(importlib.import_module(path), by_example=by_example)
+        for kind, by_example in kinds.items()
+        for name, path in MATCHERS.items()
+    }
+    seconds: dict[tuple[str, int], list[float]] = {(way, size): [] for way in ways for size in sizes}
+    graphs = {size: chain(size) for size in sizes}
+    for is_warm in [False] + [True] * rounds:
+        for way, size in seconds:
+            gm = copy(graphs[size])
+            gc.collect()
+            started = time.process_time()
+            assert ways[way](gm) == (size - 2) // 25
+            seconds[way, size] += [time.process_time() - started] * is_warm
+    rows = [[way, *(f"{statistics.median(seconds[way, size]) * 1e3:.1f}" for size in sizes)] for way in ways]
+    print("\n" + table(["handlers", *(f"apply to {size:,} nodes, ms" for size in sizes)], rows))
+
+
 WAYS: dict[str, Callable[[], Run]] = {
     "fxrewrite": lambda: ours(plan_of("torch")),
     "Inductor's matcher": lambda: inductor("torch"),
@@ -128,6 +188,7 @@ def main() -> None:
     ms = {way: f"{statistics.median(found) * 1e3:.1f}" for way, found in states.items()}
     rows = [[way, ms[way], *(f"{statistics.median(applies[way, size]) * 1e3:.1f}" for size in sizes)] for way in WAYS]
     print(table(["", "state, ms", *(f"apply to {size:,} nodes, ms" for size in sizes)], rows))
+    print_handlers(sizes, options.rounds)
     for rule in NORMS.rules():
         started = time.process_time()
         verdict = rule.verify()

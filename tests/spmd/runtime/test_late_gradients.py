@@ -16,6 +16,7 @@ from fxrewrite.backends.replayed_views import copy_replayed
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.runtime.late_gradients import detach_outputs
 from tests.autosp.one_device import captured
+from tests.rewriting import Halved
 
 WIDTH, CLASSES = 8, 96
 
@@ -117,18 +118,6 @@ def test_a_second_derivative_is_refused() -> None:
         found = tail.gradients(operands, torch.ones_like(values[1]))
     with pytest.raises(FxRewriteError, match="is differentiated again"):
         torch.stack([g.sum() for g in found if g is not None]).sum().backward()
-
-
-class Halved(torch.autograd.Function):
-    """The identity, with half of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad * 0.5
 
 
 class Shown(Scored):
