@@ -1,7 +1,8 @@
 """The longest sequence whose step fits into the memory that a process may take, for rank 0 of 8 of the largest model.
 
-The peaks of two steps say, by a line, how many tokens would fit. That length, less a little, is run, then shorter ones
-until one fits, or one that is a little too long: the longest lies between `longest` and `too_long`.
+Sequences become twice as long until one does not fit; then a line through the peaks of the two longest that fit says
+what to try, until `too_long` is little more than `longest`. A step runs once before it is measured, so that nothing is
+compiled meanwhile.
 
     limit        bytes that the process may take, parameters and gradients included
     seconds      of the longest step, forward and backward, and its `mfu`
@@ -25,14 +26,16 @@ from tests.gpu.card import peak_flops
 from tests.gpu.figures import Figures, Setting
 from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step
 
-__all__ = ["figures"]
+__all__ = ["figures", "search"]
 
 _TILE = 1 << 28
 """Bytes of a tile of logits or of an MLP: the widest, so that each is a product large enough for a card."""
 _CLOSE = 0.04
 """Share of the estimated length between what should fit and what should not."""
 _STEP = 1024
-"""Lengths are multiples of it."""
+"""Lengths that are tried are multiples of it."""
+_MOST = 1 << 22
+"""Positions that the models have."""
 _OURS = ours(checkpoint="full", logits="drop", loss_tile=_TILE, mlp_tile=_TILE)
 
 
@@ -49,14 +52,12 @@ def _longest(name: str, prepare: Callable[[transformers.LlamaConfig], Step], set
     with fake_mesh((RANKS,), ("sp",)):
         with torch.device(setting.device):
             run = prepare(model.config).run
-        lengths = (64, 256) if setting.tiny else (SHORTEST // 2, SHORTEST)
+            shortest = 64 if setting.tiny else SHORTEST // 2
         found: dict[str, Any] = {**model.described, "limit": setting.memory}
-        found |= first_step(run, model, lengths[0], setting)
-        steps = [{"length": length, **_step(run, model, length, setting)} for length in lengths]
+        found |= first_step(run, model, shortest, setting)
+        steps = search(partial(_step, run, model, setting=setting), shortest, setting.memory)
         if setting.memory is not None:
-            steps += _search(partial(_step, run, model, setting=setting), steps, setting.memory)
-            known = [step for step in steps if step["fits"]]
-            found["on_the_card"] = _would_fit(known, _memory_of_card())
+            found["on_the_card"] = _would_fit([step for step in steps if step["fits"]], _memory_of_card())
     fitting = [step for step in steps if step["fits"]]
     last = max(fitting, key=lambda step: step["length"])
     too_long = [step["length"] for step in steps if not step["fits"]]
@@ -64,26 +65,33 @@ def _longest(name: str, prepare: Callable[[transformers.LlamaConfig], Step], set
     return {**found, **{name: last[name] for name in ("seconds", "peak", "mfu")}}
 
 
-def _search(step: Callable[[int], dict[str, Any]], known: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
-    """A step of half of the length that should fit, to know that better, then steps down to one that fits, then one
-    that should not."""
-    estimate = _would_fit(known, limit)
+def search(step: Callable[[int], dict[str, Any]], shortest: int, limit: int | None) -> list[dict[str, Any]]:
+    """Steps of which the longest that fits is at most `_CLOSE` shorter than one that does not; without a limit, two."""
     found: list[dict[str, Any]] = []
 
-    def run(length: float) -> bool:
-        length = int(length) // _STEP * _STEP
+    def fits(length: int) -> bool:
         found.append({"length": length, **step(length)})
         return found[-1]["fits"]
 
-    if estimate / 2 > known[-1]["length"]:
-        estimate = _would_fit([known[-1], found[-1]], limit) if run(estimate / 2) else estimate / 2
-    length = (1 - _CLOSE / 2) * estimate
-    if run(length):
-        run((1 + _CLOSE / 2) * estimate)
-        return found
-    while length > SHORTEST and not run(length := (1 - _CLOSE) * length):
-        pass
+    length = shortest
+    while fits(length) and length < _MOST and (limit is not None or len(found) < 2):
+        length *= 2
+    while limit is not None and not all(one["fits"] for one in found):
+        fitting = [one for one in found if one["fits"]]
+        longest = max(one["length"] for one in fitting)
+        too_long = min(one["length"] for one in found if not one["fits"])
+        if too_long - longest <= max(_STEP, _CLOSE * longest):
+            break
+        apart = max(_STEP, int(_CLOSE / 2 * longest))
+        between = _would_fit(fitting, limit) if len(fitting) > 1 else too_long
+        if between >= too_long:  # peaks are no line yet
+            between = (longest + too_long) // 2
+        fits(_rounded(min(max(between, longest + apart), too_long - apart)))
     return found
+
+
+def _rounded(length: int) -> int:
+    return length // _STEP * _STEP
 
 
 def _step(
@@ -91,22 +99,25 @@ def _step(
 ) -> dict[str, Any]:
     """Whether a step fits, its seconds, and the most bytes that were allocated."""
     ids = model.ids(length, setting)
-    with setting.alone():
-        try:
+    try:
+        with setting.using():  # a length may be compiled anew
+            run(ids, ids.clone()).backward()
+        with setting.alone():
             _forget(setting)
             began = time.perf_counter()
             run(ids, ids.clone()).backward()
             if setting.is_cuda:
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - began
-        except torch.OutOfMemoryError:
-            gc.collect()  # what the traceback held
-            return {"fits": False, "seconds": None, "peak": None, "mfu": None}
+            peak = torch.cuda.max_memory_allocated() if setting.is_cuda else None
+    except torch.OutOfMemoryError:
+        gc.collect()  # what the traceback held
+        return {"fits": False, "seconds": None, "peak": None, "mfu": None}
     if not setting.is_cuda:
         return {"fits": True, "seconds": seconds, "peak": None, "mfu": None}
     could = peak_flops(torch.cuda.get_device_name(0))
     mfu = None if could is None else model.operations(length) / seconds / could
-    return {"fits": True, "seconds": seconds, "peak": torch.cuda.max_memory_allocated(), "mfu": mfu}
+    return {"fits": True, "seconds": seconds, "peak": peak, "mfu": mfu}
 
 
 def _forget(setting: Setting) -> None:
@@ -124,4 +135,4 @@ def _would_fit(steps: list[dict[str, Any]], limit: int) -> int:
     """Tokens with which a step would take `limit` bytes, as each further token takes the same."""
     short, long = sorted(steps, key=lambda step: step["length"])[-2:]
     per_token = (long["peak"] - short["peak"]) / (long["length"] - short["length"])
-    return long["length"] + int((limit - long["peak"]) / per_token)
+    return long["length"] + int((limit - long["peak"]) / max(per_token, 1))

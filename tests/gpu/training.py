@@ -151,6 +151,9 @@ def _by_length(
     for length in lengths:
         ids = model.ids(length, setting)
         try:
+            if steps:
+                with setting.using():  # a length may be compiled anew
+                    run(ids, ids.clone()).backward()
             with setting.alone():
                 began = time.monotonic()
                 step = measured(lambda x=ids: run(x, x.clone()), torch.Tensor.backward, setting, rounds=7, warm_up=1)
