@@ -2,7 +2,8 @@
 
 Sequences become twice as long until one does not fit; then a line through the peaks of the two longest that fit says
 what to try, until `too_long` is little more than `longest`. A step runs once before it is measured, so that nothing is
-compiled meanwhile.
+compiled meanwhile. Reductions of different order are not fused: for that inductor guards on lengths, and would compile
+every way up to four times.
 
     limit        bytes that the process may take, parameters and gradients included
     seconds      of the longest step, forward and backward, and its `mfu`
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch._inductor import config as inductor_config
 
 from fxrewrite.testing import fake_mesh
 from tests.bench.ways import WAYS, Step, ours
@@ -49,10 +51,10 @@ def _longest(name: str, prepare: Callable[[transformers.LlamaConfig], Step], set
     if setting.memory is not None:
         torch.cuda.set_per_process_memory_fraction(setting.memory / _memory_of_card())
     model = Model.of(name, setting)
-    with fake_mesh((RANKS,), ("sp",)):
+    with fake_mesh((RANKS,), ("sp",)), inductor_config.patch({"triton.mix_order_reduction": False}):
         with torch.device(setting.device):
             run = prepare(model.config).run
-            shortest = 64 if setting.tiny else SHORTEST // 2
+        shortest = 64 if setting.tiny else SHORTEST // 2
         found: dict[str, Any] = {**model.described, "limit": setting.memory}
         found |= first_step(run, model, shortest, setting)
         steps = search(partial(_step, run, model, setting=setting), shortest, setting.memory)
