@@ -84,7 +84,7 @@ from rules.experts.over_ranks import EXPERT_LAYOUTS, EXPERTS_OVER_RANKS, WRITE_O
 from rules.experts.slots import SLOT_LAYOUTS, WRITE_OUT_SLOTS
 from rules.layouts import LAYOUTS
 from rules.masks.dense import MASKS
-from rules.masks.kinds import NameMasks
+from rules.masks.naming import NameMasks
 from rules.random import DRAW_WHOLE, DrawByRank
 from rules.tiling.loss import tiled_loss_rules
 

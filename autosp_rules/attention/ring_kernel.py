@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 
 from autosp_rules.attention.exchange import PLACE, Ring, send
-from fxrewrite.ops import HOST_WAITS, communicates
+from fxrewrite.ops import HOST_WAITS, communicates, key
 from fxrewrite.spmd import COLLECTIVES
 from rules.attention.blocks import tiles_of_parts
 from rules.attention.by_rows import attention_by_rows_backward, attention_to_part
+from rules.attention.flops import declare_attention
 from rules.attention.kernels import lse_dtype, merge_blocks, sinks_backward, with_sinks
 
 __all__ = ["RING_ATTENTION", "ring_attention", "ring_attention_backward"]
@@ -203,3 +204,4 @@ def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
 ring_attention.register_autograd(_gradients, setup_context=_save)
 RING_ATTENTION = torch.ops.autosp.ring_attention.default
 """The registered operator of `ring_attention`; graphs call this."""
+declare_attention(key(RING_ATTENTION), lambda call: call.args["num_ranks"] // call.args["per_group"])

@@ -14,11 +14,22 @@ import torch
 from torch import fx
 
 from autosp_rules.lengths import planned_size
-from autosp_rules.memory.costs import ATTENTION_PASSES, attention_flops, hides_later_keys
+from autosp_rules.memory.costs import ATTENTION_PASSES
 from fxrewrite import Constraint, Edit, Match, Rule, where
 from fxrewrite.graph import Fact
 from fxrewrite.ops import bind
-from fxrewrite.spmd import REQUIRED, Axis, Placement, Price, Size, redistribute, require_divisible, size_hint
+from fxrewrite.spmd import (
+    REQUIRED,
+    Axis,
+    Placement,
+    Price,
+    Size,
+    operations,
+    redistribute,
+    require_divisible,
+    size_hint,
+)
+from rules.attention.flops import hides_later_keys
 
 __all__ = [
     "CHOICE",
@@ -58,7 +69,7 @@ class AttentionCall:
         q, k, v = (x.meta["val"] for x in (q, k, v))
         # In a sequence `longer` times as long, a token sends as much but computes `longer` times as much.
         longer = planned_size(k.shape[-2]) / max(1, size_hint(k.shape[-2]))  # it may be empty
-        hides, flops = hides_later_keys(node), ATTENTION_PASSES * attention_flops(node, size_hint) * longer
+        hides, flops = hides_later_keys(node), ATTENTION_PASSES * operations(node) * longer
         return AttentionCall(q, k, v, mask, sinks, dropout_p, is_causal, enable_gqa, hides, flops)
 
     @property

@@ -14,9 +14,10 @@ from torch import fx
 
 from autosp_rules.lengths import PLANNED_LENGTH, planned_size
 from fxrewrite import Edit
-from fxrewrite.graph import Fact, product, reached, size_hint
+from fxrewrite.graph import Fact, reached, size_hint
 from fxrewrite.ops import bind, has_inexact, has_trait, is_maybe_view, is_random, is_view, key, mutated, tensors_of
 from fxrewrite.spmd import (
+    ATTENTION_BACKWARD,
     COLLECTIVE_KINDS,
     COLLECTIVES,
     FLOPS_PER_BYTE_SENT,
@@ -27,14 +28,12 @@ from fxrewrite.spmd import (
     operations,
 )
 from rules.attention.operator import ATTEND
-from rules.masks.kinds import kind_of
 from rules.random import by_rank
 
 __all__ = [
     "ATTENTION",
     "ATTENTION_PASSES",
     "SentBytes",
-    "attention_flops",
     "backward_reads",
     "bases_of",
     "bytes_of",
@@ -42,7 +41,6 @@ __all__ = [
     "computed_again",
     "cost_of",
     "flops_of",
-    "hides_later_keys",
     "is_received",
     "kept_bytes",
     "planned_for",
@@ -63,8 +61,8 @@ ATTENTION = frozenset(
 )
 """Keys of operators that are attention; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
 
-ATTENTION_PASSES = 3.5
-"""FLOPs of forward and backward in units of the forward: flash attention has 2 products forward and 5 backward."""
+ATTENTION_PASSES = 1 + ATTENTION_BACKWARD
+"""FLOPs of forward and backward in units of the forward."""
 
 _EXCHANGES = frozenset({"autosp::exchange"})
 """Operators that send and wait in one."""
@@ -89,7 +87,7 @@ _SENDS = Fact[SentBytes]("sends")
 
 def set_sends(edit: Edit, node: fx.Node, sends: SentBytes) -> None:
     """Records what the operator sends, for its cost, the report, and the price of a program that has it."""
-    flops = ATTENTION_PASSES * attention_flops(node, size_hint) if key(node) in ATTENTION else 0.0
+    flops = ATTENTION_PASSES * operations(node) if key(node) in ATTENTION else 0.0
     edit.set_fact(node, _SENDS, sends)
     edit.set_meta(node, PRICE, Price(sends.forward, sends.backward, flops))
 
@@ -131,48 +129,12 @@ def planned_for(nodes: Iterable[fx.Node]) -> str:
 
 def flops_of(node: fx.Node) -> float:
     """Returns the FLOPs of matrix products, convolutions and attention; 0 for cheap operators."""
-    name = key(node)
-    if name in ATTENTION:
-        return attention_flops(node)
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return 0.0
-    if name == "fxrewrite_rules::tiled_mlp":
-        x, weights = bind(node)["x"].meta["val"], [weight.meta["val"] for weight in bind(node)["weights"]]
-        return 2.0 * planned_size(product(x.shape[:-1])) * sum(planned_size(w.numel()) for w in weights)
-    if name == "fxrewrite_rules::tiled_cross_entropy":
-        x, weight = (operand.meta["val"] for operand in _operands(node, 2))
-        return 2.0 * planned_size(x.shape[0]) * planned_size(weight.numel())
-    if name.startswith("aten::conv"):
-        weight = bind(node)["weight"].meta["val"]
-        return 2.0 * planned_size(value.numel()) * planned_size(product(weight.shape[1:]))
     return operations(node, planned_size)
 
 
 def cost_of(node: fx.Node) -> float:
     """Returns the node's FLOPs, plus its communication converted to FLOPs."""
     return flops_of(node) + FLOPS_PER_BYTE_SENT * bytes_sent(node)
-
-
-def attention_flops(node: fx.Node, size: Callable[[Size], int] = planned_size) -> float:
-    """Returns attention's FLOPs, forward, without what a causal mask hides.
-
-    For a call on whole values, those of one device; for a local call, those of that rank, averaged over the ranks, with
-    all keys that pass through a ring.
-    """
-    given = bind(node)
-    q, k, v = (operand.meta["val"] for operand in list(given.values())[:3])
-    num_keys = size(k.shape[-2]) * (given.get("num_ranks", 1) // given.get("per_group", 1))
-    flops = 2.0 * size(product(q.shape[:-1])) * num_keys * (size(q.shape[-1]) + size(v.shape[-1]))
-    return flops / 2 if hides_later_keys(node) else flops
-
-
-def hides_later_keys(node: fx.Node) -> bool:
-    """Whether rows of attention read no later key, so that the first read the fewest: by `is_causal` or the mask."""
-    given = bind(node)
-    mask = given.get("attn_mask", node)  # if the mask is not an operand, the node has its meaning
-    kind = None if mask is None else kind_of(mask)
-    return given.get("is_causal", False) or (kind is not None and kind.hides_later_keys)
 
 
 def backward_reads(node: fx.Node) -> list[fx.Node]:
@@ -229,8 +191,3 @@ def _shows(node: fx.Node) -> bool:
     """Whether the node shows the memory of its first operand, or a copy where that is not possible."""
     is_operand = has_trait(node, "same", "cast", "reshape") or key(node) == "aten::dropout"  # in evaluation
     return is_view(node) and not is_random(node) and (is_operand or not is_maybe_view(node))
-
-
-def _operands(node: fx.Node, count: int) -> list[fx.Node]:
-    """Returns the first operands, which may be equal."""
-    return [operand for operand in node.args[:count] if isinstance(operand, fx.Node)]

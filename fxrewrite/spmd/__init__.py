@@ -124,7 +124,7 @@ from fxrewrite.spmd.price.price import (
     redistribution_bytes as redistribution_bytes,
 )
 from fxrewrite.spmd.price.products import (
-    attention_operations as attention_operations,
+    ATTENTION_BACKWARD as ATTENTION_BACKWARD,
     declare_product as declare_product,
     operations as operations,
 )

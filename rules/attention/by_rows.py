@@ -29,9 +29,10 @@ import torch
 from torch import fx
 
 from fxrewrite import DeadCode, Match, RuleSet, where
-from fxrewrite.ops import HOST_WAITS, bind, fake_value
+from fxrewrite.ops import HOST_WAITS, bind, fake_value, key
 from fxrewrite.spmd import is_same_size, size_proxy
 from rules.attention.blocks import blocks
+from rules.attention.flops import declare_attention
 from rules.attention.kernels import (
     attend_block,
     attend_block_backward,
@@ -205,6 +206,7 @@ def _gradients(ctx: Any, dout: torch.Tensor, _: Any) -> tuple[Any, ...]:
 attention_by_rows.register_autograd(_gradients, setup_context=_save)
 ATTENTION_BY_ROWS = torch.ops.fxrewrite_rules.attention_by_rows.default
 """The registered operator of `attention_by_rows`; graphs call this."""
+declare_attention(key(ATTENTION_BY_ROWS))
 
 
 def _rows(x: torch.Tensor, part: Range) -> torch.Tensor:

@@ -17,13 +17,15 @@ from typing import Any
 
 from torch._higher_order_ops.flex_attention import flex_attention
 
-from fxrewrite.ops import declare_pure
+from fxrewrite.ops import declare_pure, key
 from fxrewrite.torch_versions import order_of_writes
+from rules.attention.flops import declare_attention
 from rules.masks.tiles import TILE
 
 __all__ = ["FLEX_ATTENTION", "flex_arguments"]
 
 FLEX_ATTENTION: Any = declare_pure(flex_attention)
+declare_attention(key(FLEX_ATTENTION))
 _ORDER_OF_WRITES = order_of_writes()
 """The part of torch's BlockMask that only the deterministic backward pass of another backend reads."""
 

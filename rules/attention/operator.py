@@ -36,7 +36,8 @@ from torch import fx
 
 from fxrewrite import Constraint, Literal, Match, Maybe, Pattern, Rule, RuleSet, cap, op, where
 from fxrewrite.ops import bind, key
-from fxrewrite.spmd import PLACEMENT, LayoutRule, attention_operations, declare_product, placement_of
+from fxrewrite.spmd import PLACEMENT, LayoutRule, placement_of
+from rules.attention.flops import declare_attention
 from rules.attention.kernels import capped
 from rules.layouts.attention import attention as attention_layout
 
@@ -126,7 +127,7 @@ _LIBRARY.define(
 _LIBRARY.impl("attention", attention, "CompositeImplicitAutograd")
 ATTEND = torch.ops.fxrewrite_rules.attention.default
 """The registered operator of `attention`; graphs call this."""
-declare_product(key(ATTEND), attention_operations)
+declare_attention(key(ATTEND))
 
 ATTENTION_LAYOUTS = (LayoutRule("layout.attention_operator", (key(ATTEND),), attention_layout, move_to=("h", "g")),)
 """The sharding rule of the operator; it treats sinks as a mask with one column."""

@@ -30,6 +30,7 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,9 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite import DeadCode, Literal, Match, Pattern, Rule, RuleSet, cap, op, where
+from fxrewrite.graph import Size, product
 from fxrewrite.ops import bind, fake_value, has_trait, key
+from fxrewrite.spmd import Call, declare_product
 from rules.tiling.steps import (
     dtype_after,
     grads_of_steps,
@@ -100,6 +103,13 @@ def tiled_cross_entropy(
 _NAME = "fxrewrite_rules::tiled_cross_entropy"
 torch.library.define(_NAME, torch.library.infer_schema(tiled_cross_entropy, mutates_args=()))
 torch.library.impl(_NAME, "CompositeImplicitAutograd")(tiled_cross_entropy)
+
+
+def _operations(call: Call, count: Callable[[Size], int]) -> float:
+    return 2.0 * count(call.shape()[0]) * count(product(call.shape(1)))
+
+
+declare_product(_NAME, _operations)
 
 
 @torch.library.custom_op("fxrewrite_rules::tiled_cross_entropy_with_grads", mutates_args=())

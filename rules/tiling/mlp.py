@@ -29,7 +29,7 @@ Source: Bekman et al., Arctic Long Sequence Training, arXiv 2506.13996 (TiledMLP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -41,6 +41,7 @@ from torch import fx
 from fxrewrite import Constraint, DeadCode, Match, Pattern, Rule, RuleSet, any_, either, loose, op, where
 from fxrewrite.graph import Size, is_same_size, product, reached, size_hint
 from fxrewrite.ops import bind, dtype_name, fake_value, has_trait, is_random, key, value
+from fxrewrite.spmd import Call, declare_product
 from rules.tiling.steps import grads_of_steps, run_steps, step_of, why_no_step
 from rules.tiling.tiles import TILE_BYTES, is_more_than_a_tile, rows_of_tile, tiles, type_of_sums
 
@@ -80,6 +81,14 @@ def tiled_mlp(
 @tiled_mlp.register_fake
 def _(x: Any, weights: Any, *_: Any) -> Any:
     return x.new_empty(*x.shape[:-1], weights[-1].shape[0])
+
+
+def _operations(call: Call, count: Callable[[Size], int]) -> float:
+    weights = [weight.meta["val"].numel() for weight in call.args["weights"]]
+    return 2.0 * count(product(call.shape()[:-1])) * sum(map(count, weights))
+
+
+declare_product("fxrewrite_rules::tiled_mlp", _operations, 3.0)  # once to compute again, and a product for each factor
 
 
 @torch.library.custom_op("fxrewrite_rules::tiled_mlp_backward", mutates_args=())

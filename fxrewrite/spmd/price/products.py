@@ -1,22 +1,37 @@
-"""Matrix products, which are what a model's time is made of: which operators they are, and how many operations they do.
+"""Products, which are what a model's time is made of: which operators they are, and how many operations they do.
 
-ATen's are known from `fxrewrite.ops.factors`; another library's operator that multiplies is declared.
+Products of matrices are known from `fxrewrite.ops.factors`, convolutions are declared here, and other operators that
+multiply by who defines them, or has the rules for them, as attention's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass
 
 from torch import fx
 
 from fxrewrite.graph.sizes import Size, product, size_hint
-from fxrewrite.ops import factors, key
+from fxrewrite.ops import bind, factors, key
 from fxrewrite.spmd.layouts.rule import Call, tensor_of
 
-__all__ = ["attention_operations", "declare_product", "is_product", "operations", "share_of"]
+__all__ = [
+    "ATTENTION_BACKWARD",
+    "backward_operations",
+    "declare_product",
+    "is_product",
+    "operations",
+    "share_of",
+]
 
 Count = Callable[[Size], int]
 Operations = Callable[[Call, Count], float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    operations: Operations
+    backward: float | tuple[str, str]
 
 
 def _contraction(call: Call, count: Count) -> float:
@@ -26,39 +41,72 @@ def _contraction(call: Call, count: Count) -> float:
     return 2.0 * count(product(call.result_shapes()[0])) * count(first.shape[-1])
 
 
-def attention_operations(call: Call, count: Count) -> float:
-    """Each of the queries, the first operand, meets each of the keys, the second; and each weight a value."""
-    return 4.0 * count(product(call.shape())) * count(call.shape(1)[-2])
+def _convolution(call: Call, count: Count) -> float:
+    """Each element of the result, or of the input of a transposed one, meets a filter without its first dimension."""
+    is_transposed = "transpose" in call.key or call.args.get("transposed", False)
+    positions = tensor_of(call.args["input"]).shape if is_transposed else call.result_shapes()[0]
+    return 2.0 * count(product(positions)) * count(product(tensor_of(call.args["weight"]).shape[1:]))
 
 
-_DECLARED: dict[str, Operations] = {"aten::scaled_dot_product_attention": attention_operations}
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of attention's backward pass in units of its forward pass, which has 2 products: the backward pass has 5."""
+_CONVOLUTION = _Product(_convolution, ("input", "weight"))
+_CONVOLUTIONS = {
+    **{f"aten::conv{n}d": _CONVOLUTION for n in (1, 2, 3)},
+    **{f"aten::conv_transpose{n}d": _CONVOLUTION for n in (1, 2, 3)},
+    "aten::convolution": _CONVOLUTION,
+}
+_DECLARED: dict[str, _Product] = {}
 
 
-def declare_product(operator_key: str, operations: Operations = _contraction) -> None:
+def declare_product(
+    operator_key: str, operations: Operations = _contraction, backward: float | tuple[str, str] = 2.0
+) -> None:
     """State that an operator that is not ATen's multiplies matrices.
 
     Args:
         operator_key: its key, as `fxrewrite.ops.key` gives it.
         operations: how many operations a call does, with sizes as a function counts them; by default twice the
             result's elements times the last dimension of the first operand.
+        backward: operations of the backward pass in units of the forward pass; or the two arguments that it
+            multiplies, of which each that has a gradient takes as many as the forward pass.
     """
-    _DECLARED[operator_key] = operations
+    _DECLARED[operator_key] = _Product(operations, backward)
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether the node multiplies matrices."""
+    """Whether the node multiplies matrices; a convolution does not, whatever its kernels do."""
     return factors(node) is not None or key(node) in _DECLARED
 
 
 def operations(node: fx.Node, count: Count = size_hint) -> float:
-    """Multiplications and additions of a matrix product, on whole values; 0 for any other node.
+    """Multiplications and additions of a product or a convolution, on whole values; 0 for any other node.
 
     `count` says how many entries a size counts for: by default as many as the inputs at hand have.
     """
-    return _DECLARED.get(key(node), _contraction)(Call.of(node), count) if is_product(node) else 0.0
+    declared = _product_of(node)
+    return 0.0 if declared is None else declared.operations(Call.of(node), count)
+
+
+def backward_operations(node: fx.Node, differentiated: Container[fx.Node], count: Count = size_hint) -> float:
+    """Those of the backward pass, where gradients flow to the values that are `differentiated`."""
+    declared = _product_of(node)
+    if declared is None:
+        return 0.0
+    times = declared.backward
+    if isinstance(times, tuple):
+        times = sum(bind(node)[name] in differentiated for name in times)
+    return times * declared.operations(Call.of(node), count)
+
+
+def _product_of(node: fx.Node) -> _Product | None:
+    names = factors(node)
+    if names is not None:
+        return _Product(_contraction, names)
+    return _DECLARED.get(key(node)) or _CONVOLUTIONS.get(key(node))
 
 
 def share_of(some: Iterable[fx.Node], of: Iterable[fx.Node]) -> float:
-    """The share of the operations of matrix products, between 0 and 1; 0 where there are none."""
+    """The share of the operations, between 0 and 1; 0 where there are none."""
     total = sum(map(operations, of))
     return sum(map(operations, some)) / total if total else 0.0

@@ -1,4 +1,4 @@
-"""What a lowered program costs a rank: read off its collectives and its matrix products, which have local shapes.
+"""What a lowered program costs a rank: read off its collectives and its products, which have local shapes.
 
 The bytes of the backward pass are those of the adjoints of collectives that a gradient flows through, and of the means
 that `cotangents` writes. What must be computed again there, such as gathered parameters, is sent again.
@@ -29,12 +29,9 @@ from fxrewrite.spmd.group import ADJOINTS, COLLECTIVE_KINDS
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST, MEAN_GRADIENT, MEAN_GRADIENTS, PASS_GRADIENT
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from fxrewrite.spmd.price.price import PRICE, Price, bytes_held, collective_bytes
-from fxrewrite.spmd.price.products import is_product, operations
+from fxrewrite.spmd.price.products import backward_operations, operations
 
 __all__ = ["program_price"]
-
-_ATTENTION_BACKWARD = 2.5
-"""FLOPs of attention's backward pass in units of its forward pass, which has 2 products: the backward pass has 5."""
 
 
 def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
@@ -61,8 +58,8 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
             forward += inside.forward
             backward += inside.backward if node in live else 0.0
             flops += inside.flops
-        elif is_product(node):
-            flops += operations(node) * (times + (_factors_with_gradients(node, through) if node in live else 0.0))
+        else:
+            flops += times * operations(node) + (backward_operations(node, through) if node in live else 0.0)
     parameters = (node for node in nodes if node.op == "placeholder" and is_parameter(node))
     return Price(forward, backward, flops, sum(map(bytes_held, parameters)))
 
@@ -143,12 +140,3 @@ def _sent_rows(node: fx.Node) -> tuple[float, float]:
         forward += sent
         backward += sent if is_inexact(value) else 0.0
     return forward, backward
-
-
-def _factors_with_gradients(product: fx.Node, through: set[fx.Node]) -> float:
-    """FLOPs of a product's backward pass, in units of its forward pass: one product for each factor with a gradient."""
-    names = factors(product)
-    if names is None:
-        return _ATTENTION_BACKWARD
-    given = bind(product)
-    return float(sum(given[name] in through for name in names))

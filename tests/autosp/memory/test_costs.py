@@ -33,7 +33,7 @@ from fxrewrite import RuleSet, normalize
 from fxrewrite.ops import Trait, key, operators
 from fxrewrite.spmd import FLOPS_PER_BYTE_SENT, Axis
 from rules.attention.operator import RAISE_ATTENTION
-from rules.masks.kinds import NameMasks
+from rules.masks.naming import NameMasks
 from tests.autosp.attention_layer import Attend, Layer
 from tests.autosp.one_device import captured
 

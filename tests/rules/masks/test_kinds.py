@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fxrewrite import RuleSet
-from rules.masks.kinds import MASK_KIND, NameMasks, kind_of
+from rules.masks.kinds import MASK_KIND, kind_of
+from rules.masks.naming import NameMasks
 from tests.rules.attention.test_by_rows import (
     READABLE,
     Mask,
