@@ -41,7 +41,7 @@ from torch.utils.hooks import unserializable_hook
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES, axis_of
-from fxrewrite.spmd.parallelism.schedule import layer_of
+from fxrewrite.spmd.parallelism.schedule.buckets import layer_of
 from fxrewrite.spmd.placement import Shard
 
 __all__ = [

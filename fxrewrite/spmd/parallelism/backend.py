@@ -36,9 +36,9 @@ from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
 from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, without_joined
 from fxrewrite.spmd.parallelism.comparisons import Comparison, RankComparisons
-from fxrewrite.spmd.parallelism.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.parameters import local_value, local_values, torch_placements, without_whole
+from fxrewrite.spmd.parallelism.schedule.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, entering

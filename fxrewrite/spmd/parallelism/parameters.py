@@ -38,8 +38,8 @@ from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient, unshared
 from fxrewrite.spmd.parallelism.alternatives import require_chosen
 from fxrewrite.spmd.parallelism.arguments import join_arguments, stated_arguments
-from fxrewrite.spmd.parallelism.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
+from fxrewrite.spmd.parallelism.schedule.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, Zigzag, as_placement, local_shape
 from fxrewrite.spmd.propagation.sites import Site, Stored, check_matches, held_placement

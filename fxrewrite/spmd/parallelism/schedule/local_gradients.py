@@ -8,7 +8,7 @@ read as it was, and its gradient goes to an input of its own, a leaf, times all 
 over the ranks is the parameter's gradient, and nothing is sent for it. Where the gradients of some readers alone are
 averaged, those of the others are complete, and equal their mean.
 
-It runs before `schedule`, on parameters whose placeholder has `meta[KEEPS]`.
+It runs before the gathers are placed, on parameters whose placeholder has `meta[KEEPS]`.
 """
 
 from __future__ import annotations
