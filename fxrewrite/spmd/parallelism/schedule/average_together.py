@@ -44,4 +44,4 @@ class AverageTogether:
         return len(found)
 
     def text(self) -> str:
-        return "gradients of parameters that no shards are sent of are averaged a layer at a time"
+        return "gradients of whole parameters are averaged a layer at a time"
