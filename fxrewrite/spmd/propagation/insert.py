@@ -24,74 +24,100 @@ def insert_redistributions(edit: Edit, decisions: dict[fx.Node, Decision], axis:
 
     Users that require the same placement of a value share one: it is sent once.
     """
-    made: dict[tuple[fx.Node, str, int], fx.Node] = {}
-    region = settled = 0
+    return _Insertion(edit, decisions, axis, name).run()
 
-    def shared(
-        user: fx.Node, operand: fx.Node, want: Placement, how: str, target: Any, args: tuple[Any, ...]
-    ) -> fx.Node:
-        at = (args[0], how, region)
-        if at not in made:
-            like = operand if user.op == "output" else user
-            made[at] = edit.call(target, args, before=user, like=like, rule=name, val=tensor_of(operand))
-            edit.set_fact(made[at], PLACEMENT, want)
-        return made[at]
 
-    for node in edit.nodes():
-        if mutates(node):
-            region += 1  # a copy made before a write, or under another autograd mode, is not right for users after it
-        decision = decisions[node]
+class _Insertion:
+    """One walk over the nodes, which changes operands of each where it requires them otherwise than they are."""
+
+    def __init__(self, edit: Edit, decisions: dict[fx.Node, Decision], axis: Axis, name: str) -> None:
+        self._edit, self._decisions, self._axis, self._name = edit, decisions, axis, name
+        self._made: dict[tuple[fx.Node, str, int], fx.Node] = {}
+        """By the value, what became of it, and the region."""
+        self._region = 0
+        """How many nodes before this one write, or switch autograd: what was made before is not right behind them."""
+
+    def run(self) -> int:
+        settled = 0
+        for node in self._edit.nodes():
+            self._region += mutates(node)
+            self._note(node)
+            if node.target is redistribute:
+                settled += self._settle(node)
+            elif self._decisions[node].required:
+                self._meet_requirements(node)
+        return settled + len(self._made) + self._drop_unread()
+
+    def _note(self, node: fx.Node) -> None:
+        decision = self._decisions[node]
         if decision.produced:
             several = isinstance(node.meta.get("val"), (list, tuple))
-            edit.set_fact(node, PLACEMENT, decision.produced if several else decision.produced[0])
-        edit.set_fact(node, DECIDED, decision)
-        if node.target is redistribute:
-            settled += _settle(edit, node, decisions)
-        if not decision.required or node.target is redistribute:
-            continue
-        swap: dict[fx.Node, list[fx.Node]] = {}
-        for position, (operand, want) in enumerate(zip(operands_of(node), decision.required, strict=True)):
-            origin = operand
-            if operand.target is redistribute and not is_same_placement(decisions[operand].produced[0], want):
-                origin = operand.all_input_nodes[0]  # straight from the producer, not by way of the stated placement
-            have, neutral = decisions[origin].produced[0], decision.neutral
-            value = origin
-            if not is_same_placement(have, want):
-                value = shared(node, operand, want, str(want), redistribute, (origin, have, want, axis))
-            if neutral is not None and neutral.operand == position and value.target is not without_padding:
-                how = f"{want} with {neutral.fill}"
-                value = shared(node, operand, want, how, without_padding, (value, want, axis, neutral.fill))
-            swap.setdefault(operand, []).append(value)
-        if any(value is not operand for operand, values in swap.items() for value in values):
-            edit.set_args(node, *_swapped(node, swap))
-    unread = 0
-    # What is stated and read by no user is not sent. A maximum stays, to be refused where it is differentiated.
-    for node in reversed(edit.nodes()):
-        if node.target is redistribute and not node.users and getattr(node.args[2], "reduce_op", "sum") == "sum":
-            edit.erase(node)
-            unread += 1
-    return settled + len(made) + unread
+            self._edit.set_fact(node, PLACEMENT, decision.produced if several else decision.produced[0])
+        self._edit.set_fact(node, DECIDED, decision)
+
+    def _settle(self, node: fx.Node) -> int:
+        """Give a stated redistribution the placement that its operand is produced with; drop it where they are the
+        same."""
+        value, _, dst, axis = node.args
+        assert isinstance(value, fx.Node)
+        have = self._decisions[value].produced[0]
+        if is_same_placement(have, dst):  # pyright: ignore[reportArgumentType]
+            self._edit.replace_uses(node, value)
+            self._edit.erase(node)
+        else:
+            self._edit.set_args(node, (value, have, dst, axis))
+        return 1
+
+    def _meet_requirements(self, node: fx.Node) -> None:
+        operands = operands_of(node)
+        wants = zip(operands, self._decisions[node].required, strict=True)
+        values = [self._as_required(node, position, *want) for position, want in enumerate(wants)]
+        if values != operands:
+            self._edit.set_args(node, *_with_operands(node, operands, values))
+
+    def _as_required(self, user: fx.Node, position: int, operand: fx.Node, want: Placement) -> fx.Node:
+        """The operand in the placement that its user wants, with the padding that it wants."""
+        value, neutral = operand, self._decisions[user].neutral
+        if operand.target is redistribute and not is_same_placement(self._decisions[operand].produced[0], want):
+            value = operand.all_input_nodes[0]  # straight from the producer, not by way of the stated placement
+        have = self._decisions[value].produced[0]
+        if not is_same_placement(have, want):
+            value = self._shared(user, operand, want, str(want), redistribute, (value, have, want, self._axis))
+        if neutral is not None and neutral.operand == position and value.target is not without_padding:
+            how = f"{want} with {neutral.fill}"
+            args = (value, want, self._axis, neutral.fill)
+            value = self._shared(user, operand, want, how, without_padding, args)
+        return value
+
+    def _shared(
+        self, user: fx.Node, operand: fx.Node, want: Placement, how: str, target: Any, args: tuple[Any, ...]
+    ) -> fx.Node:
+        """A call that is made once for all users in its region."""
+        at = (args[0], how, self._region)
+        if at not in self._made:
+            like = operand if user.op == "output" else user
+            made = self._edit.call(target, args, before=user, like=like, rule=self._name, val=tensor_of(operand))
+            self._edit.set_fact(made, PLACEMENT, want)
+            self._made[at] = made
+        return self._made[at]
+
+    def _drop_unread(self) -> int:
+        """What is stated and read by no user is not sent. A maximum stays, to be refused where it is differentiated."""
+        unread = 0
+        for node in reversed(self._edit.nodes()):
+            if node.target is redistribute and not node.users and getattr(node.args[2], "reduce_op", "sum") == "sum":
+                self._edit.erase(node)
+                unread += 1
+        return unread
 
 
-def _settle(edit: Edit, node: fx.Node, decisions: dict[fx.Node, Decision]) -> int:
-    """Give a stated redistribution the placement that its operand is produced with; drop it where they are the same."""
-    value, _, dst, axis = node.args
-    assert isinstance(value, fx.Node)
-    have = decisions[value].produced[0]
-    if is_same_placement(have, dst):  # pyright: ignore[reportArgumentType]
-        edit.replace_uses(node, value)
-        edit.erase(node)
-    else:
-        edit.set_args(node, (value, have, dst, axis))
-    return 1
-
-
-def _swapped(node: fx.Node, swap: dict[fx.Node, list[fx.Node]]) -> tuple[Any, Any]:
+def _with_operands(node: fx.Node, operands: list[fx.Node], values: list[fx.Node]) -> tuple[Any, Any]:
     """The node's arguments with each tensor operand replaced, occurrence by occurrence, in schema order."""
-    queues = {operand: list(values) for operand, values in swap.items()}
+    swap: dict[fx.Node, list[fx.Node]] = {}
+    for operand, value in zip(operands, values, strict=True):
+        swap.setdefault(operand, []).append(value)
 
     def take(n: fx.Node) -> fx.Node:
-        values = queues.get(n)
-        return values.pop(0) if values else n
+        return swap[n].pop(0) if swap.get(n) else n
 
     return map_arg(node.args, take), map_arg(node.kwargs, take)
