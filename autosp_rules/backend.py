@@ -112,6 +112,7 @@ class AutoSPBackend:
         self.reports.append(report)
         # Before it is compiled: the program returns more from here on, and deferred outputs without a gradient.
         sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
+        report.events.extend(border.outputs.zeros)
         self._programs.append(sharded)
         fix_rank(program)
         compile_inner = self._inner(**options, recomputes=bool(recomputed))

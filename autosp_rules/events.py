@@ -20,6 +20,7 @@ from fxrewrite.spmd import (
     ProgramIsLast,
     RegionsCompiled,
     Summed,
+    ZerosHeld,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "Summed",
     "TagsUnread",
     "TooShort",
+    "ZerosHeld",
 ]

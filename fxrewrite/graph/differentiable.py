@@ -9,12 +9,17 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.graph.walk import reached
 
-__all__ = ["differentiated", "is_differentiable", "passed"]
+__all__ = ["differentiated", "is_differentiable", "passed", "requires_gradient"]
 
 
 def passed(node: fx.Node) -> Collection[fx.Node]:
     """The operands that a gradient of the node flows to, if they have one: none of `detach`."""
     return () if ops.has_trait(node, "detach") else node.all_input_nodes
+
+
+def requires_gradient(node: fx.Node) -> bool:
+    """Whether an input requires a gradient in what the graph was traced with; True where that is not known."""
+    return node.op == "placeholder" and getattr(node.meta.get("example_value"), "requires_grad", True)
 
 
 def differentiated(

@@ -39,6 +39,7 @@ from fxrewrite.spmd.events import (
     ReadOwn as ReadOwn,
     RegionsCompiled as RegionsCompiled,
     Summed as Summed,
+    ZerosHeld as ZerosHeld,
 )
 from fxrewrite.spmd.facts import (
     GLOBAL_SHAPE as GLOBAL_SHAPE,

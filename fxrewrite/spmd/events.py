@@ -20,6 +20,7 @@ __all__ = [
     "ReadOwn",
     "RegionsCompiled",
     "Summed",
+    "ZerosHeld",
 ]
 
 
@@ -58,6 +59,22 @@ class OutputSharded(Event, frozen=True):
         padding = f", and {last}" if self.num_padding else ""
         what = f"output %{self.node} {self.shape} returns as this rank's chunk {self.placement} over {self.axis}"
         return f"{what}{padding}; outputs='gather' returns it whole"
+
+
+class ZerosHeld(Event, frozen=True):
+    """Gradients of outputs beside a loss that a step holds as zeros where nobody uses these outputs."""
+
+    kind: Literal["zeros held"] = "zeros held"
+    nodes: tuple[str, ...] = Field(min_length=1)
+    num_bytes: int = Field(description="of all of them, on each rank")
+
+    def __str__(self) -> str:
+        first, *others = self.nodes
+        more = f" and {len(others)} more" if others else ""
+        return (
+            f"outputs %{first}{more}: a step that does not use them holds zeros in the place of their gradients, "
+            f"{self.num_bytes:,} bytes on each rank; return them detached, or not at all"
+        )
 
 
 class _AtNode(Event, frozen=True):

@@ -134,6 +134,7 @@ class SpmdBackend:
                 local[i] = _contiguous_fake(value)
         local += [_leaf_fake(dtensors[one.position], one) for one in unreduced]
         outputs = outputs.of(program)
+        report.events.extend(outputs.zeros)
         compile_inner = inner_compiler(self.inner, **options)
         with self._comparisons.compiling(), refuse_dependence_on_values(self.inner):
             if self._regions == "once":

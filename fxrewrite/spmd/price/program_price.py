@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fxrewrite.graph.differentiable import differentiated, passed
+from fxrewrite.graph.differentiable import differentiated, passed, requires_gradient
 from fxrewrite.graph.sizes import is_read_from_data, size_hint
 from fxrewrite.ops import (
     Trait,
@@ -44,7 +44,7 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
         sizes: how many ranks each axis has, by its name.
     """
     nodes = list(program.graph.nodes)
-    through = differentiated(nodes, _requires_gradient, _passed)
+    through = differentiated(nodes, requires_gradient, _passed)
     live = _read_by_loss(nodes, through)
     again = _computed_again(nodes, through, live)
     forward = backward = flops = 0.0
@@ -62,10 +62,6 @@ def program_price(program: fx.GraphModule, sizes: Mapping[str, int]) -> Price:
             flops += times * operations(node) + (backward_operations(node, through) if node in live else 0.0)
     parameters = (node for node in nodes if node.op == "placeholder" and is_parameter(node))
     return Price(forward, backward, flops, sum(map(bytes_held, parameters)))
-
-
-def _requires_gradient(node: fx.Node) -> bool:
-    return node.op == "placeholder" and getattr(node.meta.get("example_value"), "requires_grad", True)
 
 
 def _read_by_loss(nodes: list[fx.Node], through: set[fx.Node]) -> set[fx.Node]:

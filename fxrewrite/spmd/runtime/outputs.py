@@ -21,11 +21,13 @@ import torch
 from torch import fx
 
 from fxrewrite.backends.replayed_views import copy_replayed
+from fxrewrite.graph.differentiable import differentiated, requires_gradient
 from fxrewrite.graph.sizes import Size, SizeReader, product, size_hint
 from fxrewrite.graph.walk import reached
 from fxrewrite.ops import is_parameter, is_tensor
-from fxrewrite.spmd.events import OutputSharded
+from fxrewrite.spmd.events import OutputSharded, ZerosHeld
 from fxrewrite.spmd.placement import Axis, Placement, Replicate, Shard, num_entries
+from fxrewrite.spmd.price.price import bytes_held
 from fxrewrite.spmd.runtime.agree import agree
 from fxrewrite.spmd.runtime.borders import is_view_of_input
 from fxrewrite.spmd.runtime.deferred import Before, Cut, Used, deferred_gather
@@ -86,6 +88,8 @@ class ChunkedOutputs:
         self._sizes: SizeReader | None = None
         self._program = self._calls = self._num_returned = 0
         self._tails: dict[int, Tail] = {}
+        self.zeros: list[ZerosHeld] = []
+        """After `of`: outputs whose gradients a step holds, used or not."""
 
     @property
     def events(self) -> list[OutputSharded]:
@@ -110,7 +114,13 @@ class ChunkedOutputs:
         self._num_returned = len(program.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
         if any(self._cuts.values()):
             self._program = next(_NUMBERS)
+        flows = differentiated(list(program.graph.nodes), requires_gradient) if torch.is_grad_enabled() else set()
+        returned: Any = program.graph.output_node().args[0]
         self._tails = self.without_gradients(program)
+        held = [at for at, cuts in self._cuts.items() if cuts and at not in self._tails and returned[at] in flows]
+        if held:
+            nodes = [returned[at] for at in held]
+            self.zeros = [ZerosHeld(nodes=tuple(n.name for n in nodes), num_bytes=sum(map(bytes_held, nodes)))]
         copy_replayed(program)
         return self
 

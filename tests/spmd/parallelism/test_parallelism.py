@@ -38,6 +38,7 @@ from fxrewrite.spmd import (
     Replicate,
     Shard,
     Stored,
+    ZerosHeld,
     Zigzag,
     chunked,
     contexts,
@@ -583,12 +584,15 @@ def test_what_returns_beside_a_loss_is_gathered_when_it_is_used(mesh: DeviceMesh
         assert all(isinstance(value, DeferredGather) == (returned == "auto") for value in (hidden, largest))
         sent[returned] = Counter(key(node).partition("::")[2] for node in programs[0].graph.nodes if _sends(node))
         said = [str(event) for event in backend.reports[0].events_of(OutputSharded)]
+        held = [str(event) for event in backend.reports[0].events_of(ZerosHeld)]
         if returned == "auto":
+            (zeros,) = held  # of [4, 8] in float32, a quarter; the integers of `largest` have no gradient
+            assert "32 bytes on each rank" in zeros
             assert "gathered over tp=2, dp=2 at the first use" in repr(hidden)
             assert len(said) == 3
             assert any("(4, 8) S(1) over tp is gathered when it is first used" in line for line in said), said
         else:
-            assert not said
+            assert not said + held
     assert sent == {
         "auto": {"all_reduce": 2, "all_gather_into_tensor": 1},
         "gather": {"all_reduce": 2, "all_gather_into_tensor": 4},
