@@ -44,8 +44,9 @@ _ADVICE = Advice(
     generators="seed all ranks of the axis alike, before the model is made and before it is called",
 )
 _SAME_PARAMETERS = (
-    "every rank must use the same parameters at the same call, whatever its batch; where a batch does not need a part "
-    "of the model, run that part all the same, and multiply what it gives by 0"
+    "every rank must use the same parameters at the same call, whatever its batch, and in the same order, which a set "
+    "has not; where a batch does not need a part of the model, run that part all the same, and multiply what it gives "
+    "by 0"
 )
 
 
@@ -218,9 +219,10 @@ class _OwnData:
 def _shared_text(program: fx.GraphModule, axis: str) -> str:
     """What programs of ranks with batches of their own must share, whatever the sizes of these.
 
-    These are the parameters, whose shards and gradients are joined with those of other ranks, and what is sent.
+    These are the parameters, whose shards and gradients are joined with those of other ranks, and what is sent, in this
+    order: of what is computed of parameters alone, with their names, as others may have the same shapes.
     """
-    lines = list[str]()
+    lines, of_parameters = list[str](), _of_parameters(program)
     for node in program.graph.find_nodes(op="placeholder"):
         if is_parameter(node) and not is_buffer(node):
             is_trained = getattr(node.meta.get("example_value"), "requires_grad", True)
@@ -228,8 +230,21 @@ def _shared_text(program: fx.GraphModule, axis: str) -> str:
     for node in program.graph.nodes:
         if node.meta.get("axis") == axis:
             first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number
-            lines += [f"{key(node)} {list(value.shape[first:])}" for value in tensors_of(node)]
+            of = f" of {', '.join(of_parameters[node])}" if of_parameters.get(node) else ""
+            lines += [f"{key(node)} {list(value.shape[first:])}{of}" for value in tensors_of(node)]
     return "\n".join(lines)
+
+
+def _of_parameters(program: fx.GraphModule) -> dict[fx.Node, tuple[str, ...]]:
+    """What is computed of parameters alone, and their names, in the order in which they are read."""
+    found: dict[fx.Node, tuple[str, ...]] = {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            if is_parameter(node):
+                found[node] = (input_name(node),)
+        elif node.all_input_nodes and all(operand in found for operand in node.all_input_nodes):
+            found[node] = tuple(dict.fromkeys(name for operand in node.all_input_nodes for name in found[operand]))
+    return found
 
 
 def _offsets(program: fx.GraphModule) -> set[fx.Node]:

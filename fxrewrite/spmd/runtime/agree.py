@@ -19,6 +19,10 @@ __all__ = ["agree", "agree_along"]
 
 _GONE = "gone"
 """In place of the digest of a rank that waited for others in vain, and does not come to what they agree on later."""
+_SAME_GRAPHS = (
+    "give every rank the same model and batches of the same shape; a model that goes through a set does so in another "
+    "order in each process"
+)
 _KEPT = 2
 """Agreements whose entries stay in the store."""
 _rounds: Counter[tuple[str, ...]] = Counter()
@@ -33,7 +37,7 @@ def agree(
     timeout: float,
     differ: str = "compiled different graphs",
     absent: str = "compiled nothing",
-    hint: str = "give every rank the same model and batches of the same shape",
+    hint: str = _SAME_GRAPHS,
     together: str = "every rank must run the same model and compile at the same step",
 ) -> None:
     """Return once every rank of `axis` has come here with the same `text` (the same graph, in canonical form).

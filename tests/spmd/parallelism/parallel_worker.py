@@ -457,6 +457,50 @@ def in_other_orders(mesh: DeviceMesh) -> dict[str, float]:
     return {"parameters": largest(found, {name: p.grad for name, p in one.named_parameters()})}
 
 
+class Summed(nn.Module):
+    """Adds up what it makes of four parameters, two before a layer and two after it, in an order of the rank's own."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.order, self.layers = order, nn.ModuleList([nn.Linear(6, 6)])
+        for name in "abcd":
+            self.register_parameter(name, nn.Parameter(torch.randn(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read = [getattr(self, name) for name in "abcd"]
+        assert all(parameter.dim() == 1 for parameter in read), "inputs of the program are in one order"
+        made = torch.tanh(x)
+        before = sum((made * read["abcd".index(name)]).sin() for name in self.order[:2])
+        y = self.layers[0](x).relu() + before
+        return (y + sum((made * read["abcd".index(name)]).sin() for name in self.order[2:])).square().mean()
+
+
+def of_own_data_in_other_orders(mesh: DeviceMesh) -> dict[str, float]:
+    """Gradients where ranks with data of their own read parameters of one shape in other orders.
+
+    What shares a collective is joined by name. Where other parameters share one, ranks say so: 1 where they do not.
+    """
+    rank, x = mesh.get_local_rank("dp"), torch.arange(24.0).double().sin().reshape(4, 6)
+    one = Summed("abcd").double()
+    one(x).backward()
+    expected, found = {name: p.grad for name, p in one.named_parameters()}, dict[str, float]()
+    for name, plan in (("ZeRO-3", ZERO3), ("data", DATA)):
+        for order in ("badc", "acbd"):
+            torch._dynamo.reset()
+            model = shard_parameters(Summed(order if rank else "abcd").double(), plan, mesh)
+            step = torch.compile(model, backend=spmd(plan, mesh=mesh, inner="aot_eager", timeout=60))
+            try:
+                step(x[2 * rank : 2 * rank + 2]).backward()
+            except BackendCompilerFailed as error:
+                found[f"{name}, {order}"] = float("and in the same order" not in str(error) or order == "badc")
+                continue
+            others = {n: whole(p.grad) for n, p in model.named_parameters()}
+            found[f"{name}, {order}"] = float(order == "acbd") + largest(others, expected)
+    assert max(found.values()) < 1e-12, found
+    return {"parameters": max(found.values())}
+
+
 def with_logits(mesh: DeviceMesh) -> dict[str, float]:
     """Gradients of a loss to which eager code adds what it makes of logits that ranks of two axes hold in chunks.
 
@@ -532,6 +576,7 @@ def of_four(folder: Path) -> dict[str, Any]:
         "one that cannot compile": not_compiled(square),
         "logits in chunks of two axes": with_logits(both),
         "other orders": in_other_orders(square),
+        "own data, other orders": of_own_data_in_other_orders(square),
         "not a number": {"parameters": not_a_number(line)},
         "ZeRO-3, Megatron, in three graphs": in_parts(square),
         **({"ZeRO-3, Megatron, in three graphs, DTensors": in_parts(square, "dtensor")} if TORCH >= (2, 12) else {}),

@@ -34,7 +34,7 @@ from fxrewrite.ops import without_gradients
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.parallelism.schedule.buckets import buckets_of, layer_read_by, move_operands
+from fxrewrite.spmd.parallelism.schedule.buckets import buckets_of, layer_read_by, move_operands, parameter_of
 from fxrewrite.spmd.parallelism.schedule.gathered import GATHERS, MEANS, Means, depths, sent_by, take_means
 from fxrewrite.spmd.propagation.place import KEPT
 
@@ -108,7 +108,8 @@ class GatherLate:
         def joined(rows: list[fx.Node]) -> fx.Node:
             return made(aten.cat.default, rows, 1, before=before, like=sent_by(first)) if len(rows) > 1 else rows[0]
 
-        averaged = sorted(bucket, key=lambda node: repr(_means_of(node)))
+        # by name: ranks may read parameters in other orders
+        averaged = sorted(bucket, key=lambda node: (repr(_means_of(node)), parameter_of(node)))
         alike = [list(group) for _, group in itertools.groupby(averaged, key=_means_of)]
         bucket = [node for group in alike for node in group]
         first, waits = bucket[0], [min(node.users) for node in bucket]
