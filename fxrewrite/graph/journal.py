@@ -20,6 +20,7 @@ class Journal(list[tuple[Any, ...]]):
     - ("create", node): a new node.
     - ("attach", node): a new `get_attr` or `call_module` node, for an attribute that was added with it.
     - ("args", node, args, kwargs): other arguments; these are the old ones.
+    - ("call", node, op, target): another call; these are the old ones.
     - ("meta", node, key, value), ("fact", node, facts, value): another entry; this is the old one, or `ABSENT`.
     - ("move", node, next): another place; this is the node that followed.
     - ("erase", node, args, kwargs): marked as erased; these are the arguments that it had.
@@ -40,6 +41,8 @@ class Journal(list[tuple[Any, ...]]):
             kind, node, *before = self.pop()
             if kind == "args":
                 node._update_args_kwargs(*before)
+            elif kind == "call":
+                node.op, node.target = before
             elif kind == "meta":
                 key, value = before
                 if value is ABSENT:

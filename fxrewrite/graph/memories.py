@@ -73,8 +73,8 @@ class Memories:
         A call that decides it may have memory of its own.
         """
         found: set[tuple[fx.Node, fx.Node | None]] = set()
-        if not isinstance(value, fx.Node) or not isinstance(ops.value(value), torch.Tensor):
-            return found
+        if not isinstance(value, fx.Node) or not isinstance(ops.value(value), (torch.Tensor, type(ops.MISSING))):
+            return found  # without a value it may be a tensor
         stack: list[tuple[fx.Node, fx.Node | None]] = [(value, None)]
         seen: set[tuple[fx.Node, fx.Node | None]] = set()
         while stack:

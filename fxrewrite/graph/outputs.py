@@ -128,7 +128,13 @@ def shared_outputs(gm: fx.GraphModule) -> frozenset[tuple[int, int]]:
 
 def _clone(edit: Edit, node: fx.Node, like: Any) -> fx.Node:
     end = edit.graph.output_node()  # the old output has the source line; an input returned instead has none
-    return edit.call(torch.ops.aten.clone.default, (node,), before=end, like=like, rule=FRESH)
+    target = torch.ops.aten.clone.default if ops.is_tensor(node) else fresh
+    return edit.call(target, (node,), before=end, like=like, rule=FRESH)
+
+
+def fresh(value: Any) -> Any:
+    """A copy of a tensor; graphs without fake values call it, in which a value may be something else."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _views_of_copy(edit: Edit, clone: fx.Node, paths: list[list[fx.Node]]) -> dict[fx.Node, fx.Node]:

@@ -5,8 +5,9 @@
                                      replaced values, are in the journal
     changes.elsewhere()              before the transaction commits: what was changed of any other node
 
-FX tells of new nodes, erased nodes and replaced uses by hooks of the graph's module, but not of assigned arguments and
-metadata, which are found by comparison. Comparing all nodes after each match would make a pass quadratic.
+FX tells of new nodes, erased nodes and replaced uses by hooks of the graph's module, but not of assigned
+targets, arguments and metadata, which are found by comparison. Comparing all nodes after each match would make a pass
+quadratic.
 """
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ class UntrackedChanges:
         mark = len(self._journal)
         if node not in self._erased and (node.args is not before.args or node.kwargs is not before.kwargs):
             self._journal.append(("args", node, before.args, before.kwargs))
+        if (node.op, node.target) != before.call:
+            self._journal.append(("call", node, *before.call))
         for key in before.meta.keys() | node.meta.keys():
             if node.meta.get(key, ABSENT) is not before.meta.get(key, ABSENT):
                 self._journal.append(("meta", node, key, before.meta.get(key, ABSENT)))
@@ -114,9 +117,9 @@ class UntrackedChanges:
 
 
 class _State:
-    """Arguments and metadata of a node."""
+    """What a node calls, its arguments and metadata."""
 
-    __slots__ = ("args", "kwargs", "meta")
+    __slots__ = ("args", "call", "kwargs", "meta")
 
     def __init__(self, node: fx.Node) -> None:
-        self.args, self.kwargs, self.meta = node.args, node.kwargs, dict(node.meta)
+        self.call, self.args, self.kwargs, self.meta = (node.op, node.target), node.args, node.kwargs, dict(node.meta)

@@ -216,13 +216,16 @@ def insertion_point(match: Match) -> fx.Node | None:
     point = min(match.outputs)
     inputs = _nodes(value for name, value in match.captures.items() if name != ROOT)
     last = max(inputs) if inputs else point
-    if not point < last:
+    if not point < last and point not in inputs:
         return point
     early = [(output, u) for output in match.outputs for u in output.users if u not in match.nodes and not last < u]
-    if early and not set(match.outputs).isdisjoint(reached(inputs)):
-        output, user = early[0]
+    through = set(match.outputs).intersection(reached(inputs))
+    if through:
+        output, user = early[0] if early else (min(through), None)
         refuse(
-            f"%{user.name} uses the output %{output.name} before the capture %{last.name} is computed",
+            f"%{user.name} uses the output %{output.name} before the capture %{last.name} is computed"
+            if user is not None
+            else f"a capture is the output %{output.name}, or is computed from it",
             hint="the outputs cannot be computed at one place; match them with separate rules",
             node=match.root,
             kind=Reason.CONVEXITY,

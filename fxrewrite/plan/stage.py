@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,11 @@ from fxrewrite.plan.sweep import Strategy
 from fxrewrite.report import Report
 
 __all__ = ["Stage", "open_needs"]
+
+_CYCLE = 4
+"""Rounds whose rules an error names: rules that undo each other fire in turn."""
+_MOST, _GROWTH = 2000, 16
+"""Nodes beyond which a fixpoint has no end: so many, and so many for each that the graph had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +51,27 @@ class Stage:
         if self.limit is None:
             self._once(edit, context, report)
             return
-        before: dict[str, int] = {}
-        for _ in range(self.limit + 1):
-            before = {entry.rule: entry.rewrites for entry in report.rules}
+        before = len(edit.nodes())
+        rounds = deque[dict[str, int]](maxlen=_CYCLE)
+        grown = ""
+        number = 0
+        while number <= self.limit:
+            number += 1
+            rounds.append({entry.rule: entry.rewrites for entry in report.rules})
             if not self._once(edit, context, report):
                 return
-        fired = [
-            f"{e.rule} ({e.rewrites - before.get(e.rule, 0)})"
-            for e in report.rules
-            if e.rewrites > before.get(e.rule, 0)
-        ]
+            if len(edit.nodes()) > _MOST + _GROWTH * before:
+                grown = f", and made {len(edit.nodes()):,} nodes of {before:,}"
+                break
+        counts = {entry.rule: entry.rewrites - rounds[0].get(entry.rule, 0) for entry in report.rules}
+        fired = [f"{rule} ({count})" for rule, count in counts.items() if count]
         if len(fired) == 1:
             why = "its result holds its own pattern (run the set .once(), or bound the rule by a constraint)"
         else:
             why = "rules undo each other"
         raise FixpointError(
-            f"set {self.rules.name} still changes the graph after {self.limit} rounds; in the last one fired "
-            f"{', '.join(fired)}: {why}, or limit= is too small"
+            f"set {self.rules.name} still changes the graph after {min(number, self.limit)} rounds{grown}; in the last "
+            f"of them fired {', '.join(fired)}: {why}, or limit= is too small"
         )
 
     def _on_axis(self, edit: Edit, context: Any, *, starts: bool) -> Any:

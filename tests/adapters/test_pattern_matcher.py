@@ -274,6 +274,21 @@ def test_a_handler_that_keeps_no_gradients_is_refused_where_they_are_needed() ->
     assert one.apply(gm.graph) == 0
 
 
+def test_a_target_that_a_handler_sets_before_it_raises_is_undone() -> None:
+    passes = PatternMatcherPass("targets")
+
+    @register_graph_pattern(CallFunction(aten.neg.default, KeywordArg("x")), pass_dict=passes)
+    def _(match: Any, x: fx.Node) -> None:
+        match.output_node().target = aten.sin.default
+        x.target = aten.cos.default
+        raise ValueError("late")
+
+    gm = traced(lambda x: torch.neg(torch.exp(x)), X)
+    before = state(gm)
+    assert passes.apply(gm.graph) == 0
+    assert state(gm) == before
+
+
 def test_nodes_of_both_kinds_that_read_each_other_are_undone() -> None:
     one = PatternMatcherPass("mixed")
 
