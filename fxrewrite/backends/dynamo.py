@@ -88,7 +88,8 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
         raise _Captured
 
     try:
-        with torch._dynamo.config.patch(automatic_dynamic_shapes=False, recompile_limit=_NO_LIMIT):
+        limits: dict[str, Any] = {"recompile_limit": _NO_LIMIT, "accumulated_recompile_limit": _NO_LIMIT}
+        with torch._dynamo.config.patch(automatic_dynamic_shapes=False, **limits):
             torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
         if not found:

@@ -178,7 +178,7 @@ def _error(found: torch.Tensor | None, expected: torch.Tensor, scale: float) -> 
     if found is None:
         return math.inf
     are_none = found.isnan() & expected.isnan()
-    error = (found - expected).masked_fill(are_none, 0).abs().max().item() / scale
+    error = (found - expected).masked_fill(are_none, 0).abs().max().item() / (scale or 1.0)  # all is 0 on one device
     return math.inf if math.isnan(error) else error
 
 

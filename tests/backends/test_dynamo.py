@@ -331,7 +331,7 @@ def test_a_capture_does_not_count_what_was_compiled_before() -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x)
 
-    with torch._dynamo.config.patch(recompile_limit=1, automatic_dynamic_shapes=False):
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=1, automatic_dynamic_shapes=False):
         torch.compile(model, backend="eager")(torch.ones(2))
         for size in (3, 4, 5):
             (placeholder,) = capture(model, {"x": torch.ones(size)}).graph.find_nodes(op="placeholder")
