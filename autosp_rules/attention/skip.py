@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from autosp_rules.memory.costs import ATTENTION
 from fxrewrite import DeadCode, Edit, Event, Report, RuleSet
 from fxrewrite.ops import key
 from fxrewrite.spmd import is_same_size
+from rules.attention.flops import ATTENTION_KEYS
 from rules.attention.kernels import lse_dtype
 
 __all__ = ["SKIP_ALL_BUT_LAST", "AttentionSkipped"]
@@ -88,7 +88,7 @@ class SkipAllButLast:
 
     def run(self, edit: Edit, context: Any, report: Report) -> int:
         """Replaces the attentions, puts a warning first in the report, and returns how many were replaced."""
-        attentions = [node for node in edit.nodes() if key(node) in ATTENTION]
+        attentions = [node for node in edit.nodes() if key(node) in ATTENTION_KEYS]
         skipped = [node for node in attentions[:-1] if _is_like_q(node)]
         for node in skipped:
             made = edit.call(SKIPPED, node.args[:3], after=node, like=node, rule=self.name)

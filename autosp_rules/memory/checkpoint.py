@@ -35,7 +35,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from autosp_rules.memory.costs import (
-    ATTENTION,
     bases_of,
     bytes_of,
     bytes_sent,
@@ -51,6 +50,7 @@ from fxrewrite import Edit, Event, Report
 from fxrewrite.graph import in_canonical_order
 from fxrewrite.ops import is_pure, is_random, key
 from fxrewrite.spmd import COLLECTIVES
+from rules.attention.flops import ATTENTION_KEYS
 
 __all__ = [
     "CheckpointOption",
@@ -304,7 +304,7 @@ def _may_run_twice(node: fx.Node) -> bool:
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return key(node.all_input_nodes[0] if key(node) == _ITEM else node) in ATTENTION
+    return key(node.all_input_nodes[0] if key(node) == _ITEM else node) in ATTENTION_KEYS
 
 
 def _fits(layers: Iterable[_Layer]) -> bool:

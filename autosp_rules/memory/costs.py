@@ -27,11 +27,9 @@ from fxrewrite.spmd import (
     collective_bytes,
     operations,
 )
-from rules.attention.operator import ATTEND
-from rules.random import by_rank
+from rules.attention.flops import ATTENTION_KEYS
 
 __all__ = [
-    "ATTENTION",
     "ATTENTION_PASSES",
     "SentBytes",
     "backward_reads",
@@ -48,18 +46,6 @@ __all__ = [
     "sends_of",
     "set_sends",
 ]
-
-ATTENTION = frozenset(
-    {
-        "aten::scaled_dot_product_attention",
-        key(by_rank(torch.ops.aten.scaled_dot_product_attention.default)),
-        key(ATTEND),
-        "autosp::ring_attention",
-        "fxrewrite_rules::attention_by_rows",
-        "higher_order::flex_attention",
-    }
-)
-"""Keys of operators that are attention; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
 
 ATTENTION_PASSES = 1 + ATTENTION_BACKWARD
 """FLOPs of forward and backward in units of the forward."""
@@ -87,7 +73,7 @@ _SENDS = Fact[SentBytes]("sends")
 
 def set_sends(edit: Edit, node: fx.Node, sends: SentBytes) -> None:
     """Records what the operator sends, for its cost, the report, and the price of a program that has it."""
-    flops = ATTENTION_PASSES * operations(node) if key(node) in ATTENTION else 0.0
+    flops = ATTENTION_PASSES * operations(node) if key(node) in ATTENTION_KEYS else 0.0
     edit.set_fact(node, _SENDS, sends)
     edit.set_meta(node, PRICE, Price(sends.forward, sends.backward, flops))
 
@@ -172,7 +158,7 @@ def computed_again(reads: Iterable[fx.Node], is_kept: Callable[[fx.Node], bool])
 
 def kept_bytes(node: fx.Node) -> int:
     """Returns the bytes of a value; for attention including the log-sum-exp, at least four bytes per row."""
-    if key(node) not in ATTENTION or not isinstance(node.meta["val"], torch.Tensor):
+    if key(node) not in ATTENTION_KEYS or not isinstance(node.meta["val"], torch.Tensor):
         return bytes_of(node)
     out = node.meta["val"]
     return bytes_of(node) + planned_size(out.numel()) // planned_size(out.shape[-1]) * max(4, out.element_size())

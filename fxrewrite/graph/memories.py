@@ -73,8 +73,9 @@ class Memories:
         A call that decides it may have memory of its own.
         """
         found: set[tuple[fx.Node, fx.Node | None]] = set()
-        if not isinstance(value, fx.Node) or not isinstance(ops.value(value), (torch.Tensor, type(ops.MISSING))):
-            return found  # without a value it may be a tensor
+        known = ops.value(value) if isinstance(value, fx.Node) else None
+        if not isinstance(value, fx.Node) or not (known is ops.MISSING or isinstance(known, torch.Tensor)):
+            return found
         stack: list[tuple[fx.Node, fx.Node | None]] = [(value, None)]
         seen: set[tuple[fx.Node, fx.Node | None]] = set()
         while stack:

@@ -219,7 +219,9 @@ def insertion_point(match: Match) -> fx.Node | None:
     if not point < last and point not in inputs:
         return point
     early = [(output, u) for output in match.outputs for u in output.users if u not in match.nodes and not last < u]
-    through = set(match.outputs).intersection(reached(inputs))
+    # what is before the first output is not computed from it
+    between = reached(inputs, lambda node: [operand for operand in node.all_input_nodes if not operand < point])
+    through = set(match.outputs).intersection(between)
     if through:
         output, user = early[0] if early else (min(through), None)
         refuse(

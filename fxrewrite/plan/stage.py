@@ -20,7 +20,8 @@ __all__ = ["Stage", "open_needs"]
 _CYCLE = 4
 """Rounds whose rules an error names: rules that undo each other fire in turn."""
 _MOST, _GROWTH = 2000, 16
-"""Nodes beyond which a fixpoint has no end: so many, and so many for each that the graph had."""
+"""Nodes beyond which a fixpoint that has run for `_CYCLE` rounds has no end: so many, and so many for each that the
+graph had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +52,15 @@ class Stage:
         if self.limit is None:
             self._once(edit, context, report)
             return
-        before = len(edit.nodes())
+        before, grown, number = len(edit.nodes()), "", 0
         rounds = deque[dict[str, int]](maxlen=_CYCLE)
-        grown = ""
-        number = 0
-        while number <= self.limit:
-            number += 1
+        for number in range(self.limit + 1):  # noqa: B007  # the error reads it
             rounds.append({entry.rule: entry.rewrites for entry in report.rules})
             if not self._once(edit, context, report):
                 return
-            if len(edit.nodes()) > _MOST + _GROWTH * before:
-                grown = f", and made {len(edit.nodes()):,} nodes of {before:,}"
+            size = len(edit.nodes())
+            if len(rounds) == _CYCLE and size > _MOST + _GROWTH * before:
+                grown = f", and made {size:,} nodes of {before:,}"
                 break
         counts = {entry.rule: entry.rewrites - rounds[0].get(entry.rule, 0) for entry in report.rules}
         fired = [f"{rule} ({count})" for rule, count in counts.items() if count]
@@ -70,7 +69,7 @@ class Stage:
         else:
             why = "rules undo each other"
         raise FixpointError(
-            f"set {self.rules.name} still changes the graph after {min(number, self.limit)} rounds{grown}; in the last "
+            f"set {self.rules.name} still changes the graph after {number} rounds{grown}; in the last "
             f"of them fired {', '.join(fired)}: {why}, or limit= is too small"
         )
 

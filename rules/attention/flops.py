@@ -17,7 +17,10 @@ from fxrewrite.spmd import ATTENTION_BACKWARD, Call, declare_product
 from rules.masks.kinds import kind_of
 from rules.random import by_rank
 
-__all__ = ["declare_attention", "hides_later_keys"]
+__all__ = ["ATTENTION_KEYS", "declare_attention", "hides_later_keys"]
+
+ATTENTION_KEYS = set[str]()
+"""Keys of operators that are attention; their first operands are q [..., L, E], k [..., S, E], v [..., S, D]."""
 
 
 def hides_later_keys(node: fx.Node) -> bool:
@@ -29,12 +32,13 @@ def hides_later_keys(node: fx.Node) -> bool:
 
 
 def declare_attention(operator_key: str, num_chunks: Callable[[Call], int] = lambda _: 1) -> None:
-    """State that an operator is attention, whose first operands are q [..., L, E], k [..., S, E] and v [..., S, D].
+    """State that an operator is attention.
 
     Args:
         operator_key: its key.
         num_chunks: of a call, how many chunks of keys its queries meet, of which it is given one.
     """
+    ATTENTION_KEYS.add(operator_key)
     declare_product(operator_key, partial(_flops, num_chunks), ATTENTION_BACKWARD)
 
 
@@ -46,5 +50,4 @@ def _flops(num_chunks: Callable[[Call], int], call: Call, count: Callable[[Size]
     return flops / 2 if hides_later_keys(call.node) else flops
 
 
-declare_attention("aten::scaled_dot_product_attention")
 declare_attention(key(by_rank(torch.ops.aten.scaled_dot_product_attention.default)))

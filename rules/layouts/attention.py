@@ -11,6 +11,7 @@ keep their placement and k and v are gathered; with is_causal q is gathered as w
 from collections.abc import Sequence
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_broadcast, is_same_size
+from rules.attention.flops import declare_attention
 
 __all__ = ["LAYOUTS"]
 
@@ -61,4 +62,6 @@ def _heads(
     return full, of_k, of_v
 
 
-LAYOUTS = (LayoutRule("layout.attention", ("aten::scaled_dot_product_attention",), attention, move_to=("h", "g")),)
+_KEY = "aten::scaled_dot_product_attention"
+declare_attention(_KEY)
+LAYOUTS = (LayoutRule("layout.attention", (_KEY,), attention, move_to=("h", "g")),)

@@ -3,7 +3,7 @@
 Sequences become twice as long until one does not fit; then a line through the peaks of the two longest that fit says
 what to try, until `too_long` is little more than `longest`. A step runs once before it is measured, so that nothing is
 compiled meanwhile. Reductions of different order are not fused: for that inductor guards on lengths, and would compile
-every way up to four times.
+a way anew at some of them.
 
     limit        bytes that the process may take, parameters and gradients included
     seconds      of the longest step, forward and backward, and its `mfu`

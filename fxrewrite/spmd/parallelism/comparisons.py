@@ -21,6 +21,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.differentiable import requires_gradient
 from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.graph.text import graph_text
@@ -225,8 +226,8 @@ def _shared_text(program: fx.GraphModule, axis: str) -> str:
     lines, of_parameters = list[str](), _of_parameters(program)
     for node in program.graph.find_nodes(op="placeholder"):
         if is_parameter(node) and not is_buffer(node):
-            is_trained = getattr(node.meta.get("example_value"), "requires_grad", True)
-            lines.append(f"{input_name(node)} {list(node.meta['val'].shape)}{'' if is_trained else ' frozen'}")
+            frozen = "" if requires_gradient(node) else " frozen"
+            lines.append(f"{input_name(node)} {list(node.meta['val'].shape)}{frozen}")
     for node in program.graph.nodes:
         if node.meta.get("axis") == axis:
             first = 1 if node.target is SEND_ROWS else 0  # of rows, ranks may send any number

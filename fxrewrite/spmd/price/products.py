@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxrewrite.graph.sizes import Size, product, size_hint
-from fxrewrite.ops import bind, factors, key
+from fxrewrite.ops import bind, factors, key, operators
 from fxrewrite.spmd.layouts.rule import Call, tensor_of
 
 __all__ = [
@@ -32,6 +32,7 @@ Operations = Callable[[Call, Count], float]
 class _Product:
     operations: Operations
     backward: float | tuple[str, str]
+    is_convolution: bool = False
 
 
 def _contraction(call: Call, count: Count) -> float:
@@ -50,13 +51,10 @@ def _convolution(call: Call, count: Count) -> float:
 
 ATTENTION_BACKWARD = 2.5
 """FLOPs of attention's backward pass in units of its forward pass, which has 2 products: the backward pass has 5."""
-_CONVOLUTION = _Product(_convolution, ("input", "weight"))
-_CONVOLUTIONS = {
-    **{f"aten::conv{n}d": _CONVOLUTION for n in (1, 2, 3)},
-    **{f"aten::conv_transpose{n}d": _CONVOLUTION for n in (1, 2, 3)},
-    "aten::convolution": _CONVOLUTION,
-}
-_DECLARED: dict[str, _Product] = {}
+_MATRICES = {name: _Product(_contraction, factors(name) or 2.0) for name in operators("product")}
+_CONVOLUTION = _Product(_convolution, ("input", "weight"), is_convolution=True)
+_CONVOLUTIONS = {f"aten::{name}{n}d": _CONVOLUTION for name in ("conv", "conv_transpose") for n in (1, 2, 3)}
+_PRODUCTS = {**_MATRICES, **_CONVOLUTIONS, "aten::convolution": _CONVOLUTION}
 
 
 def declare_product(
@@ -71,12 +69,13 @@ def declare_product(
         backward: operations of the backward pass in units of the forward pass; or the two arguments that it
             multiplies, of which each that has a gradient takes as many as the forward pass.
     """
-    _DECLARED[operator_key] = _Product(operations, backward)
+    _PRODUCTS[operator_key] = _Product(operations, backward)
 
 
 def is_product(node: fx.Node) -> bool:
     """Whether the node multiplies matrices; a convolution does not, whatever its kernels do."""
-    return factors(node) is not None or key(node) in _DECLARED
+    found = _PRODUCTS.get(key(node))
+    return found is not None and not found.is_convolution
 
 
 def operations(node: fx.Node, count: Count = size_hint) -> float:
@@ -84,26 +83,19 @@ def operations(node: fx.Node, count: Count = size_hint) -> float:
 
     `count` says how many entries a size counts for: by default as many as the inputs at hand have.
     """
-    declared = _product_of(node)
+    declared = _PRODUCTS.get(key(node))
     return 0.0 if declared is None else declared.operations(Call.of(node), count)
 
 
 def backward_operations(node: fx.Node, differentiated: Container[fx.Node], count: Count = size_hint) -> float:
     """Those of the backward pass, where gradients flow to the values that are `differentiated`."""
-    declared = _product_of(node)
+    declared = _PRODUCTS.get(key(node))
     if declared is None:
         return 0.0
     times = declared.backward
     if isinstance(times, tuple):
         times = sum(bind(node)[name] in differentiated for name in times)
     return times * declared.operations(Call.of(node), count)
-
-
-def _product_of(node: fx.Node) -> _Product | None:
-    names = factors(node)
-    if names is not None:
-        return _Product(_contraction, names)
-    return _DECLARED.get(key(node)) or _CONVOLUTIONS.get(key(node))
 
 
 def share_of(some: Iterable[fx.Node], of: Iterable[fx.Node]) -> float:

@@ -114,15 +114,21 @@ class ChunkedOutputs:
         self._num_returned = len(program.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
         if any(self._cuts.values()):
             self._program = next(_NUMBERS)
-        flows = differentiated(list(program.graph.nodes), requires_gradient) if torch.is_grad_enabled() else set()
-        returned: Any = program.graph.output_node().args[0]
         self._tails = self.without_gradients(program)
-        held = [at for at, cuts in self._cuts.items() if cuts and at not in self._tails and returned[at] in flows]
-        if held:
-            nodes = [returned[at] for at in held]
-            self.zeros = [ZerosHeld(nodes=tuple(n.name for n in nodes), num_bytes=sum(map(bytes_held, nodes)))]
+        self.zeros = self._zeros(program)
         copy_replayed(program)
         return self
+
+    def _zeros(self, program: fx.GraphModule) -> list[ZerosHeld]:
+        """Of outputs that leave with a gradient."""
+        returned: Any = program.graph.output_node().args[0]
+        nodes = [returned[at] for at, cuts in self._cuts.items() if cuts and at not in self._tails]
+        if not nodes or not torch.is_grad_enabled():
+            return []
+        flows = differentiated(list(program.graph.nodes), requires_gradient)
+        held = [node for node in nodes if node in flows]
+        num_bytes = sum(map(bytes_held, held))
+        return [ZerosHeld(nodes=tuple(node.name for node in held), num_bytes=num_bytes)] if held else []
 
     def without_gradients(self, program: fx.GraphModule) -> dict[int, Tail]:
         """Changes a program: deferred outputs leave without a gradient, and one that comes goes by their tails."""

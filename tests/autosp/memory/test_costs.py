@@ -18,7 +18,6 @@ from autosp_rules.attention.strategy import AttentionCall
 from autosp_rules.config import AttentionOption
 from autosp_rules.lengths import PLANNED_LENGTH
 from autosp_rules.memory.costs import (
-    ATTENTION,
     ATTENTION_PASSES,
     backward_reads,
     bases_of,
@@ -32,6 +31,7 @@ from autosp_rules.transform import transform
 from fxrewrite import RuleSet, normalize
 from fxrewrite.ops import Trait, key, operators
 from fxrewrite.spmd import FLOPS_PER_BYTE_SENT, Axis
+from rules.attention.flops import ATTENTION_KEYS
 from rules.attention.operator import RAISE_ATTENTION
 from rules.masks.naming import NameMasks
 from tests.autosp.attention_layer import Attend, Layer
@@ -78,7 +78,7 @@ def _graph(mask: str) -> fx.GraphModule:
 
 
 def _attention(gm: fx.GraphModule) -> fx.Node:
-    (node,) = (node for node in gm.graph.nodes if key(node) in ATTENTION)
+    (node,) = (node for node in gm.graph.nodes if key(node) in ATTENTION_KEYS)
     return node
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import rules.attention.flops  # declares attention
+import rules.layouts  # declares attention
 import rules.tiling.loss  # noqa: F401  # declares the tiled loss
 from fxrewrite.spmd.price.products import backward_operations, operations
 from fxrewrite.spmd.price.program_price import program_price

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from fxrewrite.graph.differentiable import requires_gradient
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.walk import reached
@@ -63,9 +64,8 @@ def _first_parameter(node: fx.Node) -> fx.Node:
 
 def _in_bucket(node: fx.Node) -> tuple[Any, ...]:
     """In what nodes of one bucket are alike."""
-    needs_gradient = getattr(_first_parameter(node).meta.get("example_value"), "requires_grad", True)
-    value = node.meta["val"]
-    return (*node.args[1:], value.dtype, value.device, node.meta.get("recompute"), needs_gradient)
+    value, is_trained = node.meta["val"], requires_gradient(_first_parameter(node))
+    return (*node.args[1:], value.dtype, value.device, node.meta.get("recompute"), is_trained)
 
 
 def move_operands(edit: Edit, bucket: Sequence[fx.Node], before: fx.Node) -> None:

@@ -43,7 +43,7 @@ class SendLess:
 
     def run(self, edit: Edit, context: SpmdContext, report: Report) -> int:
         depth = depths(edit.nodes())
-        gathers = [node for node in depth if node.target in GATHERS]
+        gathers, changed = [node for node in depth if node.target in GATHERS], 0
         for node in sorted(gathers, key=depth.__getitem__, reverse=True):
             read, of_gradient = _read_as(node)
             averaged = self._gradients_first(edit, node, of_gradient)
@@ -52,7 +52,8 @@ class SendLess:
                 edit.set_fact(gather, MEANS, averaged)
             else:
                 take_means(edit, gather, sent_by(gather), averaged, self.name)
-        return len(gathers)
+            changed += bool(of_gradient or averaged or gather is not node)
+        return changed
 
     def _gradients_first(self, edit: Edit, gather: fx.Node, of_gradient: Sequence[fx.Node]) -> Means:
         """Remove these nodes after a gather; scales go to its operand, and the means are returned, with its own."""
