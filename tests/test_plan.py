@@ -146,10 +146,8 @@ def test_fixpoint_runs_until_nothing_changes() -> None:
 def test_rules_that_undo_each_other_are_named_and_everything_is_undone() -> None:
     gm = traced(torch.relu)
     before = state(gm)
-    with pytest.raises(
-        FixpointError,
-        match=r"set s still changes the graph after 3 rounds; .* swap.relu_exp \(2\), swap.exp_relu \(2\)",
-    ):
+    either = r"swap.(relu_exp|exp_relu) \(1\)"
+    with pytest.raises(FixpointError, match=rf"set s still changes the graph after 3 rounds; .* {either}, {either}"):
         RuleSet("s", swap("relu", "exp"), swap("exp", "relu")).fixpoint(limit=3).apply(gm)
     assert state(gm) == before
 

@@ -55,22 +55,24 @@ class Stage:
         before, grown, number = len(edit.nodes()), "", 0
         rounds = deque[dict[str, int]](maxlen=_CYCLE)
         for number in range(self.limit + 1):  # noqa: B007  # the error reads it
-            rounds.append({entry.rule: entry.rewrites for entry in report.rules})
+            counts = {entry.rule: entry.rewrites for entry in report.rules}
             if not self._once(edit, context, report):
                 return
+            new = {entry.rule: entry.rewrites - counts.get(entry.rule, 0) for entry in report.rules}
+            rounds.append({rule: count for rule, count in new.items() if count})
             size = len(edit.nodes())
             if len(rounds) == _CYCLE and size > _MOST + _GROWTH * before:
                 grown = f", and made {size:,} nodes of {before:,}"
                 break
-        counts = {entry.rule: entry.rewrites - rounds[0].get(entry.rule, 0) for entry in report.rules}
-        fired = [f"{rule} ({count})" for rule, count in counts.items() if count]
+        last = {rule: count for of_round in rounds for rule, count in of_round.items()}
+        fired = [f"{rule} ({count})" for rule, count in last.items()]
         if len(fired) == 1:
             why = "its result holds its own pattern (run the set .once(), or bound the rule by a constraint)"
         else:
             why = "rules undo each other"
         raise FixpointError(
-            f"set {self.rules.name} still changes the graph after {number} rounds{grown}; in the last "
-            f"of them fired {', '.join(fired)}: {why}, or limit= is too small"
+            f"set {self.rules.name} still changes the graph after {number} rounds{grown}; in the last ones "
+            f"fired {', '.join(fired)}: {why}, or limit= is too small"
         )
 
     def _on_axis(self, edit: Edit, context: Any, *, starts: bool) -> Any:
