@@ -33,7 +33,7 @@ from fxrewrite.match.safety import (
     check_writes,
     insertion_point,
 )
-from fxrewrite.match.same_value import check_dtypes, check_gradients, check_value, needs_detach
+from fxrewrite.match.same_value import check_dtypes, check_gradients, check_values, needs_detach
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.pattern.where import Constraint
@@ -336,8 +336,7 @@ class Rule:
     ) -> None:
         """Refuses a replacement that is not what it replaces: in shape and dtype, memory, writes or random draws."""
         if self.shapes == "preserves":
-            for old, new in (*zip(match.outputs, results, strict=True), *passed):
-                check_value(edit, old, new)
+            check_values(edit, (*zip(match.outputs, results, strict=True), *passed), effects)
         check_dtypes(match, created)
         check_writes(match, created)
         check_aliases(match, results, created, effects)

@@ -84,12 +84,88 @@ def test_two_outputs_get_one_memory():
     check(model, made(lambda x: (torch.relu(x), torch.clamp(x, min=0)), one))
 
 
-# Strides are not compared: an ordinary true rule makes a later view fail at run time, with "1 rewrite" in the report.
-def test_strides_and_a_later_view():
-    check(
-        lambda x: (torch.neg(x) + torch.sin(x).transpose(0, 1)).view(16),
-        made(lambda x, y: x + torch.neg(y), lambda x, y: x - y),
+# A replacement with other strides, and what comes after it: refused where that depends on them.
+def _turned(x):
+    return torch.matmul(x, x + 1).transpose(0, 1)
+
+
+def _written(of):
+    def model(x):
+        t = _turned(x)
+        of(t).add_(1)
+        return t * 1
+
+    return model
+
+
+def _checkpointed(function):
+    return lambda x: checkpoint(function, _turned(x), use_reentrant=False)
+
+
+DEPEND_ON_STRIDES = {
+    "view": lambda x: _turned(x).t().view(16),
+    "as_strided": lambda x: _turned(x).as_strided((4,), (1,)),
+    "as_strided of a part": lambda x: [part.as_strided((2,), (1,)) for part in _turned(x).unbind(0)],
+    "a write to reshape": _written(lambda t: t.reshape(-1)),
+    "a write to flatten": _written(torch.flatten),
+    "a write to contiguous": _written(lambda t: t.contiguous()),
+    "normal_ of zeros_like": lambda x: torch.zeros_like(_turned(x)).normal_(),
+    "exponential_": lambda x: _turned(x).exponential_(),
+    "dropout in place": lambda x: F.dropout(_turned(x), 0.5, training=True, inplace=True),
+    "transpose_": lambda x: _turned(x).transpose_(0, 1).view(-1),
+    "a view of a chunk": lambda x: _turned(x).chunk(2, 1)[0].t().view(-1),
+    "a view of what sort returns": lambda x: _turned(x).sort(0)[0].t().view(-1),
+    "a view in a checkpoint": _checkpointed(lambda t: t.t().view(-1) * 2),
+    "dropout in a checkpoint": _checkpointed(lambda t: F.dropout(t, 0.5)),
+    "a view after a checkpoint": lambda x: _checkpointed(lambda t: t.neg())(x).t().view(-1),
+    "the result of a checkpoint": lambda x: checkpoint(lambda x: _turned(x), x, use_reentrant=False).t().view(-1),
+    "a view in a condition": lambda x: torch.cond(
+        x.sum() > 0, lambda t: t.t().view(-1) * 2, torch.ravel, (_turned(x),)
+    ),
+    "a result of a condition": lambda x: torch.cond(x.sum() > 0, torch.neg, torch.exp, (_turned(x),)).t().view(-1),
+}
+DO_NOT = {
+    "reshape": lambda x: _turned(x).reshape(-1),
+    "a write to the value itself": lambda x: _turned(x).add_(1),
+    "a copy into another": lambda x: x.clone().copy_(_turned(x)).view(-1),
+    "contiguous": lambda x: F.linear(_turned(x), x).view(-1),
+    "topk": lambda x: _turned(x).topk(2, 0)[1].view(-1),
+    "a checkpoint": lambda x: _checkpointed(lambda t: t.reshape(-1) * 2)(x).view(-1),
+    "a sum after a checkpoint": lambda x: _checkpointed(lambda t: t.neg())(x).sum(0).view(-1),
+}
+
+
+@pytest.mark.parametrize("name", [*DEPEND_ON_STRIDES, *DO_NOT])
+@pytest.mark.parametrize("how", ["make_fx", "dynamo"])
+def test_strides_and_a_later_reader(name, how):
+    swap = made(
+        lambda a, b: torch.matmul(a, b).transpose(0, 1), lambda a, b: torch.matmul(b.T, a.T), numerics="reassociates"
     )
+    model = (DEPEND_ON_STRIDES | DO_NOT)[name]
+    torch.manual_seed(0)
+    expected = model(X.clone())
+    if how == "make_fx":
+        run = make_fx(model, tracing_mode="fake", pre_dispatch=True)(X)
+        rewrites = RuleSet("s", swap).apply(run).rewrites
+    else:
+        backend = RuleSet("s", swap).backend("eager")
+        run = torch.compile(model, backend=backend)
+        run(X.clone())
+        rewrites = sum(report.rewrites for report in backend.reports)
+    torch.manual_seed(0)
+    assert rewrites == (name in DO_NOT)
+    torch.testing.assert_close(run(X.clone()), expected)
+
+
+def test_a_part_of_other_memory_in_front_of_as_strided():
+    """Strides are equal, and what as_strided takes is elsewhere."""
+    part = made(
+        lambda x: torch.sin(x), lambda x: torch.cat([x, torch.cos(x - math.pi / 2)])[4:], numerics="approximate"
+    )
+    check(lambda x: torch.sin(x).as_strided((4,), (1,), 0), part)
+    check(lambda x: torch.sin(x).view(-1).as_strided((4,), (1,), 8), part)
+    gm = make_fx(lambda x: torch.sin(x).view(-1) * 2, tracing_mode="fake", pre_dispatch=True)(X)
+    assert RuleSet("s", part).apply(gm).rewrites == 1
 
 
 # shapes="preserves" does not look into tuples.

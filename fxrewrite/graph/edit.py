@@ -13,7 +13,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -396,6 +396,10 @@ class Edit:
     def run_with(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
         return self._values.run_with(node, values)
+
+    def viewed(self, node: fx.Node, values: Mapping[fx.Node, Any] = MappingProxyType({})) -> set[fx.Node] | None:
+        """Returns the inputs whose memory the result shares, if some had these values; None if that is not known."""
+        return self._values.viewed(node, values)
 
     def returns_operand(self, node: fx.Node) -> bool:
         """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class FakeValues:
         """Returns the result of a node if some inputs had these values, and the others their own; changes nothing."""
 
         def value_of(used: fx.Node) -> Any:
-            return values[used] if used in values else self._of_input(used)
+            return tree_map_only(FakeTensor, self._adopted, values[used]) if used in values else self._of_input(used)
 
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
         return self._call(node.target, args, kwargs)
@@ -95,12 +96,15 @@ class FakeValues:
         with mode, mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext():
             return isinstance(args[0], torch.Tensor) and function(*args, **kwargs) is args[0]
 
-    def viewed(self, node: fx.Node) -> set[fx.Node] | None:
-        """Returns the operands whose memory the result shares, as strides decide; None if the node cannot be run."""
+    def viewed(self, node: fx.Node, values: Mapping[fx.Node, Any] = MappingProxyType({})) -> set[fx.Node] | None:
+        """Returns the operands whose memory the result shares, as strides decide; None if the node cannot be run.
+
+        `values` are those that some operands would have instead of their own.
+        """
         if self.mode is None or isinstance(node.target, torch._ops.HigherOrderOperator) or ops.mutates(node):
             return None
         try:
-            given = {used: self._of_input(used) for used in node.all_input_nodes}
+            given = {used: values.get(used, self._of_input(used)) for used in node.all_input_nodes}
             own = _storages(self.run_with(node, given))
             return {used for used, value in given.items() if not own.isdisjoint(_storages(value))}
         except Exception:  # noqa: BLE001  # any error means that nothing is known

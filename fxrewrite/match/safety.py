@@ -78,6 +78,11 @@ class Effects:
         before = self.writers[: bisect.bisect_left(self.writers, node)]
         return next((not switch.args[0] for switch in reversed(before) if ops.switches_gradients(switch)), False)
 
+    def later_writer(self, node: fx.Node, memory: AbstractSet[fx.Node]) -> fx.Node | None:
+        """Returns the first node after this one that writes, or may write, to the memory of these nodes."""
+        later = (writer for writer in self.after(self.writers, node) if not ops.sets_mode(writer))
+        return next((writer for writer in later if _may_touch(writer, memory)), None)
+
     def after(self, nodes: list[fx.Node], first: fx.Node) -> Iterator[fx.Node]:
         """Yields those of `nodes` that are after a node."""
         return (node for node in nodes[bisect.bisect_right(nodes, first) :] if node not in self._erased)
@@ -159,15 +164,15 @@ def check_later_writes(old: fx.Node, memory: AbstractSet[fx.Node], effects: Effe
     Raises:
         RefusedError: such a node writes, or may write, to it.
     """
-    for writer in effects.after(effects.writers, old):
-        if not ops.sets_mode(writer) and _may_touch(writer, memory):
-            refuse(
-                f"%{writer.name} ({ops.key(writer)}) writes later to memory that the replacement shares differently",
-                hint="functionalize the graph before rewriting it",
-                node=old,
-                kind=Reason.ALIAS,
-                effect=ops.key(writer),
-            )
+    writer = effects.later_writer(old, memory)
+    if writer is not None:
+        refuse(
+            f"%{writer.name} ({ops.key(writer)}) writes later to memory that the replacement shares differently",
+            hint="functionalize the graph before rewriting it",
+            node=old,
+            kind=Reason.ALIAS,
+            effect=ops.key(writer),
+        )
 
 
 def check_draws(match: Match, draws: list[fx.Node], rng: str, effects: Effects) -> None:

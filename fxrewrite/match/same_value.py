@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,20 +14,27 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.match.match import Match
 from fxrewrite.match.safety import Effects
-from fxrewrite.match.strides import is_laid_out_alike, stride_reader
+from fxrewrite.match.strides import is_alike, stride_reader
 
-__all__ = ["check_dtypes", "check_gradients", "check_parts", "check_value", "needs_detach"]
+__all__ = ["check_dtypes", "check_gradients", "check_parts", "check_values", "needs_detach"]
 
 _INDICES = frozenset({"index", "indices", "target", "mask"})
 """Names of operands whose dtype is their own."""
 
 
-def check_value(edit: Edit, old: fx.Node, new: fx.Node) -> None:
-    """Refuse a replacement with another shape, dtype or device, or with other strides if a reader depends on them."""
-    was, is_now = ops.value(old), ops.value(new)
-    if was is not ops.MISSING and is_now is not ops.MISSING:
+def check_values(edit: Edit, replaced: Iterable[tuple[fx.Node, fx.Node]], effects: Effects) -> None:
+    """Refuse replacements with another shape, dtype or device, or with other strides if a reader depends on them.
+
+    Args:
+        edit: the transaction.
+        replaced: pairs of a node and what replaces it.
+        effects: what the graph writes.
+    """
+    values = [(old, ops.value(old), ops.value(new)) for old, new in replaced]
+    known = [(old, was, now) for old, was, now in values if was is not ops.MISSING and now is not ops.MISSING]
+    for old, was, is_now in known:
         _check_shape(old, was, is_now)
-        _check_strides(edit, old, was, is_now)
+    _check_strides(edit, [(old, was, now) for old, was, now in known if was is not now], effects)
 
 
 def check_parts(old: fx.Node, new: Sequence[fx.Node]) -> None:
@@ -68,21 +75,26 @@ def _check_shape(old: fx.Node, was: Any, is_now: Any) -> None:
     )
 
 
-def _check_strides(edit: Edit, old: fx.Node, was: Any, is_now: Any) -> None:
-    """Refuse a replacement with other strides, where an operator after it depends on them."""
-    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor) or was is is_now:
-        return
-    if is_laid_out_alike(was, is_now):
-        return
-    reader = stride_reader(edit, old, is_now)
+def _check_strides(edit: Edit, replaced: list[tuple[fx.Node, Any, Any]], effects: Effects) -> None:
+    """Refuse replacements with other strides, where an operator after them depends on these."""
+    reader = stride_reader(edit, {old: is_now for old, _, is_now in replaced}, effects) if replaced else None
     if reader is not None:
+        old, was, is_now = next((one for one in replaced if not is_alike(one[1], one[2])), replaced[0])
         refuse(
-            f"the replacement has strides {tuple(is_now.stride())}, the original {tuple(was.stride())}, and "
+            f"the replacement has strides {_strides(is_now)}, the original {_strides(was)}, and "
             f"%{reader.name} ({ops.key(reader)}) depends on them",
             hint="make the replacement contiguous, or turn views into reshapes first (rules.canonical.normal_forms)",
             node=old,
             kind=Reason.VALUE,
         )
+
+
+def _strides(value: Any) -> str:
+    """Describes the strides of a tensor, or of each in a list, and where in its memory it begins if not at 0."""
+    if not isinstance(value, torch.Tensor):
+        return ", ".join(map(_strides, value))
+    offset = value.storage_offset()
+    return f"{tuple(value.stride())}" + ("" if is_same_size(offset, 0) else f" from offset {offset} on")
 
 
 def needs_detach(edit: Edit, old: fx.Node, new: fx.Node, effects: Effects) -> bool:

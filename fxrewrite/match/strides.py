@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.match.safety import Effects
 
-__all__ = ["is_laid_out_alike", "stride_reader"]
+__all__ = ["is_alike", "stride_reader"]
+
+_RUN_ON_OPERANDS = frozenset(
+    f"higher_order::{name}"
+    for name in [
+        "cond",
+        "invoke_subgraph",
+        "tag_activation_checkpoint",
+        "wrap",
+        "wrap_activation_checkpoint",
+        "wrap_with_autocast",
+        "wrap_with_set_grad_enabled",
+    ]
+)
+"""Higher-order operators that call each subgraph on the arguments after the last subgraph, in their order."""
+_RUN_WHOLE = ops.CALLERS | {"higher_order::flex_attention"}
+"""Higher-order operators that run on fake values like others: no subgraph sees a whole operand."""
 
 
-def is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two fake tensors have equal strides, for every length that the graph admits.
 
     Strides of dimensions with one entry are ignored. Source: torch._prims_common.check_significant_strides.
@@ -24,36 +45,186 @@ def is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.ndim == b.ndim and all(m is n or is_same_size(m, n) or is_same_size(size, 1) for m, n, size in pairs)
 
 
-def stride_reader(edit: Edit, old: fx.Node, new: torch.Tensor) -> fx.Node | None:
-    """Returns the first node that fails, or draws other random numbers, if `old` gets the strides of `new`; else None.
+def stride_reader(edit: Edit, changed: Mapping[fx.Node, Any], effects: Effects) -> fx.Node | None:
+    """Returns the first node that depends on how values are laid out in memory; None if there is none.
 
-    Runs affected operators in graph order, each once, until results have their old strides. HOP subgraphs and Python
-    callables are not entered.
+    Such a node fails, or draws other random numbers; it reads memory by address, as `as_strided` does; it returns a
+    view instead of a copy, or the converse, and something is written to that memory later; it is opaque, as a kernel of
+    Triton; or it is the output of a subgraph. Runs the affected operators in graph order, each once, until results have
+    their old strides, and enters the subgraphs of checkpoints and conditions.
+
+    Args:
+        edit: the transaction.
+        changed: values of the graph -> what they become, with fake values.
+        effects: what the graph writes.
     """
-    values: dict[fx.Node, Any] = {old: new}
-    waiting = list(old.users)
-    heapq.heapify(waiting)
-    seen = set(waiting)
-    while waiting:
-        node = heapq.heappop(waiting)
-        was = ops.value(node)
-        if not isinstance(was, torch.Tensor) or "::" not in ops.key(node) or not _is_operator(node):
-            continue
-        if ops.is_random(node):
+    for node in changed:  # Dynamo's value of an operand that is transposed in place is the one afterwards
+        turned = next((u for u in node.users if ops.has_trait(u, "addressed") and ops.mutates(u)), None)
+        if turned is not None:
+            return turned
+    return _Readers(edit, effects, changed, is_entered=False).first()
+
+
+class _Readers:
+    """The readers of values with other strides, in one graph.
+
+    Attributes:
+        values: nodes with other strides -> their new values.
+        moved: nodes with equal strides at another place of memory.
+    """
+
+    def __init__(self, edit: Edit, effects: Effects, changed: Mapping[fx.Node, Any], *, is_entered: bool) -> None:
+        self._edit = edit
+        self._effects = effects
+        self._is_entered = is_entered
+        self._waiting: list[fx.Node] = []
+        self._seen: set[fx.Node] = set()
+        self.values: dict[fx.Node, Any] = {}
+        self.moved: set[fx.Node] = set()
+        for node, new in changed.items():
+            self._note(node, ops.value(node), new)
+
+    def first(self) -> fx.Node | None:
+        while self._waiting:
+            node = heapq.heappop(self._waiting)
+            reader = self._reader(node)
+            if reader is not None:
+                return reader
+        return None
+
+    def _note(self, node: fx.Node, was: Any, is_now: Any) -> None:
+        """Notes that a value changes, and its readers, if it does."""
+        if not is_alike(was, is_now):
+            self.values[node] = is_now
+        elif _is_moved(was, is_now):
+            self.moved.add(node)
+        else:
+            return
+        self._push(node.users)
+
+    def _push(self, users: Iterable[fx.Node]) -> None:
+        for user in users:
+            if user not in self._seen and user not in self._edit.erased:
+                self._seen.add(user)
+                heapq.heappush(self._waiting, user)
+
+    def _reader(self, node: fx.Node) -> fx.Node | None:
+        """Returns the node, or one in its subgraphs, if it depends on strides; else notes its result."""
+        if self.values.keys().isdisjoint(node.all_input_nodes):
+            return self._reader_of_moved(node)
+        if node.op == "output":
+            return node if self._edit.path and not self._is_entered else None
+        if ops.has_trait(node, "addressed") or ops.is_random(node):
+            return node
+        if isinstance(node.target, torch._ops.HigherOrderOperator) and ops.key(node) not in _RUN_WHOLE:
+            return self._reader_in_subgraphs(node)
+        if ops.is_barrier(node):
             return node
         try:
-            result = edit.run_with(node, values)
+            was, is_now = ops.value(node), self._run(node, self.values)
+            if was is ops.MISSING:
+                was = self._run(node, {})
         except Exception:  # noqa: BLE001  # any error means that the operator does not accept these strides
             return node
-        if isinstance(result, torch.Tensor) and not is_laid_out_alike(was, result):
-            values[node] = result
-            for user in node.users:
-                if user not in seen:
-                    seen.add(user)
-                    heapq.heappush(waiting, user)
-    return None
+        if self._writes_to_a_copy(node):
+            return node
+        if not isinstance(is_now, (torch.Tensor, list, tuple)):
+            return None if is_alike(was, is_now) else node
+        self._note(node, was, is_now)
+        return None
+
+    def _run(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        """Runs an operator; the values that it writes to stay as they are."""
+        if not ops.mutates(node):
+            return self._edit.run_with(node, values)
+        own = {written: values.get(written, ops.value(written)) for written in ops.mutated(node)}
+        with torch.no_grad():
+            own = {written: value.detach() for written, value in own.items() if isinstance(value, torch.Tensor)}
+            return self._edit.run_with(node, {**values, **own})
+
+    def _writes_to_a_copy(self, node: fx.Node) -> bool:
+        """Whether other strides decide that the result is a view or a copy, and its memory is written later."""
+        if not ops.is_maybe_view(node) or not self._effects.writers:
+            return False
+        if self._edit.viewed(node) == self._edit.viewed(node, self.values):
+            return False
+        return self._effects.later_writer(node, ops.memory_origins(node)) is not None
+
+    def _reader_of_moved(self, node: fx.Node) -> fx.Node | None:
+        if ops.has_trait(node, "addressed"):
+            return node
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            inner = (n for body in ops.bodies_of(node) or () for n in body.graph.nodes)
+            return next((n for n in inner if ops.has_trait(n, "addressed")), None)
+        if ops.is_view(node):
+            self.moved.add(node)
+            self._push(node.users)
+        return None
+
+    def _reader_in_subgraphs(self, node: fx.Node) -> fx.Node | None:
+        """As `_reader`, of a higher-order operator: follows its operands through its subgraphs."""
+        parts = {id(part.gm): part for part in self._edit.parts()}
+        entered = [parts.get(id(body)) for body in ops.bodies_of(node) or ()]
+        operands = _operands(self._edit.gm, node)
+        if ops.key(node) not in _RUN_ON_OPERANDS or not entered:
+            return node
+        for part in entered:
+            inputs = part.graph.find_nodes(op="placeholder") if part is not None else []
+            if part is None or len(inputs) != len(operands):
+                return node
+            pairs = zip(inputs, operands, strict=True)
+            changed = {inner: self.values[outer] for inner, outer in pairs if outer in self.values}
+            walk = _Readers(part, Effects(part), changed, is_entered=True)
+            reader = walk.first()
+            if reader is not None:
+                return reader
+            result = walk.result()
+            if result is not None and len(entered) > 1:
+                return node  # one subgraph returns other strides, and the others may not
+            if result is not None:
+                self._note(node, ops.value(node), result)
+        return None
+
+    def result(self) -> Any:
+        """Returns what the graph returns with the new values; None if they do not reach its output."""
+        output = next(iter(self._edit.graph.find_nodes(op="output")))
+        if self.values.keys().isdisjoint(output.all_input_nodes):
+            return None
+        return map_arg(output.args[0], lambda used: self.values.get(used, ops.value(used)))
 
 
-def _is_operator(node: fx.Node) -> bool:
-    higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
-    return node.op in ("call_function", "call_method") and not higher_order and not ops.mutates(node)
+def _operands(gm: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """Returns the arguments of a higher-order operator after its last subgraph, without texts; lists are flattened."""
+    found: list[Any] = []
+    for argument in node.args:
+        attribute = argument if isinstance(argument, fx.Node) and argument.op == "get_attr" else None
+        if attribute is not None and isinstance(ops.held(gm, attribute), fx.GraphModule):
+            found = []
+        else:
+            found += [leaf for leaf in tree_leaves(argument) if not isinstance(leaf, str)]
+    return found
+
+
+def is_alike(was: Any, is_now: Any) -> bool:
+    """Whether two results of one operator are equal in all that strides decide."""
+    if isinstance(was, torch.Tensor) and isinstance(is_now, torch.Tensor):
+        return was is is_now or _is_laid_out_alike(was, is_now)
+    if isinstance(was, (list, tuple)) and isinstance(is_now, (list, tuple)):
+        return len(was) == len(is_now) and all(map(is_alike, was, is_now))
+    if isinstance(was, (int, torch.SymInt)) and isinstance(is_now, (int, torch.SymInt)):
+        return is_same_size(was, is_now)
+    return was is is_now or (type(was) is type(is_now) and bool(was == is_now))
+
+
+def _is_moved(was: Any, is_now: Any) -> bool:
+    """Whether two tensors, or lists, begin at other places of their memory, or their memories differ in size."""
+    if isinstance(was, (list, tuple)):
+        return any(map(_is_moved, was, is_now))
+    if was is is_now or not isinstance(was, torch.Tensor) or was.layout is not torch.strided:
+        return False
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # a tensor without memory
+        return not (
+            is_same_size(was.storage_offset(), is_now.storage_offset())
+            and is_same_size(was.untyped_storage().nbytes(), is_now.untyped_storage().nbytes())
+        )
+    return False

@@ -10,7 +10,7 @@ from fxrewrite.ops.binding import (
     signature_of as signature_of,
     spelling as spelling,
 )
-from fxrewrite.ops.called import called_overload as called_overload
+from fxrewrite.ops.called import CALLERS as CALLERS, bodies_of as bodies_of, called_overload as called_overload
 from fxrewrite.ops.communicating import (
     bodies_of_communicating as bodies_of_communicating,
     communicates as communicates,

@@ -50,6 +50,7 @@ Trait: TypeAlias = Literal[
     "statistics",
     "one_dtype",
     "any_of_equal",
+    "addressed",
     "saves_nothing",
     "saves_result",
     "saves_operands",
@@ -69,6 +70,7 @@ maybe_view: a view, or the operand itself, where that is possible, and else a co
 statistics: running statistics are written while training, which the schema does not say.
 one_dtype: its kernels refuse operands of several dtypes, indices and masks aside, and meta kernels do not compare them.
 any_of_equal: which of equal entries it takes, or in which order, is not documented, and may change.
+addressed: it takes entries of memory by address, whatever the operand's shape says, or changes how its operand does.
 saves_nothing, saves_result, saves_operands: what autograd saves of the call's tensors for the backward pass, at most;
 of dropout in training it saves the noise, which is as large as the result.
 """
@@ -115,6 +117,10 @@ _TABLE: Mapping[Trait, str] = {
         index_add index_copy index_put lcm linalg_cross linear matmul mm mv nll_loss_forward polar put vdot
     """,
     "any_of_equal": "argsort kthvalue median mode msort nanmedian sort topk",
+    "addressed": """
+        as_strided as_strided_ as_strided_copy as_strided_scatter resize resize_ resize_as resize_as_ set_ squeeze_
+        swapaxes_ swapdims_ t_ transpose_ unsqueeze_
+    """,
     "saves_nothing": """
         _to_copy add add_ arange cat clone constant_pad_nd copy cumsum flip full full_like mean neg ones ones_like
         repeat roll rsub stack sub sum tril triu zeros zeros_like
