@@ -34,6 +34,7 @@ from fxrewrite.match.safety import (
     insertion_point,
 )
 from fxrewrite.match.same_value import check_dtypes, check_gradients, check_values, needs_detach
+from fxrewrite.match.saved import check_saved
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.pattern.where import Constraint
@@ -293,7 +294,7 @@ class Rule:
             raise raised from error
 
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
-        self._check_match(match, effects)
+        self._check_match(edit, match, effects)
         place = insertion_point(match)
         replacer = Replacer(edit, place, match.root, rule=self.id, effects=effects, gradients=self.gradients)
         results, passed = returned_nodes(self._replaced(edit, match, replacer), self.pattern, match)
@@ -315,12 +316,12 @@ class Rule:
         _replace(edit, match, results, passed, created)
         effects.add(created, draws)
 
-    def _check_match(self, match: Match, effects: Effects) -> None:
+    def _check_match(self, edit: Edit, match: Match, effects: Effects) -> None:
         """Refuses a match that nothing may replace, whatever the replacement is."""
         if match.refused is not None:
             raise match.refused
         if not self.gradients:
-            check_gradients(match)
+            check_gradients(edit, match)
         if effects.writers:
             check_region(match, effects)
 
@@ -340,6 +341,8 @@ class Rule:
         check_dtypes(match, created)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
+        if effects.writers:
+            check_saved(edit, match, results, created, effects)
         for old, new in passed:
             check_later_writes(old, {old, new}, effects)
         check_draws(match, draws, self.rng, effects)

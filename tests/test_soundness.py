@@ -2,6 +2,7 @@
 
 import math
 import operator
+import re
 from typing import Any
 
 import pytest
@@ -166,6 +167,42 @@ def test_a_part_of_other_memory_in_front_of_as_strided():
     check(lambda x: torch.sin(x).view(-1).as_strided((4,), (1,), 8), part)
     gm = make_fx(lambda x: torch.sin(x).view(-1) * 2, tracing_mode="fake", pre_dispatch=True)(X)
     assert RuleSet("s", part).apply(gm).rewrites == 1
+
+
+# Autograd raises in the backward pass if what an operator saved was written to.
+SAVES = {
+    "a result": (lambda x: torch.sinh(x) / torch.cosh(x), torch.tanh, lambda y, x: y.mul_(2), "saves its result"),
+    "a view of a result": (
+        lambda x: torch.sinh(x) / torch.cosh(x),
+        torch.tanh,
+        lambda y, x: y.view(-1).mul_(2),
+        "saves its result",
+    ),
+    "an operand": (lambda x: x - 1, lambda x: x * x / x - 1, lambda y, x: (y.exp(), x.add_(1))[0], r"saves %\w+ for"),
+    "nothing new": (lambda x: x * torch.sigmoid(x), F.silu, lambda y, x: y.mul_(2), None),
+    "no write": (lambda x: torch.sinh(x) / torch.cosh(x), torch.tanh, lambda y, x: y.mul(2).add_(1), None),
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_what_autograd_saves_is_not_written_later(name):
+    pattern, new, then, message = SAVES[name]
+    it = made(pattern, lambda x: new(x), numerics="approximate", domain="moderate", terminates=False)
+    backend = RuleSet("s", it).once().backend("eager")
+
+    def model(x):
+        h = x * 3
+        return then(pattern(h), h)
+
+    grads = []
+    for run in (model, torch.compile(model, backend=backend)):
+        x = X.clone().requires_grad_()
+        run(x).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+    (report,) = backend.reports
+    assert report.rewrites == (message is None)
+    assert all(re.search(message, refusal.reason) for refusal in report.refusals)
 
 
 # shapes="preserves" does not look into tuples.

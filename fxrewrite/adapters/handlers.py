@@ -112,7 +112,7 @@ class HandledRule(Rule):
         return *super().decisive(), self._handler, self._check
 
     def _rewrite(self, edit: Edit, match: Found, effects: Effects) -> None:
-        self._check_match(match, effects)
+        self._check_match(edit, match, effects)
         match.edit = edit
         arguments = self._reading.arguments(match)
         if isinstance(arguments, str):

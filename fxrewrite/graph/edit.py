@@ -401,6 +401,10 @@ class Edit:
         """Returns the inputs whose memory the result shares, if some had these values; None if that is not known."""
         return self._values.viewed(node, values)
 
+    def saved_for_backward(self, node: fx.Node) -> list[fx.Node]:
+        """Returns which of a node and its inputs autograd saves; all of these if the node cannot be run."""
+        return self._values.saved_for_backward(node)
+
     def returns_operand(self, node: fx.Node) -> bool:
         """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
         return self._values.returns_operand(node)

@@ -86,6 +86,19 @@ class FakeValues:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
         return self._call(node.target, args, kwargs)
 
+    def saved_for_backward(self, node: fx.Node) -> list[fx.Node]:
+        """Returns which of a node and its inputs autograd saves; all of these if the node cannot be run."""
+        saved: list[torch.Tensor] = []
+        candidates = [node, *node.all_input_nodes]
+        try:
+            given = {used: tree_map_only(torch.Tensor, _as_leaf, self._of_input(used)) for used in candidates[1:]}
+            with torch.autograd.graph.saved_tensors_hooks(saved.append, torch.zeros_like):
+                result = self.run_with(node, given)
+        except Exception:  # noqa: BLE001  # any error means that nothing is known
+            return candidates
+        memory = _storages(saved)
+        return [one for one in candidates if memory & _storages(result if one is node else given[one])]
+
     def returns_operand(self, node: fx.Node) -> bool:
         """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
         mode = self.mode
@@ -222,6 +235,11 @@ def _without_tracing(operator: Callable[..., Any], args: Any, kwargs: Any) -> An
     if not is_differentiated:
         return result
     return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), result)
+
+
+def _as_leaf(value: torch.Tensor) -> torch.Tensor:
+    """Returns the value as autograd sees it while the graph runs, with the same memory."""
+    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:

@@ -169,20 +169,11 @@ def _check_unwritten(match: Match, effects: Effects, held: Held) -> None:
 def _check_untrained(match: Match, held: Held, gradients: bool) -> None:
     """Refuses tensors that are trained, as no gradient goes through what is computed once."""
     trained = next((path for path, tensor in held.items() if tensor.requires_grad), None)
-    if trained is None:
-        return
-    if gradients:
+    if gradients and trained is not None:
         _refuse(
             match.root,
             f"self.{trained} requires gradients, and what is computed of it once has none",
             "call requires_grad_(False) on the module, or declare gradients=False on the rule, then for inference",
-        )
-    if match.edit.gm.training and all(ops.value(output) is ops.MISSING for output in match.outputs):
-        _refuse(
-            match.root,
-            f"the module is in training mode and self.{trained} requires gradients; the rule is for inference "
-            "(gradients=False)",
-            "call eval() on the module, or requires_grad_(False)",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -114,13 +115,26 @@ def needs_detach(edit: Edit, old: fx.Node, new: fx.Node, effects: Effects) -> bo
     return node is not new
 
 
-def check_gradients(match: Match) -> None:
-    """Refuse a match whose result requires gradients, where the graph says so."""
+def check_gradients(edit: Edit, match: Match) -> None:
+    """Refuse a match whose result requires gradients, or may require some, in a graph without values."""
     for node in match.outputs:
         value = ops.value(node)
         if isinstance(value, torch.Tensor) and value.requires_grad:
             hint = "compile under torch.no_grad(), or give the operator a derivative"
             refuse("gradients are needed here, and the rule keeps none (gradients=False)", hint=hint, node=node)
+        if value is ops.MISSING and edit.gm.training and (trained := _trained(edit.gm)):
+            refuse(
+                f"the module is in training mode and self.{trained} requires gradients; the rule is for inference "
+                "(gradients=False)",
+                hint="call eval() on the module, or requires_grad_(False)",
+                node=node,
+            )
+
+
+def _trained(gm: fx.GraphModule) -> str:
+    """Returns the first parameter or buffer that requires gradients; empty if none does."""
+    held = itertools.chain(gm.named_parameters(), gm.named_buffers())
+    return next((name for name, tensor in held if tensor.requires_grad), "")
 
 
 def check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
