@@ -308,12 +308,14 @@ class Rule:
             for old, new in zip(match.outputs, results, strict=True)
         ]
         draws = [node for node in created if ops.may_draw(node.target) and ops.is_random(node)]
-        self._check_replacement(edit, match, results, passed, created, draws, effects)
+        later = self._check_replacement(edit, match, results, passed, created, draws, effects)
         if place is None:
             check_order(match, results, draws)
         for old, items in lists:
             edit.spread(old, items)
         _replace(edit, match, results, passed, created)
+        for node, value in later.items():
+            edit.set_meta(node, ops.value_key(node), value)
         effects.add(created, draws)
 
     def _check_match(self, edit: Edit, match: Match, effects: Effects) -> None:
@@ -334,10 +336,15 @@ class Rule:
         created: list[fx.Node],
         draws: list[fx.Node],
         effects: Effects,
-    ) -> None:
-        """Refuses a replacement that is not what it replaces: in shape and dtype, memory, writes or random draws."""
+    ) -> dict[fx.Node, Any]:
+        """Refuses a replacement that is not what it replaces: in shape and dtype, memory, writes or random draws.
+
+        Returns the values of later nodes that have other strides with it.
+        """
+        later: dict[fx.Node, Any] = {}
         if self.shapes == "preserves":
-            check_values(edit, (*zip(match.outputs, results, strict=True), *passed), effects)
+            own = {*created, *match.nodes}
+            later = check_values(edit, (*zip(match.outputs, results, strict=True), *passed), effects, own)
         check_dtypes(match, created)
         check_writes(match, created)
         check_aliases(match, results, created, effects)
@@ -346,6 +353,7 @@ class Rule:
         for old, new in passed:
             check_later_writes(old, {old, new}, effects)
         check_draws(match, draws, self.rng, effects)
+        return later
 
     def _replaced(self, edit: Edit, match: Match, replacer: Replacer) -> Any:
         """Runs the replacement, and returns what it returned, with nodes for proxies."""

@@ -132,6 +132,7 @@ DO_NOT = {
     "contiguous": lambda x: F.linear(_turned(x), x).view(-1),
     "topk": lambda x: _turned(x).topk(2, 0)[1].view(-1),
     "a checkpoint": lambda x: _checkpointed(lambda t: t.reshape(-1) * 2)(x).view(-1),
+    "the result of a checkpoint, summed": lambda x: checkpoint(_turned, x, use_reentrant=False).sum(0).view(-1),
     "a sum after a checkpoint": lambda x: _checkpointed(lambda t: t.neg())(x).sum(0).view(-1),
 }
 
@@ -167,6 +168,28 @@ def test_a_part_of_other_memory_in_front_of_as_strided():
     check(lambda x: torch.sin(x).view(-1).as_strided((4,), (1,), 8), part)
     gm = make_fx(lambda x: torch.sin(x).view(-1) * 2, tracing_mode="fake", pre_dispatch=True)(X)
     assert RuleSet("s", part).apply(gm).rewrites == 1
+
+
+def test_values_after_a_replacement_have_its_strides():
+    """The second rule sees what the first one left: a reshape that was a view is none any more."""
+    swap = made(lambda a, b: torch.matmul(a, b).transpose(0, 1), lambda a, b: torch.matmul(b.T, a.T))
+
+    @rule("t.view")
+    def reshaped(x, shape: Literal):
+        return torch.reshape(x, shape)
+
+    reshaped.replacement(lambda x, shape: x.view(shape))
+    for model in (
+        lambda x: torch.reshape(_turned(x).exp().transpose(0, 1), [16]),
+        lambda x: checkpoint(lambda x: _turned(x).exp(), x, use_reentrant=False).transpose(0, 1).reshape([16]),
+        lambda x: checkpoint(lambda x: x.transpose(0, 1).reshape([16]), _turned(x), use_reentrant=False),
+    ):
+        gm = make_fx(model, tracing_mode="fake", pre_dispatch=True)(X)
+        plan = RuleSet("a", swap) >> RuleSet("b", reshaped)
+        report = plan.apply(gm)
+        assert report["test.it"].rewrites == 1
+        assert len(report.refusals) == 1
+        torch.testing.assert_close(gm(X), model(X))
 
 
 # Autograd raises in the backward pass if what an operator saved was written to.

@@ -48,6 +48,7 @@ class Edit:
 
     Attributes:
         path: where the module is in the module that the transaction began with; empty for that one.
+        around: the transaction on the graph that calls this subgraph; None for the one that it began with.
         graph: the graph under edit.
         body: the first node that is not an input; new nodes that read nothing may be placed before it.
         erased: nodes that will be erased at commit; they no longer have arguments or users.
@@ -56,9 +57,10 @@ class Edit:
             no node reads any more leaves the module at commit.
     """
 
-    def __init__(self, gm: fx.GraphModule, path: str = "", *, bodies: bool = True) -> None:
+    def __init__(self, gm: fx.GraphModule, path: str = "", *, bodies: bool = True, around: Edit | None = None) -> None:
         self.gm = gm
         self.path = path
+        self.around = around
         self.graph: fx.Graph = gm.graph
         forget_facts(self.graph)
         self._derived: dict[Fact[Any], Callable[[fx.Node], Any]] = {}
@@ -105,9 +107,16 @@ class Edit:
         yield self
         if self._bodies is None:
             prefix = f"{self.path}." if self.path else ""
-            self._bodies = [Edit(body, prefix + path) for path, body in bodies(self.gm)]
+            self._bodies = [Edit(body, prefix + path, around=self) for path, body in bodies(self.gm)]
         for body in self._bodies:
             yield from body.parts()
+
+    def callers(self) -> list[fx.Node]:
+        """Returns the nodes that call this subgraph, in the graph of `around`."""
+        if self.around is None:
+            return []
+        name = self.path.removeprefix(f"{self.around.path}." if self.around.path else "")
+        return [user for read in self.around.graph.find_nodes(op="get_attr", target=name) for user in read.users]
 
     def _opened(self) -> Iterator[Edit]:
         for body in self._bodies or ():

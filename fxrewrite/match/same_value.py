@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set as AbstractSet
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.match.match import Match
 from fxrewrite.match.safety import Effects
-from fxrewrite.match.strides import is_alike, stride_reader
+from fxrewrite.match.strides import Replaced, after_strides, is_alike
 
 __all__ = ["check_dtypes", "check_gradients", "check_parts", "check_values", "needs_detach"]
 
@@ -23,19 +23,37 @@ _INDICES = frozenset({"index", "indices", "target", "mask"})
 """Names of operands whose dtype is their own."""
 
 
-def check_values(edit: Edit, replaced: Iterable[tuple[fx.Node, fx.Node]], effects: Effects) -> None:
+def check_values(
+    edit: Edit, replaced: Iterable[tuple[fx.Node, fx.Node]], effects: Effects, own: AbstractSet[fx.Node]
+) -> dict[fx.Node, Any]:
     """Refuse replacements with another shape, dtype or device, or with other strides if a reader depends on them.
+
+    Returns what later nodes become, as they have other strides then.
 
     Args:
         edit: the transaction.
         replaced: pairs of a node and what replaces it.
         effects: what the graph writes.
+        own: nodes that keep what they read: those of the replacement, and of the match.
     """
     values = [(old, ops.value(old), ops.value(new)) for old, new in replaced]
     known = [(old, was, now) for old, was, now in values if was is not ops.MISSING and now is not ops.MISSING]
     for old, was, is_now in known:
         _check_shape(old, was, is_now)
-    _check_strides(edit, [(old, was, now) for old, was, now in known if was is not now], effects)
+    changed = [(old, was, is_now) for old, was, is_now in known if was is not is_now]
+    if not changed:
+        return {}
+    found = after_strides(edit, [Replaced(old, now, old.users.keys() - own) for old, _, now in changed], effects)
+    if isinstance(found, fx.Node):
+        old, was, is_now = next((one for one in changed if not is_alike(one[1], one[2])), changed[0])
+        refuse(
+            f"the replacement has strides {_strides(is_now)}, the original {_strides(was)}, and "
+            f"%{found.name} ({ops.key(found)}) depends on them",
+            hint="make the replacement contiguous, or turn views into reshapes first (rules.canonical.normal_forms)",
+            node=old,
+            kind=Reason.VALUE,
+        )
+    return found
 
 
 def check_parts(old: fx.Node, new: Sequence[fx.Node]) -> None:
@@ -74,20 +92,6 @@ def _check_shape(old: fx.Node, was: Any, is_now: Any) -> None:
         node=old,
         kind=Reason.VALUE,
     )
-
-
-def _check_strides(edit: Edit, replaced: list[tuple[fx.Node, Any, Any]], effects: Effects) -> None:
-    """Refuse replacements with other strides, where an operator after them depends on these."""
-    reader = stride_reader(edit, {old: is_now for old, _, is_now in replaced}, effects) if replaced else None
-    if reader is not None:
-        old, was, is_now = next((one for one in replaced if not is_alike(one[1], one[2])), replaced[0])
-        refuse(
-            f"the replacement has strides {_strides(is_now)}, the original {_strides(was)}, and "
-            f"%{reader.name} ({ops.key(reader)}) depends on them",
-            hint="make the replacement contiguous, or turn views into reshapes first (rules.canonical.normal_forms)",
-            node=old,
-            kind=Reason.VALUE,
-        )
 
 
 def _strides(value: Any) -> str:

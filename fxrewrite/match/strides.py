@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fxrewrite import ops
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.match.safety import Effects
 
-__all__ = ["is_alike", "stride_reader"]
+__all__ = ["Replaced", "after_strides", "is_alike"]
 
 _RUN_ON_OPERANDS = frozenset(
     f"higher_order::{name}"
@@ -36,55 +36,83 @@ _RUN_WHOLE = ops.CALLERS | {"higher_order::flex_attention"}
 """Higher-order operators that run on fake values like others: no subgraph sees a whole operand."""
 
 
-def _is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two fake tensors have equal strides, for every length that the graph admits.
+class Replaced(NamedTuple):
+    """A node that is replaced.
 
-    Strides of dimensions with one entry are ignored. Source: torch._prims_common.check_significant_strides.
+    Attributes:
+        node: the node.
+        value: the fake value of what replaces it.
+        readers: the users that will read this.
     """
-    pairs = zip(a.stride(), b.stride(), a.shape, strict=False)
-    return a.ndim == b.ndim and all(m is n or is_same_size(m, n) or is_same_size(size, 1) for m, n, size in pairs)
+
+    node: fx.Node
+    value: Any
+    readers: Collection[fx.Node]
 
 
-def stride_reader(edit: Edit, changed: Mapping[fx.Node, Any], effects: Effects) -> fx.Node | None:
-    """Returns the first node that depends on how values are laid out in memory; None if there is none.
+def after_strides(edit: Edit, replaced: Iterable[Replaced], effects: Effects) -> dict[fx.Node, Any] | fx.Node:
+    """Returns what later nodes become if values are laid out otherwise in memory, or the first that depends on that.
 
     Such a node fails, or draws other random numbers; it reads memory by address, as `as_strided` does; it returns a
-    view instead of a copy, or the converse, and something is written to that memory later; it is opaque, as a kernel of
-    Triton; or it is the output of a subgraph. Runs the affected operators in graph order, each once, until results have
-    their old strides, and enters the subgraphs of checkpoints and conditions.
+    view instead of a copy, or the converse, and something is written to that memory later; or it is opaque, as a kernel
+    of Triton. Runs the affected operators in graph order, each once, until results have their old strides, enters the
+    subgraphs of checkpoints and conditions, and goes on behind what calls a subgraph, if its result changes.
 
     Args:
         edit: the transaction.
-        changed: values of the graph -> what they become, with fake values.
+        replaced: what is replaced.
         effects: what the graph writes.
     """
-    for node in changed:  # Dynamo's value of an operand that is transposed in place is the one afterwards
-        turned = next((u for u in node.users if ops.has_trait(u, "addressed") and ops.mutates(u)), None)
+    replaced = list(replaced)
+    for one in replaced:  # Dynamo's value of an operand that is transposed in place is the one afterwards
+        turned = next((u for u in one.readers if ops.has_trait(u, "addressed") and ops.mutates(u)), None)
         if turned is not None:
             return turned
-    return _Readers(edit, effects, changed, is_entered=False).first()
+    walk = _Walk(edit, effects, replaced)
+    reader = walk.first_reader()
+    if reader is not None:
+        return reader
+    around = _after_caller(edit, walk)
+    if isinstance(around, fx.Node):
+        return around
+    stay = {one.node for one in replaced}
+    return {node: value for node, value in (walk.values | walk.inner | around).items() if node not in stay}
 
 
-class _Readers:
+def _after_caller(edit: Edit, walk: _Walk) -> dict[fx.Node, Any] | fx.Node:
+    """As `after_strides`, in the graph around a subgraph, of which the result changes."""
+    result, around = walk.result(), edit.around
+    if result is None or around is None:
+        return {}
+    callers = edit.callers()
+    if any(ops.key(caller) not in _RUN_ON_OPERANDS or len(ops.bodies_of(caller) or ()) > 1 for caller in callers):
+        return next(iter(edit.graph.find_nodes(op="output")))
+    found = after_strides(around, [Replaced(caller, result, caller.users) for caller in callers], Effects(around))
+    return found if isinstance(found, fx.Node) else dict.fromkeys(callers, result) | found
+
+
+class _Walk:
     """The readers of values with other strides, in one graph.
 
     Attributes:
         values: nodes with other strides -> their new values.
         moved: nodes with equal strides at another place of memory.
+        inner: the same as `values`, of nodes in subgraphs that are called.
     """
 
-    def __init__(self, edit: Edit, effects: Effects, changed: Mapping[fx.Node, Any], *, is_entered: bool) -> None:
+    def __init__(self, edit: Edit, effects: Effects, replaced: Iterable[Replaced]) -> None:
         self._edit = edit
         self._effects = effects
-        self._is_entered = is_entered
         self._waiting: list[fx.Node] = []
         self._seen: set[fx.Node] = set()
         self.values: dict[fx.Node, Any] = {}
         self.moved: set[fx.Node] = set()
-        for node, new in changed.items():
-            self._note(node, ops.value(node), new)
+        self.inner: dict[fx.Node, Any] = {}
+        for node, new, readers in replaced:
+            self._note(node, ops.value(node), new, readers)
 
-    def first(self) -> fx.Node | None:
+    def first_reader(self) -> fx.Node | None:
+        """Returns the first node that depends on strides; else all that follow are known afterwards."""
         while self._waiting:
             node = heapq.heappop(self._waiting)
             reader = self._reader(node)
@@ -92,7 +120,14 @@ class _Readers:
                 return reader
         return None
 
-    def _note(self, node: fx.Node, was: Any, is_now: Any) -> None:
+    def result(self) -> Any:
+        """Returns what the graph returns with the new values; None if they do not reach its output."""
+        output = next(iter(self._edit.graph.find_nodes(op="output")))
+        if self.values.keys().isdisjoint(output.all_input_nodes):
+            return None
+        return map_arg(output.args[0], lambda used: self.values.get(used, ops.value(used)))
+
+    def _note(self, node: fx.Node, was: Any, is_now: Any, readers: Iterable[fx.Node]) -> None:
         """Notes that a value changes, and its readers, if it does."""
         if not is_alike(was, is_now):
             self.values[node] = is_now
@@ -100,7 +135,7 @@ class _Readers:
             self.moved.add(node)
         else:
             return
-        self._push(node.users)
+        self._push(readers)
 
     def _push(self, users: Iterable[fx.Node]) -> None:
         for user in users:
@@ -113,7 +148,7 @@ class _Readers:
         if self.values.keys().isdisjoint(node.all_input_nodes):
             return self._reader_of_moved(node)
         if node.op == "output":
-            return node if self._edit.path and not self._is_entered else None
+            return None
         if ops.has_trait(node, "addressed") or ops.is_random(node):
             return node
         if isinstance(node.target, torch._ops.HigherOrderOperator) and ops.key(node) not in _RUN_WHOLE:
@@ -130,7 +165,8 @@ class _Readers:
             return node
         if not isinstance(is_now, (torch.Tensor, list, tuple)):
             return None if is_alike(was, is_now) else node
-        self._note(node, was, is_now)
+        if _has_same_shape(was, is_now):  # else its sizes are read from data, and it is new memory
+            self._note(node, was, _with_gradients(is_now, was), node.users)
         return None
 
     def _run(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -170,27 +206,21 @@ class _Readers:
             return node
         for part in entered:
             inputs = part.graph.find_nodes(op="placeholder") if part is not None else []
-            if part is None or len(inputs) != len(operands):
+            if part is None or len(inputs) != len(operands) or part.callers() != [node]:
                 return node
             pairs = zip(inputs, operands, strict=True)
-            changed = {inner: self.values[outer] for inner, outer in pairs if outer in self.values}
-            walk = _Readers(part, Effects(part), changed, is_entered=True)
-            reader = walk.first()
+            changed = [(inner, self.values[outer]) for inner, outer in pairs if outer in self.values]
+            walk = _Walk(part, Effects(part), [Replaced(inner, new, inner.users) for inner, new in changed])
+            reader = walk.first_reader()
             if reader is not None:
                 return reader
             result = walk.result()
             if result is not None and len(entered) > 1:
                 return node  # one subgraph returns other strides, and the others may not
+            self.inner |= walk.values | walk.inner
             if result is not None:
-                self._note(node, ops.value(node), result)
+                self._note(node, ops.value(node), result, node.users)
         return None
-
-    def result(self) -> Any:
-        """Returns what the graph returns with the new values; None if they do not reach its output."""
-        output = next(iter(self._edit.graph.find_nodes(op="output")))
-        if self.values.keys().isdisjoint(output.all_input_nodes):
-            return None
-        return map_arg(output.args[0], lambda used: self.values.get(used, ops.value(used)))
 
 
 def _operands(gm: fx.GraphModule, node: fx.Node) -> list[Any]:
@@ -214,6 +244,32 @@ def is_alike(was: Any, is_now: Any) -> bool:
     if isinstance(was, (int, torch.SymInt)) and isinstance(is_now, (int, torch.SymInt)):
         return is_same_size(was, is_now)
     return was is is_now or (type(was) is type(is_now) and bool(was == is_now))
+
+
+def _has_same_shape(was: Any, is_now: Any) -> bool:
+    if isinstance(was, (list, tuple)) and isinstance(is_now, (list, tuple)):
+        return len(was) == len(is_now) and all(map(_has_same_shape, was, is_now))
+    if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
+        return True
+    return was.ndim == is_now.ndim and all(map(is_same_size, was.shape, is_now.shape))
+
+
+def _with_gradients(value: Any, like: Any) -> Any:
+    """Returns the tensor, or those in the list, requiring gradients where the other does."""
+    leaves, spec = tree_flatten(value)
+    for place, (leaf, other) in enumerate(zip(leaves, tree_leaves(like), strict=True)):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad != other.requires_grad:
+            leaves[place] = leaf.detach().requires_grad_(other.requires_grad)
+    return tree_unflatten(leaves, spec)
+
+
+def _is_laid_out_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two fake tensors have equal strides, for every length that the graph admits.
+
+    Strides of dimensions with one entry are ignored. Source: torch._prims_common.check_significant_strides.
+    """
+    pairs = zip(a.stride(), b.stride(), a.shape, strict=False)
+    return a.ndim == b.ndim and all(m is n or is_same_size(m, n) or is_same_size(size, 1) for m, n, size in pairs)
 
 
 def _is_moved(was: Any, is_now: Any) -> bool:
