@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from torch import fx
 
@@ -123,6 +123,10 @@ class Rule:
         self._wrapped: dict[str, Callable[..., Any]] | None = None
         if replacement is not None:
             self.replacement(replacement)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A rule is a value: sets and plans know their rules by identity, and copies of them hold the same rules."""
+        return self
 
     def replacement(self, function: Replacement) -> Replacement:
         """Decorator: afterwards the rule rewrites its matches with this function, which is returned.
