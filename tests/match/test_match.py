@@ -138,6 +138,23 @@ def test_literals_are_captured_and_compared() -> None:
     assert matches(twice, lambda x: x * 2.0 + 2) == []
 
 
+@pytest.mark.parametrize(
+    ("pattern", "function", "expected"),
+    [
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, 1).unsqueeze(1), 1),
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, [1]).unsqueeze(1), 1),
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, [1, 1]).unsqueeze(1), None),
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, 0).unsqueeze(1), None),
+        (lambda x, d: torch.softmax(x, d).sum(d), lambda x: torch.softmax(x, -1).sum(-1), -1),
+        (lambda x, d: x.sum(d, keepdim=True).mean(d), lambda x: x.sum((1, 2), keepdim=True).mean((1, 2)), [1, 2]),
+    ],
+    ids=count(),
+)
+def test_an_integer_is_the_list_that_it_means(pattern, function, expected) -> None:
+    pattern.__annotations__ = {"d": Literal}
+    assert [match["d"] for match in matches(pattern, function)] == ([] if expected is None else [expected])
+
+
 def test_any_captures_lists_with_nodes_in_them() -> None:
     def pattern(x, size: Any):
         return x.view(size)
