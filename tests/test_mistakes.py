@@ -31,6 +31,12 @@ def branches(x: Any) -> Any:
     return torch.neg(x) if x.sum() > 0 else x
 
 
+def picky(x: Any) -> Any:
+    if x.shape[1] != 3:
+        raise ValueError("three columns")
+    return torch.neg(x)
+
+
 def negate(replacement: Callable[..., Any], **options: Any) -> RuleSet:
     """A set of a rule that replaces each `neg`."""
     return RuleSet("signs", Rule("signs.negate", NEG, replacement, **options))
@@ -218,6 +224,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "capture of a model that raises": (
         lambda: capture(torch.nn.Linear(3, 3), {"input": torch.rand(2, 4)}),
         r"the model raises on these inputs: RuntimeError\('a and b must have same reduction dim.*'\)",
+    ),
+    "capture of a model that raises an error of its own": (
+        lambda: capture(picky, {"x": torch.rand(2, 4)}),
+        r"the model raises on these inputs: ValueError\(.*'three columns'.*\) at test_mistakes.py:\d+",
     ),
     "a layout rule of a text": (
         lambda: LayoutRule("mine.rule", "aten::relu", "b... -> b..."),  # pyright: ignore[reportArgumentType]

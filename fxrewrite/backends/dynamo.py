@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 from torch import fx
 from torch._dynamo import lookup_backend
-from torch._dynamo.exc import InvalidBackend, TorchRuntimeError
+from torch._dynamo.exc import InvalidBackend, TorchRuntimeError, Unsupported
 from torch._dynamo.source import EphemeralSource
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -93,7 +93,7 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
             torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
         if not found:
-            if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, TorchRuntimeError):
+            if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, (TorchRuntimeError, Unsupported)):
                 line = _user_line(error)
                 raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
             hint = graph_break_hint(str(error))
@@ -105,11 +105,11 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
 
 _NO_LIMIT = sys.maxsize
 """Of how often Dynamo compiles one function: it may have done so for others, and keeps nothing of a capture."""
-_FROM_MODEL = re.compile(r"\bgot ([A-Z]\w*\(.*\))$", re.MULTILINE)
-"""What an operator raised on fake tensors, in Dynamo's message."""
+_FROM_MODEL = re.compile(r"\b(?:got|context: raised exception) (\w+\(.*\))$", re.MULTILINE)
+"""What an operator raised on fake tensors, or the model itself and nothing catches, in Dynamo's message."""
 
 
-def _user_line(error: TorchRuntimeError) -> str:
+def _user_line(error: TorchRuntimeError | Unsupported) -> str:
     own = [frame for frame in error.real_stack or () if not frame.filename.startswith(_WRAPPERS[0])]
     return f" at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno}" if own else ""
 
