@@ -28,6 +28,7 @@ from fxrewrite.match.safety import (
     check_aliases,
     check_draws,
     check_later_writes,
+    check_modes,
     check_order,
     check_region,
     check_writes,
@@ -299,6 +300,7 @@ class Rule:
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
         self._check_match(match, effects)
         place = insertion_point(match)
+        check_modes(match, place, effects)
         replacer = Replacer(edit, place, match.root, rule=self.id, effects=effects, gradients=self.gradients)
         results, passed = returned_nodes(self._replaced(edit, match, replacer), self.pattern, match)
         created = replacer.created
