@@ -329,6 +329,7 @@ class Rule:
             check_gradients(match)
         if effects.writers:
             check_region(match, effects)
+            check_modes(match, match.root, effects)
 
     def _check_replacement(
         self,
