@@ -196,8 +196,9 @@ def check_later_writes(old: fx.Node, memory: AbstractSet[fx.Node], effects: Effe
     """
     for writer in effects.after(effects.writers, old):
         if not ops.sets_mode(writer) and _may_touch(writer, memory):
+            does = "may write" if ops.is_barrier(writer) else "writes"
             refuse(
-                f"%{writer.name} ({ops.key(writer)}) writes later to memory that the replacement shares differently",
+                f"%{writer.name} ({ops.key(writer)}) {does} later to memory that the replacement shares differently",
                 hint="functionalize the graph before rewriting it",
                 node=old,
                 kind=Reason.ALIAS,

@@ -129,7 +129,7 @@ class Plan:
         Args:
             gm: the module; on any exception its graph is as before.
             context: handed to steps, and to replacements as `match.context`.
-            bodies: whether bodies of higher-order operators are rewritten too.
+            bodies: whether graph modules that it calls, and bodies of higher-order operators, are rewritten too.
 
         Raises:
             RefusedError: a rule of an atomic set, or a step, refused.
