@@ -61,6 +61,10 @@ def layout_rule(op: str, notation: str, **options: Any) -> LayoutRule:
 MINE = Parallelism("mine", axis="tp")
 
 
+NORMS = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
+LATER, OF_NORM = param("*", but="0.*"), param("1.running_mean")
+
+
 def simulated(plan: Any, mesh: Any) -> object:
     return simulate(torch.nn.Linear(2, 2), {"input": torch.rand(2, 2)}, plan, mesh)
 
@@ -202,7 +206,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: simulate(
             torch.nn.BatchNorm1d(2), {"input": torch.rand(2, 2)}, replace(MINE, place={param("*"): Shard(0)}), {"tp": 2}
         ),
-        r"param\('\*'\): S\(0\) matches running_mean, a buffer, which every rank holds whole; leave buffers out",
+        r"param\('\*'\): S\(0\) matches running_mean, a buffer, which every rank holds whole; leave buffers out, as "
+        r"param\('\*', but='\{running_mean,running_var,num_batches_tracked\}'\), or make it a parameter",
+    ),
+    "buffers of layers in shards": (
+        lambda: simulate(NORMS, {"input": torch.rand(2, 2)}, replace(MINE, place={LATER: Shard(0)}), {"tp": 2}),
+        r"leave buffers out, as param\('\*', but='\{0.\*,\*.running_mean,\*.running_var,\*.num_batches_tracked\}'\)",
+    ),
+    "only a buffer in shards": (
+        lambda: simulate(NORMS, {"input": torch.rand(2, 2)}, replace(MINE, place={OF_NORM: Shard(0)}), {"tp": 2}),
+        "matches 1.running_mean, a buffer, .* whole; remove this entry of place, or make it a parameter",
     ),
     "an operator that communicates over a group of another name": (
         lambda: communicates(torch.library.custom_op("mine::send", lambda x: x, mutates_args=(), schema=SCHEMA), print),
