@@ -198,6 +198,11 @@ _BREAK_HINTS = (
         "register_hook on a value inside of the compiled function is not supported: register it on a parameter, or on "
         "what the compiled function returns",
     ),
+    (
+        "output_capturing.py",
+        "call the model once before it is compiled, as under torch.no_grad(): at the first call that records outputs, "
+        "such as output_router_logits, transformers installs hooks under a lock, which Dynamo cannot trace",
+    ),
     ("data-dependent", "the model branches on values: choose a variant that computes both sides (torch.where)"),
 )
 _ANY_BREAK_HINT = "use torch.compile(..., fullgraph=True) to see the break, and remove it"
