@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, RefusedError
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.other_sizes import check_sizes
@@ -249,7 +249,7 @@ class RewritingBackend(Generic[R]):
         """
         refuse_precompile()
         with few_collections():
-            program = normalized(gm) if self.graph == "aten" else gm
+            program = self._normalized(gm) if self.graph == "aten" else gm
             report = rewrite(self._apply, program, self._context)
             if self.graph == "aten":
                 check_sizes(program)
@@ -257,6 +257,12 @@ class RewritingBackend(Generic[R]):
         if self._on_report is not None:
             self._on_report(report)
         return inner_compiler(self.inner, **options)(program, list(example_inputs))
+
+    def _normalized(self, gm: fx.GraphModule) -> fx.GraphModule:
+        try:
+            return normalized(gm)
+        except RefusedError as error:
+            raise error.advised('pass graph="torch", where rules rewrite around it') from error
 
 
 def rewriting_backend(
