@@ -16,7 +16,8 @@ def copy_module(gm: fx.GraphModule, erased: Collection[fx.Node] = ()) -> fx.Grap
     """Returns a module with a copy of the graph, of graph modules that it calls, and of subgraphs of operators.
 
     Nodes keep their names; those that are `erased`, which nothing reads, are left out. Metadata is copied one level
-    deep; parameters, buffers and fake values are shared. A subgraph under two names is one copy under both.
+    deep; parameters, buffers and fake values are shared. A subgraph under two names is one copy under both. Hooks of
+    modules that the graph calls run on the copies.
     """
     return _copied(gm, erased, {})
 
@@ -37,6 +38,7 @@ def _copied(
         if body is not None:
             if body not in known:
                 known[body] = _copied(body, erased, known)
+                vars(known[body]).update({name: copy.copy(v) for name, v in vars(body).items() if "hook" in name})
             parent, _, name = str(node.target).rpartition(".")
             setattr(new.get_submodule(parent), name, known[body])
     return new
