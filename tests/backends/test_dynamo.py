@@ -264,6 +264,7 @@ def with_hook(x: torch.Tensor) -> torch.Tensor:
     return y * x
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.11, of hooks
 @pytest.mark.parametrize("function", [with_grad, with_vmap, with_hook], ids=lambda f: f.__name__)
 def test_transforms_and_hooks_stay_and_what_is_around_them_is_rewritten(function: Callable[..., Any]) -> None:
     torch._dynamo.reset()
