@@ -194,6 +194,11 @@ class RefusedError(FxRewriteError):
         )
         return RefusedError(new, self.located_at)
 
+    def advised(self, hint: str) -> RefusedError:
+        """The same refusal with one more thing that the reader can do."""
+        hints = "; or ".join(filter(None, (self.refusal.hint, hint)))
+        return RefusedError(replace(self.refusal, hint=hints), self.located_at)
+
 
 def refuse(reason: str, *, hint: str = "", node: Any = None, kind: Reason = Reason.RULE, **data: Any) -> NoReturn:
     """Refuse the current rewrite; to be called from guards, replacements and layout rules.

@@ -8,7 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from torch import fx
 
@@ -28,6 +28,7 @@ from fxrewrite.match.safety import (
     check_aliases,
     check_draws,
     check_later_writes,
+    check_modes,
     check_order,
     check_region,
     check_writes,
@@ -124,6 +125,10 @@ class Rule:
         self._wrapped: dict[str, Callable[..., Any]] | None = None
         if replacement is not None:
             self.replacement(replacement)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A rule is a value: sets and plans know their rules by identity, and copies of them hold the same rules."""
+        return self
 
     def replacement(self, function: Replacement) -> Replacement:
         """Decorator: afterwards the rule rewrites its matches with this function, which is returned.
@@ -296,6 +301,7 @@ class Rule:
     def _rewrite(self, edit: Edit, match: Match, effects: Effects) -> None:
         self._check_match(edit, match, effects)
         place = insertion_point(match)
+        check_modes(match, place, effects)
         replacer = Replacer(edit, place, match.root, rule=self.id, effects=effects, gradients=self.gradients)
         results, passed = returned_nodes(self._replaced(edit, match, replacer), self.pattern, match)
         created = replacer.created
@@ -326,6 +332,7 @@ class Rule:
             check_gradients(edit, match)
         if effects.writers:
             check_region(match, effects)
+            check_modes(match, match.root, effects)
 
     def _check_replacement(
         self,

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,7 @@ class Breaks(torch.nn.Module):
 
 
 BREAKS = Breaks(), (torch.rand(2),)
+RAISES = (lambda x: x.sum(0).mean([1, 2])), (torch.rand(2, 3),)
 """
 
 
@@ -558,3 +560,23 @@ def test_the_real_command_in_a_process_of_its_own(folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["report"]["rules"][0]["rewrites"] == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "said"),
+    [
+        ("apply silu:RULES more:RAISES", 2, "Dimension out of range"),
+        ("apply silu:RULES odd.pt2", 2, "odd.pt2 is no exported program"),
+        ("apply more:STRICT silu:model", 1, "not today"),
+    ],
+    ids=["model", "program", "rule"],
+)
+def test_the_real_command_prints_no_log_of_torch_before_an_error(
+    folder: Path, command: str, status: int, said: str
+) -> None:
+    with zipfile.ZipFile(folder / "odd.pt2", "w") as archive:
+        archive.writestr("a", "b")
+    argv = [sys.executable, "-m", "fxrewrite", *command.split()]
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (status, "")
+    assert re.fullmatch(f"fxrewrite: error: [^\n]*{said}[^\n]*\n", done.stderr), done.stderr

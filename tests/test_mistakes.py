@@ -31,6 +31,12 @@ def branches(x: Any) -> Any:
     return torch.neg(x) if x.sum() > 0 else x
 
 
+def picky(x: Any) -> Any:
+    if x.shape[1] != 3:
+        raise ValueError("three columns")
+    return torch.neg(x)
+
+
 def negate(replacement: Callable[..., Any], **options: Any) -> RuleSet:
     """A set of a rule that replaces each `neg`."""
     return RuleSet("signs", Rule("signs.negate", NEG, replacement, **options))
@@ -53,6 +59,10 @@ def layout_rule(op: str, notation: str, **options: Any) -> LayoutRule:
 
 
 MINE = Parallelism("mine", axis="tp")
+
+
+NORMS = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2))
+LATER, OF_NORM = param("*", but="0.*"), param("1.running_mean")
 
 
 def simulated(plan: Any, mesh: Any) -> object:
@@ -196,7 +206,16 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: simulate(
             torch.nn.BatchNorm1d(2), {"input": torch.rand(2, 2)}, replace(MINE, place={param("*"): Shard(0)}), {"tp": 2}
         ),
-        r"param\('\*'\): S\(0\) matches running_mean, a buffer, which every rank holds whole; leave buffers out",
+        r"param\('\*'\): S\(0\) matches running_mean, a buffer, which every rank holds whole; leave buffers out, as "
+        r"param\('\*', but='\{running_mean,running_var,num_batches_tracked\}'\), or make it a parameter",
+    ),
+    "buffers of layers in shards": (
+        lambda: simulate(NORMS, {"input": torch.rand(2, 2)}, replace(MINE, place={LATER: Shard(0)}), {"tp": 2}),
+        r"leave buffers out, as param\('\*', but='\{0.\*,\*.running_mean,\*.running_var,\*.num_batches_tracked\}'\)",
+    ),
+    "only a buffer in shards": (
+        lambda: simulate(NORMS, {"input": torch.rand(2, 2)}, replace(MINE, place={OF_NORM: Shard(0)}), {"tp": 2}),
+        "matches 1.running_mean, a buffer, .* whole; remove this entry of place, or make it a parameter",
     ),
     "an operator that communicates over a group of another name": (
         lambda: communicates(torch.library.custom_op("mine::send", lambda x: x, mutates_args=(), schema=SCHEMA), print),
@@ -218,6 +237,10 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "capture of a model that raises": (
         lambda: capture(torch.nn.Linear(3, 3), {"input": torch.rand(2, 4)}),
         r"the model raises on these inputs: RuntimeError\('a and b must have same reduction dim.*'\)",
+    ),
+    "capture of a model that raises an error of its own": (
+        lambda: capture(picky, {"x": torch.rand(2, 4)}),
+        r"the model raises on these inputs: ValueError\(.*'three columns'.*\) at test_mistakes.py:\d+",
     ),
     "a layout rule of a text": (
         lambda: LayoutRule("mine.rule", "aten::relu", "b... -> b..."),  # pyright: ignore[reportArgumentType]

@@ -1,5 +1,7 @@
 """Order, repetition, all or none, expectations, digest: what a plan promises about its rules."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import warnings
@@ -34,6 +36,10 @@ X = torch.rand(2, 3)
 
 def traced(function, *inputs) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*(inputs or (X,)))
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
 
 
 def names(gm: fx.GraphModule) -> list[str]:
@@ -271,6 +277,15 @@ def test_a_plan_is_a_value() -> None:
     assert (dict(plan.expectations), dict(expecting.expectations)) == ({}, {"swap.exp_tanh": 2})
     plan.apply(traced(torch.relu))
     assert (expecting >> plan).expectations == expecting.expectations
+    assert all(copy.deepcopy(held) is held for held in (expecting, *(stage.rules for stage in plan.stages)))
+
+
+def test_a_plan_can_be_pickled_where_its_functions_have_names() -> None:
+    plan = RuleSet("s", Rule("x.exp_tanh", Pattern((op("exp", cap("x")),)), tanh)).once().expect("x.exp_tanh")
+    assert plan.apply(traced(torch.exp)).rewrites == 1
+    again = pickle.loads(pickle.dumps(plan))
+    assert again.apply(traced(torch.exp)).rewrites == 1
+    assert (again.digest(), again.expectations) == (plan.digest(), plan.expectations)
 
 
 def test_explain_by_id() -> None:

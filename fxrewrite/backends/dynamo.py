@@ -14,14 +14,14 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 from torch import fx
 from torch._dynamo import lookup_backend
-from torch._dynamo.exc import InvalidBackend, TorchRuntimeError
+from torch._dynamo.exc import InvalidBackend, TorchRuntimeError, Unsupported
 from torch._dynamo.source import EphemeralSource
 from torch._guards import CompileContext
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from fxrewrite.backends.outputs import Apply, rewrite
 from fxrewrite.capture.normalize import normalize
-from fxrewrite.errors import FxRewriteError
+from fxrewrite.errors import FxRewriteError, RefusedError
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.other_sizes import check_sizes
@@ -93,7 +93,7 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
             torch.compile(model, backend=keep, fullgraph=True)(**inputs)
     except Exception as error:
         if not found:
-            if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, TorchRuntimeError):
+            if (raised := _FROM_MODEL.search(str(error))) and isinstance(error, (TorchRuntimeError, Unsupported)):
                 line = _user_line(error)
                 raise FxRewriteError(f"the model raises on these inputs: {raised[1]}{line}") from error
             hint = graph_break_hint(str(error))
@@ -105,11 +105,11 @@ def capture_with_inputs(model: Callable[..., Any], inputs: Mapping[str, Any]) ->
 
 _NO_LIMIT = sys.maxsize
 """Of how often Dynamo compiles one function: it may have done so for others, and keeps nothing of a capture."""
-_FROM_MODEL = re.compile(r"\bgot ([A-Z]\w*\(.*\))$", re.MULTILINE)
-"""What an operator raised on fake tensors, in Dynamo's message."""
+_FROM_MODEL = re.compile(r"\b(?:got|context: raised exception) (\w+\(.*\))$", re.MULTILINE)
+"""What an operator raised on fake tensors, or the model itself and nothing catches, in Dynamo's message."""
 
 
-def _user_line(error: TorchRuntimeError) -> str:
+def _user_line(error: TorchRuntimeError | Unsupported) -> str:
     own = [frame for frame in error.real_stack or () if not frame.filename.startswith(_WRAPPERS[0])]
     return f" at {own[-1].filename.rsplit('/', 1)[-1]}:{own[-1].lineno}" if own else ""
 
@@ -198,6 +198,11 @@ _BREAK_HINTS = (
         "register_hook on a value inside of the compiled function is not supported: register it on a parameter, or on "
         "what the compiled function returns",
     ),
+    (
+        "output_capturing.py",
+        "call the model once before it is compiled, as under torch.no_grad(): at the first call that records outputs, "
+        "such as output_router_logits, transformers installs hooks under a lock, which Dynamo cannot trace",
+    ),
     ("data-dependent", "the model branches on values: choose a variant that computes both sides (torch.where)"),
 )
 _ANY_BREAK_HINT = "use torch.compile(..., fullgraph=True) to see the break, and remove it"
@@ -244,7 +249,7 @@ class RewritingBackend(Generic[R]):
         """
         refuse_precompile()
         with few_collections():
-            program = normalized(gm) if self.graph == "aten" else gm
+            program = self._normalized(gm) if self.graph == "aten" else gm
             report = rewrite(self._apply, program, self._context)
             if self.graph == "aten":
                 check_sizes(program)
@@ -252,6 +257,12 @@ class RewritingBackend(Generic[R]):
         if self._on_report is not None:
             self._on_report(report)
         return inner_compiler(self.inner, **options)(program, list(example_inputs))
+
+    def _normalized(self, gm: fx.GraphModule) -> fx.GraphModule:
+        try:
+            return normalized(gm)
+        except RefusedError as error:
+            raise error.advised('pass graph="torch", where rules rewrite around it') from error
 
 
 def rewriting_backend(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Generator, Sequence
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     say = _nothing if arguments.json else _print
     try:
-        with _current_folder():
+        with _current_folder(), _quiet("torch"), _quiet("fxrewrite"):
             for module in arguments.imports:
                 import_named(module)
             answer = getattr(commands, arguments.action or arguments.command)(arguments, say)
@@ -68,6 +69,21 @@ def _nothing(text: str) -> None:
 def _fail(error: Exception, status: int) -> int:
     print(f"fxrewrite: error: {error}", file=sys.stderr)  # noqa: T201  # the same
     return status
+
+
+@contextmanager
+def _quiet(library: str) -> Generator[None]:
+    """While it lasts, the library logs what TORCH_LOGS asks for and nothing else: the answer, or the error, says it.
+
+    torch logs errors of fake tensors with their traceback, before it raises them.
+    """
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

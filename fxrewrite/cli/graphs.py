@@ -65,7 +65,7 @@ def _exported(path: str) -> torch.export.ExportedProgram:
     try:
         return torch.export.load(path)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = (str(error).strip().splitlines() or [""])[0].partition(" Please check the warnings")[0]
         raise GraphError(f"{path} is no exported program: {type(error).__name__}: {first}") from error
 
 

@@ -1,4 +1,4 @@
-"""Subgraphs of higher-order operators: graph modules that a graph holds as attributes."""
+"""Graphs within a graph: graph modules that a graph calls, or holds as subgraphs of higher-order operators."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from torch import fx
 
 from fxrewrite.ops import held
 
-__all__ = ["bodies", "nodes_of"]
+__all__ = ["bodies", "body_of", "nodes_of"]
+
+
+def body_of(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """Returns the graph module that a node of the graph reads or calls, or None."""
+    found = held(gm, node) if node.op in ("get_attr", "call_module") else None
+    return found if isinstance(found, fx.GraphModule) else None
 
 
 def bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
-    """Yields (path, subgraph module) for every graph module that the graph reads, each once, without nested ones."""
+    """Yields (path, graph module) for every one that the graph reads or calls, each once, without nested ones."""
     if not any(isinstance(module, fx.GraphModule) for module in gm.modules() if module is not gm):
         return
     seen: set[fx.GraphModule] = set()
-    for node in gm.graph.find_nodes(op="get_attr"):
-        found = held(gm, node)
-        if isinstance(found, fx.GraphModule) and found not in seen:
-            seen.add(found)
-            yield str(node.target), found
+    for op in ("get_attr", "call_module"):
+        for node in gm.graph.find_nodes(op=op):
+            found = body_of(gm, node)
+            if found is not None and found not in seen:
+                seen.add(found)
+                yield str(node.target), found
 
 
 def nodes_of(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """Yields the nodes of the graph, then those of every subgraph, nested ones included."""
+    """Yields the nodes of the graph, then those of every graph within it, nested ones included."""
     yield from gm.graph.nodes
     for _, body in bodies(gm):
         yield from nodes_of(body)

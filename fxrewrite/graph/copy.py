@@ -7,16 +7,17 @@ from collections.abc import Collection
 
 from torch import fx
 
-from fxrewrite.ops import held
+from fxrewrite.graph.bodies import body_of
 
 __all__ = ["copy_module"]
 
 
 def copy_module(gm: fx.GraphModule, erased: Collection[fx.Node] = ()) -> fx.GraphModule:
-    """Returns a module with a copy of the graph and of all subgraphs of higher-order operators.
+    """Returns a module with a copy of the graph, of graph modules that it calls, and of subgraphs of operators.
 
     Nodes keep their names; those that are `erased`, which nothing reads, are left out. Metadata is copied one level
-    deep; parameters, buffers and fake values are shared. A subgraph under two names is one copy under both.
+    deep; parameters, buffers and fake values are shared. A subgraph under two names is one copy under both. Hooks of
+    modules that the graph calls run on the copies.
     """
     return _copied(gm, erased, {})
 
@@ -32,11 +33,12 @@ def _copied(
     new = fx.GraphModule(gm, graph, type(gm).__name__)
     new.meta = dict(gm.meta)
     new.train(gm.training)
-    for node in gm.graph.find_nodes(op="get_attr"):
-        body = held(gm, node)
-        if isinstance(body, fx.GraphModule):
+    for node in gm.graph.nodes:
+        body = body_of(gm, node)
+        if body is not None:
             if body not in known:
                 known[body] = _copied(body, erased, known)
+                vars(known[body]).update({name: copy.copy(v) for name, v in vars(body).items() if "hook" in name})
             parent, _, name = str(node.target).rpartition(".")
             setattr(new.get_submodule(parent), name, known[body])
     return new

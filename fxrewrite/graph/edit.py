@@ -43,8 +43,8 @@ class Edit:
     `with Edit(gm) as edit:` commits at the end of the block: it checks the touched nodes, erases nodes, and recompiles
     the module once. Any exception, also one from the checks, undoes everything and propagates.
 
-    Subgraphs of higher-order operators are graphs of their own; `edit.parts()` yields this transaction and theirs,
-    which end with it.
+    Graph modules that the graph calls, and subgraphs of higher-order operators, are graphs of their own; `edit.parts()`
+    yields this transaction and theirs, which end with it.
 
     Attributes:
         path: where the module is in the module that the transaction began with; empty for that one.
@@ -103,7 +103,7 @@ class Edit:
                 part._undo(0)
 
     def parts(self) -> Iterator[Edit]:
-        """Yields this transaction, and one per subgraph of a higher-order operator, nested ones included."""
+        """Yields this transaction, and one per graph module within the graph, nested ones included; see `bodies`."""
         yield self
         if self._bodies is None:
             prefix = f"{self.path}." if self.path else ""
@@ -116,7 +116,9 @@ class Edit:
         if self.around is None:
             return []
         name = self.path.removeprefix(f"{self.around.path}." if self.around.path else "")
-        return [user for read in self.around.graph.find_nodes(op="get_attr", target=name) for user in read.users]
+        graph = self.around.graph
+        readers = (user for read in graph.find_nodes(op="get_attr", target=name) for user in read.users)
+        return [*graph.find_nodes(op="call_module", target=name), *readers]
 
     def _opened(self) -> Iterator[Edit]:
         for body in self._bodies or ():

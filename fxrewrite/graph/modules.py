@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-__all__ = ["matches_glob", "module_calls", "module_names"]
+__all__ = ["alternatives", "matches_glob", "module_calls", "module_names"]
 
 
 def module_names(node: fx.Node) -> Iterator[str]:
@@ -27,7 +27,7 @@ def module_calls(node: fx.Node) -> Iterator[tuple[str, str]]:
 
 def matches_glob(name: str, glob: str) -> bool:
     """Whether a qualified name matches a glob, in which `{a,b}` is one of several: `*.{q,k,v}_proj.weight`."""
-    return any(fnmatchcase(name, one) for one in _alternatives(glob))
+    return any(fnmatchcase(name, one) for one in alternatives(glob))
 
 
 def _qualified(path: str) -> str:
@@ -40,8 +40,8 @@ def _qualified(path: str) -> str:
     return re.sub(r"^[LG]\['\w+'\]\.?|^L__self___?", "", path)
 
 
-def _alternatives(glob: str) -> Iterator[str]:
-    """`a.{b,c}.d` as `a.b.d` and `a.c.d`."""
+def alternatives(glob: str) -> Iterator[str]:
+    """The globs without braces that a glob stands for: `a.b.d` and `a.c.d` of `a.{b,c}.d`."""
     parts = re.split(r"\{([^{}]*)\}", glob)
     for choice in itertools.product(*(part.split(",") if i % 2 else [part] for i, part in enumerate(parts))):
         yield "".join(choice)

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 from torch.fx.node import _get_qualified_name
 
+from fxrewrite.graph.bodies import body_of
 from fxrewrite.graph.canonical_order import in_canonical_order
 from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.inputs import input_name
@@ -146,11 +147,11 @@ class GraphWriter:
         taken: set[str] = set()
         self._nodes.append(list(self._order(gm.graph)))
         for node in self._nodes[-1]:
-            if self._is_body(gm, node):
-                body = _attribute(gm, node.target)
-                if body not in self._graphs:
-                    self._graphs.append(body)
-                self._names[node] = f"@{self._graphs.index(body) - 1}"
+            body = body_of(gm, node)
+            if body is not None and body not in self._graphs:
+                self._graphs.append(body)
+            if body is not None and node.op == "get_attr":
+                self._names[node] = self._name_of_body(body)
             elif node.op == "placeholder" and node not in self._without:
                 name = self._input_name(node)
                 self._names[node] = f"%{node.name if name in taken else name}"
@@ -167,7 +168,10 @@ class GraphWriter:
 
     @staticmethod
     def _is_body(gm: fx.GraphModule, node: fx.Node) -> bool:
-        return node.op == "get_attr" and isinstance(_attribute(gm, node.target), fx.GraphModule)
+        return node.op == "get_attr" and body_of(gm, node) is not None
+
+    def _name_of_body(self, body: fx.GraphModule) -> str:
+        return f"@{self._graphs.index(body) - 1}"
 
     def _call(self, gm: fx.GraphModule, node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -180,6 +184,9 @@ class GraphWriter:
         arguments = self._arguments(node)
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
+        called = body_of(gm, node)
+        if called is not None:
+            return f"{self._name_of_body(called)}({', '.join(arguments)})"
         target = f"self.{node.target}" if node.op == "call_module" else _target_name(node.target)
         return f"{target}({', '.join(arguments)})"
 

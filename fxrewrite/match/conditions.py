@@ -19,7 +19,16 @@ from fxrewrite import ops
 from fxrewrite.errors import Reason
 from fxrewrite.match.arguments import ArgumentReader
 from fxrewrite.match.sizes import NAMES_OF_SIZES
-from fxrewrite.match.values import ABSENT, Candidate, Path, call_signature, has_node, is_same, literal_outcomes
+from fxrewrite.match.values import (
+    ABSENT,
+    Candidate,
+    Path,
+    as_number,
+    call_signature,
+    has_node,
+    is_same,
+    literal_outcomes,
+)
 
 __all__ = [
     "NAMES",
@@ -37,6 +46,7 @@ __all__ = [
     "IsParameter",
     "IsPlain",
     "IsSame",
+    "IsSameNumber",
     "IsSize",
     "IsSizeCall",
 ]
@@ -45,6 +55,7 @@ NAMES: Mapping[str, Any] = MappingProxyType(
     {
         "ABSENT": ABSENT,
         "Node": fx.Node,
+        "as_number": as_number,
         "has_node": has_node,
         "is_parameter": ops.is_parameter,
         "is_same": is_same,
@@ -257,6 +268,34 @@ class IsSame(_WithOperand):
     reason = Reason.SAME
     expression = "is_same({v}, {x})"
     words = "the same value at {path} as at {x}"
+
+
+@dataclass(frozen=True)
+class IsSameNumber(Expressible):
+    """The same value as at another path, where an argument takes a list or an integer that means it: `sum(x, dim=1)`.
+
+    Attributes:
+        other: the other path.
+        repeats: how long the lists are that an integer means, at the path and at the other; 0 where it means none.
+    """
+
+    reason = Reason.SAME
+    other: Path
+    repeats: tuple[int, int]
+
+    @property
+    def value(self) -> Any:
+        return self.other, self.repeats
+
+    def holds(self, candidate: Candidate) -> bool:
+        here, there = map(as_number, (candidate.value(self.path), candidate.value(self.other)), self.repeats)
+        return is_same(here, there)
+
+    def code(self, value: str, at: Callable[[Path], str]) -> str:
+        return f"is_same(as_number({value}, {self.repeats[0]}), as_number({at(self.other)}, {self.repeats[1]}))"
+
+    def expected(self) -> str:
+        return f"the same value at {self.path} as at {self.other}"
 
 
 class IsSizeCall(_WithOperand):

@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match.conditions import (
@@ -25,11 +27,12 @@ from fxrewrite.match.conditions import (
     IsParameter,
     IsPlain,
     IsSame,
-    IsSize,
-    IsSizeCall,
+    IsSameNumber,
 )
 from fxrewrite.match.lists import ITEM, Item, ListPart, VariadicList
+from fxrewrite.match.size_conditions import size_conditions
 from fxrewrite.match.values import FIRST, Path
+from fxrewrite.ops.schemas import repeats_of
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import (
     Capture,
@@ -260,76 +263,6 @@ def _variadic(path: Path, term: ListOf, captures: dict[str, Path]) -> VariadicLi
     return VariadicList(path, len(front), len(back), tuple(parts), {name: captures[name] for name in names}, known)
 
 
-def _size_conditions(
-    path: Path, term: Op, captures: dict[str, Path], computed: Mapping[Term, Path], pattern: Pattern
-) -> list[Condition]:
-    """Returns the conditions on a size; afterwards `captures` has the value that it is read of."""
-    conditions: list[Condition] = []
-    bases: dict[Term, Path] = {}
-    for source in _read_by_size(term):
-        found = captures.get(source.name) if isinstance(source, Capture) else computed.get(source)
-        if found is None and isinstance(source, Capture) and term.key == "aten::size":
-            found, read = _read_from(path, term)
-            captures[source.name] = found
-            conditions += read
-        if found is None:
-            raise RuleDefinitionError(
-                f"pattern {pattern}: {term_text(term)} is of {term_text(source)}, which the pattern has nowhere else; "
-                "capture it, or the number"
-            )
-        bases[source] = found
-    names = {source: f"{{{index}}}" for index, source in enumerate(bases)}
-    return [*conditions, IsSize(path, term_text(term), _size_test(term, names, pattern), tuple(bases.values()))]
-
-
-def _read_by_size(term: Term) -> Iterator[Term]:
-    """Yields the values whose sizes, dtypes or devices a term is computed of."""
-    if isinstance(term, Op):
-        is_read = term.key.startswith("prim::") or term.key in ("aten::size", "aten::numel")
-        for _, part in term.args:
-            if not is_read:
-                yield from _read_by_size(part)
-            elif not isinstance(part, LiteralValue):
-                yield part
-
-
-def _read_from(path: Path, term: Op) -> tuple[Path, list[Condition]]:
-    """Returns the path of the value whose size is at `path`, by the call that reads it, and what must hold of that."""
-    if len(term.args) == 1:  # the whole shape: a list of such calls, the first of them of dimension 0
-        call, dim = path / 0, 0
-        conditions: list[Condition] = [HasItems(path, 1)]
-    else:
-        of_dim = term.args[1][1]
-        call, dim = path, of_dim.value if isinstance(of_dim, LiteralValue) else None
-        conditions = []
-    found = call / FIRST
-    return found, [*conditions, IsSizeCall(call, dim), IsNode(found)]
-
-
-def _size_test(term: Op, names: Mapping[Term, str], pattern: Pattern) -> str:
-    """Returns the expression that is true of the value `{v}` if it is this size of the values with these names."""
-    if term.key.startswith("prim::"):
-        return f"is_attribute({{v}}, {names[term.args[0][1]]}, {term.key.removeprefix('prim::')!r})"
-    if term.key == "aten::size" and len(term.args) == 1:
-        return f"is_shape({{v}}, {names[term.args[0][1]]})"
-    return f"is_number({{v}}, {_number(term, names, pattern)})"
-
-
-def _number(term: Term, names: Mapping[Term, str], pattern: Pattern) -> str:
-    """Returns the expression of a number that is computed of sizes of the values with these names."""
-    if isinstance(term, LiteralValue):
-        return repr(term.value)
-    assert isinstance(term, Op)
-    if term.key == "aten::size":
-        dim = term.args[1][1] if len(term.args) == 2 else None
-        if not isinstance(dim, LiteralValue) or type(dim.value) is not int:
-            raise RuleDefinitionError(f"pattern {pattern}: {term_text(term)} needs a dimension that is a number")
-        return f"size_of({names[term.args[0][1]]}, {dim.value})"
-    if term.key == "aten::numel":
-        return f"numel_of({names[term.args[0][1]]})"
-    return f"computed({term.key!r}, {', '.join(_number(part, names, pattern) for _, part in term.args)})"
-
-
 def _item(part: _Part) -> Item:
     if part.sizes:
         raise RuleDefinitionError(
@@ -337,9 +270,10 @@ def _item(part: _Part) -> Item:
         )
     captures: dict[str, Path] = {}
     conditions = list(part.conditions)
+    repeats = _repeats(part)
     for name, path in part.captures:
         if captures.setdefault(name, path) is not path:
-            conditions.append(IsSame(path, captures[name]))
+            conditions.append(_same(path, captures[name], repeats))
     operators = tuple(
         (path, isinstance(term, Op) and term.shared, isinstance(term, Op) and term.may_draw)
         for path, term in part.operators
@@ -405,24 +339,46 @@ class _Known:
     pattern: Pattern
     has_sizes: bool
     captures: dict[str, Path] = field(default_factory=dict)
+    repeats: dict[Path, int] = field(default_factory=dict)
     drawn: dict[Op, Path] = field(default_factory=dict)
     computed: dict[Term, Path] = field(default_factory=dict)
 
-    def join(self, part: _Part) -> tuple[Condition, ...]:
-        """Takes over what the part names, draws and computes; returns what must hold for it to fit the others."""
+    def join(self, part: _Part, *, may_miss: bool) -> tuple[Condition, ...]:
+        """Takes over what the part names, draws and computes; returns what must hold for it to fit the others.
+
+        The second occurrence of a name is not a capture but a condition for the first one's value. Of an integer that
+        occurs where it means a list, and where it does not, the integer is captured: it can be passed for both.
+        """
         conditions = list(part.conditions)
-        # The second occurrence of a name is not a capture but a condition for the first one's value.
+        self.repeats |= _repeats(part)
         for name, path in part.captures:
-            if name in self.captures:
-                conditions.append(IsSame(path, self.captures[name]))
-            else:
-                self.captures[name] = path
+            first = self.captures.setdefault(name, path)
+            if first is not path:
+                conditions.append(_same(path, first, self.repeats))
+                if self.repeats.get(first) and not self.repeats.get(path) and not may_miss:
+                    self.captures[name] = path
         conditions += _draws_apart(part, self.drawn, self.pattern)
         if self.has_sizes:  # to look a term up takes a walk over it
             self.computed |= {term: path for path, term in reversed(part.operators)}
         for path, term in part.sizes:
-            conditions += _size_conditions(path, term, self.captures, self.computed, self.pattern)
+            conditions += size_conditions(path, term, self.captures, self.computed, self.pattern)
         return tuple(conditions)
+
+
+def _repeats(part: _Part) -> dict[Path, int]:
+    """Returns the paths of literals where an integer means a list, with the length of the list."""
+    operators = {path: ops.named_operator(term.key) for path, term in part.operators if isinstance(term, Op)}
+    found: dict[Path, int] = {}
+    for _, path in part.captures:
+        packet = operators.get(path.parent) if path.parent is not None else None
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            found[path] = repeats_of(packet, str(path.step))
+    return {path: repeats for path, repeats in found.items() if repeats}
+
+
+def _same(path: Path, other: Path, repeats: Mapping[Path, int]) -> Condition:
+    here, there = repeats.get(path, 0), repeats.get(other, 0)
+    return IsSameNumber(path, other, (here, there)) if here or there else IsSame(path, other)
 
 
 def _variant(
@@ -443,7 +399,7 @@ def _variant(
         # Any further output is found by climbing from a value that an earlier output captured.
         if index:
             links.append(_link(index, part, captures, pattern))
-        stages.append(known.join(part))
+        stages.append(known.join(part, may_miss=may_miss[-1] is not None))
         lists.append(tuple(_variadic(path, term, captures) for path, term in part.lists))
     # Operators below the outputs are inner nodes; the match checks their users.
     operators = [item for part in parts for item in part.operators]

@@ -24,6 +24,7 @@ __all__ = [
     "check_aliases",
     "check_draws",
     "check_later_writes",
+    "check_modes",
     "check_order",
     "check_region",
     "check_writes",
@@ -101,15 +102,49 @@ def check_region(match: Match, effects: Effects) -> None:
     """
     first, last = min(match.nodes), max(match.nodes)
     for writer in effects.between(effects.writers, first, last):
-        if writer not in match.nodes and _may_touch(writer, _sources(match.nodes)):
+        if ops.sets_mode(writer) or writer in match.nodes:
+            continue
+        if _may_touch(writer, _sources(match.nodes)):
+            unknown = ops.is_barrier(writer)
+            does = "has effects that are not known," if unknown else "may write to memory of the match"
             refuse(
-                f"%{writer.name} ({ops.key(writer)}) may write to memory of the match between "
-                f"%{first.name} and %{last.name}",
-                hint="functionalize the graph before rewriting it",
+                f"%{writer.name} ({ops.key(writer)}) {does} between %{first.name} and %{last.name}",
+                hint=_unknown_effects_hint(writer) if unknown else "functionalize the graph before rewriting it",
                 node=match.root,
                 kind=Reason.EFFECT,
                 effect=ops.key(writer),
             )
+
+
+def _unknown_effects_hint(node: fx.Node) -> str:
+    if node.op == "call_module" or str(ops.key(node)).startswith("torch."):
+        return "fxrewrite.normalize writes the graph as operators, whose effects are known"
+    return "declare a function of your own that only gives a new value with fxrewrite.ops.declare_pure"
+
+
+def check_modes(match: Match, place: fx.Node | None, effects: Effects) -> None:
+    """Refuses a match whose nodes run in different modes, as some under `no_grad`: its replacement runs in one.
+
+    Raises:
+        RefusedError: a node between those that are replaced and the place of the new ones switches a mode, and the
+            modes are not the same again.
+    """
+    ends = (*match.nodes, place) if place is not None else match.nodes
+    first, last = min(ends), max(ends)
+    switch = next((node for node in effects.between(effects.writers, first, last) if ops.sets_mode(node)), None)
+    if switch is None:
+        return
+    switches = [node for node in effects.writers if ops.sets_mode(node)]
+    if place is None or len({ops.modes_at(node, switches) for node in ends}) > 1:
+        refuse(
+            f"%{switch.name} ({ops.key(switch)}) {ops.says_of_mode(switch)} between nodes of the match, and the "
+            "replacement would be on one side of it",
+            hint="match what is on one side of it, or move the region in the model; fxrewrite.normalize and "
+            'backend(..., graph="aten") make casts of autocast',
+            node=match.root,
+            kind=Reason.EFFECT,
+            effect=ops.key(switch),
+        )
 
 
 def check_aliases(match: Match, results: list[fx.Node], created: list[fx.Node], effects: Effects) -> None:
@@ -166,8 +201,9 @@ def check_later_writes(old: fx.Node, memory: AbstractSet[fx.Node], effects: Effe
     """
     writer = effects.later_writer(old, memory)
     if writer is not None:
+        does = "may write" if ops.is_barrier(writer) else "writes"
         refuse(
-            f"%{writer.name} ({ops.key(writer)}) writes later to memory that the replacement shares differently",
+            f"%{writer.name} ({ops.key(writer)}) {does} later to memory that the replacement shares differently",
             hint="functionalize the graph before rewriting it",
             node=old,
             kind=Reason.ALIAS,

@@ -13,6 +13,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from fxrewrite import ops
+from fxrewrite.graph.bodies import body_of
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.match.safety import Effects
@@ -85,7 +86,7 @@ def _after_caller(edit: Edit, walk: _Walk) -> dict[fx.Node, Any] | fx.Node:
     if result is None or around is None:
         return {}
     callers = edit.callers()
-    if any(ops.key(caller) not in _RUN_ON_OPERANDS or len(ops.bodies_of(caller) or ()) > 1 for caller in callers):
+    if any(not _runs_on_operands(caller) or len(_bodies(around.gm, caller)) > 1 for caller in callers):
         return next(iter(edit.graph.find_nodes(op="output")))
     found = after_strides(around, [Replaced(caller, result, caller.users) for caller in callers], Effects(around))
     return found if isinstance(found, fx.Node) else dict.fromkeys(callers, result) | found
@@ -151,7 +152,8 @@ class _Walk:
             return None
         if ops.has_trait(node, "addressed") or ops.is_random(node):
             return node
-        if isinstance(node.target, torch._ops.HigherOrderOperator) and ops.key(node) not in _RUN_WHOLE:
+        higher_order = isinstance(node.target, torch._ops.HigherOrderOperator) and ops.key(node) not in _RUN_WHOLE
+        if higher_order or _runs_on_operands(node):
             return self._reader_in_subgraphs(node)
         if ops.is_barrier(node):
             return node
@@ -189,9 +191,10 @@ class _Walk:
     def _reader_of_moved(self, node: fx.Node) -> fx.Node | None:
         if ops.has_trait(node, "addressed"):
             return node
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            inner = (n for body in ops.bodies_of(node) or () for n in body.graph.nodes)
-            return next((n for n in inner if ops.has_trait(n, "addressed")), None)
+        inner = (n for body in _bodies(self._edit.gm, node) for n in body.graph.nodes)
+        addressed = next((n for n in inner if ops.has_trait(n, "addressed")), None)
+        if addressed is not None:
+            return addressed
         if ops.is_view(node):
             self.moved.add(node)
             self._push(node.users)
@@ -200,9 +203,9 @@ class _Walk:
     def _reader_in_subgraphs(self, node: fx.Node) -> fx.Node | None:
         """As `_reader`, of a higher-order operator: follows its operands through its subgraphs."""
         parts = {id(part.gm): part for part in self._edit.parts()}
-        entered = [parts.get(id(body)) for body in ops.bodies_of(node) or ()]
+        entered = [parts.get(id(body)) for body in _bodies(self._edit.gm, node)]
         operands = _operands(self._edit.gm, node)
-        if ops.key(node) not in _RUN_ON_OPERANDS or not entered:
+        if not _runs_on_operands(node) or not entered:
             return node
         for part in entered:
             inputs = part.graph.find_nodes(op="placeholder") if part is not None else []
@@ -223,12 +226,21 @@ class _Walk:
         return None
 
 
+def _runs_on_operands(node: fx.Node) -> bool:
+    return node.op == "call_module" or ops.key(node) in _RUN_ON_OPERANDS
+
+
+def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+    """Returns the graphs within the graph that a node calls."""
+    found = (body_of(gm, one) for one in ((node,) if node.op == "call_module" else node.all_input_nodes))
+    return [body for body in found if body is not None]
+
+
 def _operands(gm: fx.GraphModule, node: fx.Node) -> list[Any]:
     """Returns the arguments of a higher-order operator after its last subgraph, without texts; lists are flattened."""
     found: list[Any] = []
     for argument in node.args:
-        attribute = argument if isinstance(argument, fx.Node) and argument.op == "get_attr" else None
-        if attribute is not None and isinstance(ops.held(gm, attribute), fx.GraphModule):
+        if isinstance(argument, fx.Node) and body_of(gm, argument) is not None:
             found = []
         else:
             found += [leaf for leaf in tree_leaves(argument) if not isinstance(leaf, str)]

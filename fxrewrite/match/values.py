@@ -20,6 +20,7 @@ __all__ = [
     "FIRST",
     "Candidate",
     "Path",
+    "as_number",
     "call_signature",
     "frozen",
     "has_node",
@@ -130,6 +131,12 @@ def is_same(value: Any, other: Any) -> bool:
     if isinstance(value, fx.Node) or isinstance(other, fx.Node):
         return value is other
     return frozen(value) == frozen(other)
+
+
+def as_number(value: Any, repeats: int) -> Any:
+    """Returns the integer that means this list as an argument that takes lists of `repeats`; else the value itself."""
+    is_list = isinstance(value, (list, tuple)) and len(value) == repeats > 0
+    return value[0] if is_list and all(is_same(item, value[0]) for item in value) else value
 
 
 def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:

@@ -48,6 +48,8 @@ from fxrewrite.ops.memory import (
 from fxrewrite.ops.modes import (
     VMAP_CLOSES as VMAP_CLOSES,
     VMAP_OPENS as VMAP_OPENS,
+    modes_at as modes_at,
+    says_of_mode as says_of_mode,
     sets_mode as sets_mode,
     switches_gradients as switches_gradients,
     vmap_around as vmap_around,

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
 from torch._functorch import predispatch
 
-__all__ = ["VMAP_CLOSES", "VMAP_OPENS", "sets_mode", "switches_gradients", "vmap_around", "without_gradients"]
+__all__ = [
+    "VMAP_CLOSES",
+    "VMAP_OPENS",
+    "modes_at",
+    "says_of_mode",
+    "sets_mode",
+    "switches_gradients",
+    "vmap_around",
+    "without_gradients",
+]
 
 VMAP_OPENS, VMAP_CLOSES = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
 """What Dynamo calls where a `torch.vmap` begins and ends."""
 
-_MODE_SWITCHES = frozenset(
-    {
-        torch._C._set_grad_enabled,
-        torch.amp.autocast_mode._enter_autocast,
-        torch.amp.autocast_mode._exit_autocast,
-        torch.autograd.grad_mode._enter_inference_mode,
-        torch.autograd.grad_mode._exit_inference_mode,
-    }
-)
+_MODE_SWITCHES: Mapping[Any, str] = {
+    torch._C._set_grad_enabled: "switches gradients on or off",
+    torch.amp.autocast_mode._enter_autocast: "begins an autocast region",
+    torch.amp.autocast_mode._exit_autocast: "ends an autocast region",
+    torch.autograd.grad_mode._enter_inference_mode: "begins an inference_mode region",
+    torch.autograd.grad_mode._exit_inference_mode: "ends an inference_mode region",
+}
+"""What switches a mode of torch, and what it does."""
+_ENDS = (torch.amp.autocast_mode._exit_autocast, torch.autograd.grad_mode._exit_inference_mode)
 
 
 def sets_mode(node: fx.Node) -> bool:
@@ -44,6 +54,30 @@ def without_gradients(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
         elif switch is not None:
             found[node] = switch
     return found
+
+
+def says_of_mode(switch: fx.Node) -> str:
+    """What a node that sets a mode does, as "begins an autocast region"."""
+    return _MODE_SWITCHES[switch.target]
+
+
+def modes_at(node: fx.Node, switches: Sequence[fx.Node]) -> tuple[object, ...]:
+    """The modes in which a node runs, of those that the switches of its graph set: equal where they are the same.
+
+    Before the first switch of gradients they are what it changes.
+    """
+    gradients: object = next((not switch.args[0] for switch in switches if switches_gradients(switch)), None)
+    regions: list[object] = []
+    for switch in switches:
+        if not switch < node:
+            break
+        if switches_gradients(switch):
+            gradients = switch.args[0]
+        elif switch.target in _ENDS:
+            regions = [region for region in regions if region is not switch.args[0]]
+        else:
+            regions.append(switch)
+    return gradients, *regions
 
 
 def vmap_around(node: fx.Node) -> fx.Node | None:

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxrewrite.ops.value import MISSING, value
 
-__all__ = ["NO_DEFAULT", "Parameter", "Schema", "fits", "schema_of", "schemas_of"]
+__all__ = ["NO_DEFAULT", "Parameter", "Schema", "fits", "repeats_of", "schema_of", "schemas_of"]
 
 
 class _NoDefault:
@@ -88,6 +88,13 @@ def schemas_of(packet: torch._ops.OpOverloadPacket, with_out: bool = False) -> t
     schemas = [schema_of(o) for o in overloads if any(a.is_out for a in o._schema.arguments) == with_out]
     on_tensors = [s for s in schemas if any("Tensor" in p.kind for p in s.parameters)]
     return tuple(on_tensors or schemas)
+
+
+@functools.cache
+def repeats_of(packet: torch._ops.OpOverloadPacket, argument: str) -> int:
+    """Returns how often the list that a bare integer means as this argument holds it; 0 if it takes no such list."""
+    found = (p.repeats for s in schemas_of(packet) for p in s.parameters if (p.name, p.kind) == (argument, "List[int]"))
+    return next(found, 0)
 
 
 def fits(parameter: Parameter, given: Any) -> bool:

@@ -44,6 +44,8 @@ OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.and_: "bitwise_and",
     operator.or_: "bitwise_or",
     operator.xor: "bitwise_xor",
+    operator.lshift: "bitwise_left_shift",
+    operator.rshift: "bitwise_right_shift",
     operator.eq: "eq",
     operator.ne: "ne",
     operator.lt: "lt",
@@ -57,10 +59,17 @@ OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.iand: "bitwise_and_",
     operator.ior: "bitwise_or_",
     operator.ixor: "bitwise_xor_",
+    operator.ilshift: "bitwise_left_shift_",
+    operator.irshift: "bitwise_right_shift_",
 }
 """Python operators on tensors; on Python numbers and symbolic sizes they stay `operator.add` ..."""
 
 ALIASES: Mapping[str, str] = {
+    "__and__": "bitwise_and",
+    "__lshift__": "bitwise_left_shift",
+    "__or__": "bitwise_or",
+    "__rshift__": "bitwise_right_shift",
+    "__xor__": "bitwise_xor",
     "absolute": "abs",
     "arccos": "acos",
     "arccosh": "acosh",
@@ -100,7 +109,7 @@ ALIASES: Mapping[str, str] = {
     "swapdims": "transpose",
     "true_divide": "div",
 }
-"""Synonymous ATen names, each mapped to the name that Python operators and tracing produce."""
+"""Synonymous ATen names, each mapped to the name of the function of torch that people write."""
 
 CASTS: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

@@ -140,10 +140,11 @@ def _arithmetic(function: Callable[..., Any], *, reflected: bool = False) -> Cal
     return method
 
 
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
+_BINARY = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift"
+for _name in _BINARY.split():
     setattr(Term, f"__{_name.rstrip('_')}__", _arithmetic(getattr(operator, _name)))
     setattr(Term, f"__r{_name.rstrip('_')}__", _arithmetic(getattr(operator, _name), reflected=True))
-for _name in ("lt", "le", "gt", "ge", "neg", "invert", "abs"):
+for _name in ("lt", "le", "gt", "ge", "neg", "pos", "invert", "abs"):
     setattr(Term, f"__{_name}__", _arithmetic(getattr(operator, _name)))
 
 

@@ -19,7 +19,7 @@ class FoundMatch(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     rule: str = Field(description="id of the rule")
-    body: str = Field(default="", description="path of the higher-order operator's body; empty for the graph itself")
+    body: str = Field(default="", description="path of the graph module within the graph; empty for the graph itself")
     outputs: list[str] = Field(description="names of the nodes that would be replaced")
     nodes: list[str] = Field(description="names of all matched nodes, outputs first")
     captures: dict[str, str] = Field(description="what was captured, as text")

@@ -57,6 +57,13 @@ class MemberSet:
         self._levels = _levels(self)
         self._programs: dict[int, Program[Rule]] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A set is a value, as each of its members is."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_programs": {}}  # they hold compiled code, which cannot be pickled
+
     def _require_distinct(self) -> None:
         is_repeated = len({id(member) for member in self.members}) < len(self.members)
         seen: dict[str, tuple[Rule | Step, str]] = {}

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import fx
@@ -66,6 +66,13 @@ class Plan:
         self.stages = stages
         self.needs: Mapping[Property, str] = MappingProxyType(open_needs(stages))
         self.expectations: Mapping[str, int] = MappingProxyType(dict(expectations or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A plan is a value, so that what holds one, such as a configuration, can be copied."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, (self.stages, dict(self.expectations))
 
     def __rshift__(self, other: MemberSet | Rule | Plan) -> Plan:
         """The plan that does this, and then the other."""
@@ -122,7 +129,7 @@ class Plan:
         Args:
             gm: the module; on any exception its graph is as before.
             context: handed to steps, and to replacements as `match.context`.
-            bodies: whether bodies of higher-order operators are rewritten too.
+            bodies: whether graph modules that it calls, and bodies of higher-order operators, are rewritten too.
 
         Raises:
             RefusedError: a rule of an atomic set, or a step, refused.

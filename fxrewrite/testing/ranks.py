@@ -90,6 +90,7 @@ def run_on_ranks(
     num_ranks = ranks.size() if isinstance(ranks, DeviceMesh) else ranks
     for operator, body in bodies_of_communicating().items():
         _run_inside(operator, body)
+    _conjugate_numbers()
     for operator in differentiating():
         _run_with_autograd(operator)
     cuts: list[_Cut | None] = [None] * len(inputs)
@@ -190,6 +191,19 @@ def _run_with_autograd(operator: OpOverload) -> None:
             return _for_each_rank_run_func(func, mode.ranks, args, kwargs)
 
     torch.library.register_torch_dispatch(operator, LocalTensorMode, run)
+
+
+@cache
+def _conjugate_numbers() -> None:
+    """From now on, among simulated ranks, a number of Python has a conjugate, which a gradient by a product with it is.
+
+    LocalTensorMode fails on it, as it looks for the memory of the number that the result would be a view of.
+    """
+
+    def run(mode: LocalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _for_each_rank_run_func(func, mode.ranks, args, kwargs, alias=isinstance(args[0], torch.Tensor))
+
+    torch.library.register_torch_dispatch(torch.ops.aten._conj.default, LocalTensorMode, run)
 
 
 _RANK_BY_RANK = frozenset({"higher_order::flex_attention"})

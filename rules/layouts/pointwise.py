@@ -60,10 +60,10 @@ silu sin sinc sinh softplus softshrink special_entr special_erfcx special_i0e sp
 special_ndtr special_ndtri sqrt square tan tanh threshold _to_copy trunc uniform zero zeros_like
 """
 _BINARY = """
-add addcdiv addcmul __and__ atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor complex copy
+add addcdiv addcmul atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor complex copy
 copysign div eq expand_as float_power floor_divide fmax fmin fmod gcd ge gt heaviside hypot igamma igammac isclose lcm
-ldexp le lerp logaddexp logaddexp2 logical_and logical_or logical_xor __lshift__ lt maximum minimum mul ne nextafter
-__or__ polar pow _prelu_kernel remainder __rshift__ rsub special_xlog1py special_zeta sub where xlogy __xor__
+ldexp le lerp logaddexp logaddexp2 logical_and logical_or logical_xor lt maximum minimum mul ne nextafter polar pow
+_prelu_kernel remainder rsub special_xlog1py special_zeta sub where xlogy
 """
 
 LAYOUTS = (

@@ -31,8 +31,7 @@ __all__ = ["POINTWISE_KEYS", "MaskPlace", "ReadMask", "is_dense", "read_mask"]
 
 aten = torch.ops.aten
 
-_NAMES = {"aten::__and__": "bitwise_and", "aten::__or__": "bitwise_or", "aten::__xor__": "bitwise_xor"}
-POINTWISE_KEYS = {**{f"aten::{name}": name for name in POINTWISE}, **_NAMES}
+POINTWISE_KEYS = {f"aten::{name}": name for name in POINTWISE}
 _TRIANGLES = {"aten::tril": "gt", "aten::triu": "lt"}
 """How `columns - rows` compares with the diagonal where these operators write zeros."""
 _LONGEST = 4096

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from autosp_rules import AutoSPConfig, AutoSPReport
+from autosp_rules import AutoSPConfig, AutoSPError, AutoSPReport, dry_run
 from autosp_rules.transform import transform
 from fxrewrite.ops import key
 from fxrewrite.spmd import axis_of
@@ -169,3 +169,15 @@ def test_half_precision_runs_the_grouped_product_of_torch() -> None:
             want = wanted[id(value)]
             own = (value.grad.double() - want).norm() / want.norm()  # what bfloat16 costs on one device
             assert (grad.double() - want).norm() / want.norm() <= 1.5 * own + 1e-2
+
+
+def test_a_model_that_records_outputs_is_called_once_before_it_is_compiled() -> None:
+    """transformers installs its hooks at the first call, and breaks the graph there."""
+    model = build(softmax_then_topk, experts_implementation="batched_mm", output_router_logits=True)
+    config = AutoSPConfig(memory="1 GiB")
+    with pytest.raises(AutoSPError, match="Unsupported context manager; call the model once before it is compiled"):
+        dry_run(model, batch(), num_ranks=2, config=config)
+    with torch.no_grad():
+        model(**batch())
+    _, report = dry_run(model, batch(), num_ranks=2, config=config)
+    assert not report.graph_break

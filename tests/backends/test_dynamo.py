@@ -250,6 +250,42 @@ def test_a_plan_that_changes_inputs_or_outputs_is_refused() -> None:
         assert text in str(failed.value)
 
 
+def with_grad(x: torch.Tensor) -> torch.Tensor:
+    return gated(x) + torch.func.grad(lambda t: (t * t * t).sum())(x)
+
+
+def with_vmap(x: torch.Tensor) -> torch.Tensor:
+    return gated(x) + torch.vmap(lambda row: row * row.sum())(x)
+
+
+def with_hook(x: torch.Tensor) -> torch.Tensor:
+    y = gated(x)
+    y.register_hook(lambda grad: grad * 2)
+    return y * x
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch 2.11, of hooks
+@pytest.mark.parametrize("function", [with_grad, with_vmap, with_hook], ids=lambda f: f.__name__)
+def test_transforms_and_hooks_stay_and_what_is_around_them_is_rewritten(function: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    backend = rewriting_backend(plan(SILU).apply, "eager")
+    x, y = (torch.tensor([[0.5, -1.0], [2.0, 3.0]], requires_grad=True) for _ in range(2))
+    found, expected = torch.compile(function, backend=backend)(x), function(y)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    assert sum(report.rewrites for report in backend.reports) == 1
+
+
+def test_a_transform_that_has_no_normal_form_is_refused_with_the_graph_that_takes_it() -> None:
+    torch._dynamo.reset()
+    with pytest.raises(
+        BackendCompilerFailed, match=r'a transform of torch.func .*; or pass graph="torch", where rules'
+    ):
+        torch.compile(with_grad, backend=rewriting_backend(plan(SILU).apply, "eager", graph="aten"))(torch.rand(2, 2))
+
+
 def test_constants_found_by_tracing_are_no_part_of_aotautograds_guards() -> None:
     backend = rewriting_backend(plan(SILU).apply, "aot_eager", graph="aten")
     compiled = torch.compile(lambda x: x * torch.sigmoid(x) * torch.tensor([1.0, 2.0]), backend=backend)

@@ -1,6 +1,30 @@
 """Patterns match on meaning: spellings, defaults, operand order, optional steps, several outputs; and nothing else."""
 
 from itertools import count
+from operator import (
+    abs as abs_,
+    add,
+    and_,
+    eq,
+    floordiv,
+    ge,
+    gt,
+    invert,
+    le,
+    lshift,
+    lt,
+    matmul,
+    mod,
+    mul,
+    ne,
+    neg,
+    or_,
+    pos,
+    rshift,
+    sub,
+    truediv,
+    xor,
+)
 from typing import Any
 
 import pytest
@@ -14,6 +38,12 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match import Match, Program, explain
 from fxrewrite.match.lower import lower
 from fxrewrite.pattern import Literal, Maybe, either, loose, maybe, op, shared, trace, where
+
+INTS = torch.arange(1, 10).reshape(3, 3)
+PYTHON_OPERATORS = [
+    *(add, sub, mul, truediv, floordiv, mod, pow, matmul, and_, or_, xor, lshift, rshift, lt, le, gt, ge, eq, ne),
+    *(neg, pos, abs_, invert),
+]
 
 
 def graph_of(function) -> fx.GraphModule:
@@ -96,6 +126,18 @@ def test_arguments_are_compared_by_meaning(pattern, function, expected: bool) ->
     assert bool(matches(pattern, function)) == expected
 
 
+@pytest.mark.parametrize("operator", PYTHON_OPERATORS, ids=lambda of: of.__name__)
+def test_operators_of_python_match_their_own_text(operator) -> None:
+    """As FX records them, and as the overloads that tracing makes of them."""
+    functions = [lambda x, y: operator(x, y), lambda x, y: operator(x, 2) + y, lambda x, y: operator(2, x) + y]
+    if operator in (neg, pos, abs_, invert):
+        functions = [lambda x, y: operator(x) + y]
+    for function in functions[: 1 if operator is matmul else None]:
+        assert matches(function, function)  # two, where operands commute
+        overloads = make_fx(function, pre_dispatch=True, tracing_mode="fake")(INTS, INTS)
+        assert explain(trace(function), overloads.graph.nodes).num_matches
+
+
 @pytest.mark.parametrize(
     ("pattern", "function", "expected"),
     [
@@ -136,6 +178,23 @@ def test_literals_are_captured_and_compared() -> None:
     assert len(matches(twice, lambda x: x * 2.0 + 2.0)) == 1
     assert matches(twice, lambda x: x * 2.0 + 3.0) == []
     assert matches(twice, lambda x: x * 2.0 + 2) == []
+
+
+@pytest.mark.parametrize(
+    ("pattern", "function", "expected"),
+    [
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, 1).unsqueeze(1), 1),
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, [1]).unsqueeze(1), 1),
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, [1, 1]).unsqueeze(1), None),
+        (lambda x, d: torch.sum(x, d).unsqueeze(d), lambda x: torch.sum(x, 0).unsqueeze(1), None),
+        (lambda x, d: torch.softmax(x, d).sum(d), lambda x: torch.softmax(x, -1).sum(-1), -1),
+        (lambda x, d: x.sum(d, keepdim=True).mean(d), lambda x: x.sum((1, 2), keepdim=True).mean((1, 2)), [1, 2]),
+    ],
+    ids=count(),
+)
+def test_an_integer_is_the_list_that_it_means(pattern, function, expected) -> None:
+    pattern.__annotations__ = {"d": Literal}
+    assert [match["d"] for match in matches(pattern, function)] == ([] if expected is None else [expected])
 
 
 def test_any_captures_lists_with_nodes_in_them() -> None:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
-from fxrewrite import Match, RuleDefinitionError, RuleSet, op
+from fxrewrite import Match, MatchExpectationError, RuleDefinitionError, RuleSet, op
+from fxrewrite.graph import graph_text, nodes_of
 from fxrewrite.pattern import parse
 from tests.rewriting import apply, made, state, targets
 
@@ -144,3 +145,41 @@ def test_a_match_makes_nodes_only_while_its_replacement_runs() -> None:
     assert apply(gm, made(lambda x: torch.sin(x), body, numerics="approximate")).rewrites == 1
     with pytest.raises(RuntimeError, match="outside a replacement they have no place"):
         kept[0].call(torch.exp, kept[0]["x"])
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        return torch.neg(torch.neg(x)) * self.scale
+
+
+class KeepsGraphModules(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, fx.GraphModule)
+
+
+def test_graph_modules_that_a_graph_calls_are_rewritten_with_it() -> None:
+    twice = fx.symbolic_trace(Scaled())
+    model = nn.Sequential(twice, fx.symbolic_trace(nn.Sequential(Scaled())), twice)
+    gm = fx.GraphModule(model, KeepsGraphModules().trace(model))
+    twice.register_forward_hook(lambda module, args, output: output + 1)
+    plan = RuleSet("signs", made(lambda x: torch.neg(torch.neg(x)), lambda x: x.clone())).once()
+    x, before = torch.rand(3), graph_text(gm)
+
+    new, report = plan.applied(gm)
+    assert report.rewrites == 2
+    assert graph_text(gm) == before
+    assert [sum(node.target is torch.neg for node in nodes_of(one)) for one in (gm, new)] == [4, 0]
+    assert torch.equal(new(x), gm(x))
+    assert {id(p) for p in new.parameters()} == {id(p) for p in gm.parameters()}
+
+    found = plan.find(gm)
+    assert [match.body for match in found.matches] == ["0", "1"]
+    with pytest.raises(MatchExpectationError):
+        plan.expect("test.it", at_least=3).apply(gm)
+    assert graph_text(gm) == before
+    assert plan.commit(gm, found).rewrites == 2
+    assert graph_text(gm) == graph_text(new)

@@ -225,12 +225,14 @@ def check_buffers(model: nn.Module, plan: Parallelism | Parallelisms) -> None:
     for member, site, placed in stated:
         if site.kind != "param" or isinstance(placed, (Stored, Zigzag)) or as_placement(placed) == Replicate():
             continue
-        for name, _ in model.named_buffers():
-            if site.matches(name):
-                raise FxRewriteError(
-                    f"{member.name}: {site}: {placed} matches {name}, a buffer, which every rank holds whole; leave "
-                    f"buffers out, as param({site.glob!r}, but={name!r}), or make it a parameter"
-                )
+        buffers = [name for name, _ in model.named_buffers() if site.matches(name)]
+        kept = [name for name, _ in model.named_parameters(remove_duplicate=False) if site.matches(name)]
+        if buffers:
+            advice = f"leave buffers out, as {site.without(buffers, kept)}" if kept else "remove this entry of place"
+            raise FxRewriteError(
+                f"{member.name}: {site}: {placed} matches {buffers[0]}, a buffer, which every rank holds whole; "
+                f"{advice}, or make it a parameter"
+            )
 
 
 def _names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -10,13 +10,13 @@ A glob is matched against qualified names as in `named_parameters`; `{a,b}` is o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Literal, TypeAlias, TypeVar
 
 from fxrewrite.errors import FxRewriteError
-from fxrewrite.graph.modules import matches_glob
+from fxrewrite.graph.modules import alternatives, matches_glob
 from fxrewrite.graph.sizes import Size, divide_exactly, require_divisible, size_hint
 from fxrewrite.spmd.placement import (
     AnyPlacement,
@@ -90,6 +90,16 @@ class Site:
     def matches(self, name: str) -> bool:
         """Whether the placement is stated of what has this qualified name."""
         return matches_glob(name, self.glob) and not (self.but and matches_glob(name, self.but))
+
+    def without(self, names: Iterable[str], kept: Collection[str]) -> Site:
+        """The site that does not match these names, by their last parts where no name that is kept has one of those."""
+        globs = list(alternatives(self.but)) if self.but else []
+        for name in names:
+            glob = f"*.{name.rpartition('.')[2]}"
+            fits = matches_glob(name, glob) and not any(matches_glob(other, glob) for other in kept)
+            globs.append(glob if fits else name)
+        globs = list(dict.fromkeys(globs))
+        return replace(self, but=globs[0] if len(globs) == 1 else f"{{{','.join(globs)}}}")
 
     def __str__(self) -> str:
         but = f", but={self.but!r}" if self.but else ""

@@ -21,8 +21,8 @@ add sub mul div remainder fmod maximum minimum fmax fmin atan2 hypot eq ne lt le
 logical_xor copysign isclose ldexp logaddexp logaddexp2 rsub polar complex
 """
 _NO_GRADIENT = "heaviside igamma igammac nextafter special_zeta"
-_BITWISE = "bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__"
-_SHIFTS = "__lshift__ __rshift__ bitwise_left_shift bitwise_right_shift"
+_BITWISE = "bitwise_and bitwise_or bitwise_xor"
+_SHIFTS = "bitwise_left_shift bitwise_right_shift"
 _DRAWS = """
 bernoulli cauchy empty_like exponential geometric log_normal normal_functional rand_like randint_like
 randn_like random rrelu uniform
