@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._inductor import custom_graph_pass
-from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "hint_of_size",
     "order_of_writes",
     "passes_of_slot",
+    "reshapes_of_any_length",
     "symbolic_kernels",
 ]
 
@@ -69,6 +70,14 @@ def symbolic_kernels() -> AbstractContextManager[Any]:
     `constant_pad_nd` up to 2.15 at least, whose result then has the traced length for every length.
     """
     return enable_python_dispatcher()
+
+
+def reshapes_of_any_length() -> AbstractContextManager[Any]:
+    """Inside of the scope, a reshape of fake values reads no symbolic size as the number that it is in the trace.
+
+    Else a size that is 1 there is taken for one of its literal 1s, without a word where guards are suppressed.
+    """
+    return _config.patch(backed_size_oblivious=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def attention_that_checks_lengths() -> AbstractContextManager[Any]:

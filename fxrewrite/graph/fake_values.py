@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.sizes import is_read_from_data
-from fxrewrite.torch_versions import symbolic_kernels
+from fxrewrite.torch_versions import hint_of_size, reshapes_of_any_length, symbolic_kernels
 
 __all__ = ["FakeValues", "identity_of", "look_of"]
 
@@ -131,7 +131,9 @@ class FakeValues:
         quiet = mode.shape_env.suppress_guards() if mode.shape_env is not None else contextlib.nullcontext()
         # torch's own cache makes every new result twice, which takes most of the time where sizes are expressions
         uncached = disable_fake_tensor_cache(mode) if _has_symbols((args, kwargs)) else contextlib.nullcontext()
-        with mode, quiet, uncached, symbolic_kernels():
+        is_one = ops.has_trait(ops.key(target), "reshape") and _has_traced_one((args, kwargs))
+        any_length = reshapes_of_any_length() if is_one else contextlib.nullcontext()
+        with mode, quiet, uncached, symbolic_kernels(), any_length:
             if isinstance(target, torch._ops.HigherOrderOperator):
                 return _without_tracing(function, args, kwargs)
             return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
@@ -192,6 +194,13 @@ def look_of(tensor: torch.Tensor) -> Any:
 def _has_symbols(arguments: Any) -> bool:
     tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
     return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
+
+
+def _has_traced_one(arguments: Any) -> bool:
+    """Whether a symbolic size is 1 in the trace, as is a rank's chunk of a sequence as long as there are ranks."""
+    leaves = tree_leaves(arguments)
+    sizes = (size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)))
+    return any(isinstance(size, torch.SymInt) and hint_of_size(size, fallback=0) == 1 for size in sizes)
 
 
 def _has_data_sizes(result: Any) -> bool:

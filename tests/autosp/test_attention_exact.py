@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from autosp_rules.config import AttentionOption
 from autosp_rules.report import AutoSPReport
-from tests.autosp.attention_layer import BATCH, HEAD_DIM, LENGTH, RANKS, VALUE_DIM, Attend, Layer, check
+from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, RANKS, VALUE_DIM, Attend, Layer, check
 
 sdpa = F.scaled_dot_product_attention
 
@@ -131,6 +131,13 @@ def test_one_side_that_is_not_sharded(side: str) -> None:
 
 def test_a_symbolic_length() -> None:
     check(Layer(lambda m, x, q, k, v: sdpa(q, k, v, is_causal=True)), dynamic=True)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_symbolic_length_of_one_token_a_rank(num_ranks: int) -> None:
+    """A size that is 1 in the trace, and not for every length, is no literal 1 beside it."""
+    layer = Layer(lambda m, x, q, k, v: sdpa(q, k, v, is_causal=True))
+    check(layer, ranks=(num_ranks,), ids=IDS[:, :num_ranks], dynamic=True)
 
 
 COLLECTIVES: dict[str, tuple[int, int, int, dict[str, int]]] = {
