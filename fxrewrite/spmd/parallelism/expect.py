@@ -26,6 +26,12 @@ KINDS = {
     SEND_ROWS: "all_to_all",
     **COLLECTIVE_KINDS,
 }
+_CAUSES = {
+    True: "if the model has more in it than the plan speaks of, as adapters, state in the plan what it sends",
+    False: "if the plan cuts nothing of a part, as of a mixer that is no attention, place its parameters, or state in "
+    "the plan what it sends",
+}
+"""What may be the cause where there are more collectives than expected, and where there are fewer."""
 
 
 class Sends:
@@ -73,8 +79,8 @@ class Sends:
                         f"{module or 'the program'} has {counts[kind]} {kind} over {axis.name}, and {expected} are "
                         f"expected ({self.text()}){':' if lines else ''}{lines}\n"
                         f"fxrewrite.testing.explain_placement(model, inputs, plan, mesh, {module or '*'!r}) says why; "
-                        "if the model has more in it than the plan speaks of, as adapters, state in the plan what it "
-                        "sends: dataclasses.replace(plan, expect=[...]), or () to count nothing"
+                        f"{_CAUSES[counts[kind] > expected]}: dataclasses.replace(plan, expect=[...]), or () to count "
+                        "nothing"
                     )
         return 0
 
