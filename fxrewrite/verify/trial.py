@@ -290,8 +290,12 @@ class Trials:
         return max((value.max().item() for value in finite if value.numel()), default=0.0)
 
     def _ends(self, after: fx.GraphModule) -> bool:
+        """Whether the rule stops firing on its own result; an application that is refused is the last one."""
         again = copy_module(after)
-        return any(not self.rewrite(again) for _ in range(_MOST_APPLICATIONS))
+        try:
+            return any(not self.rewrite(again) for _ in range(_MOST_APPLICATIONS))
+        except RefusedError:
+            return True
 
 
 def _compared(

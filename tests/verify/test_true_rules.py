@@ -176,6 +176,20 @@ def test_a_rule_that_keeps_firing_is_endless(name: str) -> None:
     assert verify(TRUE[name], samples=16, terminates=False).ok
 
 
+def test_a_rule_whose_second_application_is_refused_ends() -> None:
+    """A plan refuses to join the linear that the rule made with itself."""
+
+    def joined(x: Any, q: Any, k: Any) -> tuple[Any, ...]:
+        parts = torch.split(F.linear(x, torch.cat([q, k])), [q.shape[0], k.shape[0]], -1)
+        return parts[0], parts[1]
+
+    q, k = cap("q"), cap("k")
+    are_matrices = (where.rank("q", 2), where.rank("k", 2), where.same_dtype("q", "k"))
+    pattern = Pattern((op("linear", X, q), op("linear", X, k)), are_matrices)
+    verdict = Rule("test.joined", pattern, joined, numerics="approximate", domain="moderate").verify(samples=16)
+    assert verdict.ok, str(verdict)
+
+
 def test_a_rule_that_says_it_is_endless_passes_and_has_no_fixpoint() -> None:
     split = Rule(
         "sums.split", Pattern((op("sum", X),)), lambda x: torch.sum(torch.reshape(x, [-1])),
