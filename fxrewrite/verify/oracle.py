@@ -212,18 +212,20 @@ def widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _in_last_place(value: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
-    """Changes each floating-point entry by about one unit in the last place of the coarsest dtype, up or down.
+    """Changes each real or complex entry by about one unit in the last place of the coarsest dtype, up or down.
 
     A tensor of signs stays: losses ask whether a label is 1, and next to 1 it is no label. Entries of one place in
     memory become different ones: the mean of a number with itself is exact, and that of its neighbours is not.
     """
-    if not value.is_floating_point() or bool((value.abs() == 1).all()):
+    if not ops.is_inexact(value) or bool((value.abs() == 1).all()):
         return value
     if any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)):
         value = value.contiguous()
 
     def change(entries: torch.Tensor) -> torch.Tensor:
-        sign = torch.randint(0, 2, entries.shape, generator=generator).to(value.dtype) * 2 - 1
+        if entries.is_complex():
+            return torch.view_as_complex(change(torch.view_as_real(entries)))
+        sign = torch.randint(0, 2, entries.shape, generator=generator).to(entries.dtype) * 2 - 1
         return entries * (1 + eps * sign)
 
     return with_entries(value, change)

@@ -95,7 +95,12 @@ class InputSpec:
     @property
     def is_free_integer(self) -> bool:
         """Whether its entries are integers that may be drawn otherwise."""
-        return not (self.is_given or self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
+        return not (self.is_given or self.is_inexact or self.dtype is torch.bool)
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether its entries are real or complex numbers, which can be differentiated."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     def tensor(self) -> torch.Tensor:
         """Makes the tensor, in fresh memory."""

@@ -253,6 +253,18 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
     ),
     "a gradient of equal operands": (torch.maximum(X, Y), lambda x, y: torch.where(x >= y, x, y), (), {}),
     "a gradient at a named number": (torch.clamp(X, 0.0, 6.0), not_clamped, (), {}),
+    "a gradient beside an operand that has none": (
+        torch.special.gammainc(Y, X) * X, lambda x, y: torch.special.gammainc(y, x) * x.detach(), (),
+        {"domain": "moderate", "numerics": "approximate"},
+    ),
+    "a gradient of complex numbers": (
+        torch.view_as_real(X * Y), lambda x, y: torch.view_as_real(x * y.detach()).clone(),
+        (where.dtype("x", torch.complex64), where.dtype("y", torch.complex64)), {"domain": "moderate"},
+    ),
+    "a gradient of complex numbers in further samples": (
+        torch.abs(X), lambda match, x: torch.abs(x.detach() if match["x"].meta["val"].is_complex() else x),
+        (), {"domain": "moderate", "numerics": "approximate"},
+    ),
     "a cast to another half precision": (
         op("to", op("to", X, torch.float16), torch.float32), lambda x: x.to(torch.bfloat16).to(torch.float32),
         (where.dtype("x", torch.float32),), {"domain": "moderate"},
@@ -479,6 +491,15 @@ def test_a_gradient_that_is_wrong_is_printed() -> None:
     counterexample = verify(FALSE["a gradient that is cut off"][1]).counterexample
     assert counterexample is not None
     assert "random_gradients(rewritten, inputs())" in counterexample.snippet
+    ran = execute(counterexample.snippet)
+    assert ran["expected"][0].item() != ran["found"][0].item()
+
+
+def test_a_wrong_gradient_is_printed_beside_an_operand_that_has_none() -> None:
+    pattern, replacement, _, promises = IN_A_DETAIL["a gradient beside an operand that has none"]
+    counterexample = Rule("test.detail", Pattern((pattern,)), replacement, **promises).verify().counterexample
+    assert counterexample is not None
+    assert "random_gradients(rewritten, inputs(), of=[1])" in counterexample.snippet
     ran = execute(counterexample.snippet)
     assert ran["expected"][0].item() != ran["found"][0].item()
 

@@ -232,6 +232,57 @@ def test_the_verdict_says_what_was_tested_and_never_that_it_is_proved() -> None:
     assert "prove" not in text
 
 
+def of_ones(draw: Any) -> dict[str, Any]:
+    return {"x": torch.ones(2, dtype=draw.dtype)}
+
+
+def infinite(draw: Any) -> dict[str, Any]:
+    return {"x": torch.full((2,), -torch.inf, dtype=draw.dtype)}
+
+
+ANOTHER_DROPOUT = rule_of(torch.dropout(X, 0.5, True), lambda x: torch.dropout(x, 0.5, True) * 1, rng="changes")
+ANOTHER_ARGMAX = rule_of(torch.argmax(X), lambda x: torch.argmax(x) * 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampler", "why_not"),
+    [
+        (TRUE["relu twice"], infinite, "some inputs are not finite"),
+        (ANOTHER_DROPOUT, of_ones, "the rule may draw other numbers"),
+        (ANOTHER_ARGMAX, of_ones, ""),
+        (TRUE["relu twice"], of_ones, ""),
+    ],
+    ids=["an infinite input", "random numbers", "an original that is not differentiable", "they were compared"],
+)
+def test_the_verdict_says_why_gradients_were_not_compared(rule: Rule, sampler: Any, why_not: str) -> None:
+    verdict = verify(rule, sampler=sampler, samples=8, terminates=False)
+    assert verdict.ok, str(verdict)
+    assert verdict.ungraded == why_not
+    said = f", but gradients were not compared: {why_not}" if why_not else ""
+    assert str(verdict).startswith(f"test.rule: tested on 8 samples, no difference{said}\n")
+
+
+def test_an_operator_without_a_derivative_of_complex_numbers_is_a_remark_unless_the_rule_is_for_them() -> None:
+    verdict = verify(TRUE["silu"])
+    assert verdict.ok, str(verdict)
+    assert "the rewritten graph raises in its backward: RuntimeError: silu does not support" in verdict.remarks[-1]
+    of_complex = rule_of(X * torch.sigmoid(X), TRUE["silu"].body, where.dtype("x", torch.complex64))
+    verdict = verify(of_complex, numerics="approximate", domain="moderate")
+    assert "gradient: the rewritten graph raises RuntimeError in its backward: silu does not" in str(verdict)
+
+
+def test_an_operand_without_a_derivative_is_named_and_the_gradients_of_others_are_compared() -> None:
+    normed = F.batch_norm(X, cap("mean"), cap("var"), None, None, False, 0.1, 1e-5)
+    conditions = [where.rank("x", 2), where.same_dtype("x", "mean", "var"), where.size("x", 0, ">", 0)]
+    for name in ("mean", "var"):
+        conditions += [where.rank(name, 1), where.parse(f"size({name}, 0) == size(x, 1)")]
+    rule = rule_of(normed, lambda x, mean, var: (x - mean) * torch.rsqrt(var + 1e-5), *conditions)
+    verdict = verify(rule, numerics="approximate", domain="moderate", samples=16)
+    assert verdict.ok, str(verdict)
+    assert verdict.gradients > 8
+    assert "no gradient of mean, var: torch has no derivative of the original there" in verdict.remarks
+
+
 def drawn(**options: Any) -> list[torch.Tensor]:
     """The inputs on which a true rule is run."""
     seen: list[torch.Tensor] = []
