@@ -273,6 +273,10 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
         op("to", X, torch.float16), lambda x: x.to(torch.bfloat16).to(torch.float16),
         (where.dtype("x", torch.float32),), {"domain": "moderate"},
     ),
+    "an operand that is rounded first": (
+        op("to", torch.softmax(X, -1), torch.bfloat16), lambda x: torch.softmax(x.to(torch.bfloat16), -1),
+        (where.dtype("x", torch.float32), where.size("x", -1, ">", 0)), {},
+    ),
     "half precision inside": (
         torch.sum(X, -1), lambda x: torch.sum(x.to(torch.bfloat16), -1).to(torch.float32),
         (where.dtype("x", torch.float32),), {},

@@ -82,6 +82,16 @@ TRUE: dict[str, Rule] = {
         numerics="reassociates",
         domain="moderate",
     ),
+    "an operand that the original rounds first": rule_of(
+        torch.matmul(X, op("to", Y, torch.bfloat16)),
+        lambda x, y: torch.matmul(y.to(torch.bfloat16).transpose(0, 1), x.transpose(0, 1)).transpose(0, 1),
+        where.dtype("x", torch.bfloat16),
+        where.dtype("y", torch.float32),
+        where.rank("x", 2),
+        where.rank("y", 2),
+        numerics="reassociates",
+        domain="finite",
+    ),
     "linear": rule_of(
         op("linear", X, cap("w", Param), cap("b", Param)),
         lambda x, w, b: torch.matmul(x, torch.transpose(w, 0, 1)) + b,
