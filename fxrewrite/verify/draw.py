@@ -58,6 +58,7 @@ class Draw:
     """What a sampler draws with; the same seed draws the same values in every process.
 
     Attributes:
+        index: number of this sample.
         dtype: the floating-point dtype of this sample.
         dtypes: all dtypes that are tested.
         most: upper limit of sizes, except for one long dimension in every fifth sample; to shrink a counterexample, it
@@ -88,6 +89,7 @@ class Draw:
         plain: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
+        self.index = index
         self.dtype = dtype
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most

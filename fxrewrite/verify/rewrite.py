@@ -65,7 +65,7 @@ def verify_rewrite(
     rng: str = "preserves",
     shapes: str = "preserves",
     samples: int = 64,
-    dtypes: Sequence[str | torch.dtype] = DTYPES,
+    dtypes: Sequence[str | torch.dtype] | None = None,
     grad: bool = True,
     seed: int = 0,
     sampler: Sampler | None = None,
@@ -91,8 +91,9 @@ def verify_rewrite(
         rewrite: applies it once to a graph, in place; returns the number of rewrites; may raise `RefusedError`.
         numerics, rng, shapes: what the rule promises, as in `fxrewrite.rule`.
         samples: how many graphs to rewrite and compare.
-        dtypes: of the inputs that are no integers or bools. Complex ones are drawn in further samples, an eighth of
-            `samples`, if the pattern takes them and no sampler decides what tensors are.
+        dtypes: of the inputs that are no integers or bools; by default `DTYPES` and those that a constraint names.
+            Complex ones are drawn in further samples, an eighth of `samples`, if the pattern takes them and no sampler
+            decides what tensors are.
         grad: whether to compare gradients, at finite real inputs.
         seed: another seed gives other samples.
         sampler: draws captures that cannot be guessed, from a `Draw`. With a sampler, an alternative that never occurs
@@ -113,7 +114,8 @@ def verify_rewrite(
         FxRewriteError: there is no such dtype, or `samples` is not positive.
         RuleDefinitionError: the rule is wrong as written, on any graph.
     """
-    drawn = tuple(_dtype(name) for name in dtypes)
+    facts = Facts(pattern)
+    drawn = facts.drawn(tuple(map(_dtype, DTYPES))) if dtypes is None else tuple(map(_dtype, dtypes))
     if not drawn or samples < 1:
         raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
     virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and is_virtual(t.key)]
@@ -147,7 +149,7 @@ def verify_rewrite(
         seed,
         sampler,
         domain,
-        Facts(pattern),
+        facts,
         tuple(imports),
         tuple(long_sizes),
         tuple(sorted(set(constants))),

@@ -285,6 +285,20 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
 """Each is true but for one detail, which normal values and small contiguous tensors do not show."""
 
 
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_all_dtypes_that_a_constraint_names_are_drawn(other: torch.dtype) -> None:
+    """The square overflows in float16 alone."""
+    rule = Rule(
+        "test.mean",
+        Pattern((torch.mean(torch.pow(op("to", X, torch.float32), 2), -1),), (where.dtype("x", torch.float16, other),)),
+        lambda x: torch.mean(torch.pow(x, 2), -1).to(torch.float32),
+        numerics="approximate",
+    )
+    counterexample = rule.verify().counterexample
+    assert counterexample is not None
+    assert "inf" in counterexample.difference.text
+
+
 @pytest.mark.parametrize("name", IN_A_DETAIL)
 def test_a_rule_that_is_false_in_a_detail_is_caught(name: str) -> None:
     pattern, replacement, conditions, promises = IN_A_DETAIL[name]
