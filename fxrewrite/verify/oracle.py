@@ -79,6 +79,7 @@ class Oracle:
         self._inputs = inputs
         self._evaluate = evaluate
         self._largest = largest
+        self._after = after
         self._is_random = is_random
         self._dtypes = _real_dtypes(gm)
         self.eps = max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
@@ -94,11 +95,19 @@ class Oracle:
     @cached_property
     def rounds(self) -> bool:
         """Whether a value of the original may be rounded at these inputs: it is another number in float64."""
+        return self._rounds(self._gm)
+
+    @cached_property
+    def rounds_after(self) -> bool:
+        """Whether a value of the rewritten graph may be rounded at these inputs."""
+        return self._rounds(self._after)
+
+    def _rounds(self, gm: fx.GraphModule) -> bool:
         if self._is_random or torch.float64 in self._dtypes:
             return True
         try:
-            values = values_of(self._gm, self._inputs())
-            exact = values_of(in_float64(self._gm), [widened(value) for value in self._inputs()])
+            values = values_of(gm, self._inputs())
+            exact = values_of(in_float64(gm), [widened(value) for value in self._inputs()])
         except TORCH_ERRORS:
             return True
         pairs = zip(values, exact, strict=True)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from fxrewrite.ops import key, value
 
-__all__ = ["Points"]
+__all__ = ["Points", "jumps", "units"]
 
 _MOST = 32
 """Most numbers of a rule's code and graphs next to which entries are drawn."""
@@ -21,6 +21,13 @@ _LARGEST = 1e30
 _LEAST_DEFAULT, _LARGEST_DEFAULT = 8, 1 << 31
 """Defaults of arguments between these are numbers that an operator assumes, as a loss ignores the target -100."""
 _ROUNDING = frozenset(f"aten::{name}" for name in ("round", "floor", "ceil", "trunc", "frac"))
+_STEPS = _ROUNDING | {
+    f"aten::{name}"
+    for name in ("fmod", "remainder", "floor_divide", "sign", "heaviside", "gt", "ge", "lt", "le", "eq", "ne")
+}
+"""Operators whose results jump, as those that round do."""
+_MOST_UNITS = 8
+"""Most numbers at whose multiples entries are."""
 _HALVES = {0.5, 1.0, 2.0}
 """Where operators that round jump, as they do at the named numbers and at half of these."""
 
@@ -52,6 +59,33 @@ class Points:
         """Returns the numbers next to which entries are drawn; where a graph rounds, also halves."""
         halves = {number / 2 for number in self.numbers} | _HALVES if self.rounds else set[float]()
         return sorted(self.numbers | halves)[:_MOST]
+
+
+def jumps(node: fx.Node) -> bool:
+    """Whether the result of a call jumps where its operands change in the last place."""
+    return key(node) in _STEPS or node.kwargs.get("rounding_mode") is not None or _rounds(node)
+
+
+def units(gm: fx.GraphModule) -> tuple[float, ...]:
+    """Returns numbers at whose multiples or half multiples the graph jumps; empty if it jumps nowhere.
+
+    So `round(x / s)` jumps at half multiples of `s`, `round(x * s)` at those of `1 / s`, and `x * s > t` at `t / s`.
+    """
+    before = [node for node in gm.graph.nodes if jumps(node)]
+    if not before:
+        return ()
+    for node in before:  # the list grows: all that the jumping operators are computed from
+        before += [operand for operand in node.all_input_nodes if operand not in before]
+    steps = dict.fromkeys(n for node in before for n in _scales(node))
+    pairs = [n for a in steps for b in steps if a != b for n in (a * b, a / b)]
+    return tuple(n for n in dict.fromkeys([*steps, *pairs] or [1.0]) if n < _LARGEST)[:_MOST_UNITS]
+
+
+def _scales(node: fx.Node) -> list[float]:
+    """Returns the numbers of a call; of a product, by how much an operand changes where the result changes by 1."""
+    found = Points()
+    found.name(pytree.tree_leaves((node.args, node.kwargs)))
+    return sorted(1 / n if key(node) == "aten::mul" else n for n in found.numbers)
 
 
 @functools.cache

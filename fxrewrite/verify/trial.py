@@ -21,6 +21,7 @@ from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients, relative_bound
+from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.held import holds, run_rewritten, with_attributes
 from fxrewrite.verify.observe import (
@@ -35,6 +36,7 @@ from fxrewrite.verify.observe import (
     with_derivative,
 )
 from fxrewrite.verify.oracle import Evaluate, Oracle
+from fxrewrite.verify.points import jumps, units
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
 
 __all__ = ["Rewrite", "Trial", "Trials"]
@@ -42,6 +44,8 @@ __all__ = ["Rewrite", "Trial", "Trials"]
 Rewrite = Callable[[fx.GraphModule], int]
 """Applies a rule once to a graph in place, and returns the number of rewrites."""
 _MOST_APPLICATIONS = 8
+_AT_JUMPS = 0.5
+"""Probability that the entries of a sample are where its graph jumps."""
 _POSITIVE, _NEGATIVE = ((1, 8), (1, 2)), (-8, 0)
 """Ranges of integers for operators that do not take 0."""
 
@@ -137,6 +141,8 @@ class Trials:
             return _compared(sample, before, before, [Difference("invalid", f"it cannot be matched: {error}")])
         if not matches:
             return Trial("unmatched", _nearest_miss(self.pattern, before.graph.nodes), sample, before=before)
+        if guesses is not None:
+            sample = _with_multiples(sample, before, guesses.draw)
         sample = self._with_legal_integers(sample, before)
         after = copy_module(before)
         run_after = self.run or run_here
@@ -236,6 +242,8 @@ class Trials:
 
         values = oracle(lambda gm, given: observe(gm, given, run).results or None)
         differences = compare(was, is_now, self.promise, inputs(), values, shared_outputs(before))
+        if not any(d.kind == "value" for d in differences) and any(map(jumps, before.graph.nodes)):
+            differences += self._jumps(was, is_now, inputs(), values)
         comparable = self.promise.rng == "preserves" or not (was.has_drawn or is_now.has_drawn)
         grading = Grading()
         is_graded = self.grad and only in (None, "gradient") and was.error is None is is_now.error
@@ -305,6 +313,16 @@ class Trials:
         is_rounding = bool(found) and exact.explains(after, grads, others, relative)
         return Grading(leaves, without, "", tuple(found), is_rounding)
 
+    def _jumps(
+        self, was: Observation, is_now: Observation, inputs: list[torch.Tensor], oracle: Oracle
+    ) -> list[Difference]:
+        """Returns differences of values at these inputs alone, if neither graph rounds anything there."""
+        if self.run is not None or self.promise.numerics != "reassociates":
+            return []
+        found = compare(was, is_now, self.promise, inputs, oracle, is_near=False)
+        wrong = [difference for difference in found if difference.kind == "value"]
+        return wrong if wrong and not oracle.rounds and not oracle.rounds_after else []
+
     def _keeps_kinks(self, before: fx.GraphModule) -> bool:
         """Whether the gradient at a kink, where nothing is rounded, is the original's to say."""
         is_free = self.promise.numerics == "approximate" or any(
@@ -326,6 +344,14 @@ class Trials:
             return any(not self.rewrite(again) for _ in range(_MOST_APPLICATIONS))
         except RefusedError:
             return True
+
+
+def _with_multiples(sample: Sample, before: fx.GraphModule, draw: Draw) -> Sample:
+    """Returns, at times, the sample with entries at which the graph jumps, if it does."""
+    points = units(before)
+    if not points or draw.plain or not draw.flag(_AT_JUMPS):
+        return sample
+    return sample.with_contents("few_multiples" if draw.domain == "moderate" else "multiples", points)
 
 
 def _compared(

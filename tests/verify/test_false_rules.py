@@ -218,6 +218,18 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
         op("to", torch.floor(X + 0.5), torch.int32), lambda x: torch.round(x).to(torch.int32), (),
         {"numerics": "exact", "domain": "moderate"},
     ),
+    "a half is rounded up, and neither graph rounds anything else": (
+        torch.floor(X + 0.5), lambda x: torch.round(x), (), {},
+    ),
+    "a comparison at the number that it names": (X > 3, lambda x: x >= 3, (), {}),
+    "a reciprocal before a rounding": (
+        torch.clamp(torch.round(X / 0.1), -128, 127), lambda x: torch.clamp(torch.round(x * 10.0), -128, 127), (),
+        {"numerics": "exact"},
+    ),
+    "a reciprocal of a literal before a rounding": (
+        torch.round(X / cap("s", Literal)), lambda x, s: torch.round(x * (1 / s)), (where.value("s", ">", 0),),
+        {"numerics": "exact"},
+    ),
     "a cast that rounds up first": (
         op("to", op("to", X, torch.float32), torch.int32), lambda x: x.to(torch.int32),
         (where.dtype("x", torch.float64),), {"numerics": "exact", "domain": "moderate"},

@@ -68,6 +68,9 @@ TRUE: dict[str, Rule] = {
         numerics="reassociates",
         domain="moderate",
     ),
+    "a rounding of what is rounded": rule_of(
+        torch.round(X / 0.1), lambda x: torch.round(x * 10.0), numerics="reassociates", domain="finite"
+    ),
     "any of the largest": rule_of(
         op("topk", X, 1)[0],
         lambda x: torch.sort(x, -1, descending=True)[0][..., :1],
