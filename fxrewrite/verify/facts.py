@@ -91,8 +91,9 @@ class Facts:
         if allowed is not None:
             wanted = [dtype for dtype in allowed if dtype in draw.dtypes or not dtype.is_floating_point]
             wanted = [dtype for dtype in wanted if dtype.is_complex == draw.dtype.is_complex] or wanted or allowed
-            usual = draw.dtype if draw.dtype in allowed else wanted[draw.index % len(wanted)]
-            return usual if draw.flag(0.9) else draw.choice(*wanted)
+            if draw.dtype not in allowed:
+                return wanted[draw.index % len(wanted)]  # the same for all tensors of a sample
+            return draw.dtype if draw.flag(0.9) else draw.choice(*wanted)
         if draw.wide and draw.flag(0.15):
             return draw.choice(*draw.dtypes, *_ALSO)
         if draw.flag(0.1):
