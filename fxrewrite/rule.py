@@ -219,8 +219,8 @@ class Rule:
         Args:
             samples: how many graphs.
             seed: the same seed gives the same graphs in every process.
-            dtypes: of inputs that are no integers or bools; by default float32, float64, bfloat16 and, where the
-                pattern takes it and no sampler is given, complex64.
+            dtypes: of inputs that are no integers or bools; by default float32, float64, bfloat16, those that a
+                constraint names and, where the pattern takes it and no sampler is given, complex64.
             grad: whether gradients are compared; never those of a rule that says that it does not keep them.
             run: runs a graph, for example on simulated ranks; by default on one device.
             proof: whether to prove it too, with `fxrewrite.prove`; that takes seconds. A rule that is not proved may
@@ -230,7 +230,7 @@ class Rule:
         Raises:
             RuleDefinitionError: the rule is wrong as written, on any graph: there is nothing that could be true of it.
         """
-        from fxrewrite.verify import DTYPES, numbers_of, verify_rewrite
+        from fxrewrite.verify import numbers_of, verify_rewrite
 
         program: Program[Rule] = Program([(self, self.pattern)])  # once: of many readings it takes longer than a trial
         promised: dict[str, Any] = {"domain": self.domain, "terminates": self.terminates}
@@ -243,7 +243,7 @@ class Rule:
             shapes=self.shapes,
             samples=samples,
             seed=seed,
-            dtypes=DTYPES if dtypes is None else dtypes,
+            dtypes=dtypes,
             grad=grad and self.gradients,
             sampler=self._sampler,
             run=run,

@@ -21,6 +21,10 @@ the last place of its inputs; for "exact", never. A gradient that is further off
 vanishes in float64: then both sides are equal but for rounding, which intermediate values of an operator may amplify
 unseen. That of an approximation must be small too: relative * magnitude, or relative if the magnitude is below 1.
 
+Where a function jumps, as `floor` or a comparison, its value at the jump is what the original's operators say, if
+neither graph rounds anything at these inputs: `floor(x + 0.5)` is not `round(x)` at 2.5. Where one of them rounds, the
+side of the jump is an accident. An approximation is free there.
+
 Where a function has a kink, as `clamp(x, max=1)` at 1, the gradient is what the original's operators say, and must be
 kept as any other: next to a kink it differs, and that is no error of the original where it rounds nothing, so that each
 of its values is the same in float64. Where it rounds, the side of the kink is an accident, and so any gradient next to
@@ -126,8 +130,12 @@ def compare(
     inputs: Sequence[torch.Tensor],
     oracle: Oracle,
     views: frozenset[tuple[int, int]] = frozenset(),
+    *,
+    is_near: bool = True,
 ) -> list[Difference]:
     """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew.
+
+    Unless `is_near`, values at inputs that differ in the last place are no excuse.
 
     Args:
         before, after: the runs of the original and of the rewritten graph.
@@ -154,7 +162,7 @@ def compare(
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
     found += _of_memory(before, after, views)
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
-        found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable)
+        found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable, is_near=is_near)
     return found
 
 
@@ -193,6 +201,8 @@ def _compare_one(
     inputs: Sequence[torch.Tensor],
     oracle: Oracle,
     comparable: bool,
+    *,
+    is_near: bool,
 ) -> list[Difference]:
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
         equal = type(was) is type(is_now) and (was == is_now or was != was)
@@ -210,7 +220,8 @@ def _compare_one(
         if promise.numerics == "exact" and was.dtype == is_now.dtype:
             wrong, allowed = _different_bits(was, is_now), None
         else:
-            wrong, allowed = _beyond(was, is_now, oracle, index, promise, [value.dtype for value in inputs])
+            dtypes = [value.dtype for value in inputs]
+            wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, is_near=is_near)
         found += _difference(f"output {index}", "value", was, is_now, wrong, allowed)
     return found
 

@@ -41,10 +41,11 @@ _SIZES: tuple[Literal["small", "long", "empty"], ...] = ("small", "long", "small
 
 
 def contents_within(domain: Domain) -> tuple[Contents, ...]:
-    """Returns the contents that a domain admits."""
+    """Returns the contents that a domain admits and any sample may have, whatever its graph."""
     if domain == "moderate":
         return "ones", "normal", *_MODERATE.values()
-    return tuple(contents for contents in PLAINER if domain == "all" or contents != "special")
+    others = ("few_multiples", "multiples") if domain == "all" else ("few_multiples", "multiples", "special")
+    return tuple(contents for contents in PLAINER if contents not in others)
 
 
 def _contents_of(index: int, domain: Domain) -> Contents:
@@ -58,6 +59,8 @@ class Draw:
     """What a sampler draws with; the same seed draws the same values in every process.
 
     Attributes:
+        index: number of this sample.
+        domain: the values that inputs may have.
         dtype: the floating-point dtype of this sample.
         dtypes: all dtypes that are tested.
         most: upper limit of sizes, except for one long dimension in every fifth sample; to shrink a counterexample, it
@@ -88,6 +91,8 @@ class Draw:
         plain: bool = False,
     ) -> None:
         self.rng = random.Random(seed)
+        self.index = index
+        self.domain: Domain = domain
         self.dtype = dtype
         self.dtypes = tuple(dtypes) or (dtype,)
         self.most = most

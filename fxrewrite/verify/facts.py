@@ -58,6 +58,11 @@ class Facts:
         if isinstance(left, RankOf) and constraint.relation == "==" and isinstance(right, LiteralValue):
             self.ranks[left.name] = right.value
 
+    def drawn(self, dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
+        """Returns these dtypes, and the others of real and complex numbers that a constraint names."""
+        named = [dtype for allowed in self.dtypes.values() for dtype in allowed]
+        return tuple(dict.fromkeys([*dtypes, *(d for d in named if d.is_floating_point or d.is_complex)]))
+
     def is_param(self, name: str) -> bool:
         """Whether a constraint requires the capture to be a parameter."""
         return name in self._params
@@ -84,8 +89,11 @@ class Facts:
             return partner.dtype
         allowed = self.dtypes.get(name)
         if allowed is not None:
-            wanted = [dtype for dtype in draw.dtypes if dtype in allowed]
-            return draw.dtype if draw.dtype in allowed and draw.flag(0.9) else draw.choice(*(wanted or allowed))
+            wanted = [dtype for dtype in allowed if dtype in draw.dtypes or not dtype.is_floating_point]
+            wanted = [dtype for dtype in wanted if dtype.is_complex == draw.dtype.is_complex] or wanted or allowed
+            if draw.dtype not in allowed:
+                return wanted[draw.index % len(wanted)]  # the same for all tensors of a sample
+            return draw.dtype if draw.flag(0.9) else draw.choice(*wanted)
         if draw.wide and draw.flag(0.15):
             return draw.choice(*draw.dtypes, *_ALSO)
         if draw.flag(0.1):

@@ -49,9 +49,9 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
     if kind == "bool":
         return draw.flag()
     if kind == "float":
-        return draw.choice(*_FLOATS)
+        return draw.choice(*_floats(draw))
     if kind == "number" or kind == "Tensor":  # the second operand may be a number
-        return draw.choice(*_FLOATS, *_INTEGERS)
+        return draw.choice(*_floats(draw), *_INTEGERS)
     if kind == "ScalarType":
         own = len(draw.dtypes) if draw.wide else 1  # of integers, results may need to be cast back to them
         return draw.choice(*draw.dtypes, *[draw.dtype] * own)
@@ -64,10 +64,15 @@ def legal_value(parameter: Parameter, key: str, context: Sequence[torch.Tensor],
     if kind in ("List[int]", "List[SymInt]"):
         return _integers(name, key, first, draw)
     if kind == "List[float]":
-        return [draw.choice(*_FLOATS) for _ in range(draw.integer(1, 3))]
+        return [draw.choice(*_floats(draw)) for _ in range(draw.integer(1, 3))]
     if not kind:  # an argument of a Python callable
-        return draw.choice(*_FLOATS, *_INTEGERS, True, False, *map(int, first.shape))
+        return draw.choice(*_floats(draw), *_INTEGERS, True, False, *map(int, first.shape))
     raise NoValueError(f"{key} takes {name} of type {kind}, which is not guessed; write a sampler")
+
+
+def _floats(draw: Draw) -> tuple[float, ...]:
+    """Returns numbers of which half are decimals, with reciprocals that are rounded, and two are 0."""
+    return *_FLOATS, 0.0, *(draw.integer(1, 99) / by for by in (10, 10, 10, 100, 100, 100))
 
 
 def _integer(name: str, key: str, tensor: torch.Tensor, draw: Draw) -> int:

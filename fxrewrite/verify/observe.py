@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -24,6 +24,7 @@ __all__ = [
     "observe",
     "run_here",
     "values_of",
+    "with_derivative",
 ]
 
 Runner: TypeAlias = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Sequence[Any]]
@@ -126,60 +127,104 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def cotangents(results: Sequence[Any]) -> list[torch.Tensor | None]:
-    """Returns a random gradient for every floating-point result, equal for equal shapes."""
+    """Returns a random gradient for every floating-point or complex result, equal for equal shapes."""
     generator = torch.Generator().manual_seed(_SEED)
     found: list[torch.Tensor | None] = []
     for result in results:
-        differentiable = isinstance(result, torch.Tensor) and result.is_floating_point()
-        entries = torch.randn(result.shape, generator=generator, dtype=torch.float64) if differentiable else None
-        found.append(entries.to(result.dtype) if entries is not None else None)
+        differentiable = isinstance(result, torch.Tensor) and ops.is_inexact(result)
+        found.append(_random_like(result, generator) if differentiable else None)
     return found
 
 
+def _random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    wide = torch.complex128 if value.dtype.is_complex else torch.float64
+    return torch.randn(value.shape, generator=generator, dtype=wide).to(value.dtype)
+
+
 def gradients(
-    gm: fx.GraphModule, inputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], run: Runner
+    gm: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor | None],
+    run: Runner,
+    leaves: Collection[int] | None = None,
 ) -> list[torch.Tensor | None] | Exception | None:
-    """Returns the gradient of every input, None for those not floating-point, or the error that the run raises.
+    """Returns the gradient of every input, or the error that the run raises.
 
     A gradient that autograd does not compute counts as zeros. None as a whole: no result is differentiable.
+
+    Args:
+        gm: the graph.
+        inputs: of it; they are changed to require gradients.
+        given: the gradients of its results.
+        run: runs it.
+        leaves: positions of the inputs with a gradient, None for others; by default, all that are inexact.
     """
-    leaves = [value.requires_grad_() if value.is_floating_point() else value for value in inputs]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    chosen = _inexact(inputs) if leaves is None else leaves
+    wanted = [inputs[place].requires_grad_() for place in chosen]
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(_SEED)
         try:
-            results = run(gm, leaves)
+            results = run(gm, inputs)
             pairs = [(r, g) for r, g in zip(results, given, strict=False) if g is not None and r.requires_grad]
             if not pairs or not wanted:
                 return None
-            found = iter(
-                torch.autograd.grad(
-                    [r for r, _ in pairs],
-                    wanted,
-                    [g.to(r.dtype).expand(r.shape) for r, g in pairs],
-                    allow_unused=True,
-                    materialize_grads=True,
-                )
+            found = torch.autograd.grad(
+                [r for r, _ in pairs],
+                wanted,
+                [g.to(r.dtype).expand(r.shape) for r, g in pairs],
+                allow_unused=True,
+                materialize_grads=True,
             )
         except TORCH_ERRORS as raised:
             return raised
-    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+    by_place = dict(zip(chosen, found, strict=True))
+    return [by_place.get(place) for place in range(len(inputs))]
+
+
+def _inexact(inputs: Sequence[torch.Tensor]) -> list[int]:
+    return [place for place, value in enumerate(inputs) if ops.is_inexact(value)]
+
+
+def with_derivative(
+    gm: fx.GraphModule,
+    inputs: Callable[[], Sequence[torch.Tensor]],
+    given: Sequence[torch.Tensor | None],
+    run: Runner,
+) -> tuple[tuple[int, ...], list[torch.Tensor | None] | Exception | None]:
+    """Returns the positions of the inputs of which a graph computes gradients, and these as `gradients` does.
+
+    Of some operands torch has no derivative, as of the statistics of a batch norm: it raises if one is required.
+    """
+    leaves = tuple(_inexact(inputs()))
+    grads = gradients(gm, inputs(), given, run, leaves)
+    if not isinstance(grads, Exception):
+        return leaves, grads
+    leaves = ()
+    for place in _inexact(inputs()):
+        found = gradients(gm, inputs(), given, run, (*leaves, place))
+        if not isinstance(found, Exception):
+            leaves, grads = (*leaves, place), found
+    return leaves, grads
 
 
 def random_gradients(
     function: Callable[..., Any],
     inputs: Sequence[torch.Tensor],
     run: Callable[[Any, Sequence[torch.Tensor]], Any] | None = None,
+    *,
+    of: Collection[int] | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the gradient of each floating-point input, of the sum of all results times random numbers.
+    """Returns the gradient of each floating-point or complex input, of the sum of all results times random numbers.
 
     Counterexamples call it; equal arguments give equal gradients. `run`, if given, calls the function on the inputs.
+    `of`, if given, are the positions of the inputs with a gradient, where torch has no derivative of others.
     """
+    generator = torch.Generator().manual_seed(_SEED)
     torch.manual_seed(_SEED)
-    given = [x.requires_grad_(x.is_floating_point()) for x in inputs]
-    found = function(*given) if run is None else run(function, given)
+    leaves = [inputs[place].requires_grad_() for place in (_inexact(inputs) if of is None else of)]
+    found = function(*inputs) if run is None else run(function, inputs)
     results = [torch.zeros((), requires_grad=True), *(result for result in found if result.requires_grad)]
-    weights, leaves = [torch.randn(r.shape).to(r.dtype) for r in results], [x for x in given if x.requires_grad]
+    weights = [_random_like(result, generator) for result in results]
     return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
 
 

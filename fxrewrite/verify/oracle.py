@@ -27,6 +27,7 @@ _WIDE = {
 }
 _CASTS = ("float", "half", "bfloat16")
 """Methods that cast to a coarser dtype than float64."""
+_CAST_KEYS = ("aten::to", "aten::type_as")
 _VANISHES = 1e-3
 """Factor by which a rounding error shrinks in float64, at least."""
 _PERTURBATIONS = 3
@@ -78,6 +79,7 @@ class Oracle:
         self._inputs = inputs
         self._evaluate = evaluate
         self._largest = largest
+        self._after = after
         self._is_random = is_random
         self._dtypes = _real_dtypes(gm)
         self.eps = max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
@@ -93,11 +95,19 @@ class Oracle:
     @cached_property
     def rounds(self) -> bool:
         """Whether a value of the original may be rounded at these inputs: it is another number in float64."""
+        return self._rounds(self._gm)
+
+    @cached_property
+    def rounds_after(self) -> bool:
+        """Whether a value of the rewritten graph may be rounded at these inputs."""
+        return self._rounds(self._after)
+
+    def _rounds(self, gm: fx.GraphModule) -> bool:
         if self._is_random or torch.float64 in self._dtypes:
             return True
         try:
-            values = values_of(self._gm, self._inputs())
-            exact = values_of(in_float64(self._gm), [widened(value) for value in self._inputs()])
+            values = values_of(gm, self._inputs())
+            exact = values_of(in_float64(gm), [widened(value) for value in self._inputs()])
         except TORCH_ERRORS:
             return True
         pairs = zip(values, exact, strict=True)
@@ -137,7 +147,7 @@ class Oracle:
         found: list[Sequence[Any] | None] = []
         for seed in range(-1, _PERTURBATIONS):
             generator = torch.Generator().manual_seed(max(seed, 0))
-            inputs = self._inputs() if seed < 0 else [_in_last_place(x, self.eps, generator) for x in self._inputs()]
+            inputs = self._inputs() if seed < 0 else self._nearby(generator)
             in_wide = [widened(value) for value in inputs]  # before the run, which may write to its inputs
             found.append(self._evaluate(self._gm, inputs))
             try:
@@ -147,6 +157,21 @@ class Oracle:
         if found[0] is None or found[1] is None or len(found[0]) != len(found[1]):
             found[1::2] = [None] * len(found[1::2])
         return found
+
+    def _nearby(self, generator: torch.Generator) -> list[torch.Tensor]:
+        """Returns inputs that differ in the last place of the dtypes in which the graph reads them."""
+        nodes = self._gm.graph.find_nodes(op="placeholder")
+        return [_in_last_place(x, _eps_read(node), generator) for x, node in zip(self._inputs(), nodes, strict=True)]
+
+
+def _eps_read(node: fx.Node, least: float = 0.0) -> float:
+    """Returns the eps of a value's own dtype; of a coarser one, if all that reads the value is a cast to that."""
+    value = ops.value(node)
+    eps = (
+        max(torch.finfo(value.dtype).eps, least) if isinstance(value, torch.Tensor) and ops.is_inexact(value) else least
+    )
+    is_cast = bool(node.users) and all(ops.key(user) in _CAST_KEYS or ops.is_view(user) for user in node.users)
+    return min(_eps_read(user, eps) for user in node.users) if is_cast else eps
 
 
 def _real_dtypes(gm: fx.GraphModule) -> set[torch.dtype]:
@@ -212,18 +237,20 @@ def widened(value: torch.Tensor) -> torch.Tensor:
 
 
 def _in_last_place(value: torch.Tensor, eps: float, generator: torch.Generator) -> torch.Tensor:
-    """Changes each floating-point entry by about one unit in the last place of the coarsest dtype, up or down.
+    """Changes each real or complex entry by about one unit in the last place of a dtype with this eps, up or down.
 
     A tensor of signs stays: losses ask whether a label is 1, and next to 1 it is no label. Entries of one place in
     memory become different ones: the mean of a number with itself is exact, and that of its neighbours is not.
     """
-    if not value.is_floating_point() or bool((value.abs() == 1).all()):
+    if not ops.is_inexact(value) or bool((value.abs() == 1).all()):
         return value
     if any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)):
         value = value.contiguous()
 
     def change(entries: torch.Tensor) -> torch.Tensor:
-        sign = torch.randint(0, 2, entries.shape, generator=generator).to(value.dtype) * 2 - 1
+        if entries.is_complex():
+            return torch.view_as_complex(change(torch.view_as_real(entries)))
+        sign = torch.randint(0, 2, entries.shape, generator=generator).to(entries.dtype) * 2 - 1
         return entries * (1 + eps * sign)
 
     return with_entries(value, change)

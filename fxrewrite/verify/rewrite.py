@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
-from torch.utils import _pytree as pytree
 
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.match.program import Program
-from fxrewrite.ops import is_virtual, key, tested_by, value
+from fxrewrite.ops import is_virtual, tested_by
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, is_size, subterms
 from fxrewrite.verify.build import FakeMode
@@ -30,6 +27,7 @@ from fxrewrite.verify.draw import Domain, Draw, Sampler, contents_within
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
+from fxrewrite.verify.points import Points
 from fxrewrite.verify.readings import SEVERAL, Alternative, ChoiceSite, by_item, read, sites
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.shrink import shrunk
@@ -54,12 +52,6 @@ _RARE = 6
 """Graphs proposed with an option that need not occur; if none of them runs, it is given up."""
 _COMPLEX = 8
 """To so many samples of real numbers, one of complex numbers is added."""
-_POINTS = 32
-"""Most numbers of a rule's code and graphs next to which entries are drawn."""
-_LARGEST_POINT = 1e30
-_ROUNDING = frozenset(f"aten::{name}" for name in ("round", "floor", "ceil", "trunc", "frac"))
-_HALVES = {0.5, 1.0, 2.0}
-"""Where operators that round jump, as they do at the named numbers and at half of these."""
 _SHRINKING = 200
 """Most samples that are tried to make a counterexample smaller."""
 
@@ -73,7 +65,7 @@ def verify_rewrite(
     rng: str = "preserves",
     shapes: str = "preserves",
     samples: int = 64,
-    dtypes: Sequence[str | torch.dtype] = DTYPES,
+    dtypes: Sequence[str | torch.dtype] | None = None,
     grad: bool = True,
     seed: int = 0,
     sampler: Sampler | None = None,
@@ -99,8 +91,9 @@ def verify_rewrite(
         rewrite: applies it once to a graph, in place; returns the number of rewrites; may raise `RefusedError`.
         numerics, rng, shapes: what the rule promises, as in `fxrewrite.rule`.
         samples: how many graphs to rewrite and compare.
-        dtypes: of the inputs that are no integers or bools. Complex ones are drawn in further samples, an eighth of
-            `samples`, if the pattern takes them and no sampler decides what tensors are.
+        dtypes: of the inputs that are no integers or bools; by default `DTYPES` and those that a constraint names.
+            Complex ones are drawn in further samples, an eighth of `samples`, if the pattern takes them and no sampler
+            decides what tensors are.
         grad: whether to compare gradients, at finite real inputs.
         seed: another seed gives other samples.
         sampler: draws captures that cannot be guessed, from a `Draw`. With a sampler, an alternative that never occurs
@@ -121,7 +114,8 @@ def verify_rewrite(
         FxRewriteError: there is no such dtype, or `samples` is not positive.
         RuleDefinitionError: the rule is wrong as written, on any graph.
     """
-    drawn = tuple(_dtype(name) for name in dtypes)
+    facts = Facts(pattern)
+    drawn = facts.drawn(tuple(map(_dtype, DTYPES))) if dtypes is None else tuple(map(_dtype, dtypes))
     if not drawn or samples < 1:
         raise FxRewriteError(f"verify {rule_id}: give a dtype or more, and a number of samples above 0")
     virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and is_virtual(t.key)]
@@ -155,14 +149,14 @@ def verify_rewrite(
         seed,
         sampler,
         domain,
-        Facts(pattern),
+        facts,
         tuple(imports),
         tuple(long_sizes),
         tuple(sorted(set(constants))),
         shrink,
         wide,
     )
-    search.name(constants)
+    search.points.name(constants)
     with quiet():
         return search.verdict(samples)
 
@@ -194,24 +188,6 @@ def _dtype(name: str | torch.dtype) -> torch.dtype:
     return found
 
 
-@functools.cache
-def _defaults(target: Any) -> tuple[Any, ...]:
-    """Returns what arguments of an overload are if they are not given: the target that a loss ignores is -100."""
-    if not isinstance(target, torch._ops.OpOverload):
-        return ()
-    numbers = (argument.default_value for argument in target._schema.arguments)
-    return tuple(n for n in numbers if type(n) is int and _MOST < abs(n) < 1 << 31)
-
-
-def _rounds(node: fx.Node) -> bool:
-    """Whether a call rounds to integers: by its name, or as a cast."""
-    if key(node) != "aten::to" or not node.all_input_nodes:
-        return key(node) in _ROUNDING
-    source, result = value(node.all_input_nodes[0]), value(node)
-    are_known = isinstance(source, torch.Tensor) and isinstance(result, torch.Tensor)
-    return are_known and source.is_floating_point() and not result.is_floating_point()
-
-
 def _num_entries(trial: Trial) -> int:
     return sum(math.prod(spec.shape) for _, spec in trial.sample.specs()) if trial.sample is not None else 0
 
@@ -232,15 +208,17 @@ class _Search:
     named: tuple[float, ...]
     shrink: bool
     wide: bool
-    points: set[float] = field(default_factory=set[float])
-    rounds: bool = False
+    points: Points = field(default_factory=Points)
     complex_samples: int = 0
+    complex_ungraded: str = ""
     met: Counter[Alternative] = field(default_factory=Counter[Alternative])
     proposed: Counter[Alternative] = field(default_factory=Counter[Alternative])
     counts: Counter[str] = field(default_factory=Counter[str])
     allowed: dict[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
     problems: Counter[str] = field(default_factory=Counter[str])
     refusals: Counter[str] = field(default_factory=Counter[str])
+    ungraded: Counter[str] = field(default_factory=Counter[str])
+    without: dict[str, None] = field(default_factory=dict[str, None])
 
     def verdict(self, samples: int) -> Verdict:
         """Returns the verdict after `samples` comparisons, or at the first difference."""
@@ -274,6 +252,7 @@ class _Search:
         if self.trials.promise.numerics == "exact":  # kernels round products of complex numbers in different orders
             rounded = replace(self.trials.promise, numerics="reassociates")
             self.trials = replace(self.trials, promise=rounded)
+        self.trials = replace(self.trials, needs_derivatives=False)  # several kernels have none of complex numbers
         wanted = max(1, samples // _COMPLEX)
         for index in range(_RARE * wanted):
             if self.complex_samples == wanted or (index == _RARE and not self.complex_samples):
@@ -285,6 +264,7 @@ class _Search:
             if trial.differences:
                 return trial
             self.complex_samples += trial.status == "compared"
+            self.complex_ungraded = self.complex_ungraded or trial.grading.why_not
         return None
 
     def _is_impossible(self, rare: Alternative) -> bool:
@@ -303,7 +283,7 @@ class _Search:
             sizes=self.trials.bed.sizes if self.trials.bed is not None else self.facts.sizes,
             often=0.9 if self.trials.bed is not None else 0.4,
             long_sizes=self.long_sizes,
-            points=self._points()[:_POINTS],
+            points=self.points.drawn(),
             named=self.named,
             wide=self.wide,
             plain=plain,
@@ -339,14 +319,6 @@ class _Search:
             self._count(trial, reading.chosen)
         return trial
 
-    def name(self, numbers: Iterable[Any]) -> None:
-        """Adds numbers next to which entries of further samples are drawn."""
-        self.points.update(abs(float(n)) for n in numbers if type(n) in (int, float) and 0 < abs(n) < _LARGEST_POINT)
-
-    def _points(self) -> list[float]:
-        """Returns numbers next to which entries are drawn: those that are named; where a graph rounds, also halves."""
-        return sorted(self.points | {point / 2 for point in self.points} | _HALVES if self.rounds else self.points)
-
     def _given(self, draw: Draw) -> dict[str, Any]:
         given: Mapping[str, Any] = self.sampler(draw) if self.sampler is not None else {}
         names = {capture.name for capture in self.trials.pattern.captures}
@@ -372,11 +344,14 @@ class _Search:
         if trial.status in ("refused", "compared"):
             self.met.update(chosen)
         for gm in (trial.before, trial.after):
-            nodes = gm.graph.nodes if gm is not None else ()
-            self.name(n for node in nodes if node.op != "output" for n in pytree.tree_leaves((node.args, node.kwargs)))
-            self.name(n for node in nodes for n in _defaults(node.target))
-            self.rounds = self.rounds or any(map(_rounds, nodes))
-        self.counts.update(proposed=1, raised=trial.raised, graded=trial.graded, drawn=trial.drawn and not trial.raised)
+            if gm is not None:
+                self.points.read(gm)
+        self.counts.update(
+            proposed=1, raised=trial.raised, graded=bool(trial.grading.leaves), drawn=trial.drawn and not trial.raised
+        )
+        if trial.grading.why_not:
+            self.ungraded[trial.grading.why_not] += 1
+        self.without.update(dict.fromkeys(trial.grading.without))
         for kind in {remark.kind for remark in trial.remarks}:
             number, example = self.allowed.get(kind, (0, ""))
             first = next(str(remark) for remark in trial.remarks if remark.kind == kind)
@@ -409,7 +384,9 @@ class _Search:
         inputs = list(latest.sample.specs())
         program = self.trials.bed.program if self.trials.bed is not None else ""
         title = f"{self.rule_id} is false"
-        text = snippet(title, latest.before, latest.after, inputs, difference, self.imports, program)
+        text = snippet(
+            title, latest.before, latest.after, inputs, difference, self.imports, program, latest.grading.leaves
+        )
         return Counterexample(difference, text, tried)
 
     def _seen_in_values(self, first: Trial) -> Trial:
@@ -448,6 +425,10 @@ class _Search:
             remarks.append(f"refused most often: {self.refusals.most_common(1)[0][0]}")
         if self.complex_samples:
             remarks.append(f"tested on {self.complex_samples} samples of complex numbers too")
+        if self.complex_ungraded:
+            remarks.append(f"of complex numbers, some gradients were not compared: {self.complex_ungraded}")
+        if self.without:
+            remarks.append(f"no gradient of {', '.join(self.without)}: torch has no derivative of the original there")
         if not stopped and counts["compared"] < samples:
             remarks.append(f"{counts['compared']} of {samples} samples were found among {counts['proposed']} graphs")
         return Verdict(
@@ -462,6 +443,7 @@ class _Search:
             tuple(remarks),
             counterexample,
             "" if counterexample is not None else self._error(uncovered),
+            ungraded="" if counts["graded"] or not self.ungraded else self.ungraded.most_common(1)[0][0],
             seed=self.seed,
         )
 

@@ -80,6 +80,15 @@ class Sample:
         chosen = next(spec for other, spec in self.specs() if other == name)
         return self._with_specs(lambda spec: replace(spec, named=integer) if spec is chosen else spec)
 
+    def with_contents(self, contents: Contents, points: tuple[float, ...]) -> Sample:
+        """Returns the sample with other entries of its real inputs, except of tensors that a sampler gave."""
+
+        def changed(spec: InputSpec) -> InputSpec:
+            is_kept = spec.is_given or not spec.dtype.is_floating_point
+            return spec if is_kept else replace(spec, contents=contents, points=points)
+
+        return self._with_specs(changed)
+
     def _with_specs(self, change: Callable[[InputSpec], InputSpec]) -> Sample:
         def changed(binding: Binding) -> Binding:
             if isinstance(binding, list):

@@ -49,12 +49,13 @@ def snippet(
     difference: Difference,
     imports: Sequence[str] = (),
     program: str = "",
+    leaves: Sequence[int] = (),
 ) -> str:
     """Returns Python source that sets `expected` and `found` to the results or gradients, or to the error.
 
     With `program`, "module:name", that function runs the graphs, given one and the list of inputs.
     If the rewrite itself failed there is no `found`. If a graph calls an operator of a library, the program imports
-    `imports`, the modules that may define it.
+    `imports`, the modules that may define it. `leaves` are the positions of the inputs whose gradients are shown.
     """
     graphs = {"original": before}
     if difference.kind != "invalid":  # else there is no rewritten graph to run
@@ -84,8 +85,10 @@ def snippet(
         calls = calls if run else [f"{runner}({name}, inputs())" for name in graphs]
     if difference.kind == "gradient":
         modules[_GRADIENTS], run = None, ""
-        given_runner = f", {program.partition(':')[2]}" if program else ""
-        calls = [f"{_GRADIENTS.partition(':')[2]}({name}, inputs(){given_runner})" for name in graphs]
+        options = f", {program.partition(':')[2]}" if program else ""
+        if any(spec.is_inexact and place not in leaves for place, (_, spec) in enumerate(inputs)):
+            options += f", of={list(leaves)}"
+        calls = [f"{_GRADIENTS.partition(':')[2]}({name}, inputs(){options})" for name in graphs]
     shown = ["expected", "found"][: len(calls)]
     results = zip(graphs, shown, calls, strict=True)
     prints = [f'print("{name + ":":10}", {value} := {call})' for name, value, call in results]

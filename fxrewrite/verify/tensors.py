@@ -15,7 +15,7 @@ MemoryLayout = Literal["contiguous", "transposed", "expanded", "sliced"]
 # fmt: off
 Contents = Literal[
     "zeros", "ones", "integers", "normal", "small", "tens", "close", "hundreds",
-    "ten_thousands", "far_from_zero", "tiny", "huge", "mixed", "boundary", "special",
+    "few_multiples", "multiples", "ten_thousands", "far_from_zero", "tiny", "huge", "mixed", "boundary", "special",
 ]
 # fmt: on
 PLAINER: tuple[Contents, ...] = get_args(Contents)
@@ -43,6 +43,12 @@ _INTEGERS: dict[Contents, tuple[int, int]] = {
     "far_from_zero": (2**24, 2**40),
 }
 """Range of integers; else -3 to 7. From 2**24 on, not each integer is a float32."""
+_MULTIPLES = 9
+"""Logarithm of the most half multiples: those of a scale beyond the integers of 8 bits, which clamps to them."""
+_CANDIDATES = 8
+"""Number of random multiples of which an entry is one."""
+_FEW = 8.0
+"""Largest entry of few multiples."""
 _OFFSET = 3
 """Entries of memory before the first entry of a sliced tensor."""
 
@@ -60,7 +66,8 @@ class InputSpec:
             "small" (normal times 1e-4), "tens" (about 16, or about -16), "hundreds" (times 1e2), "ten_thousands" (times
             1e4), "far_from_zero" (with a mean of 1e6), "tiny" (times 1e-25), "huge" (times 1e25); "close" (they differ
             in the last place); "boundary" (`points` of either sign, and what is next to them);
-            "mixed" (normal, and some of these).
+            "mixed" (normal, and some of these); "multiples" (multiples, half multiples or both of one of `points`, and,
+            in two of three tensors, what is next to them, see `_multiples`); "few_multiples" (those up to 8).
         seed: of the entries.
         points: numbers that the rule compares with, or that its graphs name; for "close", what entries are close to.
         named: an integer that a third of the entries are, one at least, whatever the bounds; None: there is none.
@@ -95,7 +102,12 @@ class InputSpec:
     @property
     def is_free_integer(self) -> bool:
         """Whether its entries are integers that may be drawn otherwise."""
-        return not (self.is_given or self.dtype.is_floating_point or self.dtype.is_complex or self.dtype is torch.bool)
+        return not (self.is_given or self.is_inexact or self.dtype is torch.bool)
+
+    @property
+    def is_inexact(self) -> bool:
+        """Whether its entries are real or complex numbers, which can be differentiated."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
     def tensor(self) -> torch.Tensor:
         """Makes the tensor, in fresh memory."""
@@ -193,6 +205,8 @@ def _entries(
         steps = torch.randint(0, 4, (count,), generator=generator)
         base = torch.tensor(points[0] if points else 1.0, dtype=torch.float64).to(dtype).to(torch.float64)
         return (base * (1 + steps * eps)).to(dtype)
+    if contents in ("multiples", "few_multiples") and points:
+        return _multiples(contents == "few_multiples", count, dtype, generator, points)
     if contents in ("boundary", "mixed") and points and count:
         chosen = torch.tensor(points, dtype=torch.float64)[torch.randint(0, len(points), (count,), generator=generator)]
         step = 4 * eps if contents == "mixed" else eps  # x + 3 may round to 6 where x is one step from 3
@@ -210,3 +224,26 @@ def _entries(
         replaced[int(torch.randint(0, count, (1,), generator=generator))] = True
         entries = torch.where(replaced, torch.tensor(_SPECIAL, dtype=torch.float64)[chosen], entries)
     return entries.to(dtype)
+
+
+def _multiples(
+    are_few: bool, count: int, dtype: torch.dtype, generator: torch.Generator, points: tuple[float, ...]
+) -> torch.Tensor:
+    """Returns entries that are multiples, half multiples or both of one point; in a third of the tensors exactly these.
+
+    In the others, some are next to these, and of several candidates one is taken, if there is one, that is on different
+    sides of a half if it is divided by the point, and if it is multiplied with its reciprocal.
+    """
+    limits = torch.finfo(dtype)
+    unit = points[int(torch.randint(0, len(points), (1,), generator=generator))]
+    kind, plain, exponent = (int(torch.randint(0, n, (1,), generator=generator)) for n in (3, 3, _MULTIPLES))
+    is_next = plain > 0
+    most = min(2 ** (exponent + 1), int(2 * _FEW / unit)) if are_few else 2 ** (exponent + 1)
+    halves = torch.randint(-most, most + 1, (_CANDIDATES, count), generator=generator).to(torch.float64)
+    odd = halves // 2 * 2 + 1
+    halves = (odd, odd - 1, halves)[kind]
+    steps = torch.randint(-1, 2, halves.shape, generator=generator) * limits.eps * is_next
+    entries = (halves / 2 * unit).clamp(-limits.max, limits.max).to(dtype) * (1 + steps).to(dtype)
+    quotient, product = 2 * (entries / unit), 2 * (entries * (1 / unit))
+    is_fragile = ((quotient.floor() != product.floor()) | (quotient.ceil() != product.ceil())) & is_next
+    return entries.gather(0, is_fragile.to(torch.uint8).argmax(0, keepdim=True))[0]

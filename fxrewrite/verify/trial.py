@@ -21,6 +21,7 @@ from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients, relative_bound
+from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.held import holds, run_rewritten, with_attributes
 from fxrewrite.verify.observe import (
@@ -32,8 +33,10 @@ from fxrewrite.verify.observe import (
     largest_value,
     observe,
     run_here,
+    with_derivative,
 )
 from fxrewrite.verify.oracle import Evaluate, Oracle
+from fxrewrite.verify.points import jumps, units
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
 
 __all__ = ["Rewrite", "Trial", "Trials"]
@@ -41,8 +44,29 @@ __all__ = ["Rewrite", "Trial", "Trials"]
 Rewrite = Callable[[fx.GraphModule], int]
 """Applies a rule once to a graph in place, and returns the number of rewrites."""
 _MOST_APPLICATIONS = 8
+_AT_JUMPS = 0.5
+"""Probability that the entries of a sample are where its graph jumps."""
 _POSITIVE, _NEGATIVE = ((1, 8), (1, 2)), (-8, 0)
 """Ranges of integers for operators that do not take 0."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grading:
+    """What a comparison of gradients showed.
+
+    Attributes:
+        leaves: positions of the inputs whose gradients were compared; empty if none were.
+        without: names of the inputs of which torch has no derivative in the original.
+        why_not: why no gradient was compared, where the original is differentiable; else empty.
+        differences: what was found.
+        is_rounding: whether the differences are rounding.
+    """
+
+    leaves: tuple[int, ...] = ()
+    without: tuple[str, ...] = ()
+    why_not: str = ""
+    differences: tuple[Difference, ...] = ()
+    is_rounding: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,7 +80,7 @@ class Trial:
         differences: what was found.
         remarks: differences that the rule's promise allows.
         raised: whether the original raises.
-        graded: whether gradients were compared.
+        grading: of gradients.
         drawn: whether values were not compared, because random numbers may differ.
         before, after: the graphs.
     """
@@ -67,7 +91,7 @@ class Trial:
     differences: tuple[Difference, ...] = ()
     remarks: tuple[Difference, ...] = ()
     raised: bool = False
-    graded: bool = False
+    grading: Grading = Grading()
     drawn: bool = False
     before: fx.GraphModule | None = None
     after: fx.GraphModule | None = None
@@ -86,6 +110,8 @@ class Trials:
         bed: where graphs are tested that one device does not show.
         mode: of the fake values of all graphs.
         program: finds the pattern.
+        needs_derivatives: whether the rewritten graph has gradients where the original has; if not, and torch raises
+            because an operator has none, no gradients are compared.
     """
 
     pattern: Pattern
@@ -97,6 +123,7 @@ class Trials:
     bed: TestBed | None
     mode: FakeMode
     program: Program[str]
+    needs_derivatives: bool = True
 
     def test(self, sample: Sample, guesses: Guesses | None = None, *, only: Kind | None = None) -> Trial:
         """Tests a sample, guessing what it leaves open. With `only`, looks no further than this kind of difference."""
@@ -114,6 +141,8 @@ class Trials:
             return _compared(sample, before, before, [Difference("invalid", f"it cannot be matched: {error}")])
         if not matches:
             return Trial("unmatched", _nearest_miss(self.pattern, before.graph.nodes), sample, before=before)
+        if guesses is not None:
+            sample = _with_multiples(sample, before, guesses.draw)
         sample = self._with_legal_integers(sample, before)
         after = copy_module(before)
         run_after = self.run or run_here
@@ -213,17 +242,14 @@ class Trials:
 
         values = oracle(lambda gm, given: observe(gm, given, run).results or None)
         differences = compare(was, is_now, self.promise, inputs(), values, shared_outputs(before))
-        rounding: list[Difference] = []
-        graded = self.grad and only in (None, "gradient") and was.error is None is is_now.error and _is_finite(inputs())
+        if not any(d.kind == "value" for d in differences) and any(map(jumps, before.graph.nodes)):
+            differences += self._jumps(was, is_now, inputs(), values)
         comparable = self.promise.rng == "preserves" or not (was.has_drawn or is_now.has_drawn)
-        if graded and comparable and not any(d.kind in ("shape", "outputs") for d in differences):
-            found = self._compare_gradients(sample, before, after, was, run_after, oracle)
-            graded = found is not None
-            if found is not None:
-                wrong, is_rounding = found
-                (rounding if is_rounding else differences).extend(wrong)
-        else:
-            graded = False
+        grading = Grading()
+        is_graded = self.grad and only in (None, "gradient") and was.error is None is is_now.error
+        if is_graded and not any(d.kind in ("shape", "outputs") for d in differences):
+            grading = self._grading(sample, before, after, was, run_after, oracle, comparable=comparable)
+        differences += () if grading.is_rounding else grading.differences
         if self.terminates and only in (None, "endless") and not self._ends(after):
             text = f"the rule fires again on its own result, {_MOST_APPLICATIONS} times and more"
             differences.append(Difference("endless", text))
@@ -232,14 +258,13 @@ class Trials:
             before,
             after,
             differences,
-            rounding,
             keeps_strides=self.promise.strides,
             raised=was.error is not None,
-            graded=graded,
+            grading=grading,
             drawn=not comparable,
         )
 
-    def _compare_gradients(
+    def _grading(
         self,
         sample: Sample,
         before: fx.GraphModule,
@@ -247,23 +272,34 @@ class Trials:
         was: Observation,
         run_after: Runner,
         oracle: Callable[[Evaluate], Oracle],
-    ) -> tuple[list[Difference], bool] | None:
-        """Returns differences of gradients, and whether they are rounding; None if the original has no gradients."""
-        names = [name for name, _ in sample.specs()]
+        *,
+        comparable: bool,
+    ) -> Grading:
+        """Compares the gradients of those inputs of which the original has them."""
+        names, specs = [name for name, _ in sample.specs()], [spec for _, spec in sample.specs()]
 
         def inputs() -> list[torch.Tensor]:
-            return [spec.tensor() for _, spec in sample.specs()]
+            return [spec.tensor() for spec in specs]
 
         run, given = self.run or run_here, cotangents(was.results)
-        grads = gradients(before, inputs(), given, run)
-        if not isinstance(grads, list):
-            return None
-        others = gradients(after, inputs(), given, run_after)
+        why_not = "" if comparable else "the rule may draw other numbers"
+        why_not = why_not or ("" if _is_finite(inputs()) else "some inputs are not finite")
+        if why_not:
+            is_differentiable = gradients(before, inputs(), given, run) is not None
+            return Grading(why_not=why_not if is_differentiable else "")
+        leaves, grads = with_derivative(before, inputs, given, run)
+        if isinstance(grads, Exception):
+            return Grading(why_not=f"the original raises in its backward: {_first_line(grads)}")
+        if grads is None:
+            return Grading()
+        others = gradients(after, inputs(), given, run_after, leaves)
+        if isinstance(others, Exception) and not self.needs_derivatives:
+            return Grading(why_not=f"the rewritten graph raises in its backward: {_first_line(others)}")
         if run_after is not run:  # what the module holds is no input of the rewritten graph
             grads = [None if is_held else grad for grad, is_held in zip(grads, holds(before), strict=True)]
 
         def backward(gm: fx.GraphModule, at: list[torch.Tensor]) -> Sequence[Any] | None:
-            found = gradients(gm, at, given, run_after)
+            found = gradients(gm, at, given, run_after, leaves)
             return found if isinstance(found, list) else None
 
         exact = oracle(backward)
@@ -273,7 +309,19 @@ class Trials:
             found = kinks if kinks and not exact.rounds else []
         bound = relative_bound(grad.dtype for grad in grads if grad is not None)
         relative = bound if self.promise.numerics == "approximate" else None
-        return found, bool(found) and exact.explains(after, grads, others, relative)
+        without = tuple(name for place, name in enumerate(names) if specs[place].is_inexact and place not in leaves)
+        is_rounding = bool(found) and exact.explains(after, grads, others, relative)
+        return Grading(leaves, without, "", tuple(found), is_rounding)
+
+    def _jumps(
+        self, was: Observation, is_now: Observation, inputs: list[torch.Tensor], oracle: Oracle
+    ) -> list[Difference]:
+        """Returns differences of values at these inputs alone, if neither graph rounds anything there."""
+        if self.run is not None or self.promise.numerics != "reassociates":
+            return []
+        found = compare(was, is_now, self.promise, inputs, oracle, is_near=False)
+        wrong = [difference for difference in found if difference.kind == "value"]
+        return wrong if wrong and not oracle.rounds and not oracle.rounds_after else []
 
     def _keeps_kinks(self, before: fx.GraphModule) -> bool:
         """Whether the gradient at a kink, where nothing is rounded, is the original's to say."""
@@ -290,8 +338,20 @@ class Trials:
         return max((value.max().item() for value in finite if value.numel()), default=0.0)
 
     def _ends(self, after: fx.GraphModule) -> bool:
+        """Whether the rule stops firing on its own result; an application that is refused is the last one."""
         again = copy_module(after)
-        return any(not self.rewrite(again) for _ in range(_MOST_APPLICATIONS))
+        try:
+            return any(not self.rewrite(again) for _ in range(_MOST_APPLICATIONS))
+        except RefusedError:
+            return True
+
+
+def _with_multiples(sample: Sample, before: fx.GraphModule, draw: Draw) -> Sample:
+    """Returns, at times, the sample with entries at which the graph jumps, if it does."""
+    points = units(before)
+    if not points or draw.plain or not draw.flag(_AT_JUMPS):
+        return sample
+    return sample.with_contents("few_multiples" if draw.domain == "moderate" else "multiples", points)
 
 
 def _compared(
@@ -299,11 +359,10 @@ def _compared(
     before: fx.GraphModule,
     after: fx.GraphModule,
     differences: list[Difference],
-    rounding: Sequence[Difference] = (),
     *,
     keeps_strides: bool = True,
     raised: bool = False,
-    graded: bool = False,
+    grading: Grading = Grading(),
     drawn: bool = False,
 ) -> Trial:
     allowed = [d for d in differences if d.kind == "strides" and not keeps_strides]
@@ -313,9 +372,9 @@ def _compared(
         "",
         sample,
         tuple(wrong),
-        (*allowed, *rounding),
+        (*allowed, *(grading.differences if grading.is_rounding else ())),
         raised=raised,
-        graded=graded,
+        grading=grading,
         drawn=drawn,
         before=before,
         after=after,
@@ -324,6 +383,10 @@ def _compared(
 
 def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
+
+
+def _first_line(error: Exception) -> str:
+    return _said(error).splitlines()[0]
 
 
 def _is_finite(inputs: list[torch.Tensor]) -> bool:

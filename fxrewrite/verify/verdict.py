@@ -44,6 +44,7 @@ class Verdict:
         remarks: what a reader should know but is not an error.
         counterexample: where the rule is false; None if no difference was found.
         error: why the test says nothing, or too little; else empty.
+        ungraded: why no sample's gradients were compared, although the original is differentiable; else empty.
         proof: what is proved of the rule, or why it is not, if that was asked for.
         seed: of the samples.
     """
@@ -59,6 +60,7 @@ class Verdict:
     remarks: tuple[str, ...] = ()
     counterexample: Counterexample | None = None
     error: str = ""
+    ungraded: str = ""
     proof: str = ""
     seed: int = 0
 
@@ -100,5 +102,6 @@ class Verdict:
         if self.counterexample is not None:
             return f"false: {self.counterexample.difference} (sample {self.samples})"
         tested = f"tested on {self.samples} samples, no difference"
+        tested += f", but gradients were not compared: {self.ungraded}" if self.ungraded else ""
         said = f"{self.error} ({tested})" if self.error and self.samples else self.error or tested
         return f"{said}; {self.proof}" if self.proof else said

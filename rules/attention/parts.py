@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch import fx
 
-from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, where
+from fxrewrite import Constraint, Literal, Match, Pattern, Rule, cap, chain, either, maybe, op, refuse, where
 from fxrewrite.ops import named_operator, value
 from fxrewrite.spmd import is_same_size
 from rules.attention.operator import ATTEND
@@ -107,9 +107,14 @@ def cast_and_dropout(weighted: Any, *casts: str) -> Any:
 
 
 def softmax(match: Match, x: Any, dtype: torch.dtype | None, *, is_safe: bool) -> Any:
-    """Calls the softmax over the last dimension; with `is_safe`, the one whose rows of -inf are zeros."""
+    """Calls the softmax over the last dimension; with `is_safe`, the one whose rows of -inf are zeros.
+
+    Refuses the latter from float16 to float32, of which torch raises in the backward.
+    """
     if not is_safe:
         return torch.softmax(x, -1, dtype=dtype)
+    if value(match["x"]).dtype == torch.float16 and dtype == torch.float32:
+        refuse("_safe_softmax from float16 to float32 has no backward in torch")
     return match.call(getattr(named_operator(SAFE_SOFTMAX), "default"), x, -1, dtype)  # noqa: B009  # an overload
 
 

@@ -207,6 +207,8 @@ zeros_of_empty_rows = Rule(
 @zeros_of_empty_rows.replacement
 def _(match: Match, x: Any, dtype: torch.dtype | None) -> Any:
     """_safe_softmax(x, -1, dtype), whose rows of -inf are zeros"""
+    if dtype is not None and torch.promote_types(value(match["x"]).dtype, dtype) != dtype:
+        refuse("a large score would overflow, and its row be zeros", dtype=dtype)
     return softmax(match, x, dtype, is_safe=True)
 
 

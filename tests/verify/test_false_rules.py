@@ -218,6 +218,18 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
         op("to", torch.floor(X + 0.5), torch.int32), lambda x: torch.round(x).to(torch.int32), (),
         {"numerics": "exact", "domain": "moderate"},
     ),
+    "a half is rounded up, and neither graph rounds anything else": (
+        torch.floor(X + 0.5), lambda x: torch.round(x), (), {},
+    ),
+    "a comparison at the number that it names": (X > 3, lambda x: x >= 3, (), {}),
+    "a reciprocal before a rounding": (
+        torch.clamp(torch.round(X / 0.1), -128, 127), lambda x: torch.clamp(torch.round(x * 10.0), -128, 127), (),
+        {"numerics": "exact"},
+    ),
+    "a reciprocal of a literal before a rounding": (
+        torch.round(X / cap("s", Literal)), lambda x, s: torch.round(x * (1 / s)), (where.value("s", ">", 0),),
+        {"numerics": "exact"},
+    ),
     "a cast that rounds up first": (
         op("to", op("to", X, torch.float32), torch.int32), lambda x: x.to(torch.int32),
         (where.dtype("x", torch.float64),), {"numerics": "exact", "domain": "moderate"},
@@ -253,6 +265,18 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
     ),
     "a gradient of equal operands": (torch.maximum(X, Y), lambda x, y: torch.where(x >= y, x, y), (), {}),
     "a gradient at a named number": (torch.clamp(X, 0.0, 6.0), not_clamped, (), {}),
+    "a gradient beside an operand that has none": (
+        torch.special.gammainc(Y, X) * X, lambda x, y: torch.special.gammainc(y, x) * x.detach(), (),
+        {"domain": "moderate", "numerics": "approximate"},
+    ),
+    "a gradient of complex numbers": (
+        torch.view_as_real(X * Y), lambda x, y: torch.view_as_real(x * y.detach()).clone(),
+        (where.dtype("x", torch.complex64), where.dtype("y", torch.complex64)), {"domain": "moderate"},
+    ),
+    "a gradient of complex numbers in further samples": (
+        torch.abs(X), lambda match, x: torch.abs(x.detach() if match["x"].meta["val"].is_complex() else x),
+        (), {"domain": "moderate", "numerics": "approximate"},
+    ),
     "a cast to another half precision": (
         op("to", op("to", X, torch.float16), torch.float32), lambda x: x.to(torch.bfloat16).to(torch.float32),
         (where.dtype("x", torch.float32),), {"domain": "moderate"},
@@ -261,12 +285,30 @@ IN_A_DETAIL: dict[str, tuple[Any, Callable[..., Any], tuple[Any, ...], dict[str,
         op("to", X, torch.float16), lambda x: x.to(torch.bfloat16).to(torch.float16),
         (where.dtype("x", torch.float32),), {"domain": "moderate"},
     ),
+    "an operand that is rounded first": (
+        op("to", torch.softmax(X, -1), torch.bfloat16), lambda x: torch.softmax(x.to(torch.bfloat16), -1),
+        (where.dtype("x", torch.float32), where.size("x", -1, ">", 0)), {},
+    ),
     "half precision inside": (
         torch.sum(X, -1), lambda x: torch.sum(x.to(torch.bfloat16), -1).to(torch.float32),
         (where.dtype("x", torch.float32),), {},
     ),
 }  # fmt: skip
 """Each is true but for one detail, which normal values and small contiguous tensors do not show."""
+
+
+@pytest.mark.parametrize("other", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_all_dtypes_that_a_constraint_names_are_drawn(other: torch.dtype) -> None:
+    """The square overflows in float16 alone."""
+    rule = Rule(
+        "test.mean",
+        Pattern((torch.mean(torch.pow(op("to", X, torch.float32), 2), -1),), (where.dtype("x", torch.float16, other),)),
+        lambda x: torch.mean(torch.pow(x, 2), -1).to(torch.float32),
+        numerics="approximate",
+    )
+    counterexample = rule.verify().counterexample
+    assert counterexample is not None
+    assert "inf" in counterexample.difference.text
 
 
 @pytest.mark.parametrize("name", IN_A_DETAIL)
@@ -479,6 +521,15 @@ def test_a_gradient_that_is_wrong_is_printed() -> None:
     counterexample = verify(FALSE["a gradient that is cut off"][1]).counterexample
     assert counterexample is not None
     assert "random_gradients(rewritten, inputs())" in counterexample.snippet
+    ran = execute(counterexample.snippet)
+    assert ran["expected"][0].item() != ran["found"][0].item()
+
+
+def test_a_wrong_gradient_is_printed_beside_an_operand_that_has_none() -> None:
+    pattern, replacement, _, promises = IN_A_DETAIL["a gradient beside an operand that has none"]
+    counterexample = Rule("test.detail", Pattern((pattern,)), replacement, **promises).verify().counterexample
+    assert counterexample is not None
+    assert "random_gradients(rewritten, inputs(), of=[1])" in counterexample.snippet
     ran = execute(counterexample.snippet)
     assert ran["expected"][0].item() != ran["found"][0].item()
 

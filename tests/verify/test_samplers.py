@@ -128,6 +128,7 @@ def test_wide_samples_show_what_a_sampler_hides() -> None:
         lambda x, y, divisor: torch.matmul(x * (1.0 / divisor), y),
         where.rank("x", 2),
         where.rank("y", 2),
+        *(where.dtype(name, torch.float32, torch.float64, torch.bfloat16) for name in "xy"),
         numerics="reassociates",
         domain="moderate",
     )

@@ -68,6 +68,9 @@ TRUE: dict[str, Rule] = {
         numerics="reassociates",
         domain="moderate",
     ),
+    "a rounding of what is rounded": rule_of(
+        torch.round(X / 0.1), lambda x: torch.round(x * 10.0), numerics="reassociates", domain="finite"
+    ),
     "any of the largest": rule_of(
         op("topk", X, 1)[0],
         lambda x: torch.sort(x, -1, descending=True)[0][..., :1],
@@ -81,6 +84,16 @@ TRUE: dict[str, Rule] = {
         where.dtype("x", torch.float32),
         numerics="reassociates",
         domain="moderate",
+    ),
+    "an operand that the original rounds first": rule_of(
+        torch.matmul(X, op("to", Y, torch.bfloat16)),
+        lambda x, y: torch.matmul(y.to(torch.bfloat16).transpose(0, 1), x.transpose(0, 1)).transpose(0, 1),
+        where.dtype("x", torch.bfloat16),
+        where.dtype("y", torch.float32),
+        where.rank("x", 2),
+        where.rank("y", 2),
+        numerics="reassociates",
+        domain="finite",
     ),
     "linear": rule_of(
         op("linear", X, cap("w", Param), cap("b", Param)),
@@ -176,6 +189,20 @@ def test_a_rule_that_keeps_firing_is_endless(name: str) -> None:
     assert verify(TRUE[name], samples=16, terminates=False).ok
 
 
+def test_a_rule_whose_second_application_is_refused_ends() -> None:
+    """A plan refuses to join the linear that the rule made with itself."""
+
+    def joined(x: Any, q: Any, k: Any) -> tuple[Any, ...]:
+        parts = torch.split(F.linear(x, torch.cat([q, k])), [q.shape[0], k.shape[0]], -1)
+        return parts[0], parts[1]
+
+    q, k = cap("q"), cap("k")
+    are_matrices = (where.rank("q", 2), where.rank("k", 2), where.same_dtype("q", "k"))
+    pattern = Pattern((op("linear", X, q), op("linear", X, k)), are_matrices)
+    verdict = Rule("test.joined", pattern, joined, numerics="approximate", domain="moderate").verify(samples=16)
+    assert verdict.ok, str(verdict)
+
+
 def test_a_rule_that_says_it_is_endless_passes_and_has_no_fixpoint() -> None:
     split = Rule(
         "sums.split", Pattern((op("sum", X),)), lambda x: torch.sum(torch.reshape(x, [-1])),
@@ -226,6 +253,57 @@ def test_the_verdict_says_what_was_tested_and_never_that_it_is_proved() -> None:
     assert text.startswith("test.rule: tested on 64 samples, no difference\n  gradients compared on ")
     assert "4 of 4 alternatives of the pattern were met" in text
     assert "prove" not in text
+
+
+def of_ones(draw: Any) -> dict[str, Any]:
+    return {"x": torch.ones(2, dtype=draw.dtype)}
+
+
+def infinite(draw: Any) -> dict[str, Any]:
+    return {"x": torch.full((2,), -torch.inf, dtype=draw.dtype)}
+
+
+ANOTHER_DROPOUT = rule_of(torch.dropout(X, 0.5, True), lambda x: torch.dropout(x, 0.5, True) * 1, rng="changes")
+ANOTHER_ARGMAX = rule_of(torch.argmax(X), lambda x: torch.argmax(x) * 1)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sampler", "why_not"),
+    [
+        (TRUE["relu twice"], infinite, "some inputs are not finite"),
+        (ANOTHER_DROPOUT, of_ones, "the rule may draw other numbers"),
+        (ANOTHER_ARGMAX, of_ones, ""),
+        (TRUE["relu twice"], of_ones, ""),
+    ],
+    ids=["an infinite input", "random numbers", "an original that is not differentiable", "they were compared"],
+)
+def test_the_verdict_says_why_gradients_were_not_compared(rule: Rule, sampler: Any, why_not: str) -> None:
+    verdict = verify(rule, sampler=sampler, samples=8, terminates=False)
+    assert verdict.ok, str(verdict)
+    assert verdict.ungraded == why_not
+    said = f", but gradients were not compared: {why_not}" if why_not else ""
+    assert str(verdict).startswith(f"test.rule: tested on 8 samples, no difference{said}\n")
+
+
+def test_an_operator_without_a_derivative_of_complex_numbers_is_a_remark_unless_the_rule_is_for_them() -> None:
+    verdict = verify(TRUE["silu"])
+    assert verdict.ok, str(verdict)
+    assert "the rewritten graph raises in its backward: RuntimeError: silu does not support" in verdict.remarks[-1]
+    of_complex = rule_of(X * torch.sigmoid(X), TRUE["silu"].body, where.dtype("x", torch.complex64))
+    verdict = verify(of_complex, numerics="approximate", domain="moderate")
+    assert "gradient: the rewritten graph raises RuntimeError in its backward: silu does not" in str(verdict)
+
+
+def test_an_operand_without_a_derivative_is_named_and_the_gradients_of_others_are_compared() -> None:
+    normed = F.batch_norm(X, cap("mean"), cap("var"), None, None, False, 0.1, 1e-5)
+    conditions = [where.rank("x", 2), where.same_dtype("x", "mean", "var"), where.size("x", 0, ">", 0)]
+    for name in ("mean", "var"):
+        conditions += [where.rank(name, 1), where.parse(f"size({name}, 0) == size(x, 1)")]
+    rule = rule_of(normed, lambda x, mean, var: (x - mean) * torch.rsqrt(var + 1e-5), *conditions)
+    verdict = verify(rule, numerics="approximate", domain="moderate", samples=16)
+    assert verdict.ok, str(verdict)
+    assert verdict.gradients > 8
+    assert "no gradient of mean, var: torch has no derivative of the original there" in verdict.remarks
 
 
 def drawn(**options: Any) -> list[torch.Tensor]:
