@@ -122,7 +122,8 @@ fuse_scaled_fill = _read(
     hides_by_divisor,
 )
 fuse_wide = _read(weights(_hidden_or_masked(scaled(_wide))), "fuse_wide", *is_added("mask"), *_KEPT)
-fuse_safe = _read(weights(_hidden_or_masked(_scores), by=SAFE_SOFTMAX), "fuse_safe", *is_added("mask"), *_KEPT)
+_cast: Any = maybe(op("to", _hidden_or_masked(_scores), cap("wide", Literal)))  # of float16; see `softmax` of parts
+fuse_safe = _read(weights(_cast, by=SAFE_SOFTMAX), "fuse_safe", *is_added("mask"), *_KEPT)
 
 
 @fuse.replacement

@@ -109,7 +109,7 @@ def cast_and_dropout(weighted: Any, *casts: str) -> Any:
 def softmax(match: Match, x: Any, dtype: torch.dtype | None, *, is_safe: bool) -> Any:
     """Calls the softmax over the last dimension; with `is_safe`, the one whose rows of -inf are zeros.
 
-    Refuses the latter from float16 to float32, of which torch raises in the backward.
+    Refuses the latter from float16 to float32, which has no backward in torch.
     """
     if not is_safe:
         return torch.softmax(x, -1, dtype=dtype)

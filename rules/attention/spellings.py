@@ -209,6 +209,8 @@ def _(match: Match, x: Any, dtype: torch.dtype | None) -> Any:
     """_safe_softmax(x, -1, dtype), whose rows of -inf are zeros"""
     if dtype is not None and torch.promote_types(value(match["x"]).dtype, dtype) != dtype:
         refuse("a large score would overflow, and its row be zeros", dtype=dtype)
+    if value(match["x"]).dtype == torch.float16 and dtype == torch.float32:
+        x, dtype = x.to(dtype), None  # _safe_softmax from float16 to float32 has no backward in torch
     return softmax(match, x, dtype, is_safe=True)
 
 

@@ -372,6 +372,15 @@ LEFT = {"flat heads with a fill": "nan_to_num"}
 """Variants that are no attention of torch, and the step that `explain` names."""
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_zeros_by_a_softmax_in_float32(dtype: torch.dtype) -> None:
+    """torch's own softmax for such rows has no backward from float16 to float32, so the scores are cast in front."""
+    q, k, v = (torch.randn(B, H, L, E, dtype=dtype) for _ in range(3))
+    gm = traced(lambda q, k, v: (q @ k.mT).softmax(-1, dtype=torch.float32).nan_to_num().to(dtype) @ v, q, k, v)
+    ATTENTION_DROPOUT.apply(gm)
+    assert count(gm, "scaled_dot_product_attention") == 1
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_is_the_operator(name: str) -> None:
     function, args = VARIANTS[name], inputs("BHLE", ("added", "kept"), torch.float32)
