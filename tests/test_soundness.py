@@ -170,6 +170,41 @@ def test_a_part_of_other_memory_in_front_of_as_strided():
     assert RuleSet("s", part).apply(gm).rewrites == 1
 
 
+class SavesItsInput(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0].t().view(-1)[0]
+
+
+class SavesNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("function", "rewrites"), [(SavesItsInput, 0), (SavesNothing, 1)])
+def test_strides_of_what_a_function_saves(function, rewrites):
+    swap = made(lambda a, b: torch.matmul(a, b).transpose(0, 1), lambda a, b: torch.matmul(b.T, a.T))
+    backend = RuleSet("s", swap).backend("eager")
+    grads = []
+    for wrap in (lambda f: f, lambda f: torch.compile(f, backend=backend)):
+        x = X.clone().requires_grad_()
+        wrap(lambda x: function.apply(_turned(x)))(x).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(*grads)
+    assert sum(report.rewrites for report in backend.reports) == rewrites
+
+
 def test_values_after_a_replacement_have_its_strides():
     """The second rule sees what the first one left: a reshape that was a view is none any more."""
     swap = made(lambda a, b: torch.matmul(a, b).transpose(0, 1), lambda a, b: torch.matmul(b.T, a.T))

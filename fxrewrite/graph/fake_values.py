@@ -197,7 +197,7 @@ def _has_symbols(arguments: Any) -> bool:
 
 
 def _has_traced_one(arguments: Any) -> bool:
-    """Whether a symbolic size is 1 in the trace, as is a rank's chunk of a sequence as long as there are ranks."""
+    """Whether a symbolic size is 1 in the trace, as is the chunk of each rank where there are as many ranks."""
     leaves = tree_leaves(arguments)
     sizes = (size for leaf in leaves for size in (leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,)))
     return any(isinstance(size, torch.SymInt) and hint_of_size(size, fallback=0) == 1 for size in sizes)

@@ -79,10 +79,14 @@ class Effects:
         before = self.writers[: bisect.bisect_left(self.writers, node)]
         return next((not switch.args[0] for switch in reversed(before) if ops.switches_gradients(switch)), False)
 
-    def later_writer(self, node: fx.Node, memory: AbstractSet[fx.Node]) -> fx.Node | None:
-        """Returns the first node after this one that writes, or may write, to the memory of these nodes."""
+    def later_writer(self, node: fx.Node, memory: AbstractSet[fx.Node], *, is_known: bool = False) -> fx.Node | None:
+        """Returns the first node after this one that may write to the memory of these nodes.
+
+        With `is_known`, only a node of which it is known what it writes to.
+        """
         later = (writer for writer in self.after(self.writers, node) if not ops.sets_mode(writer))
-        return next((writer for writer in later if _may_touch(writer, memory)), None)
+        later = (writer for writer in later if not (is_known and ops.is_barrier(writer)))
+        return next((writer for writer in later if _may_touch(writer, memory)), None) if memory else None
 
     def after(self, nodes: list[fx.Node], first: fx.Node) -> Iterator[fx.Node]:
         """Yields those of `nodes` that are after a node."""

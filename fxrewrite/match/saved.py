@@ -21,7 +21,8 @@ def check_saved(
 ) -> None:
     """Refuses new operators that save what a later node writes to, unless the original saves it too.
 
-    Autograd raises in the backward pass then: `tanh` saves its result, and `y.mul_(2)` writes to it.
+    Autograd raises in the backward pass then: `tanh` saves its result, and `y.mul_(2)` writes to it. Calls of which it
+    is not known what they write to, such as `register_hook`, are taken to write to nothing here.
 
     Raises:
         RefusedError: such a node writes, or may write, to what would be saved.
@@ -35,7 +36,7 @@ def check_saved(
         for saved in edit.saved_for_backward(node):
             memory = ops.memory_origins(saved)
             memory |= {old for old, new in replaced if saved in ops.memory_origins(new) and old not in known}
-            writer = effects.later_writer(min(match.outputs), memory - known)
+            writer = effects.later_writer(min(match.outputs), memory - known, is_known=True)
             if writer is not None:
                 what = "its result" if saved is node else f"%{saved.name}"
                 refuse(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +33,7 @@ _RUN_ON_OPERANDS = frozenset(
     ]
 )
 """Higher-order operators that call each subgraph on the arguments after the last subgraph, in their order."""
+_CUSTOM_FUNCTION = "higher_order::autograd_function_apply"
 _RUN_WHOLE = ops.CALLERS | {"higher_order::flex_attention"}
 """Higher-order operators that run on fake values like others: no subgraph sees a whole operand."""
 
@@ -128,6 +129,10 @@ class _Walk:
             return None
         return map_arg(output.args[0], lambda used: self.values.get(used, ops.value(used)))
 
+    def new_values(self, values: Iterable[Any]) -> list[Any]:
+        """Returns the new value of each that is a node and changes, and None of the others."""
+        return [self.values.get(value) if isinstance(value, fx.Node) else None for value in values]
+
     def _note(self, node: fx.Node, was: Any, is_now: Any, readers: Iterable[fx.Node]) -> None:
         """Notes that a value changes, and its readers, if it does."""
         if not is_alike(was, is_now):
@@ -201,29 +206,55 @@ class _Walk:
         return None
 
     def _reader_in_subgraphs(self, node: fx.Node) -> fx.Node | None:
-        """As `_reader`, of a higher-order operator: follows its operands through its subgraphs."""
-        parts = {id(part.gm): part for part in self._edit.parts()}
-        entered = [parts.get(id(body)) for body in _bodies(self._edit.gm, node)]
-        operands = _operands(self._edit.gm, node)
-        if not _runs_on_operands(node) or not entered:
+        """As `_reader`, of a node that calls subgraphs: follows its operands through these."""
+        bodies, operands = _bodies(self._edit.gm, node), _operands(self._edit.gm, node)
+        if ops.key(node) == _CUSTOM_FUNCTION and len(bodies) == 2:
+            return self._reader_in_function(node, bodies[0], bodies[1], operands)
+        if not _runs_on_operands(node) or not bodies:
             return node
-        for part in entered:
-            inputs = part.graph.find_nodes(op="placeholder") if part is not None else []
-            if part is None or len(inputs) != len(operands) or part.callers() != [node]:
-                return node
-            pairs = zip(inputs, operands, strict=True)
-            changed = [(inner, self.values[outer]) for inner, outer in pairs if outer in self.values]
-            walk = _Walk(part, Effects(part), [Replaced(inner, new, inner.users) for inner, new in changed])
-            reader = walk.first_reader()
-            if reader is not None:
-                return reader
+        for body in bodies:
+            walk = self._entered(node, body, self.new_values(operands))
+            if isinstance(walk, fx.Node):
+                return walk
             result = walk.result()
-            if result is not None and len(entered) > 1:
+            if result is not None and len(bodies) > 1:
                 return node  # one subgraph returns other strides, and the others may not
-            self.inner |= walk.values | walk.inner
             if result is not None:
                 self._note(node, ops.value(node), result, node.users)
         return None
+
+    def _reader_in_function(
+        self, node: fx.Node, forward: fx.GraphModule, backward: fx.GraphModule, operands: Sequence[Any]
+    ) -> fx.Node | None:
+        """As `_reader_in_subgraphs`, of a custom `autograd.Function`: what its forward saves goes to its backward."""
+        walk = self._entered(node, forward, self.new_values(operands))
+        if isinstance(walk, fx.Node):
+            return walk
+        given: Any = forward.graph.output_node().args[0]
+        results, saved = map(walk.new_values, given)
+        entered = self._entered(node, backward, [*(None for _ in results), *saved])
+        if isinstance(entered, fx.Node):
+            return entered
+        if any(value is not None for value in results):
+            self._note(node, ops.value(node), walk.result()[0], node.users)
+        return None
+
+    def _entered(self, caller: fx.Node, body: fx.GraphModule, values: Sequence[Any]) -> _Walk | fx.Node:
+        """Follows new values of a subgraph's inputs, None for those that stay; or returns the first reader.
+
+        That is the caller, if the subgraph is not known, or others call it too.
+        """
+        part = next((part for part in self._edit.parts() if part.gm is body), None)
+        inputs = part.graph.find_nodes(op="placeholder") if part is not None else []
+        if part is None or len(inputs) != len(values) or part.callers() != [caller]:
+            return caller
+        changed = [Replaced(i, new, i.users) for i, new in zip(inputs, values, strict=True) if new is not None]
+        walk = _Walk(part, Effects(part), changed)
+        reader = walk.first_reader()
+        if reader is not None:
+            return reader
+        self.inner |= walk.values | walk.inner
+        return walk
 
 
 def _runs_on_operands(node: fx.Node) -> bool:

@@ -121,7 +121,12 @@ def parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def below_a_part(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     part = neg_twice(x[:, 1:])
-    return part, part[0], part.as_strided((2,), (1,))
+    return part, part[0], part.t()
+
+
+def by_address(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    whole = neg_twice(x)
+    return whole, whole.as_strided((2,), (1,), 1)
 
 
 def after_a_write(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -143,6 +148,7 @@ def after_a_write(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (TWICE, lambda x: [neg_twice(x)] * 2, 1),
         (TWICE, parts, 1),
         (TWICE, below_a_part, 1),
+        (TWICE, by_address, 1),
         (TWICE, lambda x: (x.view(6), neg_twice(x).t()), 1),  # the first one was the caller's memory before
         (TWICE, after_a_write, 1),
     ],
