@@ -321,7 +321,7 @@ class Rule:
             edit.spread(old, items)
         _replace(edit, match, results, passed, created)
         for node, value in later.items():
-            edit.set_meta(node, ops.value_key(node), value)
+            edit.owner(node).set_meta(node, ops.value_key(node), value)
         effects.add(created, draws)
 
     def _check_match(self, edit: Edit, match: Match, effects: Effects) -> None:

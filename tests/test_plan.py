@@ -505,3 +505,13 @@ def test_what_a_function_takes_beside_its_operator_is_not_emitted_on_aten(call: 
     gm = make_fx(lambda x: torch.sigmoid(x), tracing_mode="fake")(x)
     assert RuleSet("again", again).apply(gm).rewrites == 1
     torch.testing.assert_close(gm(x), call(x))
+
+
+def test_a_copy_leaves_the_modes_of_shared_modules() -> None:
+    """A frozen norm in a model that trains."""
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.ReLU()).train()
+    model[0].eval()
+    gm = fx.symbolic_trace(model).train()
+    gm.get_submodule("0").eval()
+    new, _ = RuleSet("s", swap("relu", "exp")).once().applied(gm)
+    assert (gm.training, model[0].training, new.training, new.get_submodule("0").training) == (True, False, True, False)

@@ -103,6 +103,17 @@ def _checkpointed(function):
     return lambda x: checkpoint(function, _turned(x), use_reentrant=False)
 
 
+@torch.library.custom_op("test_soundness::in_order", mutates_args=())
+def in_order(x: torch.Tensor) -> torch.Tensor:
+    """The entries as they are in memory."""
+    return x.as_strided((x.numel(),), (1,)).clone()
+
+
+@in_order.register_fake
+def _(x):
+    return x.new_empty(x.numel())
+
+
 DEPEND_ON_STRIDES = {
     "view": lambda x: _turned(x).t().view(16),
     "as_strided": lambda x: _turned(x).as_strided((4,), (1,)),
@@ -117,6 +128,10 @@ DEPEND_ON_STRIDES = {
     "a view of a chunk": lambda x: _turned(x).chunk(2, 1)[0].t().view(-1),
     "a view of what sort returns": lambda x: _turned(x).sort(0)[0].t().view(-1),
     "a view in a checkpoint": _checkpointed(lambda t: t.t().view(-1) * 2),
+    "a write to what a checkpoint returns": _written(
+        lambda t: checkpoint(lambda v: v.contiguous(), t, use_reentrant=False)
+    ),
+    "an operator of somebody else": lambda x: in_order(_turned(x)),
     "dropout in a checkpoint": _checkpointed(lambda t: F.dropout(t, 0.5)),
     "a view after a checkpoint": lambda x: _checkpointed(lambda t: t.neg())(x).t().view(-1),
     "the result of a checkpoint": lambda x: checkpoint(lambda x: _turned(x), x, use_reentrant=False).t().view(-1),
@@ -203,6 +218,66 @@ def test_strides_of_what_a_function_saves(function, rewrites):
         grads.append(x.grad)
     torch.testing.assert_close(*grads)
     assert sum(report.rewrites for report in backend.reports) == rewrites
+
+
+def test_values_in_an_autocast_region_are_those_of_autocast():
+    """A product is rounded there, and a sum is not."""
+
+    def function(x, w):
+        with torch.autocast("cpu", torch.bfloat16):
+            return (x * w).sum(-1), F.linear(x, w).relu()
+
+    dot = made(lambda x, w: (x * w).sum(-1), lambda x, w: torch.matmul(x[:, None, :], w[:, :, None])[:, 0, 0])
+    relu = made(lambda x, w: F.linear(x, w).relu(), lambda x, w: F.linear(x, w).clamp_min(0))
+    for it, rewrites in ((dot, 0), (relu, 1)):
+        backend = RuleSet("s", it).backend("eager")
+        torch._dynamo.reset()
+        found, expected = torch.compile(function, backend=backend)(X, X + 1), function(X, X + 1)
+        torch.testing.assert_close(found, expected)
+        assert sum(report.rewrites for report in backend.reports) == rewrites
+
+
+def test_values_of_several_graphs_are_undone_in_order():
+    """A node whose strides a rule changes in its graph, and then another rule from a subgraph."""
+    swap = made(lambda a, b: torch.matmul(a, b).transpose(0, 1), lambda a, b: torch.matmul(b.T, a.T))
+
+    def model(x):
+        return torch._foreach_add([_turned(x), checkpoint(_turned, x, use_reentrant=False)], 1.0)
+
+    gm = make_fx(model, tracing_mode="fake", pre_dispatch=True)(X)
+    before = [node.meta.get("val") for node in gm.graph.nodes]
+    never = rule("t.never")(lambda x: torch.erfinv(x))
+    never.replacement(lambda x: x)
+    plan = RuleSet("s", swap) >> RuleSet("t", never)
+    with pytest.raises(FxRewriteError, match="expected at least 1"):
+        plan.expect("t.never").apply(gm)
+    assert all(a is b for a, b in zip(before, (node.meta.get("val") for node in gm.graph.nodes), strict=True))
+
+
+@pytest.mark.parametrize("graph", ["torch", "aten"])
+def test_a_rule_for_inference_in_training(graph):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    it = made(lambda x: torch.tanh(x), lambda x: torch.sin(x.detach()), gradients=False)
+    for rewrites in (0, 1):
+        backend = RuleSet("s", it).backend("eager", graph=graph)
+        torch._dynamo.reset()
+        with torch.set_grad_enabled(rewrites == 0):
+            torch.compile(model, backend=backend)(X)
+        assert sum(report.rewrites for report in backend.reports) == rewrites
+
+
+def test_a_rule_for_inference_in_a_module_of_a_module_that_trains():
+    inner = fx.symbolic_trace(lambda x: torch.tanh(x)).eval()
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), inner).train()
+    it = made(lambda x: torch.tanh(x), lambda x: torch.sin(x.detach()), gradients=False)
+    graph = fx.Graph()
+    graph.output(graph.call_module("1", (graph.call_module("0", (graph.placeholder("x"),)),)))
+    inner.eval()
+    gm = fx.GraphModule(model, graph)
+    (refusal,) = RuleSet("s", it).apply(gm).refusals
+    assert "the module is in training mode and self.0.weight requires gradients" in refusal.reason
+    gm.eval()
+    assert RuleSet("s", it).apply(gm).rewrites == 1
 
 
 def test_values_after_a_replacement_have_its_strides():

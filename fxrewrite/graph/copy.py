@@ -32,7 +32,7 @@ def _copied(
             graph.erase_node(node)
     new = fx.GraphModule(gm, graph, type(gm).__name__)
     new.meta = dict(gm.meta)
-    new.train(gm.training)
+    new.training = gm.training  # of it alone: modules that it calls are shared
     for node in gm.graph.nodes:
         body = body_of(gm, node)
         if body is not None:

@@ -111,6 +111,15 @@ class Edit:
         for body in self._bodies:
             yield from body.parts()
 
+    def owner(self, node: fx.Node) -> Edit:
+        """Returns the transaction on the graph that a node is in: this one, or one around it or within."""
+        if node.graph is self.graph:
+            return self
+        outermost = self
+        while outermost.around is not None:
+            outermost = outermost.around
+        return next(part for part in outermost.parts() if part.graph is node.graph)
+
     def callers(self) -> list[fx.Node]:
         """Returns the nodes that call this subgraph, in the graph of `around`."""
         if self.around is None:

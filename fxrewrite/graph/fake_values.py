@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -45,12 +45,13 @@ class FakeValues:
     def compute(self, node: fx.Node) -> Any:
         """Computes the node's value by running its operator on fake values; equal calls are run once."""
         target = node.target
-        same = (id(target), self._looks(node.args), self._looks(node.kwargs) if node.kwargs else ())
+        autocasts = ops.autocasts_at(node)
+        same = (id(target), self._looks(node.args), self._looks(node.kwargs) if node.kwargs else (), autocasts)
         found = self._runs.get(same)
         if found is not None:
             return found[0]
         args, kwargs = map_arg((node.args, dict(node.kwargs)), self._of_input)  # pyright: ignore[reportArgumentType]
-        result = self._call(target, args, kwargs)
+        result = self._call(target, args, kwargs, autocasts)
         is_operator = isinstance(target, torch._ops.OpOverload) and not target._schema.is_mutable
         if (is_operator or target is operator.getitem) and not _has_data_sizes(result):
             self._runs[same] = (result, target, node.args, node.kwargs)
@@ -84,14 +85,15 @@ class FakeValues:
             return tree_map_only(FakeTensor, self._adopted, values[used]) if used in values else self._of_input(used)
 
         args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)  # pyright: ignore[reportArgumentType]
-        return self._call(node.target, args, kwargs)
+        return self._call(node.target, args, kwargs, ops.autocasts_at(node))
 
     def saved_for_backward(self, node: fx.Node) -> list[fx.Node]:
         """Returns which of a node and its inputs autograd saves; all of these if the node cannot be run."""
         saved: list[torch.Tensor] = []
         candidates = [node, *node.all_input_nodes]
         try:
-            given = {used: tree_map_only(torch.Tensor, _as_leaf, self._of_input(used)) for used in candidates[1:]}
+            leaf = _as_leaf if self.key == "example_value" else _as_trained_leaf  # other values do not say it
+            given = {used: tree_map_only(torch.Tensor, leaf, self._of_input(used)) for used in candidates[1:]}
             with torch.autograd.graph.saved_tensors_hooks(saved.append, torch.zeros_like):
                 result = self.run_with(node, given)
         except Exception:  # noqa: BLE001  # any error means that nothing is known
@@ -123,8 +125,8 @@ class FakeValues:
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return None
 
-    def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Calls the target on fake values, under the graph's own mode and without adding guards."""
+    def _call(self, target: Any, args: Any, kwargs: Any, autocasts: Sequence[tuple[Any, ...]]) -> Any:
+        """Calls the target on fake values, under the graph's own mode and autocasts, and without adding guards."""
         mode = self.mode
         assert mode is not None
         function = getattr(torch.Tensor, target) if isinstance(target, str) else target
@@ -133,7 +135,9 @@ class FakeValues:
         uncached = disable_fake_tensor_cache(mode) if _has_symbols((args, kwargs)) else contextlib.nullcontext()
         is_one = ops.has_trait(ops.key(target), "reshape") and _has_traced_one((args, kwargs))
         any_length = reshapes_of_any_length() if is_one else contextlib.nullcontext()
-        with mode, quiet, uncached, symbolic_kernels(), any_length:
+        with contextlib.ExitStack() as stack, mode, quiet, uncached, symbolic_kernels(), any_length:
+            for region in autocasts:
+                stack.enter_context(torch.autocast(*region, cache_enabled=False))
             if isinstance(target, torch._ops.HigherOrderOperator):
                 return _without_tracing(function, args, kwargs)
             return tree_map_only(torch.Tensor, _leaf, function(*args, **kwargs))
@@ -249,6 +253,11 @@ def _without_tracing(operator: Callable[..., Any], args: Any, kwargs: Any) -> An
 def _as_leaf(value: torch.Tensor) -> torch.Tensor:
     """Returns the value as autograd sees it while the graph runs, with the same memory."""
     return value.detach().requires_grad_(value.requires_grad)
+
+
+def _as_trained_leaf(value: torch.Tensor) -> torch.Tensor:
+    """The same, requiring a gradient where it can."""
+    return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:

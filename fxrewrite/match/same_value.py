@@ -13,6 +13,7 @@ from fxrewrite import ops
 from fxrewrite.errors import Reason, refuse
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
+from fxrewrite.graph.walk import reached
 from fxrewrite.match.match import Match
 from fxrewrite.match.safety import Effects
 from fxrewrite.match.strides import Replaced, after_strides, is_alike
@@ -123,10 +124,10 @@ def check_gradients(edit: Edit, match: Match) -> None:
     """Refuse a match whose result requires gradients, or may require some, in a graph without values."""
     for node in match.outputs:
         value = ops.value(node)
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+        if isinstance(value, torch.Tensor) and (value.requires_grad or _is_computed_of_trained(node)):
             hint = "compile under torch.no_grad(), or give the operator a derivative"
             refuse("gradients are needed here, and the rule keeps none (gradients=False)", hint=hint, node=node)
-        if value is ops.MISSING and edit.gm.training and (trained := _trained(edit.gm)):
+        if value is ops.MISSING and (trained := _trained(edit)):
             refuse(
                 f"the module is in training mode and self.{trained} requires gradients; the rule is for inference "
                 "(gradients=False)",
@@ -135,10 +136,26 @@ def check_gradients(edit: Edit, match: Match) -> None:
             )
 
 
-def _trained(gm: fx.GraphModule) -> str:
-    """Returns the first parameter or buffer that requires gradients; empty if none does."""
-    held = itertools.chain(gm.named_parameters(), gm.named_buffers())
-    return next((name for name, tensor in held if tensor.requires_grad), "")
+def _is_computed_of_trained(node: fx.Node) -> bool:
+    """Whether a node of a normalized graph, whose values do not say it, is computed of what requires gradients.
+
+    Inputs of such a graph also have the values that Dynamo gave them.
+    """
+    if ops.value_key(node) != "val" or not torch.is_grad_enabled():
+        return False
+    inputs = [one for one in node.graph.find_nodes(op="placeholder") if "example_value" in one.meta]
+    trained = {one for one in inputs if getattr(one.meta["example_value"], "requires_grad", False)}
+    return bool(trained) and not trained.isdisjoint(reached([node]))
+
+
+def _trained(edit: Edit) -> str:
+    """Returns the first parameter or buffer that requires gradients, if a module around the graph trains; else ""."""
+    training = edit.gm.training
+    while edit.around is not None:
+        edit = edit.around
+        training = training or edit.gm.training
+    held = itertools.chain(edit.gm.named_parameters(), edit.gm.named_buffers())
+    return next((name for name, tensor in held if tensor.requires_grad), "") if training else ""
 
 
 def check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:

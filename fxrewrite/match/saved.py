@@ -50,4 +50,7 @@ def check_saved(
 
 
 def _requires_gradient(node: fx.Node) -> bool:
-    return any(tensor.requires_grad for tensor in ops.tensors_of(node)) and torch.is_grad_enabled()
+    """Whether a value requires gradients, or may: only Dynamo's values say it."""
+    unsaid = ops.value_key(node) == "val"
+    found = ops.tensors_of(node)
+    return torch.is_grad_enabled() and any(value.requires_grad or (unsaid and ops.is_inexact(value)) for value in found)

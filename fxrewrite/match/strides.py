@@ -23,7 +23,6 @@ __all__ = ["Replaced", "after_strides", "is_alike"]
 _RUN_ON_OPERANDS = frozenset(
     f"higher_order::{name}"
     for name in [
-        "cond",
         "invoke_subgraph",
         "tag_activation_checkpoint",
         "wrap",
@@ -32,7 +31,8 @@ _RUN_ON_OPERANDS = frozenset(
         "wrap_with_set_grad_enabled",
     ]
 )
-"""Higher-order operators that call each subgraph on the arguments after the last subgraph, in their order."""
+"""Higher-order operators that call their one subgraph on the arguments after it, in their order."""
+_OF_TORCH = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d_functional", "quantized_decomposed"})
 _CUSTOM_FUNCTION = "higher_order::autograd_function_apply"
 _RUN_WHOLE = ops.CALLERS | {"higher_order::flex_attention"}
 """Higher-order operators that run on fake values like others: no subgraph sees a whole operand."""
@@ -58,7 +58,7 @@ def after_strides(edit: Edit, replaced: Iterable[Replaced], effects: Effects) ->
     Such a node fails, or draws other random numbers; it reads memory by address, as `as_strided` does; it returns a
     view instead of a copy, or the converse, and something is written to that memory later; or it is opaque, as a kernel
     of Triton. Runs the affected operators in graph order, each once, until results have their old strides, enters the
-    subgraphs of checkpoints and conditions, and goes on behind what calls a subgraph, if its result changes.
+    subgraphs of checkpoints, and goes on behind what calls a subgraph, if its result changes.
 
     Args:
         edit: the transaction.
@@ -155,7 +155,7 @@ class _Walk:
             return self._reader_of_moved(node)
         if node.op == "output":
             return None
-        if ops.has_trait(node, "addressed") or ops.is_random(node):
+        if ops.has_trait(node, "addressed") or ops.is_random(node) or _is_custom(node):
             return node
         higher_order = isinstance(node.target, torch._ops.HigherOrderOperator) and ops.key(node) not in _RUN_WHOLE
         if higher_order or _runs_on_operands(node):
@@ -187,11 +187,11 @@ class _Walk:
 
     def _writes_to_a_copy(self, node: fx.Node) -> bool:
         """Whether other strides decide that the result is a view or a copy, and its memory is written later."""
-        if not ops.is_maybe_view(node) or not self._effects.writers:
+        if not ops.is_maybe_view(node) or not (self._effects.writers or self._edit.around):
             return False
         if self._edit.viewed(node) == self._edit.viewed(node, self.values):
             return False
-        return self._effects.later_writer(node, ops.memory_origins(node)) is not None
+        return self._effects.later_writer(node, ops.memory_origins(node)) is not None or _is_left_to_writes(self._edit)
 
     def _reader_of_moved(self, node: fx.Node) -> fx.Node | None:
         if ops.has_trait(node, "addressed"):
@@ -210,17 +210,14 @@ class _Walk:
         bodies, operands = _bodies(self._edit.gm, node), _operands(self._edit.gm, node)
         if ops.key(node) == _CUSTOM_FUNCTION and len(bodies) == 2:
             return self._reader_in_function(node, bodies[0], bodies[1], operands)
-        if not _runs_on_operands(node) or not bodies:
+        if not _runs_on_operands(node) or len(bodies) != 1:
             return node
-        for body in bodies:
-            walk = self._entered(node, body, self.new_values(operands))
-            if isinstance(walk, fx.Node):
-                return walk
-            result = walk.result()
-            if result is not None and len(bodies) > 1:
-                return node  # one subgraph returns other strides, and the others may not
-            if result is not None:
-                self._note(node, ops.value(node), result, node.users)
+        walk = self._entered(node, bodies[0], self.new_values(operands))
+        if isinstance(walk, fx.Node):
+            return walk
+        result = walk.result()
+        if result is not None:
+            self._note(node, ops.value(node), result, node.users)
         return None
 
     def _reader_in_function(
@@ -255,6 +252,25 @@ class _Walk:
             return reader
         self.inner |= walk.values | walk.inner
         return walk
+
+
+def _is_custom(node: fx.Node) -> bool:
+    """Whether an operator is somebody else's, whose kernel may read memory by address, and does not say otherwise."""
+    overload = node.target
+    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace in _OF_TORCH:
+        return False
+    return torch.Tag.flexible_layout not in overload.tags and not overload.namespace.startswith("fxrewrite")
+
+
+def _is_left_to_writes(edit: Edit) -> bool:
+    """Whether a graph around a subgraph writes to any memory after it has called the subgraph."""
+    while edit.around is not None:
+        effects = Effects(edit.around)
+        for caller in edit.callers():
+            if any(not ops.sets_mode(writer) for writer in effects.after(effects.writers, caller)):
+                return True
+        edit = edit.around
+    return False
 
 
 def _runs_on_operands(node: fx.Node) -> bool:

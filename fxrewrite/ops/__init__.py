@@ -48,6 +48,7 @@ from fxrewrite.ops.memory import (
 from fxrewrite.ops.modes import (
     VMAP_CLOSES as VMAP_CLOSES,
     VMAP_OPENS as VMAP_OPENS,
+    autocasts_at as autocasts_at,
     modes_at as modes_at,
     says_of_mode as says_of_mode,
     sets_mode as sets_mode,

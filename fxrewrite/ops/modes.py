@@ -12,6 +12,7 @@ from torch._functorch import predispatch
 __all__ = [
     "VMAP_CLOSES",
     "VMAP_OPENS",
+    "autocasts_at",
     "modes_at",
     "says_of_mode",
     "sets_mode",
@@ -78,6 +79,16 @@ def modes_at(node: fx.Node, switches: Sequence[fx.Node]) -> tuple[object, ...]:
         else:
             regions.append(switch)
     return gradients, *regions
+
+
+def autocasts_at(node: fx.Node) -> tuple[tuple[Any, ...], ...]:
+    """Returns device type, dtype and whether it is on of each autocast region that a node runs in, outermost first."""
+    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+    begun = [one for one in node.graph.find_nodes(op="call_function", target=enter) if one < node]
+    ended = (
+        {one.args[0] for one in node.graph.find_nodes(op="call_function", target=leave) if one < node} if begun else ()
+    )
+    return tuple(one.args[:3] for one in begun if one not in ended)
 
 
 def vmap_around(node: fx.Node) -> fx.Node | None:
