@@ -132,6 +132,7 @@ DEPEND_ON_STRIDES = {
         lambda t: checkpoint(lambda v: v.contiguous(), t, use_reentrant=False)
     ),
     "an operator of somebody else": lambda x: in_order(_turned(x)),
+    "an operator of somebody else, by its name": lambda x: torch.ops.test_soundness.in_order(_turned(x)),
     "dropout in a checkpoint": _checkpointed(lambda t: F.dropout(t, 0.5)),
     "a view after a checkpoint": lambda x: _checkpointed(lambda t: t.neg())(x).t().view(-1),
     "the result of a checkpoint": lambda x: checkpoint(lambda x: _turned(x), x, use_reentrant=False).t().view(-1),
@@ -264,6 +265,13 @@ def test_a_rule_for_inference_in_training(graph):
         with torch.set_grad_enabled(rewrites == 0):
             torch.compile(model, backend=backend)(X)
         assert sum(report.rewrites for report in backend.reports) == rewrites
+
+
+def test_a_rule_for_inference_in_an_exported_program():
+    """Whose values never say that they require gradients, whether it will be trained or not."""
+    it = made(lambda x: torch.tanh(x), lambda x: torch.sin(x.detach()), gradients=False)
+    program = torch.export.export(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), (X,)).module()
+    assert RuleSet("s", it).apply(program).rewrites == 1
 
 
 def test_a_rule_for_inference_in_a_module_of_a_module_that_trains():

@@ -32,7 +32,6 @@ _RUN_ON_OPERANDS = frozenset(
     ]
 )
 """Higher-order operators that call their one subgraph on the arguments after it, in their order."""
-_OF_TORCH = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d_functional", "quantized_decomposed"})
 _CUSTOM_FUNCTION = "higher_order::autograd_function_apply"
 _RUN_WHOLE = ops.CALLERS | {"higher_order::flex_attention"}
 """Higher-order operators that run on fake values like others: no subgraph sees a whole operand."""
@@ -256,10 +255,10 @@ class _Walk:
 
 def _is_custom(node: fx.Node) -> bool:
     """Whether an operator is somebody else's, whose kernel may read memory by address, and does not say otherwise."""
-    overload = node.target
-    if not isinstance(overload, torch._ops.OpOverload) or overload.namespace in _OF_TORCH:
+    if not ops.is_of_a_library(node.target) or ops.key(node).startswith("fxrewrite"):
         return False
-    return torch.Tag.flexible_layout not in overload.tags and not overload.namespace.startswith("fxrewrite")
+    overload = ops.overload_of(node.target, node.args, node.kwargs)
+    return overload is None or torch.Tag.flexible_layout not in overload.tags
 
 
 def _is_left_to_writes(edit: Edit) -> bool:
@@ -279,8 +278,8 @@ def _runs_on_operands(node: fx.Node) -> bool:
 
 def _bodies(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs within the graph that a node calls."""
-    found = (body_of(gm, one) for one in ((node,) if node.op == "call_module" else node.all_input_nodes))
-    return [body for body in found if body is not None]
+    called = body_of(gm, node)
+    return [called] if called is not None else ops.bodies_of(node) or []
 
 
 def _operands(gm: fx.GraphModule, node: fx.Node) -> list[Any]:

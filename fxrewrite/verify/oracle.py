@@ -167,9 +167,8 @@ class Oracle:
 def _eps_read(node: fx.Node, least: float = 0.0) -> float:
     """Returns the eps of a value's own dtype; of a coarser one, if all that reads the value is a cast to that."""
     value = ops.value(node)
-    eps = (
-        max(torch.finfo(value.dtype).eps, least) if isinstance(value, torch.Tensor) and ops.is_inexact(value) else least
-    )
+    is_inexact = isinstance(value, torch.Tensor) and ops.is_inexact(value)
+    eps = max(torch.finfo(value.dtype).eps, least) if is_inexact else least
     is_cast = bool(node.users) and all(ops.key(user) in _CAST_KEYS or ops.is_view(user) for user in node.users)
     return min(_eps_read(user, eps) for user in node.users) if is_cast else eps
 
