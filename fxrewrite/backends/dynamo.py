@@ -203,6 +203,11 @@ _BREAK_HINTS = (
         "call the model once before it is compiled, as under torch.no_grad(): at the first call that records outputs, "
         "such as output_router_logits, transformers installs hooks under a lock, which Dynamo cannot trace",
     ),
+    (
+        "found no compiled frames",
+        "Dynamo traces nothing of the call, as where a function is disabled; an nn.LSTM, nn.GRU or nn.RNN is traced "
+        "after torch._dynamo.config.allow_rnn = True",
+    ),
     ("data-dependent", "the model branches on values: choose a variant that computes both sides (torch.where)"),
 )
 _ANY_BREAK_HINT = "use torch.compile(..., fullgraph=True) to see the break, and remove it"

@@ -358,6 +358,14 @@ def test_a_logger_breaks_the_graph_and_the_hint_mends_it() -> None:
         assert targets(capture(Logs(), {"x": torch.ones(2)}))
 
 
+def test_a_recurrent_module_breaks_the_graph_and_the_hint_mends_it() -> None:
+    model, x = torch.nn.GRU(3, 3), {"input": torch.ones(4, 3)}
+    with pytest.raises(FxRewriteError, match=r"does not compile to one graph: .*allow_rnn = True"):
+        capture(model, x)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert capture(model, x).graph.find_nodes(op="call_function", target=torch.gru)
+
+
 def test_a_branch_on_a_value_has_a_hint() -> None:
     with pytest.raises(FxRewriteError, match=r"does not compile to one graph: .*torch\.where"):
         capture(Branches(), {"x": torch.ones(2)})

@@ -158,12 +158,14 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
 
     Raises:
         FxRewriteError: a glob matches no parameter; says the nearest names. A placement does not fit a shape. The model
-            is sharded already, or is what torch.compile returned, or a parameter has a hook. The mesh lacks an axis of
+            is sharded already, or is what torch.compile returned, or a parameter has a hook. A module reads its
+            parameters in another way than by their names, or gives them sparse gradients. The mesh lacks an axis of
             the plan.
     """
     check_axes(plan, mesh)
     require_chosen(plan)
     check_buffers(model, plan)
+    _check_modules(model)
     if isinstance(model, OptimizedModule):
         raise FxRewriteError(
             "the model is what torch.compile returned; shard the parameters of the model itself, and then compile it: "
@@ -212,6 +214,20 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
     join_arguments(model, stated_arguments(plan, mesh))
     model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
     return model
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raise FxRewriteError for a module of torch whose parameters cannot be DTensors that are read whole."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):  # keeps its parameters in a list of its own beside their names
+            raise FxRewriteError(
+                f"{name or 'the model'} is an nn.{type(module).__name__}, which does not read its parameters by their "
+                "names; write the loop over time by nn.LSTMCell, nn.GRUCell or nn.RNNCell, which does"
+            )
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise FxRewriteError(
+                f"{name or 'the model'} has sparse gradients, and those of DTensors are dense; set sparse=False"
+            )
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:

@@ -951,3 +951,17 @@ def test_a_parameter_with_a_hook_is_refused() -> None:
         register(model.bias, lambda _: None)
         with fake_mesh((2,), ("dp",)) as mesh, pytest.raises(FxRewriteError, match="bias has a hook on its gradient"):
             shard_parameters(model, ZERO3, mesh)
+
+
+@pytest.mark.parametrize(
+    ("module", "error"),
+    [
+        (nn.LSTM(4, 4), "0 is an nn.LSTM, which does not read its parameters by their names; write the loop"),
+        (nn.Embedding(8, 4, sparse=True), "0 has sparse gradients, .* set sparse=False"),
+        (nn.EmbeddingBag(8, 4, sparse=True), "0 has sparse gradients, .* set sparse=False"),
+    ],
+    ids=["LSTM", "Embedding", "EmbeddingBag"],
+)
+def test_modules_whose_parameters_cannot_be_dtensors_are_refused(module: nn.Module, error: str) -> None:
+    with fake_mesh((2,), ("dp",)) as mesh, pytest.raises(FxRewriteError, match=error):
+        shard_parameters(nn.Sequential(module), ZERO3, mesh)
