@@ -205,8 +205,12 @@ _BREAK_HINTS = (
     ),
     (
         "found no compiled frames",
-        "Dynamo traces nothing of the call, as where a function is disabled; an nn.LSTM, nn.GRU or nn.RNN is traced "
-        "after torch._dynamo.config.allow_rnn = True",
+        "Dynamo gave up on this function at an earlier call, and remembers it: after torch._dynamo.reset() the error "
+        "says why",
+    ),
+    (
+        "rnn, gru, or lstm",
+        "let Dynamo trace recurrent modules: torch._dynamo.config.allow_rnn = True",
     ),
     ("data-dependent", "the model branches on values: choose a variant that computes both sides (torch.where)"),
 )

@@ -362,6 +362,10 @@ def test_a_recurrent_module_breaks_the_graph_and_the_hint_mends_it() -> None:
     model, x = torch.nn.GRU(3, 3), {"input": torch.ones(4, 3)}
     with pytest.raises(FxRewriteError, match=r"does not compile to one graph: .*allow_rnn = True"):
         capture(model, x)
+    torch.compile(model, backend="eager")(**x)  # breaks the graph, and Dynamo remembers that it found none
+    with pytest.raises(FxRewriteError, match=r"torch\._dynamo\.reset\(\)"):
+        capture(model, x)
+    torch._dynamo.reset()
     with torch._dynamo.config.patch(allow_rnn=True):
         assert capture(model, x).graph.find_nodes(op="call_function", target=torch.gru)
 
