@@ -67,7 +67,7 @@ def run_on_ranks(
     ranks: int | DeviceMesh,
     *,
     placements: Mapping[int, Placements] | None = None,
-    backward: int | None = None,
+    backward: int | Sequence[torch.Tensor | None] | None = None,
 ) -> RankRun:
     """Run `gm` on simulated ranks, one process for all.
 
@@ -78,8 +78,8 @@ def run_on_ranks(
             (`fxrewrite.testing.fake_mesh`).
         placements: how the ranks hold inputs, by position; they hold the others whole. By default what the plan that
             lowered the graph says of them (`fxrewrite.spmd.propagation.input_placements`).
-        backward: position of the output (a scalar) to differentiate; gradients are of every floating-point input that
-            requires them.
+        backward: position of the output (a scalar) to differentiate, or the gradient of each output on every rank, None
+            for one that has none; gradients are of every floating-point input that requires them.
 
     Raises:
         FxRewriteError: `ranks` is not a number of ranks, or not a mesh where inputs are sharded; the ranks of a
@@ -107,8 +107,12 @@ def run_on_ranks(
     with LocalTensorMode(num_ranks):
         args = [_spread(value, num_ranks, cut) for value, cut in zip(inputs, cuts, strict=True)]
         flat, spec = pytree.tree_flatten(_RankInterpreter(gm, num_ranks).run(*args))
-        if backward is not None and flat[backward].requires_grad:
-            flat[backward].backward()
+        if isinstance(backward, int):
+            backward = [None] * backward + [torch.ones_like(_on_rank(flat[backward], 0))]
+        pairs = [(x, grad) for x, grad in zip(flat, backward or (), strict=False) if grad is not None]
+        pairs = [(x, _spread(grad, num_ranks)) for x, grad in pairs if x.requires_grad]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
     outputs = [pytree.tree_unflatten([_on_rank(v, rank) for v in flat], spec) for rank in range(num_ranks)]
     grads = [[_on_rank(getattr(a, "grad", None), rank) for a in args] for rank in range(num_ranks)]
     return RankRun(outputs, grads, cuts)
