@@ -130,12 +130,8 @@ def compare(
     inputs: Sequence[torch.Tensor],
     oracle: Oracle,
     views: frozenset[tuple[int, int]] = frozenset(),
-    *,
-    is_near: bool = True,
 ) -> list[Difference]:
     """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew.
-
-    Unless `is_near`, values at inputs that differ in the last place are no excuse.
 
     Args:
         before, after: the runs of the original and of the rewritten graph.
@@ -162,7 +158,7 @@ def compare(
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
     found += _of_memory(before, after, views)
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
-        found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable, is_near=is_near)
+        found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable)
     return found
 
 
@@ -201,8 +197,6 @@ def _compare_one(
     inputs: Sequence[torch.Tensor],
     oracle: Oracle,
     comparable: bool,
-    *,
-    is_near: bool,
 ) -> list[Difference]:
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
         equal = type(was) is type(is_now) and (was == is_now or was != was)
@@ -221,7 +215,7 @@ def _compare_one(
             wrong, allowed = _different_bits(was, is_now), None
         else:
             dtypes = [value.dtype for value in inputs]
-            wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, is_near=is_near)
+            wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes)
         found += _difference(f"output {index}", "value", was, is_now, wrong, allowed)
     return found
 
@@ -241,10 +235,31 @@ def _beyond(
     promise: RulePromise,
     dtypes: Sequence[torch.dtype],
     factor: float = 1.0,
-    *,
-    is_near: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns which entries are wrong, and the error that is allowed of each; None if nothing is wrong."""
+    """Returns which entries are wrong, and the error that is allowed of each; None if nothing is wrong.
+
+    What would be right at inputs that differ in the last place is right here, unless these inputs alone are decisive.
+    """
+    wrong, allowed = _beyond_here(was, is_now, oracle, index, promise, dtypes, factor, is_near=True)
+    if oracle.decisive and not wrong.any():
+        here, allowed_here = _beyond_here(was, is_now, oracle, index, promise, dtypes, factor, is_near=False)
+        if here.any() and not oracle.rounds:
+            return here, allowed_here
+    return wrong, allowed
+
+
+def _beyond_here(
+    was: torch.Tensor,
+    is_now: torch.Tensor,
+    oracle: Oracle,
+    index: int,
+    promise: RulePromise,
+    dtypes: Sequence[torch.dtype],
+    factor: float,
+    *,
+    is_near: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the same; unless `is_near`, what is right at inputs next to these is no excuse."""
     a, b = _precise(was), _precise(is_now)
     eps = max(_eps(was.dtype), _eps(is_now.dtype))
     is_narrowed = oracle.is_narrowed and promise.numerics == "reassociates" and eps > 0 and factor == 1.0
@@ -329,13 +344,8 @@ def compare_gradients(
     names: Sequence[str],
     promise: RulePromise,
     oracle: Oracle,
-    *,
-    is_near: bool = True,
 ) -> list[Difference]:
-    """Returns differences between gradients; none if the original has no gradients.
-
-    Unless `is_near`, gradients at inputs that differ in the last place are no excuse.
-    """
+    """Returns differences between gradients; none if the original has no gradients."""
     if before is None or isinstance(before, Exception):
         return []
     if isinstance(after, Exception):
@@ -348,6 +358,6 @@ def compare_gradients(
             continue
         is_now = torch.zeros_like(was) if after is None else after[index]
         assert is_now is not None
-        wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, _GRADIENT, is_near=is_near)
+        wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, _GRADIENT)
         found += _difference(f"gradient of {names[index]}", "gradient", was, is_now, wrong, allowed)
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -20,7 +20,7 @@ __all__ = [
     "TestBed",
     "cotangents",
     "gradients",
-    "largest_value",
+    "largest_finite",
     "observe",
     "run_here",
     "values_of",
@@ -229,43 +229,29 @@ def random_gradients(
 
 
 class _Values(fx.Interpreter):
-    """Runs a graph and shows the tensors among its values, in the order of the graph."""
+    """Runs a graph and keeps the tensors among its values as they were then, in the order of the graph."""
 
-    def __init__(self, gm: fx.GraphModule, see: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self._see = see
+        self.tensors: list[torch.Tensor] = []
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        for value in pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._see(value.detach())
+        self.tensors += [value.clone() for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
         return result
 
 
-def _run_seen(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], see: Callable[[torch.Tensor], None]) -> None:
-    """Runs a graph without gradients, and shows all of its tensors."""
+def values_of(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns all tensors of a run without gradients: inputs, intermediate values and results."""
+    run = _Values(gm)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(_SEED)
-        _Values(gm, see).run(*inputs)
+        run.run(*inputs)
+    return run.tensors
 
 
-def largest_value(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
-    """Returns the largest finite magnitude of inputs, intermediate values and results; rounding scales with it."""
-    largest = 0.0
-
-    def see(value: torch.Tensor) -> None:
-        nonlocal largest
-        if ops.is_inexact(value) and value.numel():
-            finite = value[torch.isfinite(value)]
-            largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
-
-    _run_seen(gm, inputs, see)
-    return largest
-
-
-def values_of(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns all tensors of a run: inputs, intermediate values and results."""
-    found: list[torch.Tensor] = []
-    _run_seen(gm, inputs, lambda value: found.append(value.clone()))
-    return found
+def largest_finite(values: Iterable[Any]) -> float:
+    """Returns the largest finite magnitude in real and complex tensors; 0 if there is none."""
+    inexact = (value for value in values if isinstance(value, torch.Tensor) and ops.is_inexact(value))
+    finite = (value[torch.isfinite(value)].abs() for value in inexact)
+    return max((value.max().item() for value in finite if value.numel()), default=0.0)

@@ -58,6 +58,8 @@ class Oracle:
         largest: computes the largest finite magnitude in a run.
         after: the rewritten graph.
         is_random: whether the graph draws random numbers; in float64 it would draw others.
+        decisive: graphs that decide together whether these inputs alone count: if none of them rounds a value here, a
+            result at a jump or a kink is what it is; where one rounds, the side of the jump is an accident.
 
     Attributes:
         eps: of the coarsest floating-point or complex dtype in the graph.
@@ -74,12 +76,13 @@ class Oracle:
         after: fx.GraphModule,
         *,
         is_random: bool,
+        decisive: Sequence[fx.GraphModule] = (),
     ) -> None:
+        self.decisive = decisive
         self._gm = gm
         self._inputs = inputs
         self._evaluate = evaluate
         self._largest = largest
-        self._after = after
         self._is_random = is_random
         self._dtypes = _real_dtypes(gm)
         self.eps = max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
@@ -94,15 +97,11 @@ class Oracle:
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether a value of the original may be rounded at these inputs: it is another number in float64."""
-        return self._rounds(self._gm)
-
-    @cached_property
-    def rounds_after(self) -> bool:
-        """Whether a value of the rewritten graph may be rounded at these inputs."""
-        return self._rounds(self._after)
+        """Whether a value of the decisive graphs may be rounded at these inputs."""
+        return any(map(self._rounds, self.decisive))
 
     def _rounds(self, gm: fx.GraphModule) -> bool:
+        """Whether a value of a graph may be rounded at these inputs: it is another number in float64."""
         if self._is_random or torch.float64 in self._dtypes:
             return True
         try:

@@ -46,6 +46,7 @@ _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
 _REFUSALS = 8
 """Matches refused per requested sample after which no more graphs are proposed, if the rule has rewritten none."""
+_WIDE = torch.float64
 _MOST, _LARGEST = 8, 1100
 """Upper limit of most sizes; of those that a rule's code names."""
 _RARE = 6
@@ -375,7 +376,8 @@ class _Search:
         assert latest.sample is not None
         tried = 0
         if self.shrink:
-            is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
+            # If it is wrong in float64, rounding is not the cause.
+            is_wrong(latest.sample.changed(lambda _, x: replace(x, dtype=_WIDE) if x.dtype.is_floating_point else x))
             _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
         assert latest.sample is not None
         assert latest.before is not None
@@ -394,7 +396,9 @@ class _Search:
         assert first.sample is not None
         if first.differences[0].kind != "gradient":
             return first
-        trial = self.trials.test(first.sample.plain("normal"))
+        trial = self.trials.test(
+            first.sample.changed(lambda _, spec: replace(spec, layout="contiguous", contents="normal"))
+        )
         return trial if trial.differences and trial.differences[0].kind == "value" else first
 
     def _drawn_smaller(self, index: int, first: Trial) -> Trial:

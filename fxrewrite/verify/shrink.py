@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,9 +47,9 @@ def _smaller(sample: Sample, plainer: tuple[Contents, ...]) -> Iterator[Sample]:
     if sample.twice or sample.exposed:
         yield replace(sample, twice=False, exposed=False)
     for contents in plainer:
-        changed = {name: _with_contents(spec, contents) for name, spec in _free_specs(sample)}
-        if any(spec is not sample.bindings[name] for name, spec in changed.items()):
-            yield replace(sample, bindings={**sample.bindings, **changed})
+        plain = sample.changed(partial(_with_contents, contents))
+        if list(plain.specs()) != list(sample.specs()):
+            yield plain
     yield from _halved(sample)
     yield from _with_sizes(sample)
     for name, spec in _free_specs(sample):
@@ -123,7 +124,7 @@ def _reshaped(spec: InputSpec, shape: tuple[int, ...]) -> InputSpec:
     return replace(spec, shape=shape, data=entries.repeat(max(repeats, 1))[: math.prod(shape)].reshape(shape))
 
 
-def _with_contents(spec: InputSpec, contents: Contents) -> InputSpec:
+def _with_contents(contents: Contents, _: str, spec: InputSpec) -> InputSpec:
     """Returns the spec with these contents, unless its contents are as plain already."""
     is_plain = spec.data is not None or PLAINER.index(spec.contents) <= PLAINER.index(contents)
     return spec if is_plain else replace(spec, contents=contents)
