@@ -12,7 +12,7 @@ TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor program
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,6 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.match.program import Program
-from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.prove.arithmetic import Need, SymbolicArithmetic
 from fxrewrite.prove.cases import Case, CaseSearch, NoCaseError, readings
@@ -31,14 +30,13 @@ from fxrewrite.prove.interpret import interpret
 from fxrewrite.prove.reals import branches, difference, expanded
 from fxrewrite.prove.text import brief, form_of_case, form_of_condition, readable
 from fxrewrite.prove.value import At, SymbolicTensor, UndefinedError, UnknownError
-from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS
 
 if TYPE_CHECKING:
     from fxrewrite.rule import Rule
 
-__all__ = ["Proof", "prove", "prove_rewrite"]
+__all__ = ["Proof", "prove"]
 
 _READINGS = 48
 """Most readings of a pattern; each has a case or more."""
@@ -111,31 +109,20 @@ def prove(rule: Rule) -> Proof:
     Raises:
         RuleDefinitionError: the rule is wrong as written, on any graph.
     """
-    program: Program[Rule] = Program([(rule, rule.pattern)])
-    return prove_rewrite(
-        rule.id,
-        rule.pattern,
-        lambda gm: rule._apply(gm, program),
-        rule._sampler,
-    )
-
-
-def prove_rewrite(
-    rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], int], sampler: Sampler | None = None
-) -> Proof:
-    """Returns whether a rewrite of a pattern is proved; arguments are those of `verify_rewrite`."""
-    virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and ops.is_virtual(t.key)]
+    terms = (term for output in rule.pattern.outputs for term in subterms(output))
+    virtual = [term.key for term in terms if isinstance(term, Op) and ops.is_virtual(term.key)]
     if virtual:
-        return Proof(rule_id, why_not=f"on one device {virtual[0].rpartition('.')[2]} is only a placeholder")
+        return Proof(rule.id, why_not=f"on one device {virtual[0].rpartition('.')[2]} is only a placeholder")
     with quiet():
-        return _proof(rule_id, pattern, rewrite, sampler)
+        return _proof(rule)
 
 
-def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], int], sampler: Sampler | None) -> Proof:
+def _proof(rule: Rule) -> Proof:
     try:
-        found = readings(pattern, _READINGS)
+        found = readings(rule.pattern, _READINGS)
     except NoCaseError as error:
-        return Proof(rule_id, why_not=str(error))
+        return Proof(rule.id, why_not=str(error))
+    program: Program[Rule] = Program([(rule, rule.pattern)])
     shown: dict[str, None] = {}
     conditions: dict[str, None] = {}
     assumptions: dict[str, None] = {}
@@ -145,11 +132,11 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
     for number, reading in enumerate(found):
         try:
             most = max(1, _CASES // len(found))
-            made = CaseSearch(rule_id, pattern, rewrite, sampler, reading, number, most).found()
+            made = CaseSearch(rule, program, reading, number, most).found()
         except NoCaseError as error:
             if 0 in reading.lists.values() and len(found) > 1:
                 continue  # few operators take an empty list, and the proof says for how many items it holds
-            return Proof(rule_id, why_not=f"no graph to prove it on: {error}")
+            return Proof(rule.id, why_not=f"no graph to prove it on: {error}")
         for name, length in reading.lists.items():
             lengths.setdefault(name, set()).add(length)
         undefined, kept = "", list[Case]()
@@ -164,21 +151,21 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
                 is_bitwise = False
                 assumptions |= dict.fromkeys(assumed)
             if outcome:
-                return Proof(rule_id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
+                return Proof(rule.id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
             shown[case.shown] = None
             kept.append(case)
             conditions |= dict.fromkeys(case.conditions)
         if not kept:
-            return Proof(rule_id, why_not=f"no graph to prove it on: {undefined}", readings=len(found))
+            return Proof(rule.id, why_not=f"no graph to prove it on: {undefined}", readings=len(found))
         is_general &= any(case.is_open for case in kept)  # now, since decompositions ask for more
         proved += kept
     if not is_general:
-        return Proof(rule_id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
+        return Proof(rule.id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
     equal = _equal_literals(proved)
     if equal:
-        return Proof(rule_id, why_not=f"{equal} are equal in every case: {'; '.join(shown)}", readings=len(found))
+        return Proof(rule.id, why_not=f"{equal} are equal in every case: {'; '.join(shown)}", readings=len(found))
     return Proof(
-        rule_id,
+        rule.id,
         strength="bitwise" if is_bitwise else "over the reals",
         cases=tuple(shown),
         conditions=tuple(conditions),
