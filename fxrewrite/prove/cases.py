@@ -30,7 +30,7 @@ from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.readings import ChoiceSite, Reading, by_item, read
-from fxrewrite.verify.sample import TORCH_ERRORS, Sample
+from fxrewrite.verify.sample import TORCH_ERRORS, Sample, given_binding
 from fxrewrite.verify.tensors import InputSpec
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class CaseSearch:
         given = by_item(self._reading, sampler(draw)) if sampler is not None else {}
         if given is None:
             raise NoSampleError("the sampler gives lists of other lengths")
-        bindings = {name: _spec(value) for name, value in given.items()}
+        bindings = {name: given_binding(value) for name, value in given.items()}
         sample = Sample(self._reading, "aten", False, False, bindings, size_calls=True)
         builder = Builder(sample, self._mode, Guesses(self._rule.pattern, self._facts, draw))
         module = builder.module()
@@ -305,14 +305,6 @@ class _LargerDraw(Draw):
 
     def size(self, *, least: int = 1) -> int:
         return max(2, super().size(least=least))
-
-
-def _spec(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_spec(item) for item in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True)
 
 
 class _Literals:

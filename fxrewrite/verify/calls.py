@@ -44,14 +44,12 @@ def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
     return found if isinstance(found, torch._ops.OpOverloadPacket) else None
 
 
-def _higher_order(key: str) -> Any:
-    return getattr(torch.ops.higher_order, key.partition("::")[2], None)
-
-
 def _function(key: str) -> Any:
     """Returns the callable of a key: a higher-order operator, or one by its dotted name, if its module is imported."""
-    if key.startswith("higher_order::") and (found := _higher_order(key)) is not None:
-        return found
+    if key.startswith("higher_order::"):
+        higher_order = getattr(torch.ops.higher_order, key.partition("::")[2], None)
+        if higher_order is not None:
+            return higher_order
     module, _, name = key.rpartition(".")
     found: Any = sys.modules.get(module)
     while found is None and "." in module:  # a method: its module is the prefix before the class

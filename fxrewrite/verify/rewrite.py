@@ -29,10 +29,9 @@ from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
 from fxrewrite.verify.points import Points
 from fxrewrite.verify.readings import SEVERAL, Alternative, ChoiceSite, by_item, read, sites
-from fxrewrite.verify.sample import Sample
+from fxrewrite.verify.sample import Sample, given_binding
 from fxrewrite.verify.shrink import shrunk
 from fxrewrite.verify.snippet import snippet
-from fxrewrite.verify.tensors import InputSpec
 from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
 from fxrewrite.verify.wide import varied
@@ -46,7 +45,6 @@ _PROPOSALS = 30
 """Graphs proposed per requested sample, and per alternative that did not occur yet."""
 _REFUSALS = 8
 """Matches refused per requested sample after which no more graphs are proposed, if the rule has rewritten none."""
-_WIDE = torch.float64
 _MOST, _LARGEST = 8, 1100
 """Upper limit of most sizes; of those that a rule's code names."""
 _RARE = 6
@@ -326,16 +324,11 @@ class _Search:
         unknown = [name for name in given if name.partition("@")[0] not in names]
         if unknown:
             raise FxRewriteError(f"{self.rule_id}: the sampler gives {unknown}, the pattern captures {sorted(names)}")
-        return {name: self._spec(name, value) for name, value in given.items()}
-
-    def _spec(self, name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._spec(name, item) for item in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_param = any(c.kind == "param" for c in self.trials.pattern.captures if c.name == name.partition("@")[0])
-        is_param = is_param or self.facts.is_param(name)
-        return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True, is_param=is_param)
+        params = {capture.name for capture in self.trials.pattern.captures if capture.kind == "param"}
+        return {
+            name: given_binding(value, is_param=name.partition("@")[0] in params or self.facts.is_param(name))
+            for name, value in given.items()
+        }
 
     def _count(self, trial: Trial, chosen: tuple[Alternative, ...]) -> None:
         self.proposed.update(chosen)
@@ -377,7 +370,7 @@ class _Search:
         tried = 0
         if self.shrink:
             # If it is wrong in float64, rounding is not the cause.
-            is_wrong(latest.sample.changed(lambda _, x: replace(x, dtype=_WIDE) if x.dtype.is_floating_point else x))
+            is_wrong(latest.sample.changed(lambda _, spec: spec.dtype.is_floating_point, dtype=torch.float64))
             _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
         assert latest.sample is not None
         assert latest.before is not None
@@ -396,9 +389,7 @@ class _Search:
         assert first.sample is not None
         if first.differences[0].kind != "gradient":
             return first
-        trial = self.trials.test(
-            first.sample.changed(lambda _, spec: replace(spec, layout="contiguous", contents="normal"))
-        )
+        trial = self.trials.test(first.sample.changed(lambda *_: True, layout="contiguous", contents="normal"))
         return trial if trial.differences and trial.differences[0].kind == "value" else first
 
     def _drawn_smaller(self, index: int, first: Trial) -> Trial:

@@ -12,7 +12,7 @@ from fxrewrite.verify.calls import Form
 from fxrewrite.verify.readings import Reading
 from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["TORCH_ERRORS", "Binding", "Sample"]
+__all__ = ["TORCH_ERRORS", "Binding", "Sample", "given_binding"]
 
 Binding: TypeAlias = Any
 """A InputSpec, a list of these, a Python value, or `...` for the operator's default."""
@@ -53,14 +53,14 @@ class Sample:
         """Returns the sample with one value replaced; `...` means the operator's default."""
         return replace(self, bindings={**self.bindings, name: value})
 
-    def changed(self, change: Callable[[str, InputSpec], InputSpec]) -> Sample:
-        """Returns the sample with its inputs changed, given the name of each, except tensors that a sampler gave."""
+    def changed(self, chosen: Callable[[str, InputSpec], bool], **fields: Any) -> Sample:
+        """Returns the sample with other fields of the inputs that are chosen, except of tensors that a sampler gave."""
 
         def made(name: str, binding: Binding) -> Binding:
             if isinstance(binding, list):
                 return [made(f"{name}_{i}", item) for i, item in enumerate(binding)]
-            is_free = isinstance(binding, InputSpec) and not binding.is_given
-            return change(name, binding) if is_free else binding
+            is_changed = isinstance(binding, InputSpec) and not binding.is_given and chosen(name, binding)
+            return replace(binding, **fields) if is_changed else binding
 
         return replace(self, bindings={name: made(name, binding) for name, binding in self.bindings.items()})
 
@@ -75,3 +75,12 @@ class Sample:
                 yield name, binding
             elif isinstance(binding, list):
                 yield from ((f"{name}_{i}", spec) for i, spec in enumerate(binding) if isinstance(spec, InputSpec))
+
+
+def given_binding(value: Any, *, is_param: bool = False) -> Binding:
+    """Returns what a sampler gave as a binding: tensors, those of lists too, as specs that must not be changed."""
+    if isinstance(value, list):
+        return [given_binding(item, is_param=is_param) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True, is_param=is_param)

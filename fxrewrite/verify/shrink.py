@@ -47,7 +47,7 @@ def _smaller(sample: Sample, plainer: tuple[Contents, ...]) -> Iterator[Sample]:
     if sample.twice or sample.exposed:
         yield replace(sample, twice=False, exposed=False)
     for contents in plainer:
-        plain = sample.changed(partial(_with_contents, contents))
+        plain = sample.changed(partial(_is_less_plain, contents), contents=contents)
         if list(plain.specs()) != list(sample.specs()):
             yield plain
     yield from _halved(sample)
@@ -124,10 +124,8 @@ def _reshaped(spec: InputSpec, shape: tuple[int, ...]) -> InputSpec:
     return replace(spec, shape=shape, data=entries.repeat(max(repeats, 1))[: math.prod(shape)].reshape(shape))
 
 
-def _with_contents(contents: Contents, _: str, spec: InputSpec) -> InputSpec:
-    """Returns the spec with these contents, unless its contents are as plain already."""
-    is_plain = spec.data is not None or PLAINER.index(spec.contents) <= PLAINER.index(contents)
-    return spec if is_plain else replace(spec, contents=contents)
+def _is_less_plain(contents: Contents, _: str, spec: InputSpec) -> bool:
+    return spec.data is None and PLAINER.index(spec.contents) > PLAINER.index(contents)
 
 
 def _simpler_spec(spec: InputSpec, plainer: tuple[Contents, ...]) -> Iterator[InputSpec]:

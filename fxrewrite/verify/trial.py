@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -201,20 +201,18 @@ class Trials:
         names = [name for name, spec in sample.specs() if spec.is_free_integer]
 
         def within(sample: Sample, names: Sequence[str], bounds: tuple[int, int] | None) -> Sample:
-            return sample.changed(lambda name, spec: replace(spec, bounds=bounds) if name in names else spec)
+            return sample.changed(lambda name, _: name in names, bounds=bounds)
 
         def runs(sample: Sample) -> bool:
             return observe(before, sample.inputs(), self.run or run_here).error is None
 
         def with_named(sample: Sample) -> Sample:
-            def naming(chosen: str, integer: int) -> Sample:
-                return sample.changed(lambda name, spec: replace(spec, named=integer) if name == chosen else spec)
-
-            for name, spec in sample.specs():
-                if name in names and spec.points and spec.seed % 2:
+            for chosen, spec in sample.specs():
+                if chosen in names and spec.points and spec.seed % 2:
                     first = int(spec.points[spec.seed // 4 % len(spec.points)]) * (-1 if spec.seed & 2 else 1)
                     legal = torch.iinfo(spec.dtype)
-                    some = (naming(name, n) for n in (first, -first) if legal.min <= n <= legal.max)
+                    numbers = [n for n in (first, -first) if legal.min <= n <= legal.max]
+                    some = [sample.changed(lambda name, _, chosen=chosen: name == chosen, named=n) for n in numbers]
                     sample = next(filter(runs, some), sample)
             return sample
 
@@ -341,7 +339,7 @@ def _with_multiples(sample: Sample, before: fx.GraphModule, draw: Draw) -> Sampl
     if not points or draw.plain or not draw.flag(_AT_JUMPS):
         return sample
     contents: Contents = "few_multiples" if draw.domain == "moderate" else "multiples"
-    return sample.changed(lambda _, x: replace(x, contents=contents, points=points) if x.dtype.is_floating_point else x)
+    return sample.changed(lambda _, spec: spec.dtype.is_floating_point, contents=contents, points=points)
 
 
 def _said(error: Exception) -> str:
