@@ -101,7 +101,8 @@ def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> 
         except TORCH_ERRORS as raised:
             error = raised
         after = torch.get_rng_state()
-    written = tuple(i for i, (now, was) in enumerate(zip(inputs, copies, strict=True)) if not _same_bits(now, was))
+    pairs = enumerate(zip(inputs, copies, strict=True))
+    written = tuple(i for i, (now, was) in pairs if not torch.allclose(now, was, rtol=0, atol=0, equal_nan=True))
     return Observation(results, error, written, after, not torch.equal(before, after), _shared(inputs, results))
 
 
@@ -122,23 +123,16 @@ def _memory(value: Any) -> int:
     return value.untyped_storage().data_ptr() if is_plain and value.numel() else 0
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if a.numel() else True
-
-
 def cotangents(results: Sequence[Any]) -> list[torch.Tensor | None]:
     """Returns a random gradient for every floating-point or complex result, equal for equal shapes."""
     generator = torch.Generator().manual_seed(_SEED)
     found: list[torch.Tensor | None] = []
     for result in results:
-        differentiable = isinstance(result, torch.Tensor) and ops.is_inexact(result)
-        found.append(_random_like(result, generator) if differentiable else None)
+        is_differentiable = isinstance(result, torch.Tensor) and ops.is_inexact(result)
+        wide = torch.complex128 if is_differentiable and result.is_complex() else torch.float64
+        made = torch.randn(result.shape, generator=generator, dtype=wide) if is_differentiable else None
+        found.append(None if made is None else made.to(result.dtype))
     return found
-
-
-def _random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    wide = torch.complex128 if value.dtype.is_complex else torch.float64
-    return torch.randn(value.shape, generator=generator, dtype=wide).to(value.dtype)
 
 
 def gradients(
@@ -164,21 +158,24 @@ def gradients(
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(_SEED)
         try:
-            results = run(gm, inputs)
-            pairs = [(r, g) for r, g in zip(results, given, strict=False) if g is not None and r.requires_grad]
-            if not pairs or not wanted:
-                return None
-            found = torch.autograd.grad(
-                [r for r, _ in pairs],
-                wanted,
-                [g.to(r.dtype).expand(r.shape) for r, g in pairs],
-                allow_unused=True,
-                materialize_grads=True,
-            )
+            found = _differentiated(run(gm, inputs), given, wanted)
         except TORCH_ERRORS as raised:
             return raised
+    if found is None:
+        return None
     by_place = dict(zip(chosen, found, strict=True))
     return [by_place.get(place) for place in range(len(inputs))]
+
+
+def _differentiated(
+    results: Sequence[Any], given: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...] | None:
+    """Returns the gradients of leaves, given those of the results; None if nothing is differentiable."""
+    pairs = [(r, g) for r, g in zip(results, given, strict=False) if g is not None and r.requires_grad]
+    if not pairs or not leaves:
+        return None
+    of_results = [g.to(r.dtype).expand(r.shape) for r, g in pairs]
+    return torch.autograd.grad([r for r, _ in pairs], leaves, of_results, allow_unused=True, materialize_grads=True)
 
 
 def _inexact(inputs: Sequence[torch.Tensor]) -> list[int]:
@@ -219,13 +216,11 @@ def random_gradients(
     Counterexamples call it; equal arguments give equal gradients. `run`, if given, calls the function on the inputs.
     `of`, if given, are the positions of the inputs with a gradient, where torch has no derivative of others.
     """
-    generator = torch.Generator().manual_seed(_SEED)
     torch.manual_seed(_SEED)
     leaves = [inputs[place].requires_grad_() for place in (_inexact(inputs) if of is None else of)]
-    found = function(*inputs) if run is None else run(function, inputs)
-    results = [torch.zeros((), requires_grad=True), *(result for result in found if result.requires_grad)]
-    weights = [_random_like(result, generator) for result in results]
-    return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
+    results = function(*inputs) if run is None else run(function, inputs)
+    found = _differentiated(results, cotangents(results), leaves)
+    return tuple(map(torch.zeros_like, leaves)) if found is None else found
 
 
 class _Values(fx.Interpreter):

@@ -23,7 +23,6 @@ from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients, relative_bound
 from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.guess import Guesses
-from fxrewrite.verify.held import holds, run_rewritten, with_attributes
 from fxrewrite.verify.observe import (
     Observation,
     Runner,
@@ -159,11 +158,11 @@ class Trials:
             try:
                 count = self._rewritten(after)
             except RefusedError as error:
-                if error.kind is not Reason.ONCE or self.bed is not None or not any(holds(before)):
+                if error.kind is not Reason.ONCE or self.bed is not None or not any(_holds(before)):
                     raise
-                after = with_attributes(before, sample.inputs())
+                after = _with_attributes(before, sample.inputs())
                 count = self._rewritten(after)
-                run_after = run_rewritten(before, self._rewritten, run_after)
+                run_after = _run_rewritten(before, self._rewritten, run_after)
             if not count:
                 return refused("the rule refuses")
         except RuleDefinitionError:
@@ -300,7 +299,7 @@ class Trials:
         if isinstance(others, Exception) and not self.needs_derivatives:
             return Grading(why_not=f"the rewritten graph raises in its backward: {_first_line(others)}")
         if run_after is not run:  # what the module holds is no input of the rewritten graph
-            grads = [None if is_held else grad for grad, is_held in zip(grads, holds(before), strict=True)]
+            grads = [None if is_held else grad for grad, is_held in zip(grads, _holds(before), strict=True)]
 
         def backward(gm: fx.GraphModule, at: list[torch.Tensor]) -> Sequence[Any] | None:
             found = gradients(gm, at, given, run_after, leaves)
@@ -331,6 +330,42 @@ class Trials:
             return any(not self.rewrite(again) for _ in range(_MOST_APPLICATIONS))
         except RefusedError:
             return True
+
+
+def _holds(gm: fx.GraphModule) -> list[bool]:
+    """Returns, for each input of a sample, whether it is a parameter, which the module can hold."""
+    return [bool(node.meta.get("is_parameter")) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _with_attributes(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Returns a copy of a sample in which parameters are buffers with the entries that these inputs have."""
+    new = copy_module(gm)
+    for node, value in zip(list(new.graph.find_nodes(op="placeholder")), inputs, strict=True):
+        if node.meta.get("is_parameter"):
+            new.register_buffer(str(node.target), value.detach())
+            with new.graph.inserting_before(node):
+                held = new.graph.get_attr(str(node.target))
+            held.meta = dict(node.meta)
+            node.replace_all_uses_with(held)
+            new.graph.erase_node(node)
+    new.recompile()
+    return new
+
+
+def _run_rewritten(before: fx.GraphModule, rewrite: Callable[[fx.GraphModule], Any], run: Runner) -> Runner:
+    """Returns what runs a rewritten sample as a function of all inputs: its rule is applied for those that it holds.
+
+    A sample that takes all of its inputs runs as it is.
+    """
+
+    def applied(rewritten: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if len(list(rewritten.graph.find_nodes(op="placeholder"))) == len(inputs):
+            return run(rewritten, inputs)
+        gm = _with_attributes(before, inputs)
+        rewrite(gm)
+        return run(gm, [value for value, is_held in zip(inputs, _holds(before), strict=True) if not is_held])
+
+    return applied
 
 
 def _with_multiples(sample: Sample, before: fx.GraphModule, draw: Draw) -> Sample:
