@@ -270,7 +270,7 @@ class _Search:
         return self.proposed[rare] >= _RARE and not self.met[rare]
 
     def propose(self, index: int, *, most: int, is_complex: bool = False, plain: bool = False) -> Trial:
-        """Makes and tests the sample with this number. One of complex numbers is not counted among the others."""
+        """Makes and tests the sample with this number; what shrinks one, or is of complex numbers, is not counted."""
         dtypes = [dtype for dtype in self.dtypes if dtype.is_complex == is_complex] or self.dtypes
         draw = Draw(
             f"{self.seed}/{index}/{most}",
@@ -314,7 +314,7 @@ class _Search:
         size_calls = any(map(is_size, terms)) and draw.flag()
         sample = Sample(reading, form, twice, exposed, given, size_calls)
         trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
-        if not is_complex:
+        if not is_complex and most == _MOST:
             self._count(trial, reading.chosen)
         return trial
 

@@ -424,8 +424,10 @@ def test_a_sampler_is_asked_for_plain_tensors_and_the_smallest_are_shown() -> No
     def sampler(draw: Any) -> dict[str, torch.Tensor]:
         return {"x": draw.tensor(draw.size(), draw.size())}
 
-    counterexample = verify(rule, sampler=sampler, terminates=False, samples=200).counterexample
+    verdict = verify(rule, sampler=sampler, terminates=False, samples=200)
+    counterexample = verdict.counterexample
     assert counterexample is not None
+    assert verdict.samples == verify(rule, sampler=sampler, terminates=False, samples=200, shrink=False).samples
     assert "as_strided" not in counterexample.snippet
     (x,) = execute(counterexample.snippet)["inputs"]()
     assert x.tolist() == [[3.0]]
