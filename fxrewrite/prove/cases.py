@@ -320,7 +320,8 @@ class _Literals:
         self._symbols, self._sizes, self._numbers = symbols, sizes, numbers
         self._dims = [size for fake in inputs for size in fake.shape if isinstance(size, torch.SymInt)]
         self._made: dict[str, Any] = {}
-        self._bound = {n: v for n, v in bindings.items() if not isinstance(v, (InputSpec, str)) and not _has_specs(v)}
+        tensors = {n for n, v in bindings.items() if any(isinstance(item, InputSpec) for item in items_of(v))}
+        self._bound = {n: v for n, v in bindings.items() if n not in tensors and not isinstance(v, str)}
         self.shown = {name.rpartition(".")[2]: value for name, value in self._bound.items() if value is not ...}
 
     def fixed(self) -> dict[str, Any]:
@@ -389,10 +390,6 @@ def _kind(declared: Any) -> str:
 
 def _is_symbol(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat))
-
-
-def _has_specs(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(item, InputSpec) for item in value)
 
 
 def _has_numbers(symbols: Symbols) -> bool:

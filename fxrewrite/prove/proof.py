@@ -12,13 +12,14 @@ TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor program
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import sympy
 from sympy import Function
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 from fxrewrite.match.program import Program
@@ -141,7 +142,7 @@ def _proof(rule: Rule) -> Proof:
             lengths.setdefault(name, set()).add(length)
         undefined, kept = "", list[Case]()
         for case in made:
-            outcome = _bitwise(case)
+            outcome, *_ = _compared(case, is_real=False)  # without arithmetic: the same floating-point operations
             if outcome:
                 try:
                     outcome, assumed = _over_reals(case)
@@ -175,7 +176,7 @@ def _proof(rule: Rule) -> Proof:
         ranks=tuple(sorted({fake.ndim for case in proved for fake in case.inputs})),
         literals=(
             *(f"{n}={_either(v)}" for n, v in _literals(proved).items()),
-            *(f"{length} items of {name}" for name, length in _counted(lengths)),
+            *(f"{_either(sorted(counts))} items of {name}" for name, counts in sorted(lengths.items())),
             *(f"{n} empty" for n in sorted(set.intersection(*(case.empty for case in proved)))),
         ),
     )
@@ -188,10 +189,6 @@ def _literals(proved: Sequence[Case]) -> dict[str, list[str]]:
         for name, value in case.literals.items():
             values.setdefault(name, {})[str(value)] = None
     return {name: list(found) for name, found in values.items()}
-
-
-def _counted(lengths: Mapping[str, set[int]]) -> list[tuple[str, str]]:
-    return [(name, _either(sorted(found))) for name, found in sorted(lengths.items())]
 
 
 def _equal_literals(proved: Sequence[Case]) -> str:
@@ -210,11 +207,6 @@ def _equal_literals(proved: Sequence[Case]) -> str:
 def _either(values: Sequence[Any]) -> str:
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def _bitwise(case: Case) -> str:
-    """Returns why the two sides are not the same floating-point operations; empty if they are."""
-    return _compared(case, is_real=False)[0]
 
 
 def _over_reals(case: Case) -> tuple[str, list[str]]:
@@ -244,8 +236,8 @@ def _compared(case: Case, *, is_real: bool) -> tuple[str, SymbolicArithmetic, Sy
     indices = Indices()
     before, after = (SymbolicArithmetic(is_real, indices, case.symbols.simplified) for _ in range(2))
     try:
-        was = _leaves(interpret(case.before.graph.nodes, _inputs(before, case.before), before))
-        is_now = _leaves(interpret(case.after.graph.nodes, _inputs(after, case.after), after))
+        was = tree_leaves(interpret(case.before.graph.nodes, _inputs(before, case.before), before))
+        is_now = tree_leaves(interpret(case.after.graph.nodes, _inputs(after, case.after), after))
         outcome = _difference_of_outputs(was, is_now, indices, is_real=is_real)
     except UndefinedError as error:
         if before.undefined:
@@ -270,10 +262,6 @@ def _inputs(arithmetic: SymbolicArithmetic, gm: fx.GraphModule) -> list[Symbolic
         shape = arithmetic.shape(fake)
         found.append(SymbolicTensor(shape, fake.dtype, entry(name, shape), name))
     return found
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _difference_of_outputs(was: Sequence[Any], is_now: Sequence[Any], indices: Indices, *, is_real: bool) -> str:

@@ -23,11 +23,6 @@ def reshape(call: SymbolicCall) -> SymbolicTensor:
     return call.value(lambda i: x.at(call.indices.reshaped(i, shape, x.shape)), shape)
 
 
-def _expand(call: SymbolicCall) -> SymbolicTensor:
-    x = call.first
-    return call.value(lambda i: call.read(x, i))
-
-
 # Permutations
 
 
@@ -196,7 +191,9 @@ def _repeat(call: SymbolicCall) -> SymbolicTensor:
 
 
 VIEWS: Mapping[str, Meaning] = {
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(
+        ("expand", "expand_as", "broadcast_to"), lambda call: call.value(lambda i: call.read(call.first, i))
+    ),
     "permute": _permute,
     "transpose": _transpose,
     **dict.fromkeys(("t", "mT"), _transpose_matrices),
