@@ -38,19 +38,15 @@ class NoCallError(ValueError):
     """An operator cannot be called in this way."""
 
 
-@functools.cache
 def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
-    namespace, separator, name = key.partition("::")
-    found = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    found = ops.named_operator(key) if "::" in key else None
     return found if isinstance(found, torch._ops.OpOverloadPacket) else None
 
 
 def _function(key: str) -> Any:
     """Returns the callable of a key: a higher-order operator, or one by its dotted name, if its module is imported."""
-    if key.startswith("higher_order::"):
-        higher_order = getattr(torch.ops.higher_order, key.partition("::")[2], None)
-        if higher_order is not None:
-            return higher_order
+    if "::" in key and (operator := ops.named_operator(key)) is not None:
+        return operator
     module, _, name = key.rpartition(".")
     found: Any = sys.modules.get(module)
     while found is None and "." in module:  # a method: its module is the prefix before the class

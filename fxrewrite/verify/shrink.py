@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,33 +13,30 @@ import torch
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.tensors import PLAINER, Contents, InputSpec
 
-__all__ = ["shrunk"]
+__all__ = ["shrink"]
 
 _MOST_ENTRIES, _MOST_READ = 12, 64
 """Largest tensor, in entries, whose entries are simplified one by one; and in blocks."""
 
 
-def shrunk(
-    sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int, allowed: Collection[Contents] = PLAINER
-) -> tuple[Sample, int]:
-    """Returns the smallest sample found for which `is_wrong` holds, and the number of trials, at most `steps`.
+def shrink(sample: Sample, is_wrong: Callable[[Sample], bool], plainer: tuple[Contents, ...], *, steps: int) -> int:
+    """Asks whether smaller samples are wrong, then of the last that is; returns the number of trials, at most `steps`.
 
-    Inputs keep their contents, or get plainer ones that are `allowed`.
+    Inputs keep their contents, or get `plainer` ones.
     """
-    plainer: tuple[Contents, ...] = tuple(contents for contents in PLAINER if contents in allowed)
     tried = skipped = 0
     while True:
         candidates = list(_smaller(sample, plainer))
         for index in range(len(candidates)):
             place = (skipped + index) % len(candidates)  # candidates that failed for the previous sample come last
             if tried == steps:
-                return sample, tried
+                return tried
             tried += 1
             if is_wrong(candidates[place]):
                 sample, skipped = candidates[place], place
                 break
         else:
-            return sample, tried
+            return tried
 
 
 def _smaller(sample: Sample, plainer: tuple[Contents, ...]) -> Iterator[Sample]:
