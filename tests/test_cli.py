@@ -11,15 +11,12 @@ import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from fxrewrite.cli import main
-from fxrewrite.errors import FxRewriteError
-from fxrewrite.rule import Rule
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "cli.md").read_text()
 EXAMPLE = "".join(re.findall(r"^```python\n(# silu\.py\n.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL))
@@ -315,62 +312,40 @@ def test_explain_goes_through_all_rules_of_a_set(run: Any) -> None:
 # verify
 
 
-@pytest.fixture
-def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
-    """What `Rule.verify` was asked for; `mine.never` fails and `mine.undo_silu` cannot be run."""
-    asked: list[tuple[str, int, int]] = []
+VERIFIED = """
+import torch
+from fxrewrite import Pattern, Rule, RuleSet, cap
 
-    def verify(rule: Rule, *, samples: int, seed: int) -> Any:
-        asked.append((rule.id, samples, seed))
-        if rule.id == "mine.undo_silu":
-            raise FxRewriteError("no inputs can be drawn")
-
-        class Verdict(SimpleNamespace):
-            def __str__(self) -> str:
-                if self.ok:
-                    return f"{rule.id}: tested on 7 samples, no difference\n  gradients compared on 7"
-                return f"{rule.id}: false: values differ (sample 2)\nx = torch.ones(1)"
-
-        return Verdict(ok=rule.id != "mine.never")
-
-    monkeypatch.setattr(Rule, "verify", verify, raising=False)
-    return asked
+x = cap("x")
+true = Rule("signs.true", Pattern((torch.neg(torch.neg(x)),)), lambda x: x)
+false = Rule("signs.false", Pattern((torch.abs(torch.neg(x)),)), lambda x: torch.neg(x))
+broken = Rule("signs.broken", Pattern((torch.sin(x), torch.cos(x))), lambda x: torch.max(x, 0))
+SIGNS = RuleSet("signs", true, false, broken)
+"""
 
 
-def test_verify_prints_a_line_a_rule(run: Any, verified: list[tuple[str, int, int]]) -> None:
-    done = run("verify", "silu.py:RULES", "--samples", "7", "--seed", "3")
-    assert (done.status, done.out) == (
-        0,
-        "ok      mine.use_silu  tested on 7 samples, no difference\n1 of 1 rules passed\n",
-    )
-    assert verified == [("mine.use_silu", 7, 3)]
-
-
-def test_verify_ends_with_status_1_when_a_rule_fails(run: Any, verified: list[tuple[str, int, int]]) -> None:
-    done = run("verify", "more.py:BOTH")
+def test_verify_prints_a_line_a_rule_and_ends_with_status_1_when_one_fails(run: Any, folder: Path) -> None:
+    (folder / "signs.py").write_text(VERIFIED)
+    done = run("verify", "signs.py:true", "--samples", "7")
+    said = "ok      signs.true  tested on 7 samples, no difference\n1 of 1 rules passed\n"
+    assert (done.status, done.out) == (0, said)
+    done = run("verify", "signs.py:SIGNS", "--samples", "8", "--seed", "3")
     assert done.status == 1
-    assert done.out == (
-        "ok      mine.use_silu  tested on 7 samples, no difference\n"
-        "FAILED  mine.never     false: values differ (sample 2)\n"
-        "\nx = torch.ones(1)\n\n"
-        "1 of 2 rules passed\n"
-    )
-    done = run("verify", "more.py:ENDLESS", "--json")
+    lines = done.out.splitlines()
+    assert lines[0] == "ok      signs.true    tested on 8 samples, no difference"
+    assert lines[1].startswith("FAILED  signs.false   false: value: output 0[")
+    assert "# signs.false is false" in lines, "a program to be copied, which is not indented"
+    assert ", seed=3)." in done.out
+    assert re.search("^FAILED  signs.broken  .*the replacement returned", done.out, re.MULTILINE)
+    assert lines[-1] == "1 of 3 rules passed"
+    done = run("verify", "signs.py:SIGNS", "--samples", "8", "--json")
     assert done.status == 1
-    assert [(row["rule"], row["ok"]) for row in done.data] == [("mine.use_silu", True), ("mine.undo_silu", False)]
-    assert done.data[1]["verdict"] == "no inputs can be drawn"
-
-
-def test_verify_really_runs_both_sides(run: Any, folder: Path) -> None:
-    (folder / "signs.toml").write_text(
-        '[[rule]]\nid = "signs.true"\npattern = "neg(neg(x))"\nreplace = "x"\n'
-        '[[rule]]\nid = "signs.false"\npattern = "abs(neg(x))"\nreplace = "neg(x)"\n'
-    )
-    done = run("verify", "signs.toml", "--samples", "8")
-    assert done.status == 1
-    assert "ok      signs.true   tested on 8 samples, no difference" in done.out
-    assert "FAILED  signs.false  false: value" in done.out
-    assert "1 of 2 rules passed" in done.out
+    assert [(row["rule"], row["ok"]) for row in done.data] == [
+        ("signs.true", True),
+        ("signs.false", False),
+        ("signs.broken", False),
+    ]
+    assert "the replacement returned" in done.data[2]["verdict"]
 
 
 # apply

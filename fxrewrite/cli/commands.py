@@ -213,18 +213,14 @@ def _digest(plan: Plan) -> tuple[str | None, str]:
     return digest, "; ".join(str(warning.message) for warning in caught)
 
 
+_PROMISES = ("doc", "numerics", "rng", "shapes", "domain", "terminates", "gradients", "optional")
+
+
 def _facts(rule: Rule) -> dict[str, Any]:
     return {
         "id": rule.id,
         "pattern": str(rule.pattern),
-        "doc": rule.doc,
-        "numerics": rule.numerics,
-        "rng": rule.rng,
-        "shapes": rule.shapes,
-        "domain": rule.domain,
-        "terminates": rule.terminates,
-        "gradients": rule.gradients,
-        "optional": rule.optional,
+        **{name: getattr(rule, name) for name in _PROMISES},
         "after": list(rule.after),
         "before": list(rule.before),
         "provider": _short(rule.provider),

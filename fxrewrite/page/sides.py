@@ -36,85 +36,81 @@ class Line:
 
     Attributes:
         text: the canonical text, without the rules.
-        node: name of the node; empty for the heading of a body.
+        of: the node; None for the heading of a body.
+        body: number of the body that it is in.
         change: what became of it.
         rules: ids of the rules that made it, or made it go away, latest first.
     """
 
     text: str
-    node: str = ""
+    of: fx.Node | None = None
+    body: int = 0
     change: Change = Change.SAME
     rules: tuple[str, ...] = ()
 
+    @property
+    def node(self) -> str:
+        """Name of the node; empty for the heading of a body."""
+        return self.of.name if self.of is not None else ""
+
 
 Row: TypeAlias = tuple[Line | None, Line | None]
-_Key: TypeAlias = tuple[int, str]
-
-
-@dataclass(slots=True)
-class _Entry:
-    key: _Key
-    node: fx.Node | None
-    line: Line
 
 
 def written(gm: fx.GraphModule) -> list[Line]:
     """The lines of one graph; what rules made is marked as made."""
-    entries = _entries(gm)
-    for entry in entries:
-        entry.line.rules = _makers(entry.node)
-        entry.line.change = Change.MADE if entry.line.rules else Change.SAME
-    return [entry.line for entry in entries]
+    lines = _lines(gm)
+    for line in lines:
+        line.rules = _makers(line.of)
+        line.change = Change.MADE if line.rules else Change.SAME
+    return lines
 
 
 def compare(before: fx.GraphModule, after: fx.GraphModule) -> list[Row]:
     """The lines of both graphs side by side; a line that stayed is in the same row on both."""
-    old, new = _entries(before), _entries(after)
+    old, new = _lines(before), _lines(after)
     pairs = _pairs(old, new)
     stayed = {i for i, _ in pairs}, {j for _, j in pairs}
     for i, j in pairs:
-        if _arguments(old[i].node) != _arguments(new[j].node):
-            old[i].line.change = new[j].line.change = Change.ARGUMENTS
-    for j, entry in enumerate(new):
+        if _arguments(old[i].of) != _arguments(new[j].of):
+            old[i].change = new[j].change = Change.ARGUMENTS
+    for j, line in enumerate(new):
         if j not in stayed[1]:
-            entry.line.change, entry.line.rules = Change.MADE, _makers(entry.node)
+            line.change, line.rules = Change.MADE, _makers(line.of)
     causes = _causes(old, new, pairs)
-    for i, entry in enumerate(old):
+    for i, line in enumerate(old):
         if i not in stayed[0]:
-            entry.line.change, entry.line.rules = Change.GONE, causes.get(entry.node, ())
+            line.change, line.rules = Change.GONE, causes.get(line.of, ())
     rows: list[Row] = []
     i = j = 0
     for next_i, next_j in [*pairs, (len(old), len(new))]:
-        gone, made = [e.line for e in old[i:next_i]], [e.line for e in new[j:next_j]]
-        rows += zip_longest(gone, made)
-        if next_i < len(old):
-            rows.append((old[next_i].line, new[next_j].line))
+        rows += zip_longest(old[i:next_i], new[j:next_j])
+        rows += zip(old[next_i : next_i + 1], new[next_j : next_j + 1], strict=True)
         i, j = next_i + 1, next_j + 1
     return rows
 
 
-def _entries(gm: fx.GraphModule) -> list[_Entry]:
-    entries: list[_Entry] = []
+def _lines(gm: fx.GraphModule) -> list[Line]:
+    lines: list[Line] = []
     body = 0
     for node, text in GraphWriter(gm).lines():
         body += node is None
-        name = node.name if node is not None else ""
-        entries.append(_Entry((body, name), node, Line(text, name)))
-    return entries
+        lines.append(Line(text, node, body))
+    return lines
 
 
 def _makers(node: fx.Node | None) -> tuple[str, ...]:
     return tuple(node.meta.get("fxrewrite", ())) if node is not None else ()
 
 
-def _pairs(old: Sequence[_Entry], new: Sequence[_Entry]) -> list[tuple[int, int]]:
+def _pairs(old: Sequence[Line], new: Sequence[Line]) -> list[tuple[int, int]]:
     """Indices of the lines that stayed, ascending on both sides."""
-    place = {entry.key: j for j, entry in enumerate(new)}
+    place = {(line.body, line.node): j for j, line in enumerate(new)}
     pairs: list[tuple[int, int]] = []
     last = -1
-    for i, entry in enumerate(old):
-        j = place.get(entry.key, -1)
-        if j > last and _is_same(entry.node, new[j].node):
+    for i, line in enumerate(old):
+        j = place.get((line.body, line.node), -1)
+        if j > last and _is_same(line.of, new[j].of):
             pairs.append((i, j))
             last = j
     return pairs
@@ -139,16 +135,15 @@ def _arguments(node: fx.Node | None) -> Any:
 
 
 def _causes(
-    old: Sequence[_Entry], new: Sequence[_Entry], pairs: Sequence[tuple[int, int]]
+    old: Sequence[Line], new: Sequence[Line], pairs: Sequence[tuple[int, int]]
 ) -> Mapping[fx.Node | None, tuple[str, ...]]:
     """Node that went -> rules that made what its users read now; nothing when those read a node that was there before.
 
     A node inside of a match has only users that went with it, and went for the same reason.
     """
-    now = {old[i].node: new[j].node for i, j in pairs}
+    now = {old[i].of: new[j].of for i, j in pairs}
     causes: dict[fx.Node | None, tuple[str, ...]] = {}
-    for entry in reversed(old):
-        node = entry.node
+    for node in (line.of for line in reversed(old)):
         if node is None or node in now:
             continue
         rules: dict[str, None] = {}

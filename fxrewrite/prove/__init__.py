@@ -1,3 +1,3 @@
 """Proves rewrite rules: two sides are equal because their normal forms are."""
 
-from fxrewrite.prove.proof import Proof as Proof, prove as prove, prove_rewrite as prove_rewrite
+from fxrewrite.prove.proof import Proof as Proof, prove as prove

@@ -28,9 +28,9 @@ __all__ = ["Need", "SymbolicArithmetic", "cast", "is_integer"]
 Relation: TypeAlias = Literal["!= 0", ">= 0", "> 0"]
 _ENTRY = re.compile(r"(\w+)\((?:j\d+|0|, )*\)")
 """An entry at any index: what holds of it is said of the whole input, whatever its rank."""
-_ROOTS = {float(sympy.sqrt(q).evalf(30)): sympy.sqrt(q) for q in map(sympy.Rational, (2, 3, "1/2", "1/3"))}
-_ROOTS_OF_PI = {float(sympy.sqrt(q / sympy.pi).evalf(30)): sympy.sqrt(q / sympy.pi) for q in map(Integer, (1, 2))}
-
+_SQUARES = (*map(sympy.Rational, (2, 3, "1/2", "1/3")), 1 / sympy.pi, 2 / sympy.pi)
+_ROOTS = {float(root.evalf(30)): root for q in _SQUARES for root in (sympy.sqrt(q), -sympy.sqrt(q))}
+"""Roots of small numbers, or of these by pi, by the numbers to which they round."""
 _WITH_INFINITY = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -97,7 +97,7 @@ class SymbolicArithmetic:
             return sympy.Rational(value) if is_plain else Symbol(repr(value), real=True)
         if not math.isfinite(value):
             raise UnknownError(f"{value} is not a real number")
-        root = _root(value)
+        root = _ROOTS.get(value)
         if root is None:
             return sympy.Rational(value)
         self.roots[f"{value!r} is {root}"] = None
@@ -114,7 +114,7 @@ class SymbolicArithmetic:
             return self.operand(number, dtype)
         if isinstance(number, torch.SymFloat) and self.size(number).is_number:
             number = float(self.size(number))
-        if isinstance(number, float) and math.isfinite(number) and _root(number) is None:
+        if isinstance(number, float) and math.isfinite(number) and number not in _ROOTS:
             number = torch.full((), number, dtype=torch.float64).to(dtype).item()
         return self.number(number)
 
@@ -200,12 +200,3 @@ def _is_number_of(entry: Expr, dtype: torch.dtype) -> bool:
     if dtype not in _WITH_INFINITY or not entry.is_Rational:
         return False
     return sympy.Rational(torch.full((), float(entry), dtype=torch.float64).to(dtype).item()) == entry
-
-
-def _root(value: float) -> Expr | None:
-    """The root of a small number, or of one by pi, that the number rounds; None if it rounds none."""
-    for sign in (1, -1):
-        root = _ROOTS.get(sign * value) or _ROOTS_OF_PI.get(sign * value)
-        if root is not None:
-            return sign * root
-    return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import sympy
 import torch
@@ -20,18 +20,21 @@ from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.match.program import Program
 from fxrewrite.pattern.pattern import Pattern
-from fxrewrite.prove.indices import Expr, Indices
+from fxrewrite.prove.indices import Indices
 from fxrewrite.prove.symbolic import Symbols, size_expression
 from fxrewrite.prove.text import readable
 from fxrewrite.prove.value import items_of
 from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.calls import NoCallError
-from fxrewrite.verify.draw import Draw, Sampler
+from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.facts import Facts
 from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.readings import ChoiceSite, Reading, by_item, read
-from fxrewrite.verify.sample import TORCH_ERRORS, Sample
+from fxrewrite.verify.sample import TORCH_ERRORS, Sample, given_binding
 from fxrewrite.verify.tensors import InputSpec
+
+if TYPE_CHECKING:
+    from fxrewrite.rule import Rule
 
 __all__ = ["Case", "CaseSearch", "NoCaseError", "readings"]
 
@@ -90,7 +93,9 @@ class Case:
     @property
     def conditions(self) -> tuple[str, ...]:
         """What has been asked of sizes and numbers so far, and does not follow from sizes being 2 or more."""
-        return _conditions(self.symbols)
+        indices = Indices()
+        open_ones = (known for known in self.symbols.known() if known != sympy.true and not indices.follows(known))
+        return tuple(dict.fromkeys(readable(known, self.symbols.names) for known in open_ones))
 
     @property
     def empty(self) -> set[str]:
@@ -101,16 +106,9 @@ class Case:
     @property
     def is_open(self) -> bool:
         """Whether every size of every input is a symbol, or the input is empty."""
-        sizes = [size for sizes in self._sizes() for size in sizes]
-        return (
-            self.is_general
-            and not _has_numbers(self.symbols)
-            and bool(sizes)
-            and all(size.free_symbols or size == 0 for size in sizes)
-        )
-
-    def _sizes(self) -> list[list[Expr]]:
-        return [[self.symbols.simplified(size_expression(size)) for size in fake.shape] for fake in self.inputs]
+        sizes = [self.symbols.simplified(size_expression(size)) for fake in self.inputs for size in fake.shape]
+        are_open = bool(sizes) and all(size.free_symbols or size == 0 for size in sizes)
+        return self.is_general and are_open and not _has_numbers(self.symbols)
 
 
 def readings(pattern: Pattern, most: int) -> list[Reading]:
@@ -149,19 +147,10 @@ class CaseSearch:
 
     _floats = (torch.float32, torch.float64, torch.bfloat16)
 
-    def __init__(
-        self,
-        rule_id: str,
-        pattern: Pattern,
-        rewrite: Callable[[fx.GraphModule], int],
-        sampler: Sampler | None,
-        reading: Reading,
-        number: int,
-        most: int,
-    ) -> None:
-        self._pattern, self._rewrite, self._sampler = pattern, rewrite, sampler
+    def __init__(self, rule: Rule, program: Program[Rule], reading: Reading, number: int, most: int) -> None:
+        self._rule, self._program = rule, program
         self._reading, self._number, self._most = reading, number, most
-        self._mode, self._facts, self._program = FakeMode(), Facts(pattern), Program([(rule_id, pattern)])
+        self._mode, self._facts = FakeMode(), Facts(rule.pattern)
         self._general: dict[str, Case] = {}
         """By what is shown of them: cases in which every size is a symbol."""
         self._special: dict[str, Case] = {}
@@ -199,39 +188,74 @@ class CaseSearch:
             return
         apart = _apart(complete)
         for general, sample in itertools.product(_GENERAL, (complete,) if apart is complete else (apart, complete)):
-            case = self._case(concrete if sample is complete else None, sample, general)
-            if case is not None:
-                self._add(case)
-                if case.is_general:
-                    break
+            try:
+                module = concrete if sample is complete else Builder(sample, self._mode).module()
+                case = self._case(module, sample, general)
+            except RefusedError as error:
+                if error.kind is Reason.ONCE:
+                    raise NoCaseError(_ONCE) from error
+                self._problem = str(error)
+            except (FxRewriteError, *TORCH_ERRORS) as error:
+                self._problem = f"with symbolic sizes: {(str(error).strip().splitlines() or [''])[0]}"
+            else:
+                if case is not None:
+                    self._add(case)
+                    if case.is_general:
+                        break
 
     def _drawn(self, attempt: int) -> tuple[fx.GraphModule, Sample]:
         """A graph that the reading matches, and what it was made of; raises NoSampleError or NoCallError."""
         kind, dtype = (_LargerDraw if attempt % 2 else Draw), self._floats[attempt % 3]
         draw = kind(f"{self._number}/{attempt}", dtype, self._floats, index=0, sizes=self._facts.sizes)
-        given = by_item(self._reading, self._sampler(draw)) if self._sampler is not None else {}
+        sampler = self._rule._sampler
+        given = by_item(self._reading, sampler(draw)) if sampler is not None else {}
         if given is None:
             raise NoSampleError("the sampler gives lists of other lengths")
-        bindings = {name: _spec(value) for name, value in given.items()}
+        bindings = {name: given_binding(value) for name, value in given.items()}
         sample = Sample(self._reading, "aten", False, False, bindings, size_calls=True)
-        builder = Builder(sample, self._mode, Guesses(self._pattern, self._facts, draw))
+        builder = Builder(sample, self._mode, Guesses(self._rule.pattern, self._facts, draw))
         module = builder.module()
         if any(ops.may_draw(node.target) and ops.is_random(node) for node in module.graph.nodes):
             raise NoSampleError("it draws random numbers")
         return module, builder.complete
 
-    def _case(self, concrete: fx.GraphModule | None, sample: Sample, general: tuple[Sizes, bool, bool]) -> Case | None:
-        """The graph of a sample with symbols, if the rule rewrites it; otherwise it is kept what the problem is."""
-        try:
-            module = concrete if concrete is not None else Builder(sample, self._mode).module()
-            return _case(module, sample, general, self._program, self._rewrite)
-        except RefusedError as error:
-            if error.kind is Reason.ONCE:
-                raise NoCaseError(_ONCE) from error
-            self._problem = str(error)
-        except (FxRewriteError, *TORCH_ERRORS) as error:
-            self._problem = f"with symbolic sizes: {(str(error).strip().splitlines() or [''])[0]}"
-        return None
+    def _case(self, concrete: fx.GraphModule, sample: Sample, general: tuple[Sizes, bool, bool]) -> Case | None:
+        """The graph of a sample with symbols, before and after the rewrite; None if it does not match any more."""
+        sizes, numbers, equal_sizes = general
+        symbols = Symbols(equal_sizes=equal_sizes)
+        inputs = {
+            node: symbols.tensor(
+                [int(size) for size in node.meta["val"].shape], node.meta["val"].dtype, str(node.target)
+            )
+            for node in concrete.graph.find_nodes(op="placeholder")
+        }
+        literals = _Literals(symbols, sample.bindings, sizes, numbers, list(inputs.values()))
+        graph = fx.Graph()
+        new: dict[fx.Node, fx.Node] = {}
+        for node in concrete.graph.nodes:
+            if node.op == "output":
+                graph.output(map_arg(node.args[0], new.__getitem__))
+                continue
+            made = new[node] = graph.node_copy(node, new.__getitem__)
+            if node.op == "placeholder":
+                made.meta["val"] = inputs[node]
+            else:
+                first = next((n.meta["val"] for n in made.all_input_nodes if ops.is_tensor(n)), None)
+                literals.generalize(made, first)
+                made.meta["val"] = symbols.run(made)
+        before = fx.GraphModule(torch.nn.Module(), graph)
+        if not any(next(self._program.find(node, key), None) for node, key in self._program.roots(before.graph.nodes)):
+            return None
+        after = copy_module(before)
+        if not self._rule._apply(after, self._program):
+            return None
+        for node in after.graph.nodes:
+            if (
+                node.op == "call_function"
+            ):  # a rewrite adds no guard to a graph; what its operators ask is a condition here
+                node.meta["val"] = symbols.run(node)
+        shown, is_general = _shown(before, symbols, literals)
+        return Case(before, after, symbols, shown, is_general and not _has_numbers(symbols), literals.fixed())
 
     def _add(self, case: Case) -> None:
         if self._literals.add(case) or len(self._general) < self._most or not self._has_open:
@@ -283,54 +307,6 @@ class _LargerDraw(Draw):
         return max(2, super().size(least=least))
 
 
-def _spec(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_spec(item) for item in value]
-    if not isinstance(value, torch.Tensor):
-        return value
-    return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True)
-
-
-def _case(
-    concrete: fx.GraphModule,
-    sample: Sample,
-    general: tuple[Sizes, bool, bool],
-    program: Program[str],
-    rewrite: Callable[[fx.GraphModule], int],
-) -> Case | None:
-    sizes, numbers, equal_sizes = general
-    symbols = Symbols(equal_sizes=equal_sizes)
-    inputs = {
-        node: symbols.tensor([int(size) for size in node.meta["val"].shape], node.meta["val"].dtype, str(node.target))
-        for node in concrete.graph.find_nodes(op="placeholder")
-    }
-    literals = _Literals(symbols, sample.bindings, sizes, numbers, list(inputs.values()))
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in concrete.graph.nodes:
-        if node.op == "output":
-            graph.output(map_arg(node.args[0], new.__getitem__))
-            continue
-        made = new[node] = graph.node_copy(node, new.__getitem__)
-        if node.op == "placeholder":
-            made.meta["val"] = inputs[node]
-        else:
-            first = next((n.meta["val"] for n in made.all_input_nodes if ops.is_tensor(n)), None)
-            literals.generalize(made, first)
-            made.meta["val"] = symbols.run(made)
-    before = fx.GraphModule(torch.nn.Module(), graph)
-    if not any(next(program.find(node, key), None) for node, key in program.roots(before.graph.nodes)):
-        return None
-    after = copy_module(before)
-    if not rewrite(after):
-        return None
-    for node in after.graph.nodes:
-        if node.op == "call_function":  # a rewrite adds no guard to a graph; what its operators ask is a condition here
-            node.meta["val"] = symbols.run(node)
-    shown, is_general = _shown(before, symbols, literals)
-    return Case(before, after, symbols, shown, is_general and not _has_numbers(symbols), literals.fixed())
-
-
 class _Literals:
     """Symbols in place of sizes and numbers that the pattern captures or ignores; one for each capture.
 
@@ -344,7 +320,8 @@ class _Literals:
         self._symbols, self._sizes, self._numbers = symbols, sizes, numbers
         self._dims = [size for fake in inputs for size in fake.shape if isinstance(size, torch.SymInt)]
         self._made: dict[str, Any] = {}
-        self._bound = {n: v for n, v in bindings.items() if not isinstance(v, (InputSpec, str)) and not _has_specs(v)}
+        tensors = {n for n, v in bindings.items() if any(isinstance(item, InputSpec) for item in items_of(v))}
+        self._bound = {n: v for n, v in bindings.items() if n not in tensors and not isinstance(v, str)}
         self.shown = {name.rpartition(".")[2]: value for name, value in self._bound.items() if value is not ...}
 
     def fixed(self) -> dict[str, Any]:
@@ -415,34 +392,15 @@ def _is_symbol(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat))
 
 
-def _has_specs(value: Any) -> bool:
-    return isinstance(value, list) and any(isinstance(item, InputSpec) for item in value)
-
-
-def _conditions(symbols: Symbols) -> tuple[str, ...]:
-    indices = Indices()
-    open_ones = (known for known in symbols.known() if known != sympy.true and not indices.follows(known))
-    return tuple(dict.fromkeys(readable(known, symbols.names) for known in open_ones))
-
-
 def _has_numbers(symbols: Symbols) -> bool:
-    """Whether it was asked that sizes, or a product of sizes, are a number."""
-    return any(isinstance(known, sympy.Eq) and _is_a_number(known) for known in symbols.known())
-
-
-def _is_a_number(condition: Expr) -> bool:
-    """Whether sizes, or a product of sizes, are a number."""
-    return any(side.is_number and side != 0 for side in condition.args)
-
-
-def _letters() -> Iterator[str]:
-    yield from string.ascii_lowercase
-    yield from (f"{a}{b}" for a in string.ascii_lowercase for b in string.ascii_lowercase)
+    """Whether it was asked that sizes, or a product of sizes, are a number other than 0."""
+    equal = (known for known in symbols.known() if isinstance(known, sympy.Eq))
+    return any(side.is_number and side != 0 for known in equal for side in known.args)
 
 
 def _shown(gm: fx.GraphModule, symbols: Symbols, literals: _Literals) -> tuple[str, bool]:
     """The text of a case, and whether none of its sizes is a number above 1."""
-    letters = _letters()
+    letters = (a + b for a in ("", *string.ascii_lowercase) for b in string.ascii_lowercase)
     named: dict[sympy.Symbol, sympy.Symbol] = {}
 
     def text(size: Any) -> str:

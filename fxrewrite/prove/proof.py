@@ -12,17 +12,17 @@ TASO (Jia et al., SOSP 2019) and PET (Wang et al., OSDI 2021) for tensor program
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import sympy
 from sympy import Function
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 from fxrewrite.match.program import Program
-from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.prove.arithmetic import Need, SymbolicArithmetic
 from fxrewrite.prove.cases import Case, CaseSearch, NoCaseError, readings
@@ -31,14 +31,13 @@ from fxrewrite.prove.interpret import interpret
 from fxrewrite.prove.reals import branches, difference, expanded
 from fxrewrite.prove.text import brief, form_of_case, form_of_condition, readable
 from fxrewrite.prove.value import At, SymbolicTensor, UndefinedError, UnknownError
-from fxrewrite.verify.draw import Sampler
 from fxrewrite.verify.rewrite import quiet
 from fxrewrite.verify.sample import TORCH_ERRORS
 
 if TYPE_CHECKING:
     from fxrewrite.rule import Rule
 
-__all__ = ["Proof", "prove", "prove_rewrite"]
+__all__ = ["Proof", "prove"]
 
 _READINGS = 48
 """Most readings of a pattern; each has a case or more."""
@@ -111,31 +110,20 @@ def prove(rule: Rule) -> Proof:
     Raises:
         RuleDefinitionError: the rule is wrong as written, on any graph.
     """
-    program: Program[Rule] = Program([(rule, rule.pattern)])
-    return prove_rewrite(
-        rule.id,
-        rule.pattern,
-        lambda gm: rule._apply(gm, program),
-        rule._sampler,
-    )
-
-
-def prove_rewrite(
-    rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], int], sampler: Sampler | None = None
-) -> Proof:
-    """Returns whether a rewrite of a pattern is proved; arguments are those of `verify_rewrite`."""
-    virtual = [t.key for term in pattern.outputs for t in subterms(term) if isinstance(t, Op) and ops.is_virtual(t.key)]
+    terms = (term for output in rule.pattern.outputs for term in subterms(output))
+    virtual = [term.key for term in terms if isinstance(term, Op) and ops.is_virtual(term.key)]
     if virtual:
-        return Proof(rule_id, why_not=f"on one device {virtual[0].rpartition('.')[2]} is only a placeholder")
+        return Proof(rule.id, why_not=f"on one device {virtual[0].rpartition('.')[2]} is only a placeholder")
     with quiet():
-        return _proof(rule_id, pattern, rewrite, sampler)
+        return _proof(rule)
 
 
-def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], int], sampler: Sampler | None) -> Proof:
+def _proof(rule: Rule) -> Proof:
     try:
-        found = readings(pattern, _READINGS)
+        found = readings(rule.pattern, _READINGS)
     except NoCaseError as error:
-        return Proof(rule_id, why_not=str(error))
+        return Proof(rule.id, why_not=str(error))
+    program: Program[Rule] = Program([(rule, rule.pattern)])
     shown: dict[str, None] = {}
     conditions: dict[str, None] = {}
     assumptions: dict[str, None] = {}
@@ -145,16 +133,16 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
     for number, reading in enumerate(found):
         try:
             most = max(1, _CASES // len(found))
-            made = CaseSearch(rule_id, pattern, rewrite, sampler, reading, number, most).found()
+            made = CaseSearch(rule, program, reading, number, most).found()
         except NoCaseError as error:
             if 0 in reading.lists.values() and len(found) > 1:
                 continue  # few operators take an empty list, and the proof says for how many items it holds
-            return Proof(rule_id, why_not=f"no graph to prove it on: {error}")
+            return Proof(rule.id, why_not=f"no graph to prove it on: {error}")
         for name, length in reading.lists.items():
             lengths.setdefault(name, set()).add(length)
         undefined, kept = "", list[Case]()
         for case in made:
-            outcome = _bitwise(case)
+            outcome, *_ = _compared(case, is_real=False)  # without arithmetic: the same floating-point operations
             if outcome:
                 try:
                     outcome, assumed = _over_reals(case)
@@ -164,21 +152,21 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
                 is_bitwise = False
                 assumptions |= dict.fromkeys(assumed)
             if outcome:
-                return Proof(rule_id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
+                return Proof(rule.id, why_not=f"{outcome}, with {case.shown}", readings=len(found))
             shown[case.shown] = None
             kept.append(case)
             conditions |= dict.fromkeys(case.conditions)
         if not kept:
-            return Proof(rule_id, why_not=f"no graph to prove it on: {undefined}", readings=len(found))
+            return Proof(rule.id, why_not=f"no graph to prove it on: {undefined}", readings=len(found))
         is_general &= any(case.is_open for case in kept)  # now, since decompositions ask for more
         proved += kept
     if not is_general:
-        return Proof(rule_id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
+        return Proof(rule.id, why_not=f"equal for some shapes alone: {'; '.join(shown)}", readings=len(found))
     equal = _equal_literals(proved)
     if equal:
-        return Proof(rule_id, why_not=f"{equal} are equal in every case: {'; '.join(shown)}", readings=len(found))
+        return Proof(rule.id, why_not=f"{equal} are equal in every case: {'; '.join(shown)}", readings=len(found))
     return Proof(
-        rule_id,
+        rule.id,
         strength="bitwise" if is_bitwise else "over the reals",
         cases=tuple(shown),
         conditions=tuple(conditions),
@@ -188,7 +176,7 @@ def _proof(rule_id: str, pattern: Pattern, rewrite: Callable[[fx.GraphModule], i
         ranks=tuple(sorted({fake.ndim for case in proved for fake in case.inputs})),
         literals=(
             *(f"{n}={_either(v)}" for n, v in _literals(proved).items()),
-            *(f"{length} items of {name}" for name, length in _counted(lengths)),
+            *(f"{_either(sorted(counts))} items of {name}" for name, counts in sorted(lengths.items())),
             *(f"{n} empty" for n in sorted(set.intersection(*(case.empty for case in proved)))),
         ),
     )
@@ -201,10 +189,6 @@ def _literals(proved: Sequence[Case]) -> dict[str, list[str]]:
         for name, value in case.literals.items():
             values.setdefault(name, {})[str(value)] = None
     return {name: list(found) for name, found in values.items()}
-
-
-def _counted(lengths: Mapping[str, set[int]]) -> list[tuple[str, str]]:
-    return [(name, _either(sorted(found))) for name, found in sorted(lengths.items())]
 
 
 def _equal_literals(proved: Sequence[Case]) -> str:
@@ -223,11 +207,6 @@ def _equal_literals(proved: Sequence[Case]) -> str:
 def _either(values: Sequence[Any]) -> str:
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
-
-
-def _bitwise(case: Case) -> str:
-    """Returns why the two sides are not the same floating-point operations; empty if they are."""
-    return _compared(case, is_real=False)[0]
 
 
 def _over_reals(case: Case) -> tuple[str, list[str]]:
@@ -257,8 +236,8 @@ def _compared(case: Case, *, is_real: bool) -> tuple[str, SymbolicArithmetic, Sy
     indices = Indices()
     before, after = (SymbolicArithmetic(is_real, indices, case.symbols.simplified) for _ in range(2))
     try:
-        was = _leaves(interpret(case.before.graph.nodes, _inputs(before, case.before), before))
-        is_now = _leaves(interpret(case.after.graph.nodes, _inputs(after, case.after), after))
+        was = tree_leaves(interpret(case.before.graph.nodes, _inputs(before, case.before), before))
+        is_now = tree_leaves(interpret(case.after.graph.nodes, _inputs(after, case.after), after))
         outcome = _difference_of_outputs(was, is_now, indices, is_real=is_real)
     except UndefinedError as error:
         if before.undefined:
@@ -283,10 +262,6 @@ def _inputs(arithmetic: SymbolicArithmetic, gm: fx.GraphModule) -> list[Symbolic
         shape = arithmetic.shape(fake)
         found.append(SymbolicTensor(shape, fake.dtype, entry(name, shape), name))
     return found
-
-
-def _leaves(value: Any) -> list[Any]:
-    return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, (list, tuple)) else [value]
 
 
 def _difference_of_outputs(was: Sequence[Any], is_now: Sequence[Any], indices: Indices, *, is_real: bool) -> str:

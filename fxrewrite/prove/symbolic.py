@@ -90,10 +90,6 @@ class Symbols:
         with self.mode:
             return node.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
 
-    def asked(self) -> int:
-        """How many conditions have been asked so far."""
-        return len(self.shapes.guards)
-
     def known(self) -> list[Expr]:
         """All conditions that were asked and found true."""
         return [self.simplified(guard.expr) for guard in self.shapes.guards]

@@ -67,7 +67,7 @@ def run_on_ranks(
     ranks: int | DeviceMesh,
     *,
     placements: Mapping[int, Placements] | None = None,
-    backward: int | None = None,
+    backward: int | Sequence[torch.Tensor | None] | None = None,
 ) -> RankRun:
     """Run `gm` on simulated ranks, one process for all.
 
@@ -78,8 +78,8 @@ def run_on_ranks(
             (`fxrewrite.testing.fake_mesh`).
         placements: how the ranks hold inputs, by position; they hold the others whole. By default what the plan that
             lowered the graph says of them (`fxrewrite.spmd.propagation.input_placements`).
-        backward: position of the output (a scalar) to differentiate; gradients are of every floating-point input that
-            requires them.
+        backward: position of the output (a scalar) to differentiate, or the gradient of each output on every rank, None
+            for one that has none; gradients are of every floating-point input that requires them.
 
     Raises:
         FxRewriteError: `ranks` is not a number of ranks, or not a mesh where inputs are sharded; the ranks of a
@@ -107,64 +107,60 @@ def run_on_ranks(
     with LocalTensorMode(num_ranks):
         args = [_spread(value, num_ranks, cut) for value, cut in zip(inputs, cuts, strict=True)]
         flat, spec = pytree.tree_flatten(_RankInterpreter(gm, num_ranks).run(*args))
-        if backward is not None and flat[backward].requires_grad:
-            flat[backward].backward()
+        if isinstance(backward, int):
+            backward = [None] * backward + [torch.ones_like(_on_rank(flat[backward], 0))]
+        pairs = [(x, grad) for x, grad in zip(flat, backward or (), strict=False) if grad is not None]
+        pairs = [(x, _spread(grad, num_ranks)) for x, grad in pairs if x.requires_grad]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
     outputs = [pytree.tree_unflatten([_on_rank(v, rank) for v in flat], spec) for rank in range(num_ranks)]
     grads = [[_on_rank(getattr(a, "grad", None), rank) for a in args] for rank in range(num_ranks)]
     return RankRun(outputs, grads, cuts)
 
 
 class _Cut:
-    """How an input is cut for the ranks of a mesh: for each rank the entries of every dimension that it holds."""
+    """How an input is cut for the ranks of a mesh: for each rank, the number of every entry that it holds."""
 
     def __init__(self, mesh: DeviceMesh, whole: torch.Tensor, placements: Mapping[str, Placement | Zigzag]) -> None:
         self._shape = whole.shape
-        self._entries: list[list[torch.Tensor]] = []
-        self._sizes: list[list[int]] = []
+        self._entries = [self._of_rank(mesh, rank, placements) for rank in range(mesh.size())]
+
+    def _of_rank(self, mesh: DeviceMesh, rank: int, placements: Mapping[str, Placement | Zigzag]) -> torch.Tensor:
+        """The numbers of the rank's entries, in the shape of its chunk; -1 for padding."""
         names = mesh.mesh_dim_names or ()
-        for rank in range(mesh.size()):
-            (at,) = (mesh.mesh == rank).nonzero().tolist()
-            entries = [torch.arange(size) for size in whole.shape]
-            sizes = list(whole.shape)
-            for axis, placement in placements.items():
-                if placement == Replicate():
-                    continue
-                if axis not in names or not isinstance(placement, (Shard, Zigzag)):
-                    raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
-                held, num, here = entries[placement.dim], mesh.size(names.index(axis)), at[names.index(axis)]
-                if isinstance(placement, Shard) and placement.uneven:
-                    size = -(-len(held) // num)
-                    entries[placement.dim] = held[here * size : (here + 1) * size]
-                    sizes[placement.dim] = size
-                    continue
-                blocks = 2 * num if isinstance(placement, Zigzag) else int(placement.outer) * num
-                if len(held) % blocks:
-                    raise FxRewriteError(
-                        f"{placement} over {axis}={num} does not divide an input of {list(whole.shape)}"
-                    )
-                of = [here, blocks - 1 - here] if isinstance(placement, Zigzag) else range(here, blocks, num)
-                entries[placement.dim] = held.unflatten(0, (blocks, -1))[list(of)].flatten()
-                sizes[placement.dim] = len(entries[placement.dim])
-            self._entries.append(entries)
-            self._sizes.append(sizes)
+        (at,) = (mesh.mesh == rank).nonzero().tolist()
+        held = torch.arange(self._shape.numel()).view(self._shape)
+        for axis, placement in placements.items():
+            if placement == Replicate():
+                continue
+            if axis not in names or not isinstance(placement, (Shard, Zigzag)):
+                raise FxRewriteError(f"an input cannot be placed as {axis}: {placement}; Shard(dim) on {names} can")
+            dim, num, here = placement.dim, mesh.size(names.index(axis)), at[names.index(axis)]
+            blocks = 2 * num if isinstance(placement, Zigzag) else int(placement.outer) * num
+            if isinstance(placement, Shard) and placement.uneven:
+                blocks, missing = num, -held.shape[dim] % num
+                padding = held.new_full([*held.shape[:dim], missing, *held.shape[dim + 1 :]], -1)
+                held = torch.cat([held, padding], dim)
+            if held.shape[dim] % blocks:
+                raise FxRewriteError(f"{placement} over {axis}={num} does not divide an input of {list(self._shape)}")
+            own = [here, blocks - 1 - here] if isinstance(placement, Zigzag) else range(here, blocks, num)
+            of_blocks = held.unflatten(dim, (blocks, -1)).index_select(dim, torch.tensor(own))
+            held = of_blocks.flatten(dim, dim + 1)
+        return held
 
     def chunk(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """What the rank has, with zeros for entries that are padding."""
-        for dim, entries in enumerate(self._entries[rank]):
-            whole = whole.index_select(dim, entries.to(whole.device))
-        padded = whole.new_zeros(self._sizes[rank])
-        padded[tuple(map(slice, whole.shape))] = whole
-        return padded
+        flat = torch.cat([whole.flatten(), whole.new_zeros(1)])  # of which the last is what -1 reads
+        return flat[self._entries[rank].to(whole.device)]
 
     def joined(self, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
         """What the ranks have, each where its chunk is; of a chunk that several ranks hold, their mean."""
-        whole = torch.zeros(self._shape, dtype=chunks[0].dtype, device=chunks[0].device)
-        held = 0
+        num = self._shape.numel()
+        flat = chunks[0].new_zeros(num + 1)
         for chunk, entries in zip(chunks, self._entries, strict=True):
-            own = chunk[tuple(slice(len(of_dim)) for of_dim in entries)]
-            whole[torch.meshgrid(*entries, indexing="ij")] += own
-            held += own.numel()
-        return whole * (max(whole.numel(), 1) / held)
+            flat.index_put_((entries.to(chunk.device),), chunk, accumulate=True)
+        held = sum(int((entries >= 0).sum()) for entries in self._entries)
+        return flat[:-1].view(self._shape) * (max(num, 1) / held)
 
 
 @cache

@@ -52,7 +52,6 @@ from fxrewrite.verify.draw import Draw, Sampler
 
 __all__ = ["OnRanks", "finish", "on_ranks", "start"]
 
-aten = torch.ops.aten
 _AXIS = "ranks"
 _MOST_TRIED = 400
 """Of placements of the inputs for one sample; five tensors of two dimensions have 1,024."""
@@ -186,7 +185,6 @@ def _local(gm: fx.GraphModule, layouts: LayoutRules) -> fx.GraphModule:
         ValueError: a value is placed otherwise than its user needs, or nothing lowers a redistribution.
     """
     local = copy_module(gm)
-    _return_loss(local)
     graph = local.graph
     size = _axis(graph).size
     with fake_mesh((size,), (_AXIS,)) as mesh:
@@ -296,35 +294,6 @@ def _axis(graph: fx.Graph) -> Axis:
     return axes.pop()
 
 
-def _return_loss(gm: fx.GraphModule) -> None:
-    """From here on the graph has weights as further inputs, one of every differentiable output, and a first output.
-
-    That is the sum of these outputs, each times its weights. What autograd needs at the inputs is then in the graph.
-    """
-    graph, output = gm.graph, gm.graph.output_node()
-    outputs = operands_of(output)
-    terms: list[fx.Node] = []
-    for index, node in enumerate(value for value in outputs if is_inexact(_value(value))):
-        with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            weights = graph.placeholder(f"weights{index}")
-        weights.meta["val"] = _value(node)
-        with graph.inserting_before(output):
-            product = _call(graph, aten.mul.Tensor, node, weights)
-            terms.append(_call(graph, aten.sum.default, product))
-    with graph.inserting_before(output):
-        while len(terms) > 1:
-            terms.append(_call(graph, aten.add.Tensor, terms.pop(0), terms.pop(0)))
-    output.args = ((terms[0] if terms else None, *outputs),)
-    gm.recompile()
-
-
-def _call(graph: fx.Graph, target: Any, *args: fx.Node) -> fx.Node:
-    node = graph.call_function(target, args)
-    with _value(args[0]).fake_mode:  # pyright: ignore[reportAttributeAccessIssue]
-        node.meta["val"] = target(*map(_value, args))
-    return node
-
-
 class _Run(torch.autograd.Function):
     """A local program on simulated ranks, and its adjoint by the program's own backward pass.
 
@@ -335,13 +304,8 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, program: fx.GraphModule, num_ranks: int, *inputs: torch.Tensor) -> Any:
         ctx.program, ctx.num_ranks = program, num_ranks
         ctx.save_for_backward(*inputs)
-        weights = [
-            torch.zeros(_value(node).shape, dtype=_value(node).dtype)
-            for node in program.graph.find_nodes(op="placeholder")[len(inputs) :]
-        ]
         with fake_mesh((num_ranks,), (_AXIS,)):
-            of_ranks = run_on_ranks(program, [*(x.detach() for x in inputs), *weights], num_ranks).outputs
-        results = [outputs[1:] for outputs in of_ranks]
+            results = run_on_ranks(program, [x.detach() for x in inputs], num_ranks).outputs
         differ = sum(
             not torch.allclose(found, first, rtol=0, atol=0, equal_nan=True)
             for others in results[1:]
@@ -355,18 +319,11 @@ class _Run(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         needed = ctx.needs_input_grad[2:]
         inputs = [x.detach().requires_grad_(needs) for x, needs in zip(ctx.saved_tensors, needed, strict=True)]
-        weights = [grad for grad in grads if grad.is_floating_point()]
+        *of_outputs, _ = (grad if grad.is_floating_point() else None for grad in grads)
         with fake_mesh((ctx.num_ranks,), (_AXIS,)), torch.enable_grad():
-            run = run_on_ranks(ctx.program, [*inputs, *weights], ctx.num_ranks, backward=0)
-        found = run.gradients()[: len(inputs)]
-        return (
-            None,
-            None,
-            *(
-                (grad if grad is not None else torch.zeros_like(x)) if needs else None
-                for x, grad, needs in zip(inputs, found, needed, strict=True)
-            ),
-        )
+            found = run_on_ranks(ctx.program, inputs, ctx.num_ranks, backward=of_outputs).gradients()
+        zeros = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(inputs, found, strict=True))
+        return None, None, *(grad if needs else None for grad, needs in zip(zeros, needed, strict=True))
 
 
 def _value(node: fx.Node) -> torch.Tensor:

@@ -29,7 +29,6 @@ from fxrewrite.pattern.terms import (
     Term,
     is_size,
     parts_of,
-    subterms,
 )
 from fxrewrite.pattern.text import term_text
 from fxrewrite.pattern.where.base import why_not_each
@@ -108,7 +107,7 @@ class Builder:
             return self._terms[term]
         ready: dict[str, Any] = {}
         for name, part in term.args:
-            if any(isinstance(below, Op) for below in subterms(part)) and not is_size(part) and _has_calls(part):
+            if not is_size(part) and _has_calls(part):
                 ready[name] = self._below(part, f"{path}.{name}")
         mark = (set(self.bindings), set(self._graph.nodes))
         problem = ""
@@ -207,9 +206,8 @@ class Builder:
     def _size(self, term: Op, base_of: Callable[[Term], Any]) -> Any:
         """Returns a size of a value, a number computed of sizes, or a dtype or device, as the sample spells it."""
         if term.key in ARITHMETIC_ON_SIZES:
-            values = [
-                part.value if isinstance(part, LiteralValue) else self._size(part, base_of) for part in _ops(term)
-            ]
+            parts: list[Any] = [part for _, part in term.args]
+            values = [part.value if isinstance(part, LiteralValue) else self._size(part, base_of) for part in parts]
             function = ARITHMETIC_ON_SIZES[term.key]
             has_node = any(isinstance(value, fx.Node) for value in values)
             return self._make(function, tuple(values), {}) if has_node else function(*values)
@@ -244,7 +242,7 @@ class Builder:
         first = next(iter(graph.nodes), None)
         after = self._last_input
         with graph.inserting_after(after) if after is not None else graph.inserting_before(first):
-            node = graph.placeholder(_identifier(name))
+            node = graph.placeholder(name.replace("@", "_").replace(".", "_"))
         node.meta["val"] = spec.blank()
         node.meta.update(spec=spec, is_parameter=spec.is_param)
         self._last_input = node
@@ -343,10 +341,6 @@ def _invertible(value: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(value) + torch.eye(value.shape[-1], dtype=value.dtype) if is_square else value
 
 
-def _ops(term: Op) -> list[Any]:
-    return [part for _, part in term.args]
-
-
 def _has_calls(part: Term) -> bool:
     """Whether a call that is no size is in an argument."""
     return any(isinstance(item, Op) and not is_size(item) for item in (part, *parts_of(part)))
@@ -372,10 +366,6 @@ def _unchecked(node: fx.Node) -> str:
 def _tensor(node: fx.Node) -> torch.Tensor:
     found = ops.value(node)
     return found if isinstance(found, torch.Tensor) else torch.empty(())
-
-
-def _identifier(name: str) -> str:
-    return name.replace("@", "_").replace(".", "_")
 
 
 def _first_line(error: BaseException) -> str:

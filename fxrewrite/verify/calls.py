@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -37,21 +38,15 @@ class NoCallError(ValueError):
     """An operator cannot be called in this way."""
 
 
-@functools.cache
 def _packet(key: str) -> torch._ops.OpOverloadPacket | None:
-    namespace, separator, name = key.partition("::")
-    found = getattr(getattr(torch.ops, namespace), name, None) if separator else None
+    found = ops.named_operator(key) if "::" in key else None
     return found if isinstance(found, torch._ops.OpOverloadPacket) else None
-
-
-def _higher_order(key: str) -> Any:
-    return getattr(torch.ops.higher_order, key.partition("::")[2], None)
 
 
 def _function(key: str) -> Any:
     """Returns the callable of a key: a higher-order operator, or one by its dotted name, if its module is imported."""
-    if key.startswith("higher_order::") and (found := _higher_order(key)) is not None:
-        return found
+    if "::" in key and (operator := ops.named_operator(key)) is not None:
+        return operator
     module, _, name = key.rpartition(".")
     found: Any = sys.modules.get(module)
     while found is None and "." in module:  # a method: its module is the prefix before the class
@@ -178,22 +173,25 @@ def emit(form: Form, key: str, schema: Schema, given: Mapping[str, Any], make: E
 
 
 def _emit_function(form: Form, key: str, given: Mapping[str, Any], make: Emit) -> Any:
-    function = _function(key)
-    names = _python_signature(key).names or tuple(given)
-    args: list[Any] = []
-    rest = dict(given)
-    for name in names:
-        if name not in rest:
-            break
-        args.append(rest.pop(name))
+    function, parameters = _function(key), _python_signature(key).parameters
+    args, rest = _by_position(parameters, given) if parameters else (tuple(given.values()), {})
     if form == "aten" and key == "operator.getitem":
-        return ops.emit_aten(function, tuple(args), rest, make)
-    return make(function, tuple(args), rest)
+        return ops.emit_aten(function, args, rest, make)
+    return make(function, args, rest)
+
+
+def _by_position(
+    parameters: Sequence[Parameter], given: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Returns the arguments up to the first that is not given or has to be named, and the others by name."""
+    first = itertools.takewhile(lambda p: p.name in given and not p.keyword_only, parameters)
+    names = [parameter.name for parameter in first]
+    return tuple(given[name] for name in names), {name: given[name] for name in given if name not in names}
 
 
 def _spellings(
     key: str, packet: torch._ops.OpOverloadPacket, given: Mapping[str, Any]
-) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+) -> Iterator[tuple[Any, tuple[Any, ...], Mapping[str, Any]]]:
     """Yields calls of torch that may mean the operator: a Python operator, a function, a method, nn.functional."""
     name = key.partition("::")[2]
     if key in _BY_KEY and given.keys() <= {"self", "other"}:
@@ -201,18 +199,10 @@ def _spellings(
     for schema in schemas_of(packet):
         if not given.keys() <= set(schema.names):
             continue
-        args: list[Any] = []
-        kwargs: dict[str, Any] = {}
-        for parameter in schema.parameters:
-            if parameter.name not in given:
-                continue
-            if parameter.keyword_only or len(args) < schema.names.index(parameter.name):
-                kwargs[parameter.name] = given[parameter.name]
-            else:
-                args.append(given[parameter.name])
+        args, kwargs = _by_position(schema.parameters, given)
         for module in (torch, F):
             function = getattr(module, name, None)
             if function is not None and callable(function):
-                yield function, tuple(args), kwargs
+                yield function, args, kwargs
         if callable(getattr(torch.Tensor, name, None)) and args:  # `mT` is a property, not a method
-            yield name, tuple(args), kwargs
+            yield name, args, kwargs

@@ -8,38 +8,19 @@
     approximate      that + relative * largest result + eps, by dtype:     the same
                      float64 1e-4, float32 1e-3, float16 and bfloat16 5e-2
 
-What is exact is the original graph in float64 (`fxrewrite.verify.oracle`). `error` is the distance from that, or from
-the original; so a rule passes where it is better than its pattern. The error of the original is measured entry by
-entry, at these inputs and at inputs that differ from them in the last place: what is lost in such a change, as in the
-gradient of a saturated softmax, is not required of the rewritten graph. `eps` is that of the coarser of both results,
-`magnitude` the largest finite value in the run of the original, among inputs, intermediate values and results: terms
-of that size may cancel in a gradient. Results in float64 may differ by 1e-10 * magnitude in addition, their gradients
-by 4e-10 * magnitude ** 2 if magnitude is above 1, and those of a graph that does not run in float64 by 16 eps *
-magnitude. NaN and infinities must be those of the original or of float64, for all numerics, unless the original has
-lost a finite result itself, as by an overflow. Integers and bools may differ where those of the original change with
-the last place of its inputs; for "exact", never. A gradient that is further off is a remark if the difference almost
-vanishes in float64: then both sides are equal but for rounding, which intermediate values of an operator may amplify
-unseen. That of an approximation must be small too: relative * magnitude, or relative if the magnitude is below 1.
+What is exact is the original graph in float64, and its error is measured there (`fxrewrite.verify.oracle`): entry by
+entry, at these inputs and at inputs that differ from them in the last place. `error` of the rewritten graph is the
+distance from that, or from the original, so a rule may be better than its pattern. `eps` is that of the coarser of both
+results, `magnitude` the largest finite value in the run of the original: terms of that size may cancel in a gradient.
+Results in float64 may differ by 1e-10 * magnitude in addition, their gradients by 4e-10 * magnitude ** 2 if that is
+above 1, and those of a graph that does not run in float64 by 16 eps * magnitude. NaN and infinities must be those of
+the original or of float64, unless the original has lost a finite result itself, as by an overflow. Integers and bools
+may differ where those of the original change with the last place of its inputs; for "exact", never. A gradient that is
+further off is a remark if the difference almost vanishes in float64: operators amplify rounding unseen.
 
-Where a function jumps, as `floor` or a comparison, its value at the jump is what the original's operators say, if
-neither graph rounds anything at these inputs: `floor(x + 0.5)` is not `round(x)` at 2.5. Where one of them rounds, the
-side of the jump is an accident. An approximation is free there.
-
-Where a function has a kink, as `clamp(x, max=1)` at 1, the gradient is what the original's operators say, and must be
-kept as any other: next to a kink it differs, and that is no error of the original where it rounds nothing, so that each
-of its values is the same in float64. Where it rounds, the side of the kink is an accident, and so any gradient next to
-it is right. An approximation may choose another gradient at a kink, and so may any rule on an operator that torch lets
-choose among equal entries, such as `topk`.
-
-Where the rewritten graph has a dtype that is coarser, or of less range, than each of the original, its error under
-"reassociates" is at most twice the largest error of the original at these inputs, and 8 eps * magnitude with the eps of
-float32: a cast to bfloat16 in place of one to float16 is otherwise as close as a sum in another order may be.
-
-Strides are compared where size and memory make them meaningful; a difference is a remark unless strides are promised:
-the strides of `x * y` follow the first operand, so a rule whose operands may be swapped cannot keep them. Graphs are
-rewritten as by a plan, which copies a result that would newly share the memory of an input or of another result, as in
-`clone(x) -> x`; where a result still shares it, a plan could not see it, and that is a difference. So is a view that
-became a copy: what the caller writes to an input, or to another view of it, must be seen there.
+docs/writing-rules.md ("Is it true?") says what is asked at jumps and kinks, of coarser dtypes, and of strides and
+memory, and why. Under "reassociates", a coarser dtype than each of the original may have twice the original's largest
+error at these inputs, and 8 eps * magnitude with the eps of float32.
 """
 
 from __future__ import annotations
@@ -130,12 +111,8 @@ def compare(
     inputs: Sequence[torch.Tensor],
     oracle: Oracle,
     views: frozenset[tuple[int, int]] = frozenset(),
-    *,
-    is_near: bool = True,
 ) -> list[Difference]:
     """Returns all differences; values are not compared if the rule may draw other numbers and one of the runs drew.
-
-    Unless `is_near`, values at inputs that differ in the last place are no excuse.
 
     Args:
         before, after: the runs of the original and of the rewritten graph.
@@ -162,7 +139,7 @@ def compare(
     comparable = promise.rng == "preserves" or not (before.has_drawn or after.has_drawn)
     found += _of_memory(before, after, views)
     for index, (was, is_now) in enumerate(zip(before.results, after.results, strict=True)):
-        found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable, is_near=is_near)
+        found += _compare_one(index, was, is_now, promise, inputs, oracle, comparable)
     return found
 
 
@@ -201,8 +178,6 @@ def _compare_one(
     inputs: Sequence[torch.Tensor],
     oracle: Oracle,
     comparable: bool,
-    *,
-    is_near: bool,
 ) -> list[Difference]:
     if not isinstance(was, torch.Tensor) or not isinstance(is_now, torch.Tensor):
         equal = type(was) is type(is_now) and (was == is_now or was != was)
@@ -221,7 +196,7 @@ def _compare_one(
             wrong, allowed = _different_bits(was, is_now), None
         else:
             dtypes = [value.dtype for value in inputs]
-            wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, is_near=is_near)
+            wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes)
         found += _difference(f"output {index}", "value", was, is_now, wrong, allowed)
     return found
 
@@ -241,10 +216,31 @@ def _beyond(
     promise: RulePromise,
     dtypes: Sequence[torch.dtype],
     factor: float = 1.0,
-    *,
-    is_near: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns which entries are wrong, and the error that is allowed of each; None if nothing is wrong."""
+    """Returns which entries are wrong, and the error that is allowed of each; None if nothing is wrong.
+
+    What would be right at inputs that differ in the last place is right here, unless these inputs alone are decisive.
+    """
+    wrong, allowed = _beyond_here(was, is_now, oracle, index, promise, dtypes, factor, is_near=True)
+    if oracle.decisive and not wrong.any():
+        here, allowed_here = _beyond_here(was, is_now, oracle, index, promise, dtypes, factor, is_near=False)
+        if here.any() and not oracle.rounds:
+            return here, allowed_here
+    return wrong, allowed
+
+
+def _beyond_here(
+    was: torch.Tensor,
+    is_now: torch.Tensor,
+    oracle: Oracle,
+    index: int,
+    promise: RulePromise,
+    dtypes: Sequence[torch.dtype],
+    factor: float,
+    *,
+    is_near: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the same; unless `is_near`, what is right at inputs next to these is no excuse."""
     a, b = _precise(was), _precise(is_now)
     eps = max(_eps(was.dtype), _eps(is_now.dtype))
     is_narrowed = oracle.is_narrowed and promise.numerics == "reassociates" and eps > 0 and factor == 1.0
@@ -329,13 +325,8 @@ def compare_gradients(
     names: Sequence[str],
     promise: RulePromise,
     oracle: Oracle,
-    *,
-    is_near: bool = True,
 ) -> list[Difference]:
-    """Returns differences between gradients; none if the original has no gradients.
-
-    Unless `is_near`, gradients at inputs that differ in the last place are no excuse.
-    """
+    """Returns differences between gradients; none if the original has no gradients."""
     if before is None or isinstance(before, Exception):
         return []
     if isinstance(after, Exception):
@@ -348,6 +339,6 @@ def compare_gradients(
             continue
         is_now = torch.zeros_like(was) if after is None else after[index]
         assert is_now is not None
-        wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, _GRADIENT, is_near=is_near)
+        wrong, allowed = _beyond(was, is_now, oracle, index, promise, dtypes, _GRADIENT)
         found += _difference(f"gradient of {names[index]}", "gradient", was, is_now, wrong, allowed)
     return found

@@ -41,11 +41,10 @@ _SIZES: tuple[Literal["small", "long", "empty"], ...] = ("small", "long", "small
 
 
 def contents_within(domain: Domain) -> tuple[Contents, ...]:
-    """Returns the contents that a domain admits and any sample may have, whatever its graph."""
-    if domain == "moderate":
-        return "ones", "normal", *_MODERATE.values()
-    others = ("few_multiples", "multiples") if domain == "all" else ("few_multiples", "multiples", "special")
-    return tuple(contents for contents in PLAINER if contents not in others)
+    """Returns the contents that a domain admits and any sample may have, whatever its graph; the plainest first."""
+    others = {"few_multiples", "multiples"} if domain == "all" else {"few_multiples", "multiples", "special"}
+    admitted = {"ones", "normal", *_MODERATE.values()} if domain == "moderate" else set(PLAINER) - others
+    return tuple(contents for contents in PLAINER if contents in admitted)
 
 
 def _contents_of(index: int, domain: Domain) -> Contents:

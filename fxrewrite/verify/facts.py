@@ -26,6 +26,7 @@ class Facts:
 
     Attributes:
         ranks, dtypes: of captures, as far as they are stated.
+        params: captures that a constraint requires to be parameters.
         constants: for each capture, the constants that constraints compare it with.
         sizes: those of the constants that may be sizes, and twice these.
     """
@@ -35,7 +36,7 @@ class Facts:
         self.dtypes: dict[str, tuple[torch.dtype, ...]] = {}
         self._same_dtype: list[tuple[str, ...]] = []
         self._same_shape: list[tuple[str, ...]] = []
-        self._params: set[str] = set()
+        self.params: set[str] = set()
         self.constants: dict[str, list[Any]] = {}
         for constraint in pattern.where:
             if isinstance(constraint, Dtype):
@@ -45,27 +46,20 @@ class Facts:
             elif isinstance(constraint, ShapeEq):
                 self._same_shape.append(constraint.names)
             elif isinstance(constraint, Is) and constraint.asked == "is_param":
-                self._params.add(constraint.name)
-            elif isinstance(constraint, Relation):
-                self._read_rank(constraint)
+                self.params.add(constraint.name)
+            elif isinstance(constraint, Relation) and constraint.relation == "==":
+                left, right = constraint.left, constraint.right
+                if isinstance(left, RankOf) and isinstance(right, LiteralValue):
+                    self.ranks[left.name] = right.value
             for name in constraint.names:
                 self.constants.setdefault(name, []).extend(numbers_in(constraint))
         numbers = {n for found in self.constants.values() for n in found if type(n) is int}
         self.sizes = tuple(sorted(n for n in numbers | {2 * n for n in numbers} if 1 <= n <= _LARGEST_SIZE))
 
-    def _read_rank(self, constraint: Relation) -> None:
-        left, right = constraint.left, constraint.right
-        if isinstance(left, RankOf) and constraint.relation == "==" and isinstance(right, LiteralValue):
-            self.ranks[left.name] = right.value
-
     def drawn(self, dtypes: Sequence[torch.dtype]) -> tuple[torch.dtype, ...]:
         """Returns these dtypes, and the others of real and complex numbers that a constraint names."""
         named = [dtype for allowed in self.dtypes.values() for dtype in allowed]
         return tuple(dict.fromkeys([*dtypes, *(d for d in named if d.is_floating_point or d.is_complex)]))
-
-    def is_param(self, name: str) -> bool:
-        """Whether a constraint requires the capture to be a parameter."""
-        return name in self._params
 
     def tensor(
         self, name: str, context: Sequence[torch.Tensor], bound: Mapping[str, Any], draw: Draw, attempt: int
@@ -81,7 +75,7 @@ class Facts:
         """
         partner = self._partner(name, self._same_shape, bound)
         shape = partner.shape if partner is not None else _shape(self.ranks.get(name), context, draw)
-        return draw.spec(shape, self._dtype(name, bound, draw, attempt), is_param=name in self._params)
+        return draw.spec(shape, self._dtype(name, bound, draw, attempt), is_param=name in self.params)
 
     def _dtype(self, name: str, bound: Mapping[str, Any], draw: Draw, attempt: int) -> torch.dtype:
         partner = self._partner(name, self._same_dtype, bound)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -20,7 +20,7 @@ __all__ = [
     "TestBed",
     "cotangents",
     "gradients",
-    "largest_value",
+    "largest_finite",
     "observe",
     "run_here",
     "values_of",
@@ -101,7 +101,8 @@ def observe(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], run: Runner) -> 
         except TORCH_ERRORS as raised:
             error = raised
         after = torch.get_rng_state()
-    written = tuple(i for i, (now, was) in enumerate(zip(inputs, copies, strict=True)) if not _same_bits(now, was))
+    pairs = enumerate(zip(inputs, copies, strict=True))
+    written = tuple(i for i, (now, was) in pairs if not torch.allclose(now, was, rtol=0, atol=0, equal_nan=True))
     return Observation(results, error, written, after, not torch.equal(before, after), _shared(inputs, results))
 
 
@@ -122,23 +123,16 @@ def _memory(value: Any) -> int:
     return value.untyped_storage().data_ptr() if is_plain and value.numel() else 0
 
 
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if a.numel() else True
-
-
 def cotangents(results: Sequence[Any]) -> list[torch.Tensor | None]:
     """Returns a random gradient for every floating-point or complex result, equal for equal shapes."""
     generator = torch.Generator().manual_seed(_SEED)
     found: list[torch.Tensor | None] = []
     for result in results:
-        differentiable = isinstance(result, torch.Tensor) and ops.is_inexact(result)
-        found.append(_random_like(result, generator) if differentiable else None)
+        is_differentiable = isinstance(result, torch.Tensor) and ops.is_inexact(result)
+        wide = torch.complex128 if is_differentiable and result.is_complex() else torch.float64
+        made = torch.randn(result.shape, generator=generator, dtype=wide) if is_differentiable else None
+        found.append(None if made is None else made.to(result.dtype))
     return found
-
-
-def _random_like(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    wide = torch.complex128 if value.dtype.is_complex else torch.float64
-    return torch.randn(value.shape, generator=generator, dtype=wide).to(value.dtype)
 
 
 def gradients(
@@ -164,21 +158,24 @@ def gradients(
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.default_generator.manual_seed(_SEED)
         try:
-            results = run(gm, inputs)
-            pairs = [(r, g) for r, g in zip(results, given, strict=False) if g is not None and r.requires_grad]
-            if not pairs or not wanted:
-                return None
-            found = torch.autograd.grad(
-                [r for r, _ in pairs],
-                wanted,
-                [g.to(r.dtype).expand(r.shape) for r, g in pairs],
-                allow_unused=True,
-                materialize_grads=True,
-            )
+            found = _differentiated(run(gm, inputs), given, wanted)
         except TORCH_ERRORS as raised:
             return raised
+    if found is None:
+        return None
     by_place = dict(zip(chosen, found, strict=True))
     return [by_place.get(place) for place in range(len(inputs))]
+
+
+def _differentiated(
+    results: Sequence[Any], given: Sequence[torch.Tensor | None], leaves: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...] | None:
+    """Returns the gradients of leaves, given those of the results; None if nothing is differentiable."""
+    pairs = [(r, g) for r, g in zip(results, given, strict=False) if g is not None and r.requires_grad]
+    if not pairs or not leaves:
+        return None
+    of_results = [g.to(r.dtype).expand(r.shape) for r, g in pairs]
+    return torch.autograd.grad([r for r, _ in pairs], leaves, of_results, allow_unused=True, materialize_grads=True)
 
 
 def _inexact(inputs: Sequence[torch.Tensor]) -> list[int]:
@@ -219,53 +216,37 @@ def random_gradients(
     Counterexamples call it; equal arguments give equal gradients. `run`, if given, calls the function on the inputs.
     `of`, if given, are the positions of the inputs with a gradient, where torch has no derivative of others.
     """
-    generator = torch.Generator().manual_seed(_SEED)
     torch.manual_seed(_SEED)
     leaves = [inputs[place].requires_grad_() for place in (_inexact(inputs) if of is None else of)]
-    found = function(*inputs) if run is None else run(function, inputs)
-    results = [torch.zeros((), requires_grad=True), *(result for result in found if result.requires_grad)]
-    weights = [_random_like(result, generator) for result in results]
-    return torch.autograd.grad(results, leaves, weights, allow_unused=True, materialize_grads=True)
+    results = function(*inputs) if run is None else run(function, inputs)
+    found = _differentiated(results, cotangents(results), leaves)
+    return tuple(map(torch.zeros_like, leaves)) if found is None else found
 
 
 class _Values(fx.Interpreter):
-    """Runs a graph and shows the tensors among its values, in the order of the graph."""
+    """Runs a graph and keeps the tensors among its values as they were then, in the order of the graph."""
 
-    def __init__(self, gm: fx.GraphModule, see: Callable[[torch.Tensor], None]) -> None:
+    def __init__(self, gm: fx.GraphModule) -> None:
         super().__init__(gm)
-        self._see = see
+        self.tensors: list[torch.Tensor] = []
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        for value in pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._see(value.detach())
+        self.tensors += [value.clone() for value in pytree.tree_leaves(result) if isinstance(value, torch.Tensor)]
         return result
 
 
-def _run_seen(gm: fx.GraphModule, inputs: Sequence[torch.Tensor], see: Callable[[torch.Tensor], None]) -> None:
-    """Runs a graph without gradients, and shows all of its tensors."""
+def values_of(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns all tensors of a run without gradients: inputs, intermediate values and results."""
+    run = _Values(gm)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(_SEED)
-        _Values(gm, see).run(*inputs)
+        run.run(*inputs)
+    return run.tensors
 
 
-def largest_value(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> float:
-    """Returns the largest finite magnitude of inputs, intermediate values and results; rounding scales with it."""
-    largest = 0.0
-
-    def see(value: torch.Tensor) -> None:
-        nonlocal largest
-        if ops.is_inexact(value) and value.numel():
-            finite = value[torch.isfinite(value)]
-            largest = max(largest, finite.abs().max().item() if finite.numel() else 0.0)
-
-    _run_seen(gm, inputs, see)
-    return largest
-
-
-def values_of(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns all tensors of a run: inputs, intermediate values and results."""
-    found: list[torch.Tensor] = []
-    _run_seen(gm, inputs, lambda value: found.append(value.clone()))
-    return found
+def largest_finite(values: Iterable[Any]) -> float:
+    """Returns the largest finite magnitude in real and complex tensors; 0 if there is none."""
+    inexact = (value for value in values if isinstance(value, torch.Tensor) and ops.is_inexact(value))
+    finite = (value[torch.isfinite(value)].abs() for value in inexact)
+    return max((value.max().item() for value in finite if value.numel()), default=0.0)

@@ -58,6 +58,8 @@ class Oracle:
         largest: computes the largest finite magnitude in a run.
         after: the rewritten graph.
         is_random: whether the graph draws random numbers; in float64 it would draw others.
+        decisive: graphs that decide together whether these inputs alone count: if none of them rounds a value here, a
+            result at a jump or a kink is what it is; where one rounds, the side of the jump is an accident.
 
     Attributes:
         eps: of the coarsest floating-point or complex dtype in the graph.
@@ -74,12 +76,13 @@ class Oracle:
         after: fx.GraphModule,
         *,
         is_random: bool,
+        decisive: Sequence[fx.GraphModule] = (),
     ) -> None:
+        self.decisive = decisive
         self._gm = gm
         self._inputs = inputs
         self._evaluate = evaluate
         self._largest = largest
-        self._after = after
         self._is_random = is_random
         self._dtypes = _real_dtypes(gm)
         self.eps = max((torch.finfo(dtype).eps for dtype in self._dtypes), default=0.0)
@@ -94,15 +97,11 @@ class Oracle:
 
     @cached_property
     def rounds(self) -> bool:
-        """Whether a value of the original may be rounded at these inputs: it is another number in float64."""
-        return self._rounds(self._gm)
-
-    @cached_property
-    def rounds_after(self) -> bool:
-        """Whether a value of the rewritten graph may be rounded at these inputs."""
-        return self._rounds(self._after)
+        """Whether a value of the decisive graphs may be rounded at these inputs."""
+        return any(map(self._rounds, self.decisive))
 
     def _rounds(self, gm: fx.GraphModule) -> bool:
+        """Whether a value of a graph may be rounded at these inputs: it is another number in float64."""
         if self._is_random or torch.float64 in self._dtypes:
             return True
         try:
@@ -115,13 +114,16 @@ class Oracle:
 
     def reference(self, index: int, *, is_near: bool = True) -> Reference:
         """Returns the reference of the result with this index; of these inputs alone unless `is_near`."""
-        plain, exact, *others = self._runs
-        found = exact[index] if exact is not None else None
+        (plain, exact), *others = self._runs
+        pairs = [(plain, exact)]
+        for near, near_exact in others if is_near else ():
+            pairs += [(near, near_exact), (plain, near), (exact, near_exact)]
         error: torch.Tensor | float = 0.0
-        for first, second in _pairs(plain, exact, others if is_near else []):
+        for first, second in pairs:
             gap = _gap(first[index], second[index]) if first is not None and second is not None else None
             if gap is not None:
                 error = torch.maximum(gap, torch.as_tensor(error, dtype=gap.dtype))
+        found = exact[index] if exact is not None else None
         return Reference(found if isinstance(found, torch.Tensor) else None, error)
 
     def explains(self, after: fx.GraphModule, was: Any, is_now: Any, relative: float | None = None) -> bool:
@@ -129,7 +131,7 @@ class Oracle:
 
         With `relative`, only a difference that is as small, relative to the magnitude, or to 1 if that is smaller.
         """
-        exact = self._runs[1]
+        _, exact = self._runs[0]
         if exact is None or not isinstance(is_now, Sequence) or not all(map(_are_finite_alike, was, is_now)):
             return False
         if relative is not None and _distance(was, is_now) > relative * max(1.0, self.magnitude):
@@ -141,21 +143,22 @@ class Oracle:
         return finer is not None and _distance(exact, finer) <= _VANISHES * _distance(was, is_now)
 
     @cached_property
-    def _runs(self) -> list[Sequence[Any] | None]:
+    def _runs(self) -> list[tuple[Sequence[Any] | None, Sequence[Any] | None]]:
         """Results of the graph and of the graph in float64, at the inputs and then at each perturbation."""
         wide = None if self._is_random else in_float64(self._gm)
-        found: list[Sequence[Any] | None] = []
+        found: list[tuple[Sequence[Any] | None, Sequence[Any] | None]] = []
         for seed in range(-1, _PERTURBATIONS):
             generator = torch.Generator().manual_seed(max(seed, 0))
             inputs = self._inputs() if seed < 0 else self._nearby(generator)
             in_wide = [widened(value) for value in inputs]  # before the run, which may write to its inputs
-            found.append(self._evaluate(self._gm, inputs))
+            plain = self._evaluate(self._gm, inputs)
             try:
-                found.append(self._evaluate(wide, in_wide) if wide is not None else None)
+                exact = self._evaluate(wide, in_wide) if wide is not None else None
             except TORCH_ERRORS:
-                found.append(None)
-        if found[0] is None or found[1] is None or len(found[0]) != len(found[1]):
-            found[1::2] = [None] * len(found[1::2])
+                exact = None
+            if not found and (exact is None or plain is None or len(plain) != len(exact)):
+                wide = exact = None  # the graph does not run in float64
+            found.append((plain, exact))
         return found
 
     def _nearby(self, generator: torch.Generator) -> list[torch.Tensor]:
@@ -195,15 +198,6 @@ def _distance(first: Sequence[Any], second: Sequence[Any]) -> float:
     """Returns the largest distance of two lists of results; 0 where it is not finite."""
     gaps = [_gap(one, other) for one, other in zip(first, second, strict=True)]
     return max((gap.max().item() for gap in gaps if gap is not None and gap.numel()), default=0.0)
-
-
-def _pairs(
-    plain: Sequence[Any] | None, exact: Sequence[Any] | None, others: list[Sequence[Any] | None]
-) -> list[tuple[Sequence[Any] | None, Sequence[Any] | None]]:
-    found = [(plain, exact)]
-    for near, near_exact in zip(others[::2], others[1::2], strict=True):
-        found += [(near, near_exact), (plain, near), (exact, near_exact)]
-    return found
 
 
 def _gap(first: Any, second: Any) -> torch.Tensor | None:

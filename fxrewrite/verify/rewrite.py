@@ -29,10 +29,9 @@ from fxrewrite.verify.guess import Guesses
 from fxrewrite.verify.observe import Runner, TestBed
 from fxrewrite.verify.points import Points
 from fxrewrite.verify.readings import SEVERAL, Alternative, ChoiceSite, by_item, read, sites
-from fxrewrite.verify.sample import Sample
-from fxrewrite.verify.shrink import shrunk
+from fxrewrite.verify.sample import Sample, given_binding
+from fxrewrite.verify.shrink import shrink
 from fxrewrite.verify.snippet import snippet
-from fxrewrite.verify.tensors import InputSpec
 from fxrewrite.verify.trial import Rewrite, Trial, Trials
 from fxrewrite.verify.verdict import Counterexample, Verdict
 from fxrewrite.verify.wide import varied
@@ -188,10 +187,6 @@ def _dtype(name: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def _num_entries(trial: Trial) -> int:
-    return sum(math.prod(spec.shape) for _, spec in trial.sample.specs()) if trial.sample is not None else 0
-
-
 @dataclass(slots=True)
 class _Search:
     """Proposes samples, preferring alternatives that occurred least, and counts the outcomes."""
@@ -267,11 +262,8 @@ class _Search:
             self.complex_ungraded = self.complex_ungraded or trial.grading.why_not
         return None
 
-    def _is_impossible(self, rare: Alternative) -> bool:
-        return self.proposed[rare] >= _RARE and not self.met[rare]
-
     def propose(self, index: int, *, most: int, is_complex: bool = False, plain: bool = False) -> Trial:
-        """Makes and tests the sample with this number. One of complex numbers is not counted among the others."""
+        """Makes and tests the sample with this number; what shrinks one, or is of complex numbers, is not counted."""
         dtypes = [dtype for dtype in self.dtypes if dtype.is_complex == is_complex] or self.dtypes
         draw = Draw(
             f"{self.seed}/{index}/{most}",
@@ -292,8 +284,9 @@ class _Search:
         def choose(site: ChoiceSite) -> int:
             options = [Alternative(site, option) for option in range(len(site.options))]
             weights = [self.met[option] + self.proposed[option] / _PROPOSALS + draw.rng.random() for option in options]
-            for rare in site.rare:
-                weights[rare] = math.inf if self._is_impossible(options[rare]) else weights[rare]
+            for rare in site.rare:  # an option that never ran is given up
+                is_impossible = self.proposed[options[rare]] >= _RARE and not self.met[options[rare]]
+                weights[rare] = math.inf if is_impossible else weights[rare]
             return weights.index(min(weights))
 
         given = self._given(draw) if self.trials.pattern.lists else None  # a sampler decides how long lists are
@@ -315,7 +308,7 @@ class _Search:
         size_calls = any(map(is_size, terms)) and draw.flag()
         sample = Sample(reading, form, twice, exposed, given, size_calls)
         trial = self.trials.test(sample, Guesses(self.trials.pattern, self.facts, draw))
-        if not is_complex:
+        if not is_complex and most == _MOST:
             self._count(trial, reading.chosen)
         return trial
 
@@ -325,16 +318,11 @@ class _Search:
         unknown = [name for name in given if name.partition("@")[0] not in names]
         if unknown:
             raise FxRewriteError(f"{self.rule_id}: the sampler gives {unknown}, the pattern captures {sorted(names)}")
-        return {name: self._spec(name, value) for name, value in given.items()}
-
-    def _spec(self, name: str, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self._spec(name, item) for item in value]
-        if not isinstance(value, torch.Tensor):
-            return value
-        is_param = any(c.kind == "param" for c in self.trials.pattern.captures if c.name == name.partition("@")[0])
-        is_param = is_param or self.facts.is_param(name)
-        return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True, is_param=is_param)
+        params = {capture.name for capture in self.trials.pattern.captures if capture.kind == "param"}
+        return {
+            name: given_binding(value, is_param=name.partition("@")[0] in params or name in self.facts.params)
+            for name, value in given.items()
+        }
 
     def _count(self, trial: Trial, chosen: tuple[Alternative, ...]) -> None:
         self.proposed.update(chosen)
@@ -375,8 +363,9 @@ class _Search:
         assert latest.sample is not None
         tried = 0
         if self.shrink:
-            is_wrong(latest.sample.in_dtype(torch.float64))  # if it is wrong in float64, rounding is not the cause
-            _, tried = shrunk(latest.sample, is_wrong, steps=_SHRINKING, allowed=contents_within(self.domain))
+            # If it is wrong in float64, rounding is not the cause.
+            is_wrong(latest.sample.changed(lambda _, spec: spec.dtype.is_floating_point, dtype=torch.float64))
+            tried = shrink(latest.sample, is_wrong, contents_within(self.domain), steps=_SHRINKING)
         assert latest.sample is not None
         assert latest.before is not None
         assert latest.after is not None
@@ -394,7 +383,7 @@ class _Search:
         assert first.sample is not None
         if first.differences[0].kind != "gradient":
             return first
-        trial = self.trials.test(first.sample.plain("normal"))
+        trial = self.trials.test(first.sample.changed(lambda *_: True, layout="contiguous", contents="normal"))
         return trial if trial.differences and trial.differences[0].kind == "value" else first
 
     def _drawn_smaller(self, index: int, first: Trial) -> Trial:
@@ -407,7 +396,9 @@ class _Search:
             trials = (self.propose(again, most=most, plain=plain) for again in range(index, index + _PROPOSALS))
             wrong = [trial for trial in trials if trial.differences and trial.differences[0].kind == kind]
             if wrong:
-                return min(wrong, key=_num_entries)
+                return min(
+                    wrong, key=lambda trial: sum(x.numel() for x in trial.sample.inputs()) if trial.sample else 0
+                )
         return first
 
     def _verdict(self, samples: int, counterexample: Counterexample | None, *, is_complex: bool = False) -> Verdict:

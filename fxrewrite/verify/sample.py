@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -10,9 +10,9 @@ import torch
 
 from fxrewrite.verify.calls import Form
 from fxrewrite.verify.readings import Reading
-from fxrewrite.verify.tensors import Contents, InputSpec
+from fxrewrite.verify.tensors import InputSpec
 
-__all__ = ["TORCH_ERRORS", "Binding", "Sample"]
+__all__ = ["TORCH_ERRORS", "Binding", "Sample", "given_binding"]
 
 Binding: TypeAlias = Any
 """A InputSpec, a list of these, a Python value, or `...` for the operator's default."""
@@ -51,51 +51,22 @@ class Sample:
 
     def with_binding(self, name: str, value: Binding) -> Sample:
         """Returns the sample with one value replaced; `...` means the operator's default."""
-        bindings = {**self.bindings, name: value}
-        return replace(self, bindings=bindings)
+        return replace(self, bindings={**self.bindings, name: value})
 
-    def in_dtype(self, dtype: torch.dtype) -> Sample:
-        """Returns the sample drawn in one floating-point dtype, except tensors that a sampler gave."""
+    def changed(self, chosen: Callable[[str, InputSpec], bool], **fields: Any) -> Sample:
+        """Returns the sample with other fields of the inputs that are chosen, except of tensors that a sampler gave."""
 
-        def converted(spec: InputSpec) -> InputSpec:
-            return replace(spec, dtype=dtype) if spec.dtype.is_floating_point and not spec.is_given else spec
-
-        return self._with_specs(converted)
-
-    def plain(self, contents: Contents) -> Sample:
-        """Returns the sample with contiguous inputs and other entries, except tensors that a sampler gave."""
-
-        def made_plain(spec: InputSpec) -> InputSpec:
-            return spec if spec.is_given else replace(spec, layout="contiguous", contents=contents)
-
-        return self._with_specs(made_plain)
-
-    def with_bounds(self, names: Collection[str], bounds: tuple[int, int] | None) -> Sample:
-        """Returns the sample with the integers of these inputs within bounds, see `InputSpec.bounds`."""
-        chosen = {spec for name, spec in self.specs() if name in names}
-        return self._with_specs(lambda spec: replace(spec, bounds=bounds) if spec in chosen else spec)
-
-    def with_named(self, name: str, integer: int) -> Sample:
-        """Returns the sample where some entries of an input are this integer, see `InputSpec.named`."""
-        chosen = next(spec for other, spec in self.specs() if other == name)
-        return self._with_specs(lambda spec: replace(spec, named=integer) if spec is chosen else spec)
-
-    def with_contents(self, contents: Contents, points: tuple[float, ...]) -> Sample:
-        """Returns the sample with other entries of its real inputs, except of tensors that a sampler gave."""
-
-        def changed(spec: InputSpec) -> InputSpec:
-            is_kept = spec.is_given or not spec.dtype.is_floating_point
-            return spec if is_kept else replace(spec, contents=contents, points=points)
-
-        return self._with_specs(changed)
-
-    def _with_specs(self, change: Callable[[InputSpec], InputSpec]) -> Sample:
-        def changed(binding: Binding) -> Binding:
+        def made(name: str, binding: Binding) -> Binding:
             if isinstance(binding, list):
-                return [changed(item) for item in binding]
-            return change(binding) if isinstance(binding, InputSpec) else binding
+                return [made(f"{name}_{i}", item) for i, item in enumerate(binding)]
+            is_changed = isinstance(binding, InputSpec) and not binding.is_given and chosen(name, binding)
+            return replace(binding, **fields) if is_changed else binding
 
-        return replace(self, bindings={name: changed(binding) for name, binding in self.bindings.items()})
+        return replace(self, bindings={name: made(name, binding) for name, binding in self.bindings.items()})
+
+    def inputs(self) -> list[torch.Tensor]:
+        """Makes the inputs of the graph, in fresh memory."""
+        return [spec.tensor() for _, spec in self.specs()]
 
     def specs(self) -> Iterator[tuple[str, InputSpec]]:
         """Yields the names of the graph's inputs, in order, with their specs."""
@@ -104,3 +75,12 @@ class Sample:
                 yield name, binding
             elif isinstance(binding, list):
                 yield from ((f"{name}_{i}", spec) for i, spec in enumerate(binding) if isinstance(spec, InputSpec))
+
+
+def given_binding(value: Any, *, is_param: bool = False) -> Binding:
+    """Returns what a sampler gave as a binding: tensors, those of lists too, as specs that must not be changed."""
+    if isinstance(value, list):
+        return [given_binding(item, is_param=is_param) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    return InputSpec(tuple(value.shape), value.dtype, data=value, is_given=True, is_param=is_param)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,33 +13,30 @@ import torch
 from fxrewrite.verify.sample import Sample
 from fxrewrite.verify.tensors import PLAINER, Contents, InputSpec
 
-__all__ = ["shrunk"]
+__all__ = ["shrink"]
 
 _MOST_ENTRIES, _MOST_READ = 12, 64
 """Largest tensor, in entries, whose entries are simplified one by one; and in blocks."""
 
 
-def shrunk(
-    sample: Sample, is_wrong: Callable[[Sample], bool], *, steps: int, allowed: Collection[Contents] = PLAINER
-) -> tuple[Sample, int]:
-    """Returns the smallest sample found for which `is_wrong` holds, and the number of trials, at most `steps`.
+def shrink(sample: Sample, is_wrong: Callable[[Sample], bool], plainer: tuple[Contents, ...], *, steps: int) -> int:
+    """Asks whether smaller samples are wrong, then of the last that is; returns the number of trials, at most `steps`.
 
-    Inputs keep their contents, or get plainer ones that are `allowed`.
+    Inputs keep their contents, or get `plainer` ones.
     """
-    plainer: tuple[Contents, ...] = tuple(contents for contents in PLAINER if contents in allowed)
     tried = skipped = 0
     while True:
         candidates = list(_smaller(sample, plainer))
         for index in range(len(candidates)):
             place = (skipped + index) % len(candidates)  # candidates that failed for the previous sample come last
             if tried == steps:
-                return sample, tried
+                return tried
             tried += 1
             if is_wrong(candidates[place]):
                 sample, skipped = candidates[place], place
                 break
         else:
-            return sample, tried
+            return tried
 
 
 def _smaller(sample: Sample, plainer: tuple[Contents, ...]) -> Iterator[Sample]:
@@ -46,9 +44,9 @@ def _smaller(sample: Sample, plainer: tuple[Contents, ...]) -> Iterator[Sample]:
     if sample.twice or sample.exposed:
         yield replace(sample, twice=False, exposed=False)
     for contents in plainer:
-        changed = {name: _with_contents(spec, contents) for name, spec in _free_specs(sample)}
-        if any(spec is not sample.bindings[name] for name, spec in changed.items()):
-            yield replace(sample, bindings={**sample.bindings, **changed})
+        plain = sample.changed(partial(_is_less_plain, contents), contents=contents)
+        if list(plain.specs()) != list(sample.specs()):
+            yield plain
     yield from _halved(sample)
     yield from _with_sizes(sample)
     for name, spec in _free_specs(sample):
@@ -123,10 +121,8 @@ def _reshaped(spec: InputSpec, shape: tuple[int, ...]) -> InputSpec:
     return replace(spec, shape=shape, data=entries.repeat(max(repeats, 1))[: math.prod(shape)].reshape(shape))
 
 
-def _with_contents(spec: InputSpec, contents: Contents) -> InputSpec:
-    """Returns the spec with these contents, unless its contents are as plain already."""
-    is_plain = spec.data is not None or PLAINER.index(spec.contents) <= PLAINER.index(contents)
-    return spec if is_plain else replace(spec, contents=contents)
+def _is_less_plain(contents: Contents, _: str, spec: InputSpec) -> bool:
+    return spec.data is None and PLAINER.index(spec.contents) > PLAINER.index(contents)
 
 
 def _simpler_spec(spec: InputSpec, plainer: tuple[Contents, ...]) -> Iterator[InputSpec]:

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.verify.compare import Difference
-from fxrewrite.verify.spelling import Text, call_text, is_item, text_of
+from fxrewrite.verify.spelling import call_text, is_item, text_of
 from fxrewrite.verify.tensors import InputSpec
 
 __all__ = ["snippet"]
@@ -127,7 +127,7 @@ def _body(
 ) -> tuple[list[tuple[str, str]], str]:
     """Returns the names and values that are assigned, and the return; calls of up to `repeated` characters, twice."""
     numbers = itertools.count()
-    names: dict[fx.Node, Text] = {}
+    names: dict[fx.Node, str] = {}
     lines: list[tuple[str, str]] = []
     calls = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
     unread = {node for node in calls if not node.users and ops.is_pure(node)}
@@ -136,12 +136,12 @@ def _body(
     returned = ""
 
     def assign(node: fx.Node, value: str) -> None:
-        names[node] = Text(f"v{next(numbers)}")
-        lines.append((names[node].text, value))
+        names[node] = f"v{next(numbers)}"
+        lines.append((names[node], value))
 
     for node in gm.graph.nodes:
         if node.op == "placeholder" or (node.op == "get_attr" and node.target in given):
-            names[node] = Text(str(node.target))
+            names[node] = str(node.target)
         elif node in unread:
             continue
         elif node.op == "get_attr":  # what a rule computed once
@@ -151,12 +151,12 @@ def _body(
         else:
             written = call_text(node, names, modules)
             longest = width if any(user.op == "output" for user in node.users) else _WIDTH
-            is_short = len(node.users) == 2 and len(written.text) <= repeated and ops.is_pure(node)
+            is_short = len(node.users) == 2 and len(written) <= repeated and ops.is_pure(node)
             is_read_where_written = len(node.users) == 1 or is_short or is_item(node, names)
-            if is_any_order and is_read_where_written and len(written.text) <= longest:
+            if is_any_order and is_read_where_written and len(written) <= longest:
                 names[node] = written
             else:
-                assign(node, written.text)
+                assign(node, written)
     return lines, returned
 
 

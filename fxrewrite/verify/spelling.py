@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx.graph import magic_methods
 from torch.fx.node import _get_qualified_name
 
 from fxrewrite import ops
 
-__all__ = ["Text", "call_text", "is_item", "literal_text", "text_of"]
+__all__ = ["Names", "call_text", "is_item", "text_of"]
 
-_ATOM, _UNARY, _POWER = 8, 6, 7
-_SIGNS: dict[str, tuple[str, int]] = {
-    "lt": ("<", 0),
-    "le": ("<=", 0),
-    "gt": (">", 0),
-    "ge": (">=", 0),
-    "eq": ("==", 0),
-    "ne": ("!=", 0),
-    "or_": ("|", 1),
-    "xor": ("^", 2),
-    "and_": ("&", 3),
-    "add": ("+", 4),
-    "sub": ("-", 4),
-    "mul": ("*", 5),
-    "truediv": ("/", 5),
-    "floordiv": ("//", 5),
-    "mod": ("%", 5),
-    "matmul": ("@", 5),
-    "pow": ("**", _POWER),
-}
-"""Signs of functions of `operator` with two operands, and how closely they bind."""
-_UNARY_SIGNS = {"neg": "-", "invert": "~"}
 _OF_ATEN = {
-    "div": "truediv",
     "remainder": "mod",
     "bitwise_and": "and_",
     "bitwise_or": "or_",
@@ -55,59 +34,50 @@ _METHODS = ("transpose", "permute", "unsqueeze", "squeeze", "reshape", "flatten"
 """What is a function of torch too, and is rather written as a method."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Text:
-    """An expression, and how closely its last operator binds: one that binds less than asked for is in parentheses."""
-
-    text: str
-    binds: int = _ATOM
-
-    def within(self, least: int) -> str:
-        """The expression as an operand of what binds as closely as `least`."""
-        return self.text if self.binds >= least else f"({self.text})"
+Names: TypeAlias = Mapping[fx.Node, str]
+"""Expressions of the values that a program reads: a name, or the call itself."""
 
 
-Names = Mapping[fx.Node, Text]
-
-
-def call_text(node: fx.Node, names: Names, modules: dict[str, None]) -> Text:
+def call_text(node: fx.Node, names: Names, modules: dict[str, None]) -> str:
     """Returns the call of a node as Python source; adds what it needs to `modules`, see `_imports`."""
     for value in (*node.args, *node.kwargs.values()):
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             modules[f"{type(value).__module__}:{type(value).__name__}"] = None
-    short = None if node.kwargs else _with_a_sign(node, names)
-    if short is not None:
-        return short
+    with_sign = None if node.kwargs else _with_a_sign(node, names)
+    if with_sign is not None:
+        return _plain(with_sign)
     args = [text_of(argument, names) for argument in node.args]
-    args_and_names = [*args, *(f"{name}={text_of(value, names)}" for name, value in node.kwargs.items())]
+    named = [f"{name}={text_of(value, names)}" for name, value in node.kwargs.items()]
     method = node.target if isinstance(node.target, str) else _method(node)
     if method:
-        receiver = names[node.args[0]] if isinstance(node.args[0], fx.Node) else Text(args[0], 0)
-        return Text(f"{receiver.within(_ATOM)}.{method}({', '.join(args_and_names[1:])})")
-    return Text(f"{_function_text(node, modules)}({', '.join(args_and_names)})")
+        return _plain(f"({args[0]}).{method}({', '.join([*args[1:], *named])})")
+    return _plain(f"{_function_text(node, modules)}({', '.join([*args, *named])})")
+
+
+def _plain(expression: str) -> str:
+    """Returns the expression without the parentheses that Python does not need: all operands are written in some."""
+    try:
+        return ast.unparse(ast.parse(expression, mode="eval"))
+    except SyntaxError:  # an argument has no text in Python, as a function has none
+        return expression
 
 
 def is_item(node: fx.Node, names: Names) -> bool:
     """Whether it is an item of a list or tuple that has a name, which is as short as a name."""
     of = node.args[0] if node.target is operator.getitem else None
-    return isinstance(of, fx.Node) and names[of].text.isidentifier() and isinstance(ops.value(of), (list, tuple))
+    return isinstance(of, fx.Node) and names[of].isidentifier() and isinstance(ops.value(of), (list, tuple))
 
 
-def _with_a_sign(node: fx.Node, names: Names) -> Text | None:
+def _with_a_sign(node: fx.Node, names: Names) -> str | None:
     """Returns what is written as `x + y`, `-x` or `x[0]`; None if it is not."""
     name, args = _operator_name(node), node.args
     if name == "getitem" and isinstance(args[0], fx.Node):
-        return Text(f"{names[args[0]].within(_ATOM)}[{_index_text(args[1], names)}]")
-    if name in _UNARY_SIGNS and len(args) == 1 and isinstance(args[0], fx.Node):
-        return Text(f"{_UNARY_SIGNS[name]}{names[args[0]].within(_UNARY)}", _UNARY)
-    if name not in _SIGNS or len(args) != 2:
+        return f"({names[args[0]]})[{_index_text(args[1], names)}]"
+    form = magic_methods.get(name, "")
+    are_operands = all(isinstance(arg, (fx.Node, bool, int, float)) for arg in args)
+    if not are_operands or not args or form.count("{}") != len(args):
         return None
-    sign, binds = _SIGNS[name]
-    before, after = (_operand(arg, names) for arg in args)
-    if before is None or after is None:
-        return None
-    is_power = binds == _POWER
-    return Text(f"{before.within(_ATOM if is_power else max(binds, 1))} {sign} {after.within(binds + 1)}", binds)
+    return form.format(*(f"({text_of(arg, names)})" for arg in args))
 
 
 def _operator_name(node: fx.Node) -> str:
@@ -117,18 +87,9 @@ def _operator_name(node: fx.Node) -> str:
         is_plain = target.namespace == "aten" and target._overloadname in _OVERLOADS
         is_of_tensor = bool(node.args) and isinstance(node.args[0], fx.Node)
         name = target._schema.name.partition("::")[2] if is_plain and is_of_tensor else ""
-        return _OF_ATEN.get(name, name if name not in ("and_", "or_") else "")
+        return _OF_ATEN.get(name, "" if name.endswith("_") else name)
     is_of_operator = getattr(target, "__module__", "") in ("_operator", "operator")
     return getattr(target, "__name__", "") if is_of_operator else ""
-
-
-def _operand(value: Any, names: Names) -> Text | None:
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, (bool, int, float)):
-        text = literal_text(value)
-        return Text(text, _UNARY if text.startswith("-") else _ATOM)
-    return None
 
 
 def _index_text(index: Any, names: Names) -> str:
@@ -202,18 +163,13 @@ def _target_text(target: Any, modules: dict[str, None]) -> str:
 def text_of(value: Any, names: Names) -> str:
     """Returns a value as Python source; nodes by name."""
     if isinstance(value, fx.Node):
-        return names[value].text
+        return names[value]
     if isinstance(value, (list, tuple)):
         items: Sequence[Any] = value
         joined = ", ".join(text_of(item, names) for item in items)
         return f"[{joined}]" if isinstance(value, list) else f"({joined}{',' * (len(items) == 1)})"
     if isinstance(value, slice):
         return f"slice({text_of(value.start, names)}, {text_of(value.stop, names)}, {text_of(value.step, names)})"
-    return literal_text(value)
-
-
-def literal_text(value: Any) -> str:
-    """Returns a literal as Python source."""
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return f'float("{value}")'
     if isinstance(value, torch.device):

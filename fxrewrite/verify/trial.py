@@ -23,21 +23,22 @@ from fxrewrite.verify.build import Builder, FakeMode, NoSampleError
 from fxrewrite.verify.compare import Difference, Kind, RulePromise, compare, compare_gradients, relative_bound
 from fxrewrite.verify.draw import Draw
 from fxrewrite.verify.guess import Guesses
-from fxrewrite.verify.held import holds, run_rewritten, with_attributes
 from fxrewrite.verify.observe import (
     Observation,
     Runner,
     TestBed,
     cotangents,
     gradients,
-    largest_value,
+    largest_finite,
     observe,
     run_here,
+    values_of,
     with_derivative,
 )
 from fxrewrite.verify.oracle import Evaluate, Oracle
 from fxrewrite.verify.points import jumps, units
 from fxrewrite.verify.sample import TORCH_ERRORS, Sample
+from fxrewrite.verify.tensors import Contents
 
 __all__ = ["Rewrite", "Trial", "Trials"]
 
@@ -59,14 +60,14 @@ class Grading:
         without: names of the inputs of which torch has no derivative in the original.
         why_not: why no gradient was compared, where the original is differentiable; else empty.
         differences: what was found.
-        is_rounding: whether the differences are rounding.
+        remarks: differences that are rounding.
     """
 
     leaves: tuple[int, ...] = ()
     without: tuple[str, ...] = ()
     why_not: str = ""
     differences: tuple[Difference, ...] = ()
-    is_rounding: bool = False
+    remarks: tuple[Difference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,11 +135,18 @@ class Trials:
                 self.bed.prepare(before)
         except NoSampleError as error:
             return Trial("impossible", str(error))
-        sample = builder.complete
+        sample, after = builder.complete, before
+
+        def refused(why: str) -> Trial:
+            return Trial("refused", why, sample, before=before)
+
+        def invalid(why: str) -> Trial:
+            return Trial("compared", "", sample, (Difference("invalid", why),), before=before, after=after)
+
         try:
             matches = self._matches(before.graph.nodes)
         except FxRewriteError as error:
-            return _compared(sample, before, before, [Difference("invalid", f"it cannot be matched: {error}")])
+            return invalid(f"it cannot be matched: {error}")
         if not matches:
             return Trial("unmatched", _nearest_miss(self.pattern, before.graph.nodes), sample, before=before)
         if guesses is not None:
@@ -150,29 +158,27 @@ class Trials:
             try:
                 count = self._rewritten(after)
             except RefusedError as error:
-                if error.kind is not Reason.ONCE or self.bed is not None or not any(holds(before)):
+                if error.kind is not Reason.ONCE or self.bed is not None or not any(_holds(before)):
                     raise
-                after = with_attributes(before, [spec.tensor() for _, spec in sample.specs()])
+                after = _with_attributes(before, sample.inputs())
                 count = self._rewritten(after)
-                run_after = run_rewritten(before, self._rewritten, run_after)
+                run_after = _run_rewritten(before, self._rewritten, run_after)
             if not count:
-                return Trial("refused", "the rule refuses", sample, before=before)
-        except RefusedError as error:
-            if error.kind is Reason.RAISED and self.bed is None:
-                return _compared(sample, before, after, [Difference("invalid", str(error))])
-            return Trial("refused", str(error), sample, before=before)
+                return refused("the rule refuses")
         except RuleDefinitionError:
             raise  # an invalid definition, which no sample can refute
         except (FxRewriteError, *TORCH_ERRORS) as error:
+            is_refusal = isinstance(error, RefusedError)
+            why = str(error) if is_refusal else f"the rewrite raises {_said(error)}"
             if self.bed is not None:  # perhaps the rule is for graphs at another stage, which the bed does not have
-                return Trial("refused", f"the rewrite raises {_said(error)}", sample, before=before)
-            return _compared(sample, before, after, [Difference("invalid", f"the rewrite raises {_said(error)}")])
+                return refused(why)
+            return refused(why) if is_refusal and error.kind is not Reason.RAISED else invalid(why)
         if self.bed is not None and (why := self.bed.why_not(after)):
-            return Trial("refused", why, sample, before=before)
+            return refused(why)
         try:
             after.graph.lint()
         except (RuntimeError, ValueError) as error:
-            return _compared(sample, before, after, [Difference("invalid", f"the graph is malformed: {error}")])
+            return invalid(f"the graph is malformed: {error}")
         return self._compare(sample, before, after, only, run_after)
 
     def _rewritten(self, gm: fx.GraphModule) -> int:
@@ -193,16 +199,19 @@ class Trials:
         """
         names = [name for name, spec in sample.specs() if spec.is_free_integer]
 
+        def within(sample: Sample, names: Sequence[str], bounds: tuple[int, int] | None) -> Sample:
+            return sample.changed(lambda name, _: name in names, bounds=bounds)
+
         def runs(sample: Sample) -> bool:
-            inputs = [spec.tensor() for _, spec in sample.specs()]
-            return observe(before, inputs, self.run or run_here).error is None
+            return observe(before, sample.inputs(), self.run or run_here).error is None
 
         def with_named(sample: Sample) -> Sample:
-            for name, spec in sample.specs():
-                if name in names and spec.points and spec.seed % 2:
+            for chosen, spec in sample.specs():
+                if chosen in names and spec.points and spec.seed % 2:
                     first = int(spec.points[spec.seed // 4 % len(spec.points)]) * (-1 if spec.seed & 2 else 1)
                     legal = torch.iinfo(spec.dtype)
-                    some = (sample.with_named(name, n) for n in (first, -first) if legal.min <= n <= legal.max)
+                    numbers = [n for n in (first, -first) if legal.min <= n <= legal.max]
+                    some = [sample.changed(lambda name, _, chosen=chosen: name == chosen, named=n) for n in numbers]
                     sample = next(filter(runs, some), sample)
             return sample
 
@@ -214,10 +223,10 @@ class Trials:
         not_zero = (_NEGATIVE, *_POSITIVE) if is_odd else (*_POSITIVE, _NEGATIVE)
         ranges = [(0, size) for size in sorted(sizes - {0, 1}, reverse=True)] + [(0, 1), *not_zero]
         for place, bounds in enumerate(ranges):
-            narrow = sample.with_bounds(names, bounds)
+            narrow = within(sample, names, bounds)
             if runs(narrow):
                 for name in names if len(names) > 1 else ():
-                    wider = (narrow.with_bounds([name], wide) for wide in (None, *ranges[:place]))
+                    wider = (within(narrow, [name], wide) for wide in (None, *ranges[:place]))
                     narrow = next(filter(runs, wider), narrow)
                 return with_named(narrow)
         return sample
@@ -228,40 +237,38 @@ class Trials:
     def _compare(
         self, sample: Sample, before: fx.GraphModule, after: fx.GraphModule, only: Kind | None, run_after: Runner
     ) -> Trial:
-        specs = [spec for _, spec in sample.specs()]
-        run = self.run or run_here
-
-        def inputs() -> list[torch.Tensor]:
-            return [spec.tensor() for spec in specs]
-
+        run, inputs = self.run or run_here, sample.inputs
         was, is_now = observe(before, inputs(), run), observe(after, inputs(), run_after)
 
-        def oracle(evaluate: Evaluate) -> Oracle:
+        def oracle(evaluate: Evaluate, decisive: Sequence[fx.GraphModule]) -> Oracle:
             largest = partial(self._magnitude, before, inputs, was)
-            return Oracle(before, inputs, evaluate, largest, after, is_random=was.has_drawn)
+            decisive = decisive if self.run is None else ()
+            return Oracle(before, inputs, evaluate, largest, after, is_random=was.has_drawn, decisive=decisive)
 
-        values = oracle(lambda gm, given: observe(gm, given, run).results or None)
+        is_at_jumps = self.promise.numerics == "reassociates" and any(map(jumps, before.graph.nodes))
+        values = oracle(lambda gm, given: observe(gm, given, run).results or None, (before, after) * is_at_jumps)
         differences = compare(was, is_now, self.promise, inputs(), values, shared_outputs(before))
-        if not any(d.kind == "value" for d in differences) and any(map(jumps, before.graph.nodes)):
-            differences += self._jumps(was, is_now, inputs(), values)
         comparable = self.promise.rng == "preserves" or not (was.has_drawn or is_now.has_drawn)
         grading = Grading()
         is_graded = self.grad and only in (None, "gradient") and was.error is None is is_now.error
         if is_graded and not any(d.kind in ("shape", "outputs") for d in differences):
             grading = self._grading(sample, before, after, was, run_after, oracle, comparable=comparable)
-        differences += () if grading.is_rounding else grading.differences
+        differences += grading.differences
         if self.terminates and only in (None, "endless") and not self._ends(after):
             text = f"the rule fires again on its own result, {_MOST_APPLICATIONS} times and more"
             differences.append(Difference("endless", text))
-        return _compared(
+        allowed = [d for d in differences if d.kind == "strides" and not self.promise.strides]
+        return Trial(
+            "compared",
+            "",
             sample,
-            before,
-            after,
-            differences,
-            keeps_strides=self.promise.strides,
+            tuple(d for d in differences if d not in allowed),
+            (*allowed, *grading.remarks),
             raised=was.error is not None,
             grading=grading,
             drawn=not comparable,
+            before=before,
+            after=after,
         )
 
     def _grading(
@@ -271,16 +278,12 @@ class Trials:
         after: fx.GraphModule,
         was: Observation,
         run_after: Runner,
-        oracle: Callable[[Evaluate], Oracle],
+        oracle: Callable[[Evaluate, Sequence[fx.GraphModule]], Oracle],
         *,
         comparable: bool,
     ) -> Grading:
         """Compares the gradients of those inputs of which the original has them."""
-        names, specs = [name for name, _ in sample.specs()], [spec for _, spec in sample.specs()]
-
-        def inputs() -> list[torch.Tensor]:
-            return [spec.tensor() for spec in specs]
-
+        names, inputs = [name for name, _ in sample.specs()], sample.inputs
         run, given = self.run or run_here, cotangents(was.results)
         why_not = "" if comparable else "the rule may draw other numbers"
         why_not = why_not or ("" if _is_finite(inputs()) else "some inputs are not finite")
@@ -296,46 +299,29 @@ class Trials:
         if isinstance(others, Exception) and not self.needs_derivatives:
             return Grading(why_not=f"the rewritten graph raises in its backward: {_first_line(others)}")
         if run_after is not run:  # what the module holds is no input of the rewritten graph
-            grads = [None if is_held else grad for grad, is_held in zip(grads, holds(before), strict=True)]
+            grads = [None if is_held else grad for grad, is_held in zip(grads, _holds(before), strict=True)]
 
         def backward(gm: fx.GraphModule, at: list[torch.Tensor]) -> Sequence[Any] | None:
             found = gradients(gm, at, given, run_after, leaves)
             return found if isinstance(found, list) else None
 
-        exact = oracle(backward)
+        # At a kink, where nothing is rounded, the gradient is the original's to say.
+        is_free = self.promise.numerics == "approximate"
+        is_free = is_free or any(ops.has_trait(node, "any_of_equal") for node in before.graph.nodes)
+        exact = oracle(backward, () if is_free else (before,))
         found = compare_gradients(grads, others, names, self.promise, exact)
-        if not found and self._keeps_kinks(before):
-            kinks = compare_gradients(grads, others, names, self.promise, exact, is_near=False)
-            found = kinks if kinks and not exact.rounds else []
         bound = relative_bound(grad.dtype for grad in grads if grad is not None)
         relative = bound if self.promise.numerics == "approximate" else None
-        without = tuple(name for place, name in enumerate(names) if specs[place].is_inexact and place not in leaves)
-        is_rounding = bool(found) and exact.explains(after, grads, others, relative)
-        return Grading(leaves, without, "", tuple(found), is_rounding)
-
-    def _jumps(
-        self, was: Observation, is_now: Observation, inputs: list[torch.Tensor], oracle: Oracle
-    ) -> list[Difference]:
-        """Returns differences of values at these inputs alone, if neither graph rounds anything there."""
-        if self.run is not None or self.promise.numerics != "reassociates":
-            return []
-        found = compare(was, is_now, self.promise, inputs, oracle, is_near=False)
-        wrong = [difference for difference in found if difference.kind == "value"]
-        return wrong if wrong and not oracle.rounds and not oracle.rounds_after else []
-
-    def _keeps_kinks(self, before: fx.GraphModule) -> bool:
-        """Whether the gradient at a kink, where nothing is rounded, is the original's to say."""
-        is_free = self.promise.numerics == "approximate" or any(
-            ops.has_trait(node, "any_of_equal") for node in before.graph.nodes
+        without = tuple(
+            name for place, (name, spec) in enumerate(sample.specs()) if spec.is_inexact and place not in leaves
         )
-        return self.run is None and not is_free
+        if found and exact.explains(after, grads, others, relative):
+            return Grading(leaves, without, remarks=tuple(found))
+        return Grading(leaves, without, differences=tuple(found))
 
     def _magnitude(self, gm: fx.GraphModule, inputs: Callable[[], list[torch.Tensor]], was: Observation) -> float:
-        if self.run is None:
-            return largest_value(gm, inputs())
-        tensors = [value for value in (*inputs(), *was.results) if isinstance(value, torch.Tensor)]
-        finite = [value[torch.isfinite(value)].abs() for value in tensors if ops.is_inexact(value)]
-        return max((value.max().item() for value in finite if value.numel()), default=0.0)
+        """Returns the largest magnitude in a run, with which rounding scales; elsewhere, of what is known of it."""
+        return largest_finite(values_of(gm, inputs()) if self.run is None else (*inputs(), *was.results))
 
     def _ends(self, after: fx.GraphModule) -> bool:
         """Whether the rule stops firing on its own result; an application that is refused is the last one."""
@@ -346,39 +332,49 @@ class Trials:
             return True
 
 
+def _holds(gm: fx.GraphModule) -> list[bool]:
+    """Returns, for each input of a sample, whether it is a parameter, which the module can hold."""
+    return [bool(node.meta.get("is_parameter")) for node in gm.graph.find_nodes(op="placeholder")]
+
+
+def _with_attributes(gm: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """Returns a copy of a sample in which parameters are buffers with the entries that these inputs have."""
+    new = copy_module(gm)
+    for node, value in zip(list(new.graph.find_nodes(op="placeholder")), inputs, strict=True):
+        if node.meta.get("is_parameter"):
+            new.register_buffer(str(node.target), value.detach())
+            with new.graph.inserting_before(node):
+                held = new.graph.get_attr(str(node.target))
+            held.meta = dict(node.meta)
+            node.replace_all_uses_with(held)
+            new.graph.erase_node(node)
+    new.recompile()
+    return new
+
+
+def _run_rewritten(before: fx.GraphModule, rewrite: Callable[[fx.GraphModule], Any], run: Runner) -> Runner:
+    """Returns what runs a rewritten sample as a function of all inputs: its rule is applied for those that it holds.
+
+    A sample that takes all of its inputs runs as it is.
+    """
+
+    def applied(rewritten: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+        if len(list(rewritten.graph.find_nodes(op="placeholder"))) == len(inputs):
+            return run(rewritten, inputs)
+        gm = _with_attributes(before, inputs)
+        rewrite(gm)
+        return run(gm, [value for value, is_held in zip(inputs, _holds(before), strict=True) if not is_held])
+
+    return applied
+
+
 def _with_multiples(sample: Sample, before: fx.GraphModule, draw: Draw) -> Sample:
     """Returns, at times, the sample with entries at which the graph jumps, if it does."""
     points = units(before)
     if not points or draw.plain or not draw.flag(_AT_JUMPS):
         return sample
-    return sample.with_contents("few_multiples" if draw.domain == "moderate" else "multiples", points)
-
-
-def _compared(
-    sample: Sample,
-    before: fx.GraphModule,
-    after: fx.GraphModule,
-    differences: list[Difference],
-    *,
-    keeps_strides: bool = True,
-    raised: bool = False,
-    grading: Grading = Grading(),
-    drawn: bool = False,
-) -> Trial:
-    allowed = [d for d in differences if d.kind == "strides" and not keeps_strides]
-    wrong = [d for d in differences if d not in allowed]
-    return Trial(
-        "compared",
-        "",
-        sample,
-        tuple(wrong),
-        (*allowed, *(grading.differences if grading.is_rounding else ())),
-        raised=raised,
-        grading=grading,
-        drawn=drawn,
-        before=before,
-        after=after,
-    )
+    contents: Contents = "few_multiples" if draw.domain == "moderate" else "multiples"
+    return sample.changed(lambda _, spec: spec.dtype.is_floating_point, contents=contents, points=points)
 
 
 def _said(error: Exception) -> str:

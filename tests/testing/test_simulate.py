@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import fx
 
 from fxrewrite.spmd import Parallelism, Shard, param
-from fxrewrite.testing import simulate
+from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
 
 
 class Lengths(torch.nn.Module):
@@ -36,3 +37,16 @@ def test_complex_numbers_of_python(function: Callable[[torch.Tensor], torch.Tens
     found = simulate(Lengths(function), {"x": torch.rand(2, 4)}, plan, {"tp": 2})
     assert found.loss_error < 1e-6
     assert found.grad_error < 1e-6
+
+
+def test_chunks_of_an_uneven_cut_that_are_cut_again_have_one_size_on_all_ranks() -> None:
+    gm = fx.symbolic_trace(lambda x: (x.sum(), x * 2))
+    rows = torch.arange(1.0, 8.0).requires_grad_()
+    uneven = Shard(0, uneven=True)
+    with fake_mesh((2, 3), ("outer", "inner")) as mesh:
+        run = run_on_ranks(gm, [rows], mesh, placements={0: {"outer": uneven, "inner": uneven}}, backward=0)
+    held = [doubled.tolist() for _, doubled in run.outputs]
+    assert held == [[2, 4], [6, 8], [0, 0], [10, 12], [14, 0], [0, 0]]
+    (grad,) = run.gradients()
+    assert grad is not None
+    assert grad.tolist() == [1] * 7

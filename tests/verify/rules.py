@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
 
 from fxrewrite import Pattern, Rule, RuleSet
@@ -28,3 +29,23 @@ def rule_of(pattern: Any, replacement: Callable[..., Any], *where: Any, **promis
     outputs = pattern if isinstance(pattern, tuple) else (pattern,)
     unchecked = {"shapes": "changes", "rng": "changes"}
     return Rule("test.rule", Pattern(outputs, where), replacement, **{**unchecked, **promises})
+
+
+def execute(snippet: str) -> dict[str, Any]:
+    """What the program of a counterexample leaves in its names."""
+    namespace: dict[str, Any] = {}
+    exec(snippet, namespace)
+    return namespace
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two outcomes of a program are equal in bits, but for those of NaN, or errors of one class."""
+    if isinstance(a, Exception) or isinstance(b, Exception):
+        return type(a) is type(b)
+    return all(
+        x.shape == y.shape
+        and x.dtype == y.dtype
+        and torch.equal(torch.nan_to_num(x, nan=7.0).signbit(), torch.nan_to_num(y, nan=7.0).signbit())
+        and torch.equal(torch.nan_to_num(x, nan=7.0), torch.nan_to_num(y, nan=7.0))
+        for x, y in zip(a, b, strict=True)
+    )

@@ -15,7 +15,7 @@ from fxrewrite.errors import VerificationError
 from fxrewrite.ops import declare_pure
 from fxrewrite.torch_versions import CLAMP_PASSES_AT_BOUNDS
 from fxrewrite.verify import verify_rewrite
-from tests.verify.rules import rule_of, verify
+from tests.verify.rules import execute, rule_of, same, verify
 
 aten = torch.ops.aten
 X: Any = cap("x")
@@ -116,7 +116,7 @@ FALSE: dict[str, tuple[str, Rule]] = {
 
 
 @pytest.mark.parametrize("name", FALSE)
-def test_a_false_rule_is_caught(name: str) -> None:
+def test_a_false_rule_is_caught_and_shown_as_a_program(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     kind, rule = FALSE[name]
     options: dict[str, Any] = {"terminates": False, "rng": "preserves", "shapes": "preserves"}
     verdict = verify(rule, **options)
@@ -126,6 +126,11 @@ def test_a_false_rule_is_caught(name: str) -> None:
     assert str(verdict).startswith(f"test.rule: false: {kind}: ")
     with pytest.raises(VerificationError, match=r"^test\.rule: false"):
         verdict.raise_if_false()
+    ran = execute(verdict.counterexample.snippet)
+    assert not same(ran["expected"], ran["found"]) or kind == "random"
+    printed = capsys.readouterr().out
+    assert printed.startswith("original: ")
+    assert "rewritten: " in printed
 
 
 def _tanh_of_small(x: Any) -> Any:
@@ -376,36 +381,6 @@ def test_a_result_that_strides_make_a_view_may_become_a_copy() -> None:
     assert verify(rule, samples=8).ok
 
 
-@pytest.mark.parametrize("name", FALSE)
-def test_the_snippet_shows_the_difference(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    _, rule = FALSE[name]
-    verdict = verify(rule, terminates=False, rng="preserves", shapes="preserves")
-    assert verdict.counterexample is not None
-    ran = execute(verdict.counterexample.snippet)
-    assert not same(ran["expected"], ran["found"]) or verdict.counterexample.difference.kind == "random"
-    printed = capsys.readouterr().out
-    assert printed.startswith("original: ")
-    assert "rewritten: " in printed
-
-
-def execute(snippet: str) -> dict[str, Any]:
-    namespace: dict[str, Any] = {}
-    exec(snippet, namespace)
-    return namespace
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Exception) or isinstance(b, Exception):
-        return type(a) is type(b)
-    return all(
-        x.shape == y.shape
-        and x.dtype == y.dtype
-        and torch.equal(torch.nan_to_num(x, nan=7.0).signbit(), torch.nan_to_num(y, nan=7.0).signbit())
-        and torch.equal(torch.nan_to_num(x, nan=7.0), torch.nan_to_num(y, nan=7.0))
-        for x, y in zip(a, b, strict=True)
-    )
-
-
 def test_a_counterexample_is_small() -> None:
     verdict = verify(FALSE["true but for NaN and infinities"][1])
     assert verdict.counterexample is not None
@@ -449,8 +424,10 @@ def test_a_sampler_is_asked_for_plain_tensors_and_the_smallest_are_shown() -> No
     def sampler(draw: Any) -> dict[str, torch.Tensor]:
         return {"x": draw.tensor(draw.size(), draw.size())}
 
-    counterexample = verify(rule, sampler=sampler, terminates=False, samples=200).counterexample
+    verdict = verify(rule, sampler=sampler, terminates=False, samples=200)
+    counterexample = verdict.counterexample
     assert counterexample is not None
+    assert verdict.samples == verify(rule, sampler=sampler, terminates=False, samples=200, shrink=False).samples
     assert "as_strided" not in counterexample.snippet
     (x,) = execute(counterexample.snippet)["inputs"]()
     assert x.tolist() == [[3.0]]

@@ -10,7 +10,7 @@ from torch import fx
 
 from fxrewrite import Literal, Maybe, cap, functional, op, where
 from fxrewrite.verify import Draw, Verdict
-from tests.verify.rules import rule_of, verify
+from tests.verify.rules import execute, rule_of, verify
 
 aten = torch.ops.aten
 LOSS: Any = aten.cross_entropy_loss(cap("logits"), cap("target"), cap("weight", Maybe), 2, -100, 0.0)
@@ -67,12 +67,11 @@ def test_the_smallest_sizes_are_drawn_again() -> None:
     wrong = rule_of(LOSS, lambda logits, target, weight: F.nll_loss(logits, target, weight, reduction="sum"))
     verdict: Verdict = verify(wrong, sampler=classes)
     assert verdict.counterexample is not None
-    namespace: dict[str, Any] = {}
-    exec(verdict.counterexample.snippet, namespace)
-    logits, target = namespace["inputs"]()[:2]
+    ran = execute(verdict.counterexample.snippet)
+    logits, target = ran["inputs"]()[:2]
     assert max(logits.shape) <= 2
     assert target.max() < logits.shape[1]
-    assert str(namespace["expected"]) != str(namespace["found"])
+    assert str(ran["expected"]) != str(ran["found"])
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -117,9 +116,8 @@ def test_what_an_operator_writes_is_compared_where_the_graph_is_functional() -> 
     verdict = verdict_on(3.0)
     assert not verdict.ok
     assert verdict.counterexample is not None
-    namespace: dict[str, Any] = {}
-    exec(verdict.counterexample.snippet, namespace)
-    assert str(namespace["expected"]) != str(namespace["found"])
+    ran = execute(verdict.counterexample.snippet)
+    assert str(ran["expected"]) != str(ran["found"])
 
 
 def test_wide_samples_show_what_a_sampler_hides() -> None:

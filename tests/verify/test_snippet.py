@@ -15,6 +15,7 @@ from fxrewrite.verify.compare import Difference
 from fxrewrite.verify.snippet import snippet
 from fxrewrite.verify.tensors import InputSpec
 from tests.bench.corpus import CASES
+from tests.verify.rules import execute
 
 X, Y = torch.tensor([[1.0, -2.0], [3.0, 4.0]]), torch.tensor([[2.0, 5.0], [7.0, -1.0]])
 
@@ -57,8 +58,7 @@ def test_a_program_has_operators_between_operands(text: str, trace: Callable[...
     program = written(gm)
     if trace is overloads:
         assert f"return ({text},)" in program or f"return {text}" in program
-    ran: dict[str, Any] = {}
-    exec(program, ran)
+    ran = execute(program)
     (found,) = ran["expected"] if isinstance(ran["expected"], tuple) else (ran["expected"],)
     assert torch.equal(found, EXPRESSIONS[text](X, Y))
 
@@ -71,6 +71,5 @@ def test_a_counterexample_has_fewer_than_ten_lines(name: str) -> None:
     lines = [line for line in counterexample.snippet.splitlines() if not line.startswith("#")]
     assert len(lines) < 10
     assert max(map(len, lines)) <= 200
-    ran: dict[str, Any] = {}
-    exec(counterexample.snippet, ran)
+    ran = execute(counterexample.snippet)
     assert not torch.allclose(ran["expected"][0], ran["found"][0])

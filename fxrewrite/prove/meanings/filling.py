@@ -33,10 +33,6 @@ def _copy(call: SymbolicCall) -> SymbolicTensor:
     return SymbolicTensor(x.shape, x.dtype, x.at, call.text())
 
 
-def _alias(call: SymbolicCall) -> SymbolicTensor:
-    return call.first
-
-
 def _detach(call: SymbolicCall) -> SymbolicTensor:
     x = call.first
     return call.value(lambda i: apply("detach", x.at(i)), x.shape)  # other gradients: another function
@@ -83,7 +79,7 @@ FILLING: Mapping[str, Meaning] = {
     **dict.fromkeys(("ones", "new_ones", "ones_like"), lambda call: _fill(call, 1)),
     **dict.fromkeys(("full", "new_full", "full_like"), lambda call: _fill(call, call.args["fill_value"])),
     **dict.fromkeys(("clone", "contiguous"), _copy),
-    "alias": _alias,
+    "alias": lambda call: call.first,
     "detach": _detach,
     "dropout": _dropout,
     **dict.fromkeys(("to", "_to_copy", "type_as"), convert),

@@ -23,11 +23,6 @@ def reshape(call: SymbolicCall) -> SymbolicTensor:
     return call.value(lambda i: x.at(call.indices.reshaped(i, shape, x.shape)), shape)
 
 
-def _expand(call: SymbolicCall) -> SymbolicTensor:
-    x = call.first
-    return call.value(lambda i: call.read(x, i))
-
-
 # Permutations
 
 
@@ -47,10 +42,6 @@ def _transpose(call: SymbolicCall) -> SymbolicTensor:
         a, b = call.dim("dim0"), call.dim("dim1")
         order[a], order[b] = order[b], order[a]
     return _permuted(call, order)
-
-
-def _t(call: SymbolicCall) -> SymbolicTensor:
-    return _permuted(call, list(range(len(call.first.shape)))[::-1])
 
 
 def _transpose_matrices(call: SymbolicCall) -> SymbolicTensor:
@@ -79,18 +70,11 @@ def _select(call: SymbolicCall) -> SymbolicTensor:
 
 
 def _slice(call: SymbolicCall) -> SymbolicTensor:
-    x, dim, step = call.first, call.dim(), call.args["step"]
-    start = _start(call, x.shape[dim])
-    if not isinstance(step, int):
-        raise UnknownError("the step of a slice is no number")
-    return call.value(_shifted(x, dim, start, step))
-
-
-def _narrow(call: SymbolicCall) -> SymbolicTensor:
-    x, dim = call.first, call.dim()
-    if isinstance(call.args["start"], SymbolicTensor):
-        raise UnknownError("data decide where narrow starts")
-    return call.value(_shifted(x, dim, _start(call, x.shape[dim])))
+    """Returns the entries of `slice` or `narrow`."""
+    x, dim, step = call.first, call.dim(), call.args.get("step", 1)
+    if not isinstance(step, int) or isinstance(call.args["start"], SymbolicTensor):
+        raise UnknownError("data, or a size, decide which entries a slice has")
+    return call.value(_shifted(x, dim, _start(call, x.shape[dim]), step))
 
 
 def _start(call: SymbolicCall, size: Expr) -> Expr:
@@ -172,20 +156,14 @@ def _entry_of_cat(
 
 
 def _stack(call: SymbolicCall) -> SymbolicTensor:
-    tensors, rank = call.args["tensors"], len(call.shape)
-    dim = call.args["dim"] % rank
+    dim = call.args["dim"] % len(call.shape)
 
-    def at(index: Sequence[Expr]) -> Expr:
-        inner = [*index[:dim], *index[dim + 1 :]]
-        entries = [cast(x.at(inner), x.dtype, call.dtype) for x in tensors]
-        if index[dim].is_Integer:
-            return entries[int(index[dim])]
-        *others, found = entries
-        for number, own in reversed(list(enumerate(others))):
-            found = where(apply("is", index[dim], Integer(number)), own, found)
-        return found
+    def as_part(x: SymbolicTensor) -> SymbolicTensor:
+        shape = (*x.shape[:dim], Integer(1), *x.shape[dim:])
+        return SymbolicTensor(shape, x.dtype, lambda i: x.at([*i[:dim], *i[dim + 1 :]]), x.name)
 
-    return call.value(at)
+    parts = list(map(as_part, call.args["tensors"]))
+    return call.value(lambda i: _entry_of_cat(call, parts, dim, i, Integer(0)))
 
 
 def _repeat_interleave(call: SymbolicCall) -> Any:
@@ -213,15 +191,15 @@ def _repeat(call: SymbolicCall) -> SymbolicTensor:
 
 
 VIEWS: Mapping[str, Meaning] = {
-    **dict.fromkeys(("expand", "expand_as", "broadcast_to"), _expand),
+    **dict.fromkeys(
+        ("expand", "expand_as", "broadcast_to"), lambda call: call.value(lambda i: call.read(call.first, i))
+    ),
     "permute": _permute,
     "transpose": _transpose,
-    "t": _t,
-    "mT": _transpose_matrices,
+    **dict.fromkeys(("t", "mT"), _transpose_matrices),
     "flip": _flip,
     "select": _select,
-    "slice": _slice,
-    "narrow": _narrow,
+    **dict.fromkeys(("slice", "narrow"), _slice),
     **dict.fromkeys(("split", "split_with_sizes", "chunk"), _split),
     "unbind": _unbind,
     "cat": _cat,
