@@ -54,7 +54,7 @@ def failed(condition: Condition, candidate: Candidate, passed: int, node: fx.Nod
     """The failure of one condition below the candidate."""
     value = candidate.value(condition.path)
     instead = value if isinstance(value, fx.Node) else None
-    return Failure(passed, condition.reason, condition.expected(), condition.found(candidate), node, instead)
+    return Failure(passed, condition.kind.reason, condition.expected(), condition.found(candidate), node, instead)
 
 
 def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int = 0) -> Iterable[Match | Failure]:
@@ -145,7 +145,7 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
         tried = True
         yield from _with_lists(variant, candidate.choose(index, ABSENT), index + 1, passed)
     if not tried:
-        wanted = variant.stages[index][0].value
+        wanted = variant.stages[index][0].operands[0]
         root = candidate.value(Path.root(0))
         yield Failure(passed, Reason.OUTPUT, f"output {index + 1}, {wanted}, on the same values", "none", root)
 

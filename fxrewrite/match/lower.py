@@ -14,20 +14,21 @@ import torch
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match.conditions import (
-    Another,
+    ARGUMENTS,
+    HAS_ITEMS,
+    IS_ANOTHER,
+    IS_LIST,
+    IS_LITERAL,
+    IS_NODE,
+    IS_ONE_OF,
+    IS_OPERATOR,
+    IS_OPTIONAL_NODE,
+    IS_PARAMETER,
+    IS_PLAIN,
+    IS_SAME,
+    IS_SAME_NUMBER,
     Arguments,
     Condition,
-    HasItems,
-    IsList,
-    IsLiteral,
-    IsNode,
-    IsOneOf,
-    IsOperator,
-    IsOptionalNode,
-    IsParameter,
-    IsPlain,
-    IsSame,
-    IsSameNumber,
 )
 from fxrewrite.match.lists import ITEM, Item, ListPart, VariadicList
 from fxrewrite.match.size_conditions import size_conditions
@@ -46,7 +47,6 @@ from fxrewrite.pattern.terms import (
     Op,
     Siblings,
     Term,
-    freeze,
     in_steps,
     is_size,
     part_of,
@@ -129,12 +129,10 @@ class Variant:
     @property
     def root_key(self) -> str:
         """The operator of output 0: the first condition of every variant."""
-        first = self.stages[0][0]
-        assert isinstance(first, IsOperator)
-        return first.operand
+        return self.stages[0][0].operands[0]
 
 
-_CAPTURED = {"node": IsNode, "literal": IsPlain, "optional": IsOptionalNode, "param": IsParameter, "any": None}
+_CAPTURED = {"node": IS_NODE, "literal": IS_PLAIN, "optional": IS_OPTIONAL_NODE, "param": IS_PARAMETER, "any": None}
 """What a capture of each kind asks of its value."""
 
 
@@ -217,11 +215,11 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
         kind = _CAPTURED[term.kind]
         yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
     elif isinstance(term, LiteralValue):
-        yield _Part((IsLiteral(path, freeze(term.value)),))
+        yield _Part((IS_LITERAL(path, term, path.step, path.parent),))
     elif isinstance(term, ListOf):
         front, middle, back = _ends(term.items)
         fixed = sum(not isinstance(item, Each) for item in term.items)
-        head = _Part((HasItems(path, fixed),), lists=((path, term),)) if middle else _Part((IsList(path, fixed),))
+        head = _Part((HAS_ITEMS(path, fixed),), lists=((path, term),)) if middle else _Part((IS_LIST(path, fixed),))
         ends = [*enumerate(front), *((index - len(back), item) for index, item in enumerate(back))]
         for parts in _product([list(_read(item, path / index)) for index, item in ends]):
             yield sum(parts, head)
@@ -283,7 +281,7 @@ def _item(part: _Part) -> Item:
 
 def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
     names = tuple(name for name, _ in term.args)
-    is_called = (IsOperator(path, term.key), Arguments(path, names))
+    is_called = (IS_OPERATOR(path, term.key), Arguments(path, names, ARGUMENTS))
     head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
     for order in _orders(term, names):
         arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
@@ -318,7 +316,7 @@ def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:
         steps.append(steps[-1] / FIRST)
     for length in range(term.most, term.least - 1, -1):
         run = steps[:length]
-        head = _Part(tuple(IsOneOf(step, term.keys) for step in run), (), tuple((step, term) for step in run))
+        head = _Part(tuple(IS_ONE_OF(step, term.keys) for step in run), (), tuple((step, term) for step in run))
         for part in _read(term.base, steps[length]):
             yield head + part
 
@@ -378,7 +376,7 @@ def _repeats(part: _Part) -> dict[Path, int]:
 
 def _same(path: Path, other: Path, repeats: Mapping[Path, int]) -> Condition:
     here, there = repeats.get(path, 0), repeats.get(other, 0)
-    return IsSameNumber(path, other, (here, there)) if here or there else IsSame(path, other)
+    return IS_SAME_NUMBER(path, other, here, there) if here or there else IS_SAME(path, other)
 
 
 def _variant(
@@ -446,7 +444,7 @@ def _draws_apart(part: _Part, drawn: dict[Op, Path], pattern: Pattern) -> Iterat
                 f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
                 "twice or two draws; capture its result instead"
             )
-        yield from (Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key)
+        yield from (IS_ANOTHER(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key)
         drawn[term] = path
 
 
