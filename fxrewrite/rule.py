@@ -31,11 +31,11 @@ from fxrewrite.match.safety import (
     check_modes,
     check_order,
     check_region,
+    check_saved,
     check_writes,
     insertion_point,
 )
 from fxrewrite.match.same_value import check_dtypes, check_gradients, check_values, needs_detach
-from fxrewrite.match.saved import check_saved
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.pattern.where import Constraint

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,55 +168,29 @@ def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
 def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int) -> Match | Failure:
     values = candidate.known(variant.paths)
     outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
-    inner: list[fx.Node] = [values[path] for path in variant.inner]
+    # What is below the outputs: a node, whether it may have users outside of the match, and where the pattern has it.
+    inner = [(values[path], path in variant.shared, path) for path in variant.inner]
     missing: tuple[int, ...] = tuple(range(variant.first))
-    inner_paths = variant.inner
     if variant.may_miss:
         missing += tuple(variant.first + place for place, node in enumerate(outputs) if node is ABSENT)
         outputs = tuple(node for node in outputs if node is not ABSENT)
-        inner_paths = tuple(path for path, node in zip(variant.inner, inner, strict=True) if node is not ABSENT)
-        inner = [node for node in inner if node is not ABSENT]
-    nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *inner))
-    of_items: list[tuple[fx.Node, bool]] = []
-    if variant.lists:
-        of_items = [item for lists in variant.lists for one in lists for item in values[one.nodes]]
-        nodes.update((node, None) for node, _ in of_items)
-    kept = _kept(variant, zip(inner_paths, inner, strict=True), of_items, nodes, outputs)
-    if isinstance(kept, tuple):
-        expected, node = kept
-        return _outside_user(passed, expected, node, nodes)
+        inner = [one for one in inner if one[0] is not ABSENT]
+    inner += [(*item, "an item") for lists in variant.lists for one in lists for item in values[one.nodes]]
+    nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *[node for node, _, _ in inner]))
+    kept: set[fx.Node] = set()
+    for node, is_shared, place in inner:
+        if node.users.keys() <= nodes.keys() or node in outputs:
+            continue
+        if not is_shared:
+            user = next(user for user in node.users if user not in nodes)
+            expected, found = f"no user of {place} outside the match", f"%{user.name} uses %{node.name}"
+            return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
+        kept.add(node)
     captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
     refused = _refused(pattern, variant, captures, outputs[0], passed)
     if isinstance(refused, Failure):
         return refused
     return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)
-
-
-def _kept(
-    variant: Variant,
-    inner: Iterable[tuple[Path, fx.Node]],
-    of_items: Iterable[tuple[fx.Node, bool]],
-    nodes: Mapping[fx.Node, None],
-    outputs: tuple[fx.Node, ...],
-) -> set[fx.Node] | tuple[str, fx.Node]:
-    """Returns the nodes that stay in the graph, as users outside the match read them, which only shared() allows.
-
-    Of the first node that is read outside and not shared it returns what was expected, and the node.
-    """
-    kept: set[fx.Node] = set()
-    for path, node in inner:
-        if node.users.keys() <= nodes.keys() or node in outputs:
-            continue
-        if path not in variant.shared:
-            return f"no user of {path} outside the match", node
-        kept.add(node)
-    for node, is_shared in of_items:
-        if node.users.keys() <= nodes.keys():
-            continue
-        if not is_shared:
-            return "no user of an item outside the match", node
-        kept.add(node)
-    return kept
 
 
 def _refused(
@@ -228,9 +202,7 @@ def _refused(
         if any(captures[name] is None and name not in variant.values for name in constraint.names):
             continue  # a constraint on an absent optional capture holds
         try:
-            why_not = (
-                why_not_each(constraint, captures, variant.listed) if variant.listed else constraint.why_not(captures)
-            )
+            why_not = why_not_each(constraint, captures, variant.listed)
         except RefusedError as refusal:
             refused = refused or refusal
             continue
@@ -242,11 +214,6 @@ def _refused(
         if why_not:
             return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, root)
     return refused
-
-
-def _outside_user(passed: int, expected: str, node: fx.Node, nodes: Container[fx.Node]) -> Failure:
-    user = next(user for user in node.users if user not in nodes)
-    return Failure(passed, Reason.OUTSIDE_USER, expected, f"%{user.name} uses %{node.name}", node, user)
 
 
 def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, passed: int) -> Match | Failure:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -82,7 +83,7 @@ class Result:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """One reading of a pattern.
 
@@ -98,9 +99,6 @@ class Variant:
         listed: captures that are lists, with an entry for each item.
         first: the place in the pattern of output 0; the graph reads none of those before it, which are `unread`.
         may_miss: per output, what result it is if the graph need not read it; empty if the graph must read all.
-        is_plain: whether the conditions of output 0 are all that there is before captures are known.
-        outputs: paths of the outputs.
-        paths: all paths whose values belong to the match.
     """
 
     stages: tuple[tuple[Condition, ...], ...]
@@ -115,16 +113,22 @@ class Variant:
     first: int = 0
     unread: tuple[Result, ...] = ()
     may_miss: tuple[Result | None, ...] = ()
-    is_plain: bool = field(init=False)
-    outputs: tuple[Path, ...] = field(init=False)
-    paths: frozenset[Path] = field(init=False)
 
-    def __post_init__(self) -> None:
-        outputs = tuple(Path.root(index) for index in range(len(self.stages)))
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the conditions of output 0 are all that there is before captures are known."""
+        return len(self.stages) == 1 and not self.lists and not self.unread
+
+    @cached_property
+    def outputs(self) -> tuple[Path, ...]:
+        """Paths of the outputs."""
+        return tuple(Path.root(index) for index in range(len(self.stages)))
+
+    @cached_property
+    def paths(self) -> frozenset[Path]:
+        """All paths whose values belong to the match."""
         captured = [path for path in self.captures.values() if path is not None]
-        object.__setattr__(self, "outputs", outputs)
-        object.__setattr__(self, "is_plain", len(outputs) == 1 and not self.lists and not self.unread)
-        object.__setattr__(self, "paths", frozenset([*outputs, *self.inner, *captured]))
+        return frozenset([*self.outputs, *self.inner, *captured])
 
     @property
     def root_key(self) -> str:
