@@ -152,7 +152,7 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
 
 def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
     """Returns the nodes that may be the output: repeated users of a known value, by the operators of the pattern."""
-    known = [(candidate.value(path), keys) for path, keys in link.choices]
+    known = [(candidate.value(path), keys) for path, keys in link]
     known += [(value[0], keys) for value, keys in known if isinstance(value, list) and value]
     starts = [(value, keys) for value, keys in known if isinstance(value, fx.Node)]
     if not starts:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
@@ -63,16 +64,12 @@ MAX_VARIANTS = 512
 """Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How to find a further output: climb from a value that an earlier output captured too.
+Link: TypeAlias = tuple[tuple[Path, tuple[frozenset[str], ...]], ...]
+"""How to find a further output: climb from a value that an earlier output captured too.
 
-    Each choice is the path of such a value, and the operators from its user up to the output. The matcher climbs from
-    the value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
-    """
-
-    output: int
-    choices: tuple[tuple[Path, tuple[frozenset[str], ...]], ...]
+Each choice is the path of such a value, and the operators from its user up to the output. The matcher climbs from the
+value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,7 +467,7 @@ def _link_of_siblings(term: Siblings, part: _Part, captures: dict[str, Path], pa
         raise RuleDefinitionError(
             f"pattern {pattern}: a reading of it does not capture {term.on}, what they have in common"
         )
-    return Link(0, ((on, _climb_keys(on, part)),))
+    return ((on, _climb_keys(on, part)),)
 
 
 def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
@@ -488,4 +485,4 @@ def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) 
             f"pattern {pattern}: output {index} captures no value of the graph that an earlier output captures, so it "
             "could be anywhere; write two rules"
         )
-    return Link(index, tuple(choices))
+    return tuple(choices)

@@ -207,32 +207,21 @@ class _Walk:
     def _reader_in_subgraphs(self, node: fx.Node) -> fx.Node | None:
         """As `_reader`, of a node that calls subgraphs: follows its operands through these."""
         bodies, operands = _bodies(self._edit.gm, node), _operands(self._edit.gm, node)
-        if ops.key(node) == _CUSTOM_FUNCTION and len(bodies) == 2:
-            return self._reader_in_function(node, bodies[0], bodies[1], operands)
-        if not _runs_on_operands(node) or len(bodies) != 1:
+        is_function = ops.key(node) == _CUSTOM_FUNCTION  # of autograd: a forward and a backward
+        if len(bodies) != 1 + is_function or not (is_function or _runs_on_operands(node)):
             return node
         walk = self._entered(node, bodies[0], self.new_values(operands))
         if isinstance(walk, fx.Node):
             return walk
         result = walk.result()
+        if is_function and result is not None:  # what the forward saves goes to the backward, after the gradients
+            returned: Any = bodies[0].graph.output_node().args[0]
+            result, saved = result[0], walk.new_values(returned[1])
+            entered = self._entered(node, bodies[1], [*(None for _ in returned[0]), *saved])
+            if isinstance(entered, fx.Node):
+                return entered
         if result is not None:
             self._note(node, ops.value(node), result, node.users)
-        return None
-
-    def _reader_in_function(
-        self, node: fx.Node, forward: fx.GraphModule, backward: fx.GraphModule, operands: Sequence[Any]
-    ) -> fx.Node | None:
-        """As `_reader_in_subgraphs`, of a custom `autograd.Function`: what its forward saves goes to its backward."""
-        walk = self._entered(node, forward, self.new_values(operands))
-        if isinstance(walk, fx.Node):
-            return walk
-        given: Any = forward.graph.output_node().args[0]
-        results, saved = map(walk.new_values, given)
-        entered = self._entered(node, backward, [*(None for _ in results), *saved])
-        if isinstance(entered, fx.Node):
-            return entered
-        if any(value is not None for value in results):
-            self._note(node, ops.value(node), walk.result()[0], node.users)
         return None
 
     def _entered(self, caller: fx.Node, body: fx.GraphModule, values: Sequence[Any]) -> _Walk | fx.Node:
