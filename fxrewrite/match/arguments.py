@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.match.values import call_signature, frozen, literal_outcomes
+from fxrewrite.match.values import call_signature, literal_outcomes
+from fxrewrite.pattern.terms import frozen
 
 __all__ = ["ArgumentReader"]
 

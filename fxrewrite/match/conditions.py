@@ -24,11 +24,10 @@ from fxrewrite.match.values import (
     Path,
     as_number,
     call_signature,
-    has_node,
     is_same,
     literal_outcomes,
 )
-from fxrewrite.pattern.terms import freeze
+from fxrewrite.pattern.terms import freeze, holds
 
 __all__ = [
     "ARGUMENTS",
@@ -57,7 +56,7 @@ NAMES: Mapping[str, Any] = MappingProxyType(
         "Node": fx.Node,
         "as_number": as_number,
         "freeze": freeze,
-        "has_node": has_node,
+        "holds": holds,
         "is_parameter": ops.is_parameter,
         "is_same": is_same,
         "is_scalar": ops.is_scalar,
@@ -164,7 +163,7 @@ IS_OPTIONAL_NODE = Kind(Reason.CAPTURE, "a tensor of the graph or None at {path}
 """A value of the graph that is not known to be a number, or None."""
 IS_PARAMETER = Kind(Reason.CAPTURE, "a parameter at {path}", "isinstance({v}, Node) and is_parameter({v})")
 """A value of the graph that is a parameter or a buffer of the model."""
-IS_PLAIN = Kind(Reason.CAPTURE, "a Python value at {path}", "{v} is not ABSENT and not has_node({v})")
+IS_PLAIN = Kind(Reason.CAPTURE, "a Python value at {path}", "{v} is not ABSENT and not holds({v}, Node)")
 """A Python value that contains no value of the graph."""
 IS_OPERATOR = Kind(Reason.OPERATOR, "operator {0} at {path}", "isinstance({v}, Node) and key({v}) == {0}")
 """A call of the operator with this key."""

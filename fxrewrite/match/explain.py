@@ -9,7 +9,7 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.errors import Reason
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import with_source
 from fxrewrite.match.finish import Failure, complete, failed
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
@@ -29,8 +29,7 @@ class Miss:
     num_conditions: int
 
     def __str__(self) -> str:
-        source = source_line(self.root)
-        where = f"%{self.root.name} ({source})" if source else f"%{self.root.name}"
+        where = with_source(self.root)
         hint = f"; {self.hint}" if self.hint else ""
         return f"at {where}: {self.failure.passed} of {self.num_conditions} conditions hold, then {self.failure}{hint}"
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, RefusedError
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import with_source
 from fxrewrite.graph.walk import reached
 from fxrewrite.match.conditions import Condition
 from fxrewrite.match.lists import Failed, VariadicList, solutions
@@ -207,9 +207,8 @@ def _refused(
             refused = refused or refusal
             continue
         except Exception as error:
-            place = f"%{root.name} ({source_line(root)})".replace(" ()", "")
             raise FxRewriteError(
-                f"constraint {constraint} raised {type(error).__name__} at {place}: {error}"
+                f"constraint {constraint} raised {type(error).__name__} at {with_source(root)}: {error}"
             ) from error
         if why_not:
             return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, root)

@@ -40,7 +40,9 @@ __all__ = [
     "as_term",
     "call",
     "freeze",
+    "frozen",
     "has_parts",
+    "holds",
     "holds_term",
     "in_steps",
     "is_size",
@@ -48,6 +50,7 @@ __all__ = [
     "parts_of",
     "reflected",
     "subterms",
+    "tensor_text",
     "tracing",
     "with_sizes",
 ]
@@ -333,6 +336,19 @@ def freeze(value: Any) -> Any:
     return type(value), value
 
 
+def frozen(value: Any) -> Any:
+    """Like `freeze`, but an unhashable value becomes something that equals only itself."""
+    try:
+        return freeze(value)
+    except TypeError:
+        return id(value)
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Returns dtype and shape as text: `float32[2, 3]`."""
+    return f"{ops.dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
+
+
 def as_term(value: Any) -> Term:
     """Converts to a term: terms stay, `...` is Ignore, a list that contains terms is ListOf, others are literals."""
     if isinstance(value, Term):
@@ -347,7 +363,7 @@ def as_term(value: Any) -> Term:
         raise RuleDefinitionError("a pattern cannot capture a bound of a slice; capture the whole index instead")
     if isinstance(value, torch.Tensor):
         raise RuleDefinitionError(
-            f"a pattern cannot hold a tensor ({str(value.dtype).removeprefix('torch.')}{list(value.shape)}): it is "
+            f"a pattern cannot hold a tensor ({tensor_text(value)}): it is "
             "compared by structure alone; make it a parameter of the pattern, annotated Param if the model holds it, "
             "and state its values by a constraint (fxrewrite.where.predicate), or write a number"
         )
@@ -518,12 +534,19 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def holds_term(value: Any) -> bool:
-    """Whether the value is a term, or a list, tuple or slice with one, at any depth."""
-    if isinstance(value, (list, tuple)):
-        return any(map(holds_term, value))
+    """Whether the value is a term, or a container with one."""
+    return holds(value, Term)
+
+
+def holds(value: Any, kind: type[Any]) -> bool:
+    """Whether the value is of the class, or a list, tuple, slice or dict with such a value, at any depth."""
     if isinstance(value, slice):
-        return any(map(holds_term, (value.start, value.stop, value.step)))
-    return isinstance(value, Term)
+        value = value.start, value.stop, value.step
+    elif isinstance(value, dict):
+        value = (*value.values(),)
+    if isinstance(value, (list, tuple)):
+        return any(holds(item, kind) for item in value)
+    return isinstance(value, kind)
 
 
 def parts_of(term: Term) -> tuple[Term, ...]:

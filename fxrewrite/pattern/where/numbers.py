@@ -17,7 +17,7 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.sizes import is_always, is_read_from_data
-from fxrewrite.pattern.terms import LiteralValue, freeze
+from fxrewrite.pattern.terms import LiteralValue, frozen
 from fxrewrite.pattern.where.base import BaseConstraint, NoAnswerError, tensor_of
 
 __all__ = [
@@ -293,16 +293,9 @@ def _holds(left: Any, relation: str, right: Any) -> bool:
     if _is_number(left) and _is_number(right):
         return is_always(RELATIONS[relation](left, right))
     if relation in ("==", "!="):
-        return _is_equal(left, right) == (relation == "==")
+        # equal Python values: 0 and 0.0 are equal, as numbers, and 1 and True are not
+        return (frozen(left) == frozen(right)) == (relation == "==")
     raise NoAnswerError(f"{left!r} and {right!r} have no order")
-
-
-def _is_equal(left: Any, right: Any) -> bool:
-    """Equal Python values; 0 and 0.0 are equal, 1 and True are not."""
-    try:
-        return freeze(left) == freeze(right)
-    except TypeError:  # constants are hashable, so an unhashable value equals none of them
-        return False
 
 
 def _found(numbers: tuple[Number, ...], captures: Mapping[str, Any]) -> str:
