@@ -31,7 +31,7 @@ from fxrewrite.pattern.terms import (
 from fxrewrite.pattern.text import parse_term, term_text
 from fxrewrite.pattern.where import Constraint, parse as parse_constraint
 from fxrewrite.pattern.where.facts import ListRelation
-from fxrewrite.pattern.where.numbers import OneOf, Relation
+from fxrewrite.pattern.where.numbers import Relation
 
 __all__ = ["ROOT", "Pattern", "parse", "trace"]
 
@@ -133,7 +133,7 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"constraint {constraint} reads {unknown}, the pattern captures {list(kinds)}"
                 )
-            asked = isinstance(constraint, (ListRelation, OneOf, Relation))
+            asked = isinstance(constraint, (ListRelation, Relation))
             for name in constraint.whole[:2] if asked else ():  # the third name of are_sizes is a dimension
                 if name not in self.lists and kinds.get(name) not in ("literal", "any"):
                     raise RuleDefinitionError(

@@ -20,7 +20,6 @@ from fxrewrite.pattern.where.numbers import (
     CONSTANTS,
     Arithmetic,
     Number,
-    OneOf,
     RankOf,
     Relation,
     SizeOf,
@@ -145,7 +144,7 @@ class _Reader:
         left = self.number(node.left)
         if relation in ("in", "not in"):
             constants = tuple(LiteralValue(self.constant(item)) for item in self.items(right))
-            return self.made(node, OneOf, left, constants, relation == "not in")
+            return self.made(node, Relation, left, relation, constants)
         return self.made(node, Relation, left, relation, self.number(right))
 
     def made(self, node: ast.expr, kind: Callable[..., _Made], *parts: Any) -> _Made:
