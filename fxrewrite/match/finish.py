@@ -199,10 +199,12 @@ def _refused(
     """Returns why the first constraint does not hold, or the first refusal of one: a match that is refused is found."""
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
-        if any(captures[name] is None and name not in variant.values for name in constraint.names):
-            continue  # a constraint on an absent optional capture holds
+        # A constraint on a capture that is absent holds; of a Python value that is captured, None is one like others.
+        values = pattern.values
+        if any(captures[n] is None and (variant.captures[n] is None or n not in values) for n in constraint.names):
+            continue
         try:
-            why_not = why_not_each(constraint, captures, variant.listed)
+            why_not = why_not_each(constraint, captures, pattern.lists)
         except RefusedError as refusal:
             refused = refused or refusal
             continue

@@ -90,10 +90,8 @@ class Variant:
         captures: name -> path; None if the name belongs to an alternative that this reading does not take.
         inner: paths of the operators below the outputs, users before what they use.
         shared: those of `inner` that may have users outside the match.
-        values: captures for which None is an ordinary value.
         siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
         lists: per output, its lists of any length.
-        listed: captures that are lists, with an entry for each item.
         first: the place in the pattern of output 0; the graph reads none of those before it, which are `unread`.
         may_miss: per output, what result it is if the graph need not read it; empty if the graph must read all.
     """
@@ -103,10 +101,8 @@ class Variant:
     captures: dict[str, Path | None]
     inner: tuple[Path, ...]
     shared: frozenset[Path]
-    values: frozenset[str] = frozenset()
     siblings: Link | None = None
     lists: tuple[tuple[VariadicList, ...], ...] = ()
-    listed: frozenset[str] = frozenset()
     first: int = 0
     unread: tuple[Result, ...] = ()
     may_miss: tuple[Result | None, ...] = ()
@@ -406,7 +402,6 @@ def _variant(
     named = {capture.name: captures.get(capture.name) for capture in pattern.captures} | dict.fromkeys(pattern.absent)
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
-    values = pattern.values & captures.keys()
     first = pattern.outputs[0]
     return Variant(
         tuple(stages),
@@ -414,10 +409,8 @@ def _variant(
         named,
         inner,
         shared,
-        values,
         _link_of_siblings(first, parts[0], captures, pattern) if isinstance(first, Siblings) else None,
         lists=tuple(lists) if any(lists) else (),
-        listed=pattern.lists,
         first=first_output,
         unread=unread,
         may_miss=tuple(may_miss) if any(may_miss) else (),

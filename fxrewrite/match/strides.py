@@ -97,7 +97,6 @@ class _Walk:
 
     Attributes:
         values: nodes with other strides -> their new values.
-        moved: nodes with equal strides at another place of memory.
         inner: the same as `values`, of nodes in subgraphs that are called.
     """
 
@@ -107,7 +106,6 @@ class _Walk:
         self._waiting: list[fx.Node] = []
         self._seen: set[fx.Node] = set()
         self.values: dict[fx.Node, Any] = {}
-        self.moved: set[fx.Node] = set()
         self.inner: dict[fx.Node, Any] = {}
         for node, new, readers in replaced:
             self._note(node, ops.value(node), new, readers)
@@ -134,13 +132,11 @@ class _Walk:
 
     def _note(self, node: fx.Node, was: Any, is_now: Any, readers: Iterable[fx.Node]) -> None:
         """Notes that a value changes, and its readers, if it does."""
-        if not is_alike(was, is_now):
+        is_same = is_alike(was, is_now)
+        if not is_same:
             self.values[node] = is_now
-        elif _is_moved(was, is_now):
-            self.moved.add(node)
-        else:
-            return
-        self._push(readers)
+        if not is_same or _is_moved(was, is_now):
+            self._push(readers)
 
     def _push(self, users: Iterable[fx.Node]) -> None:
         for user in users:
@@ -193,6 +189,7 @@ class _Walk:
         return self._effects.later_writer(node, ops.memory_origins(node)) is not None or _is_left_to_writes(self._edit)
 
     def _reader_of_moved(self, node: fx.Node) -> fx.Node | None:
+        """As `_reader`, of a node whose operands have their old strides at another place of memory."""
         if ops.has_trait(node, "addressed"):
             return node
         inner = (n for body in _bodies(self._edit.gm, node) for n in body.graph.nodes)
@@ -200,7 +197,6 @@ class _Walk:
         if addressed is not None:
             return addressed
         if ops.is_view(node):
-            self.moved.add(node)
             self._push(node.users)
         return None
 
