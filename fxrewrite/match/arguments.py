@@ -11,8 +11,6 @@ from fxrewrite import ops
 from fxrewrite.match.values import call_signature, literal_outcomes
 from fxrewrite.pattern.terms import frozen
 
-__all__ = ["ArgumentReader"]
-
 _Read: TypeAlias = Callable[[fx.Node, tuple[Any, ...], Mapping[str, Any]], Sequence[Any] | None]
 """Reads a call, which is given with its arguments; None if it does not fit."""
 

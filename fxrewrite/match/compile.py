@@ -16,8 +16,6 @@ from fxrewrite.match.conditions import IS_LITERAL, IS_OPERATOR, NAMES, Arguments
 from fxrewrite.match.values import Path, part
 from fxrewrite.pattern.terms import freeze
 
-__all__ = ["Leaf", "Tree", "TreeFunction", "compile_tree"]
-
 Leaf: TypeAlias = tuple[int, int]
 TreeFunction: TypeAlias = Callable[[fx.Node, list[tuple[Leaf, dict[Path, Any]]]], None]
 

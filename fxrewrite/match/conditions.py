@@ -29,27 +29,6 @@ from fxrewrite.match.values import (
 )
 from fxrewrite.pattern.terms import freeze, holds
 
-__all__ = [
-    "ARGUMENTS",
-    "HAS_ITEMS",
-    "IS_ANOTHER",
-    "IS_LIST",
-    "IS_LITERAL",
-    "IS_NODE",
-    "IS_ONE_OF",
-    "IS_OPERATOR",
-    "IS_OPTIONAL_NODE",
-    "IS_PARAMETER",
-    "IS_PLAIN",
-    "IS_SAME",
-    "IS_SAME_NUMBER",
-    "IS_SIZE_CALL",
-    "NAMES",
-    "Arguments",
-    "Condition",
-    "Kind",
-]
-
 NAMES: Mapping[str, Any] = MappingProxyType(
     {
         "ABSENT": ABSENT,

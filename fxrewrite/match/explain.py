@@ -17,8 +17,6 @@ from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import LiteralValue, Op, subterms
 
-__all__ = ["Explanation", "Miss", "explain"]
-
 
 @dataclass(frozen=True, slots=True)
 class Miss:

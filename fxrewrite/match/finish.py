@@ -22,8 +22,6 @@ from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import Siblings
 from fxrewrite.pattern.where.base import why_not_each
 
-__all__ = ["Failure", "complete", "failed"]
-
 _NOTHING: frozenset[fx.Node] = frozenset()
 
 

@@ -58,8 +58,6 @@ from fxrewrite.pattern.terms import (
 )
 from fxrewrite.pattern.text import term_text
 
-__all__ = ["MAX_VARIANTS", "Link", "Result", "Variant", "lower"]
-
 MAX_VARIANTS = 512
 """Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
 

@@ -23,8 +23,6 @@ from fxrewrite.match.match import Match
 from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 
-__all__ = ["Program"]
-
 Owner = TypeVar("Owner")
 
 

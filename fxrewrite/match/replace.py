@@ -20,8 +20,6 @@ from fxrewrite.match.once import compute_once
 from fxrewrite.match.safety import Effects
 from fxrewrite.pattern.terms import tensor_text
 
-__all__ = ["NodeProxy", "Replacer"]
-
 _aten = torch.ops.aten
 
 

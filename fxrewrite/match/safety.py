@@ -19,19 +19,6 @@ from fxrewrite.graph.walk import reached
 from fxrewrite.match.match import Match
 from fxrewrite.pattern.pattern import ROOT
 
-__all__ = [
-    "Effects",
-    "check_aliases",
-    "check_draws",
-    "check_later_writes",
-    "check_modes",
-    "check_order",
-    "check_region",
-    "check_saved",
-    "check_writes",
-    "insertion_point",
-]
-
 
 class Effects:
     """The nodes of a graph that write to memory or draw random numbers, in graph order.

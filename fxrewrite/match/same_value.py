@@ -19,8 +19,6 @@ from fxrewrite.match.safety import Effects
 from fxrewrite.match.strides import Replaced, after_strides, is_alike
 from fxrewrite.pattern.terms import tensor_text
 
-__all__ = ["check_dtypes", "check_gradients", "check_parts", "check_values", "needs_detach"]
-
 _INDICES = frozenset({"index", "indices", "target", "mask"})
 """Names of operands whose dtype is their own."""
 

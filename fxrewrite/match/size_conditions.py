@@ -12,8 +12,6 @@ from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Capture, LiteralValue, Op, Term
 from fxrewrite.pattern.text import term_text
 
-__all__ = ["size_conditions"]
-
 
 def size_conditions(
     path: Path, term: Op, captures: dict[str, Path], computed: Mapping[Term, Path], pattern: Pattern

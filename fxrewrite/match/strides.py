@@ -18,8 +18,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.match.safety import Effects
 
-__all__ = ["Replaced", "after_strides", "is_alike"]
-
 _RUN_ON_OPERANDS = frozenset(
     f"higher_order::{name}"
     for name in [

@@ -15,18 +15,6 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.pattern.terms import frozen, holds
 
-__all__ = [
-    "ABSENT",
-    "FIRST",
-    "Candidate",
-    "Path",
-    "as_number",
-    "call_signature",
-    "is_same",
-    "literal_outcomes",
-    "part",
-]
-
 FIRST = "first operand"
 """Step of a path that means a node's first argument, whatever its name."""
 ABSENT: Any = object()

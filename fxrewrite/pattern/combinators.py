@@ -31,24 +31,6 @@ from fxrewrite.pattern.terms import (
     tracing,
 )
 
-__all__ = [
-    "Literal",
-    "Param",
-    "any_",
-    "cap",
-    "captures_of",
-    "chain",
-    "each",
-    "either",
-    "functional",
-    "loose",
-    "maybe",
-    "once",
-    "op",
-    "shared",
-    "siblings",
-]
-
 
 class Literal:
     """Annotation of a pattern parameter that captures a Python value: `def pattern(x, scale: Literal)`."""

@@ -33,8 +33,6 @@ from fxrewrite.pattern.where import Constraint, parse as parse_constraint
 from fxrewrite.pattern.where.facts import ListRelation
 from fxrewrite.pattern.where.numbers import Relation
 
-__all__ = ["ROOT", "Pattern", "parse", "trace"]
-
 _PASSED = ("node", "param", "any")
 """Kinds of captures that may be outputs."""
 ROOT = "root"

@@ -22,39 +22,6 @@ import torch
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 
-__all__ = [
-    "ARITHMETIC_ON_SIZES",
-    "ONCE",
-    "Capture",
-    "CaptureKind",
-    "Chain",
-    "Each",
-    "Either",
-    "Ignore",
-    "ListOf",
-    "LiteralValue",
-    "Maybe",
-    "Op",
-    "Siblings",
-    "Term",
-    "as_term",
-    "call",
-    "freeze",
-    "frozen",
-    "has_parts",
-    "holds",
-    "holds_term",
-    "in_steps",
-    "is_size",
-    "part_of",
-    "parts_of",
-    "reflected",
-    "subterms",
-    "tensor_text",
-    "tracing",
-    "with_sizes",
-]
-
 CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
 
 

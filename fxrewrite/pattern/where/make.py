@@ -14,22 +14,6 @@ from fxrewrite.pattern.where.facts import Device, Dtype, Is, Predicate, Same, Sh
 from fxrewrite.pattern.where.numbers import Arithmetic, RankOf, Relation, SizeOf, ValueOf
 from fxrewrite.pattern.where.text import parse_number
 
-__all__ = [
-    "contiguous",
-    "device",
-    "divisible",
-    "dtype",
-    "is_param",
-    "no_other_users",
-    "predicate",
-    "rank",
-    "same_device",
-    "same_dtype",
-    "shape_eq",
-    "size",
-    "value",
-]
-
 
 def rank(name: str, num_dims: int) -> Constraint:
     """The captured tensor has this many dimensions."""

@@ -20,18 +20,6 @@ from fxrewrite.graph.sizes import is_always, is_read_from_data
 from fxrewrite.pattern.terms import LiteralValue, frozen
 from fxrewrite.pattern.where.base import BaseConstraint, NoAnswerError, tensor_of
 
-__all__ = [
-    "CONSTANTS",
-    "RELATIONS",
-    "Arithmetic",
-    "Number",
-    "RankOf",
-    "Relation",
-    "SizeOf",
-    "TotalOf",
-    "ValueOf",
-]
-
 RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
     "!=": operator.ne,

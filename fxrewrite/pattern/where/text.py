@@ -27,8 +27,6 @@ from fxrewrite.pattern.where.numbers import (
     ValueOf,
 )
 
-__all__ = ["parse", "parse_number"]
-
 _ALLOWED = (
     "rank(x) == 4, size(x, 1) % 8 == 0, size(q, 1) == size(k, 1) * 4, eps > 0, mode in {'none', 'tanh'}, "
     "dtype(x) in {float32, bfloat16}, device(x) == cpu, shape(q) == shape(k), same_dtype(q, k), same_device(q, k), "
