@@ -210,10 +210,11 @@ class _Walk:
         result = walk.result()
         if is_function and result is not None:  # what the forward saves goes to the backward, after the gradients
             returned: Any = bodies[0].graph.output_node().args[0]
-            result, saved = result[0], walk.new_values(returned[1])
-            entered = self._entered(node, bodies[1], [*(None for _ in returned[0]), *saved])
+            results, saved = map(walk.new_values, returned)
+            entered = self._entered(node, bodies[1], [*(None for _ in results), *saved])
             if isinstance(entered, fx.Node):
                 return entered
+            result = result[0] if any(value is not None for value in results) else None
         if result is not None:
             self._note(node, ops.value(node), result, node.users)
         return None
