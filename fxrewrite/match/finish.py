@@ -164,16 +164,17 @@ def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
 
 
 def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int) -> Match | Failure:
-    values = candidate.known(variant.paths)
+    values, shared = candidate.known(variant.paths), variant.shared
     outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
     # What is below the outputs: a node, whether it may have users outside of the match, and where the pattern has it.
-    inner = [(values[path], path in variant.shared, path) for path in variant.inner]
+    inner = [(values[path], path in shared, path) for path in variant.inner]
     missing: tuple[int, ...] = tuple(range(variant.first))
     if variant.may_miss:
         missing += tuple(variant.first + place for place, node in enumerate(outputs) if node is ABSENT)
         outputs = tuple(node for node in outputs if node is not ABSENT)
         inner = [one for one in inner if one[0] is not ABSENT]
-    inner += [(*item, "an item") for lists in variant.lists for one in lists for item in values[one.nodes]]
+    if variant.lists:
+        inner += [(*item, "an item") for lists in variant.lists for one in lists for item in values[one.nodes]]
     nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *[node for node, _, _ in inner]))
     kept: set[fx.Node] = set()
     for node, is_shared, place in inner:
