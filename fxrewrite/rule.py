@@ -16,7 +16,7 @@ from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, Refusal, RefusedError, RuleDefinitionError, misread_context
 from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import source_line, with_source
 from fxrewrite.identity import NoIdentityError
 from fxrewrite.match.explain import Explanation, explain
 from fxrewrite.match.match import Match
@@ -31,11 +31,11 @@ from fxrewrite.match.safety import (
     check_modes,
     check_order,
     check_region,
+    check_saved,
     check_writes,
     insertion_point,
 )
 from fxrewrite.match.same_value import check_dtypes, check_gradients, check_values, needs_detach
-from fxrewrite.match.saved import check_saved
 from fxrewrite.pattern.pattern import ROOT, Pattern, trace
 from fxrewrite.pattern.terms import Op, subterms
 from fxrewrite.pattern.where import Constraint
@@ -283,15 +283,15 @@ class Rule:
         except RefusedError as error:
             raise self._located(error, match) from error
         except RuleDefinitionError as error:
-            raise RuleDefinitionError(f"{self.id}: {error}, at {_node_text(match.root)}") from error
+            raise RuleDefinitionError(f"{self.id}: {error}, at {with_source(match.root)}") from error
         except FxRewriteError:
             raise
         except Exception as error:
             misread = misread_context(error, match.context)
             if misread:
                 raise FxRewriteError(
-                    f"{self.id}: the replacement raised {type(error).__name__} at {_node_text(match.root)}: {misread}; "
-                    "the graph is as before"
+                    f"{self.id}: the replacement raised {type(error).__name__} at {with_source(match.root)}: "
+                    f"{misread}; the graph is as before"
                 ) from error
             refusal = _raised(match.root, error)
             raised = self._located(RefusedError(refusal), match)
@@ -475,11 +475,6 @@ def _raised(root: fx.Node, error: Exception) -> Refusal:
         reason = f"the replacement raised {type(error).__name__}: {error}"
         hint = "let the pattern or a constraint exclude the match, or refuse() it"
     return Refusal(rule="", reason=reason, hint=hint, kind=Reason.RAISED)
-
-
-def _node_text(node: fx.Node) -> str:
-    source = source_line(node)
-    return f"%{node.name}" + (f" ({source})" if source else "")
 
 
 def _first_line(function: Callable[..., Any]) -> str:

@@ -34,6 +34,7 @@ SPMD_LAYERS = ("layouts", "operators", "price", "propagation", "lower", "discove
 
 # Files that may touch private torch, and why. Whatever else needs such a thing asks one of these files for it.
 PRIVATE_TORCH = {
+    "fxrewrite/adapters/": "the expressions of inductor's matcher, in which passes for it are written",
     "fxrewrite/backends/": "outside compilers: Dynamo, inductor and export have no public hooks for passes",
     "fxrewrite/capture/autocast.py": "autocast's kernels, which know what is cast, and its switches in a graph",
     "fxrewrite/capture/functionalize.py": "schemas of operators, and how a graph switches autograd off",

@@ -1,12 +1,34 @@
-"""Pattern expressions of inductor's matcher, as terms: `CallFunction(aten.mm, KeywordArg("a"), Arg())`."""
+"""Pattern expressions of inductor's matcher, as terms: `CallFunction(aten.mm, KeywordArg("a"), Arg())`.
+
+The expressions are inductor's own classes; of a call, `_users` other than 1 means MULTIPLE, if the expression does not
+occur so many times in the pattern. A `RepeatedExpr` is a call, and every other call of its functions that reads one of
+its operands; each of them must match. Items of one list count as one operand: with
+`CallFunction(operator.getitem, parts, Arg())` as operand, the calls on all parts are looked at, as `GetItem` of
+inductor's split_cat.py does. What is captured by name must be equal in all of them; the handler gets what they capture
+by position one after the other.
+Source: PyTorch, torch/_inductor/pattern_matcher.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import fx
+from torch._inductor.pattern_matcher import (
+    Arg,
+    CallFunction,
+    CallFunctionVarArgs,
+    CallMethod,
+    ExclusiveKeywordArg,
+    Ignored,
+    KeywordArg,
+    ListOf,
+    MultiOutputPattern,
+    PatternExpr,
+    RepeatedExpr,
+)
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
@@ -14,135 +36,9 @@ from fxrewrite.match import Match, Program
 from fxrewrite.pattern import Capture, Either, Ignore, Op, Pattern, Term
 from fxrewrite.pattern.terms import call
 
-__all__ = [
-    "MULTIPLE",
-    "Arg",
-    "CallFunction",
-    "CallFunctionVarArgs",
-    "CallMethod",
-    "ExclusiveKeywordArg",
-    "Ignored",
-    "KeywordArg",
-    "ListOf",
-    "MultiOutputPattern",
-    "Multiple",
-    "PatternExpr",
-    "RepeatedExpr",
-    "TranslatedPattern",
-]
+__all__ = ["TranslatedPattern"]
 
-
-class Multiple:
-    """The class of `MULTIPLE`."""
-
-    def __repr__(self) -> str:
-        return "MULTIPLE"
-
-
-MULTIPLE = Multiple()
-"""As `_users`: the node may have users outside of the match, and then stays."""
-
-
-class PatternExpr:
-    """Base class of pattern expressions; one object at two places is one value."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
-
-
-class Arg(PatternExpr):
-    """Captures anything; the handler gets it by position, in the order in which the expression is written."""
-
-
-class Ignored(PatternExpr):
-    """Matches anything."""
-
-
-class KeywordArg(PatternExpr):
-    """Captures anything; the handler gets it by name. One name at two places must capture one value."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r})"
-
-
-class ExclusiveKeywordArg(KeywordArg):
-    """Captures anything that no other `ExclusiveKeywordArg` of the match captures."""
-
-
-class _Call(PatternExpr):
-    def __init__(self, fns: Any, *args: Any, _users: int | Multiple = 1, **kwargs: Any) -> None:
-        self.fns: list[Any] = [fns] if callable(fns) or isinstance(fns, str) else list(fns)
-        self.args, self.kwargs, self.users = args, kwargs, _users
-
-    def __repr__(self) -> str:
-        said = [" | ".join(map(str, self.fns)), *map(repr, self.args), *(f"{k}={v!r}" for k, v in self.kwargs.items())]
-        return f"{type(self).__name__}({', '.join(said)})"
-
-
-class CallFunction(_Call):
-    """A call of one of the functions, in any spelling; arguments that are not mentioned are at their defaults.
-
-    Args:
-        fns: a function, an overload or a packet; or several.
-        args, kwargs: expressions, lists of them, or Python values that must be equal.
-        _users: 1, or MULTIPLE if there may be users outside of the match; other numbers mean MULTIPLE, if the
-            expression does not occur so many times in the pattern.
-    """
-
-
-class CallMethod(_Call):
-    """A call of one of the tensor methods, in any spelling."""
-
-
-class CallFunctionVarArgs(_Call):
-    """A call of one of the functions with any arguments, all of which the handler gets; only as a whole pattern."""
-
-    def __init__(self, fns: Any, users: int | Multiple = 1) -> None:
-        super().__init__(fns, _users=users)
-
-
-class ListOf(PatternExpr):
-    """A list or tuple of one or more items, each of which matches the pattern; the handler gets a tuple of tuples.
-
-    Args:
-        pattern: of each item.
-        partial: whether it is enough that one item matches.
-    """
-
-    def __init__(self, pattern: PatternExpr, partial: bool = False) -> None:
-        self.pattern, self.partial = pattern, partial
-
-    def __repr__(self) -> str:
-        return f"ListOf({self.pattern!r})"
-
-
-class MultiOutputPattern(PatternExpr):
-    """Several outputs of one match."""
-
-    def __init__(self, outputs: Sequence[PatternExpr | None]) -> None:
-        self.outputs = list(outputs)
-
-    def __repr__(self) -> str:
-        return f"MultiOutputPattern({self.outputs!r})"
-
-
-class RepeatedExpr(PatternExpr):
-    """A call, and every other call of its functions that reads one of its operands; each of them must match.
-
-    Items of one list count as one operand: with `CallFunction(operator.getitem, parts, Arg())` as operand, the calls on
-    all parts are looked at, as `GetItem` of inductor's split_cat.py does. What is captured by name must be equal in all
-    of them. The handler gets what they capture by position one after the other, `match.nodes` has the nodes of all, and
-    `match.output_node()` is one of the calls. It is only possible as a whole pattern.
-    """
-
-    def __init__(self, inner_pattern: PatternExpr) -> None:
-        self.inner_pattern = inner_pattern
-
-    def __repr__(self) -> str:
-        return f"RepeatedExpr({self.inner_pattern!r})"
+_Call = (CallFunction, CallMethod)
 
 
 class TranslatedPattern:
@@ -155,7 +51,7 @@ class TranslatedPattern:
     def __init__(self, expression: PatternExpr) -> None:
         is_repeated = isinstance(expression, RepeatedExpr)
         if is_repeated:
-            if not isinstance(expression.inner_pattern, (CallFunction, CallMethod)):
+            if not isinstance(expression.inner_pattern, _Call):
                 raise RuleDefinitionError(f"{expression!r} must hold CallFunction or CallMethod")
             expression = expression.inner_pattern
         self.expression = expression
@@ -182,19 +78,23 @@ class TranslatedPattern:
     def _new(self, value: PatternExpr) -> Term:
         if isinstance(value, Ignored):
             return Ignore()
-        if isinstance(value, (Arg, KeywordArg, ListOf)):
-            name = value.name if isinstance(value, KeywordArg) else f"arg_{len(self._order)}"
+        if isinstance(value, (Arg, KeywordArg, ExclusiveKeywordArg, ListOf)):
+            name = value.name if _has_name(value) else f"arg_{len(self._order)}"
             self._order.append((name, value))
             if isinstance(value, ListOf):
                 inner = TranslatedPattern(value.pattern)
                 self._lists[name] = value, inner, Program([(None, inner.pattern)])
             return Capture(name, "any")
-        if not isinstance(value, _Call):
+        if isinstance(value, CallFunctionVarArgs):
+            found = [Op(ops.key(fn), (), loose=True) for fn in value.fns]
+        elif isinstance(value, _Call):
+            args = tuple(self._term(arg) for arg in value.args)
+            kwargs = {name: self._term(arg) for name, arg in value.kwargs.items()}
+            # Inductor adds all overloads of a packet, and a call of the packet is each of them already.
+            fns = [fn for fn in value.fns if getattr(fn, "overloadpacket", None) not in value.fns]
+            found = [call(fn, args, kwargs) for fn in fns]
+        else:
             raise RuleDefinitionError(f"{value!r} is not an expression that a pattern holds")
-        is_loose = isinstance(value, CallFunctionVarArgs)
-        args = tuple(self._term(arg) for arg in value.args)
-        kwargs = {name: self._term(arg) for name, arg in value.kwargs.items()}
-        found = [_any_call(fn) if is_loose else call(fn, args, kwargs) for fn in value.fns]
         inside = isinstance(value.users, int) and value.users <= self._counts.get(id(value), 1)
         distinct = list(dict.fromkeys(found if inside else [replace(term, shared=True) for term in found]))
         return distinct[0] if len(distinct) == 1 else Either(tuple(distinct))
@@ -231,12 +131,12 @@ class TranslatedPattern:
         exclusive: list[Any] = []
         for name, expression in self._order:
             value = match[name]
-            if isinstance(expression, KeywordArg):
+            if isinstance(expression, ExclusiveKeywordArg):
+                if any(value is other for other in exclusive):
+                    return f"{name} is what another exclusive argument is"
+                exclusive.append(value)
+            if _has_name(expression):
                 kwargs[name] = value
-                if isinstance(expression, ExclusiveKeywordArg):
-                    if any(value is other for other in exclusive):
-                        return f"{name} is what another exclusive argument is"
-                    exclusive.append(value)
             elif isinstance(expression, Arg):
                 args.append(value)
             else:
@@ -267,6 +167,10 @@ class TranslatedPattern:
         return tuple(found) or f"no item of the list is {wanted.pattern!r}"
 
 
+def _has_name(expression: PatternExpr) -> TypeGuard[KeywordArg | ExclusiveKeywordArg]:
+    return isinstance(expression, (KeywordArg, ExclusiveKeywordArg))
+
+
 def _readers(root: fx.Node) -> Iterable[fx.Node]:
     """What reads an operand of a call, or another item of the list that an operand is an item of."""
     operands = dict.fromkeys(root.all_input_nodes)
@@ -280,10 +184,6 @@ def _readers(root: fx.Node) -> Iterable[fx.Node]:
 def _merged(kwargs: dict[str, Any], more: Mapping[str, Any]) -> str:
     """Adds what was captured by name, and returns the names whose values are not equal."""
     return ", ".join(name for name, value in more.items() if kwargs.setdefault(name, value) != value)
-
-
-def _any_call(fn: Any) -> Op:
-    return Op(ops.key(fn), (), loose=True)
 
 
 def _counted(value: Any, counts: dict[int, int]) -> dict[int, int]:

@@ -13,14 +13,12 @@ Source: PyTorch, torch/_inductor/pattern_matcher.py.
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
-
-from fxrewrite.adapters.expressions import (
+from torch._inductor.pattern_matcher import (
     MULTIPLE,
     Arg,
     CallFunction,
@@ -33,12 +31,14 @@ from fxrewrite.adapters.expressions import (
     MultiOutputPattern,
     PatternExpr,
     RepeatedExpr,
-    TranslatedPattern,
+    stable_topological_sort,
 )
+
+from fxrewrite.adapters.expressions import TranslatedPattern
 from fxrewrite.adapters.handlers import Check, HandledRule, Handler, Match, inserted, refuse_unless
 from fxrewrite.adapters.search import Search, Trace
 from fxrewrite.backends.traces import fwd_only, joint_fwd_bwd
-from fxrewrite.errors import FxRewriteError, Reason, RuleDefinitionError, refuse
+from fxrewrite.errors import Reason, RuleDefinitionError, refuse
 from fxrewrite.match import Explanation, Match as Found
 from fxrewrite.plan import Plan, RuleSet
 from fxrewrite.report import Report
@@ -70,29 +70,6 @@ __all__ = [
 
 def _always(_: Match) -> bool:
     return True
-
-
-def stable_topological_sort(graph: fx.Graph) -> None:
-    """Moves each node that reads a later one after it, and leaves all others in their order."""
-    nodes = list(graph.nodes)
-    place = {node: at for at, node in enumerate(nodes)}
-    missing = [len(node.all_input_nodes) for node in nodes]
-    ready = [at for at, count in enumerate(missing) if not count]  # a heap, as it is sorted
-    order: list[int] = []
-    while ready:
-        order.append(heapq.heappop(ready))
-        for user in nodes[order[-1]].users:
-            missing[place[user]] -= 1
-            if not missing[place[user]]:
-                heapq.heappush(ready, place[user])
-    if len(order) < len(nodes):
-        stuck = nodes[next(at for at, count in enumerate(missing) if count)]
-        raise FxRewriteError(f"the graph has a cycle through %{stuck.name}; no order is topological")
-    if order and order[0]:
-        nodes[0].prepend(nodes[order[0]])
-    for earlier, later in itertools.pairwise(order):
-        if nodes[earlier].next is not nodes[later]:
-            nodes[earlier].append(nodes[later])
 
 
 class PatternMatcherPass:

@@ -15,7 +15,7 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph import Edit, is_same_size
 from fxrewrite.match import Match
 from fxrewrite.pattern import Capture, Ignore, Term
-from fxrewrite.pattern.terms import call, freeze
+from fxrewrite.pattern.terms import call, frozen, tensor_text
 
 __all__ = ["as_it_is", "computed_by", "correspondence", "insert", "outputs_of", "placeholders", "terms"]
 
@@ -197,10 +197,7 @@ def _compare(wanted: Any, found: Any, known: dict[fx.Node, Any], inside: set[fx.
 
 def _frozen(value: Any) -> Any:
     """The literal, hashable; lists and tuples are equal, as FX keeps either."""
-    try:
-        return freeze(list(value) if isinstance(value, (list, tuple)) else value)
-    except TypeError:
-        return id(value)
+    return frozen(list(value) if isinstance(value, (list, tuple)) else value)
 
 
 def _text(value: Any) -> str:
@@ -214,8 +211,7 @@ def _difference(wanted: Any, found: Any) -> str:
     same = len(wanted.shape) == len(found.shape) and all(map(is_same_size, wanted.shape, found.shape))
     if same and wanted.dtype == found.dtype:
         return ""
-    said = [f"{str(one.dtype).removeprefix('torch.')}{list(one.shape)}" for one in (wanted, found)]
-    return f"{said[0]}, found {said[1]}"
+    return f"{tensor_text(wanted)}, found {tensor_text(found)}"
 
 
 def insert(graph: fx.Graph, given: Mapping[fx.Node, Any], match: Match) -> list[Any]:

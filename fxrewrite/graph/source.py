@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["CHECKPOINT_TAGS", "copied_meta", "source_line"]
+__all__ = ["CHECKPOINT_TAGS", "copied_meta", "source_line", "with_source"]
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
@@ -44,3 +44,9 @@ def source_line(node: fx.Node) -> str:
         if not path.startswith((_TORCH, "<")):
             return f"{PurePath(path).name}:{line}"
     return ""
+
+
+def with_source(node: fx.Node) -> str:
+    """Returns "%name (file.py:41)", or "%name" if its source is not known."""
+    source = source_line(node)
+    return f"%{node.name} ({source})" if source else f"%{node.name}"

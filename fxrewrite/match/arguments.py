@@ -8,9 +8,8 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.match.values import call_signature, frozen, literal_outcomes
-
-__all__ = ["ArgumentReader"]
+from fxrewrite.match.values import call_signature, literal_outcomes
+from fxrewrite.pattern.terms import frozen
 
 _Read: TypeAlias = Callable[[fx.Node, tuple[Any, ...], Mapping[str, Any]], Sequence[Any] | None]
 """Reads a call, which is given with its arguments; None if it does not fit."""

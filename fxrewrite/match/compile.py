@@ -12,10 +12,9 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from fxrewrite.match.conditions import NAMES, Arguments, Condition, Expressible, IsLiteral, IsOperator
-from fxrewrite.match.values import Path, literal_outcomes, part
-
-__all__ = ["Leaf", "Tree", "TreeFunction", "compile_tree"]
+from fxrewrite.match.conditions import IS_LITERAL, IS_OPERATOR, NAMES, Arguments, Condition, Kind
+from fxrewrite.match.values import Path, part
+from fxrewrite.pattern.terms import freeze
 
 Leaf: TypeAlias = tuple[int, int]
 TreeFunction: TypeAlias = Callable[[fx.Node, list[tuple[Leaf, dict[Path, Any]]]], None]
@@ -25,20 +24,20 @@ _MAX_DEPTH = 60
 
 
 class Tree:
-    """Conditions with common beginnings: (class, path) -> value -> what follows."""
+    """Conditions with common beginnings: (kind, path) -> operands -> what follows."""
 
     __slots__ = ("branches", "leaves")
 
     def __init__(self) -> None:
-        self.branches: dict[tuple[type[Condition], Path], dict[Any, tuple[Condition, Tree]]] = {}
+        self.branches: dict[tuple[Kind, Path], dict[tuple[Any, ...], tuple[Condition, Tree]]] = {}
         self.leaves: list[Leaf] = []
 
     def insert(self, conditions: Sequence[Condition], leaf: Leaf) -> None:
         """Adds a list of conditions that ends at a leaf; a common beginning with earlier lists is shared."""
         tree = self
         for condition in conditions:
-            targets = tree.branches.setdefault((type(condition), condition.path), {})
-            tree = targets.setdefault(condition.value, (condition, Tree()))[1]
+            targets = tree.branches.setdefault((condition.kind, condition.path), {})
+            tree = targets.setdefault(condition.operands, (condition, Tree()))[1]
         tree.leaves.append(leaf)
 
 
@@ -71,12 +70,7 @@ class _Writer:
     """Writes functions as text; constants and helpers are their globals."""
 
     def __init__(self) -> None:
-        self.globals: dict[str, Any] = {
-            **NAMES,
-            "follow": follow,
-            "outcomes": literal_outcomes,
-            "part": part,
-        }
+        self.globals: dict[str, Any] = {**NAMES, "follow": follow, "part": part}
         self._constants: dict[int, str] = {}
         self._lines: list[str] = []
         self._count = 0
@@ -128,29 +122,29 @@ class _Writer:
 
     def _branch(
         self,
-        kind: type[Condition],
+        kind: Kind,
         path: Path,
         targets: list[tuple[Condition, Tree]],
         known: dict[Path, str],
         depth: int,
     ) -> None:
-        """Writes all conditions of one class at one path."""
+        """Writes all conditions of one kind at one path."""
         value = self._value(path, known, depth)
         # Several operators at one place: look the operator up instead of testing them in turn.
-        if kind is IsOperator and len(targets) > 1:
+        if kind is IS_OPERATOR and len(targets) > 1:
             self._line(depth, f"if isinstance({value}, Node):")
-            self._follow(f"(key({value}),)", targets, known, depth + 1)
+            self._follow(f"(key({value}),)", {one.operands[0]: tree for one, tree in targets}, known, depth + 1)
             return
         # A literal can have several outcomes (a dimension counted from either end), so it is looked up too.
-        if kind is IsLiteral:
+        if kind is IS_LITERAL:
             above = self._value(path.parent, known, depth) if path.parent is not None else "None"
             outcomes = f"outcomes({value}, {path.step!r}, {above})"
+            literals = {freeze(condition.operands[0].value): tree for condition, tree in targets}
             if len(targets) > 1:
-                self._follow(outcomes, targets, known, depth)
+                self._follow(outcomes, literals, known, depth)
                 return
-            literal, tree = targets[0]
-            frozen = self._constant(literal.value)
-            self._line(depth, f"if {_is_plainly(literal.value, value)} or {frozen} in {outcomes}:")
+            ((literal, tree),) = literals.items()
+            self._line(depth, f"if {_is_plainly(literal, value)} or {self._constant(literal)} in {outcomes}:")
             self._tree(tree, known, depth + 1)
             return
         # Other conditions are not exclusive, so each is an `if` of its own with its own copy of the known values.
@@ -159,14 +153,13 @@ class _Writer:
             if isinstance(condition, Arguments):
                 self._arguments(condition, value, inside, depth)
             else:
-                assert isinstance(condition, Expressible)
                 code = condition.code(value, lambda other, inside=inside: self._value(other, inside, depth))
                 self._line(depth, f"if {code}:")
             self._tree(tree, inside, depth + 1)
 
-    def _follow(self, outcomes: str, targets: list[tuple[Condition, Tree]], known: dict[Path, str], depth: int) -> None:
+    def _follow(self, outcomes: str, trees: Mapping[Any, Tree], known: dict[Path, str], depth: int) -> None:
         """Writes a function per outcome, and a call of the one that a table gives for the actual outcome."""
-        table = {condition.value: self.globals[self.function(tree, dict(known))] for condition, tree in targets}
+        table = {outcome: self.globals[self.function(tree, dict(known))] for outcome, tree in trees.items()}
         self._line(depth, f"follow({self._constant(table)}, {outcomes}, {', '.join(known.values())}, found)")
 
     def _arguments(self, condition: Arguments, value: str, known: dict[Path, str], depth: int) -> None:
@@ -174,8 +167,8 @@ class _Writer:
         read = self._new("r")
         self._line(depth, f"{read} = {self._constant(condition.reader.read)}({value})")
         self._line(depth, f"if {read} is not None:")
-        for name in condition.names:
+        for name in condition.operands:
             known[condition.path / name] = self._new("v")
-        if condition.names:
-            names = "".join(f"{known[condition.path / name]}, " for name in condition.names)
+        if condition.operands:
+            names = "".join(f"{known[condition.path / name]}, " for name in condition.operands)
             self._line(depth + 1, f"{names}= {read}")

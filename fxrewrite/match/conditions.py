@@ -1,17 +1,16 @@
-"""What a pattern asks of the values at its paths: one class for each kind of condition.
+"""What a pattern asks of the values at its paths.
 
-Patterns are lowered to these (lower.py). The matcher compiles them into one function (compile.py), and explanations
-evaluate them one by one (explain.py). Most are one Python expression, which both of them use.
+Patterns are lowered to conditions (lower.py). The matcher compiles them into one function (compile.py), and
+explanations evaluate them one by one (explain.py). All but `Arguments` are one Python expression, which both use.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -25,73 +24,74 @@ from fxrewrite.match.values import (
     Path,
     as_number,
     call_signature,
-    has_node,
     is_same,
     literal_outcomes,
 )
-
-__all__ = [
-    "NAMES",
-    "Another",
-    "Arguments",
-    "Condition",
-    "Expressible",
-    "HasItems",
-    "IsList",
-    "IsLiteral",
-    "IsNode",
-    "IsOneOf",
-    "IsOperator",
-    "IsOptionalNode",
-    "IsParameter",
-    "IsPlain",
-    "IsSame",
-    "IsSameNumber",
-    "IsSize",
-    "IsSizeCall",
-]
+from fxrewrite.pattern.terms import freeze, holds
 
 NAMES: Mapping[str, Any] = MappingProxyType(
     {
         "ABSENT": ABSENT,
         "Node": fx.Node,
         "as_number": as_number,
-        "has_node": has_node,
+        "freeze": freeze,
+        "holds": holds,
         "is_parameter": ops.is_parameter,
         "is_same": is_same,
         "is_scalar": ops.is_scalar,
         "key": ops.key,
+        "outcomes": literal_outcomes,
         **NAMES_OF_SIZES,
     }
 )
 """What the expressions of conditions may name."""
 
 
-@dataclass(frozen=True)
-class Condition(ABC):
-    """One condition on the value at `path`.
-
-    Conditions of one class at one path differ in `value` alone; the decision tree branches on it.
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """What conditions ask for; called with a path and operands, it gives a condition. Compared by identity.
 
     Attributes:
-        reason: what it means when the condition does not hold.
+        reason: what it means when such a condition does not hold.
+        words: what it asks for, with {path}, and {0}, {1} ... for the operands.
+        expression: of the value {v} at the path, and of the operands; with the names of `NAMES`.
     """
 
-    reason: ClassVar[Reason]
+    reason: Reason
+    words: str
+    expression: str
+
+    def __call__(self, path: Path, *operands: Any) -> Condition:
+        return Condition(path, operands, self)
+
+
+class Condition(NamedTuple):
+    """One condition on the value at `path`.
+
+    Conditions of one kind at one path differ in their operands alone; the decision tree branches on these.
+
+    Attributes:
+        operands: paths, which mean the values there, and other values, all hashable.
+    """
+
     path: Path
+    operands: tuple[Any, ...]
+    kind: Kind
 
-    @property
-    @abstractmethod
-    def value(self) -> Any:
-        """What tells conditions of this class at this path apart; hashable, and None if there is one only."""
-
-    @abstractmethod
     def holds(self, candidate: Candidate) -> bool:
         """Whether the condition is true of the candidate."""
+        operands = [candidate.value(one) if isinstance(one, Path) else one for one in self.operands]
+        return _predicate(self.kind.expression, len(operands))(candidate.value(self.path), *operands)
 
-    @abstractmethod
+    def code(self, value: str, at: Callable[[Path], str]) -> str:
+        """Returns the expression of the variable `value`; `at` gives the variable with the value at another path."""
+        operands = [at(one) if isinstance(one, Path) else repr(one) for one in self.operands]
+        return self.kind.expression.format(*operands, v=value)
+
     def expected(self) -> str:
         """Returns what the condition requires, as text."""
+        operands = [" or ".join(one) if isinstance(one, tuple) else one for one in self.operands]
+        return self.kind.words.format(*operands, path=self.path)
 
     def found(self, candidate: Candidate) -> str:
         """Returns what is at the path instead, as text."""
@@ -101,20 +101,18 @@ class Condition(ABC):
         return "nothing" if value is ABSENT else repr(value)
 
 
-@dataclass(frozen=True)
+@cache
+def _predicate(expression: str, num_operands: int) -> Callable[..., bool]:
+    names = [f"x{index}" for index in range(num_operands)]
+    return eval(f"lambda {', '.join(('v', *names))}: {expression.format(*names, v='v')}", dict(NAMES))
+
+
 class Arguments(Condition):
-    """The call has the arguments of these names, and all others have their defaults."""
-
-    reason = Reason.ARGUMENTS
-    names: tuple[str, ...]
-
-    @property
-    def value(self) -> tuple[str, ...]:
-        return self.names
+    """The call has the arguments of these names, the operands, and all others have their defaults."""
 
     @cached_property
     def reader(self) -> ArgumentReader:
-        return ArgumentReader(self.names)
+        return ArgumentReader(self.operands)
 
     def holds(self, candidate: Candidate) -> bool:
         """Whether the call at the path fits; adds its named arguments to the candidate."""
@@ -122,11 +120,11 @@ class Arguments(Condition):
         values = self.reader.read(node) if isinstance(node, fx.Node) else None
         if values is None:
             return False
-        candidate.values.update((self.path / name, value) for name, value in zip(self.names, values, strict=True))
+        candidate.values.update((self.path / name, value) for name, value in zip(self.operands, values, strict=True))
         return True
 
     def expected(self) -> str:
-        return f"no arguments but {', '.join(self.names)} at {self.path}"
+        return f"no arguments but {', '.join(self.operands)} at {self.path}"
 
     def found(self, candidate: Candidate) -> str:
         signature = call_signature(candidate.value(self.path))
@@ -135,225 +133,37 @@ class Arguments(Condition):
         return ", ".join(f"{name}={candidate.value(self.path / name)!r}" for name in signature.given)
 
 
-@dataclass(frozen=True)
-class IsLiteral(Condition):
-    """A Python value that equals a literal, which is frozen (`pattern.terms.freeze`)."""
-
-    reason = Reason.LITERAL
-    literal: Any
-
-    @property
-    def value(self) -> Any:
-        return self.literal
-
-    def holds(self, candidate: Candidate) -> bool:
-        parent = self.path.parent
-        call = candidate.value(parent) if parent else None
-        return self.literal in literal_outcomes(candidate.value(self.path), self.path.step, call)
-
-    def expected(self) -> str:
-        return f"the literal {_thaw(self.literal)!r} at {self.path}"
-
-
-@dataclass(frozen=True)
-class Expressible(Condition):
-    """A condition that is one Python expression of the value `v` at the path and of an operand `x`.
-
-    Attributes:
-        expression: with {v} and {x}, and the names of NAMES.
-        words: what it asks for, with {x} and {path}.
-    """
-
-    expression: ClassVar[str]
-    words: ClassVar[str]
-
-    @property
-    def value(self) -> Any:
-        return None
-
-    def holds(self, candidate: Candidate) -> bool:
-        operand = candidate.value(self.value) if isinstance(self.value, Path) else self.value
-        return _predicate(self.expression)(candidate.value(self.path), operand)
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        """Returns the expression of the variable `value`; `at` gives the variable with the value at another path."""
-        return self.expression.format(v=value, x=at(self.value) if isinstance(self.value, Path) else repr(self.value))
-
-    def expected(self) -> str:
-        keys = self.value
-        return self.words.format(x=" or ".join(keys) if isinstance(keys, tuple) else keys, path=self.path)
-
-
-@cache
-def _predicate(expression: str) -> Callable[[Any, Any], bool]:
-    return eval(f"lambda v, x: {expression.format(v='v', x='x')}", dict(NAMES))
-
-
-class IsNode(Expressible):
-    """A value of the graph that is not known to be a number."""
-
-    reason = Reason.CAPTURE
-    expression = "isinstance({v}, Node) and not is_scalar({v})"
-    words = "a tensor of the graph at {path}"
-
-
-class IsParameter(Expressible):
-    """A value of the graph that is a parameter or a buffer of the model."""
-
-    reason = Reason.CAPTURE
-    expression = "isinstance({v}, Node) and is_parameter({v})"
-    words = "a parameter at {path}"
-
-
-class IsPlain(Expressible):
-    """A Python value that contains no value of the graph."""
-
-    reason = Reason.CAPTURE
-    expression = "{v} is not ABSENT and not has_node({v})"
-    words = "a Python value at {path}"
-
-
-class IsOptionalNode(Expressible):
-    """A value of the graph that is not known to be a number, or None."""
-
-    reason = Reason.CAPTURE
-    expression = "{v} is None or isinstance({v}, Node) and not is_scalar({v})"
-    words = "a tensor of the graph or None at {path}"
-
-
-@dataclass(frozen=True)
-class _WithOperand(Expressible):
-    operand: Any
-
-    @property
-    def value(self) -> Any:
-        return self.operand
-
-
-class IsOperator(_WithOperand):
-    """A call of the operator with the key `operand`."""
-
-    reason = Reason.OPERATOR
-    expression = "isinstance({v}, Node) and key({v}) == {x}"
-    words = "operator {x} at {path}"
-
-
-class IsOneOf(_WithOperand):
-    """A call of an operator whose key is in the tuple `operand`."""
-
-    reason = Reason.OPERATOR
-    expression = "isinstance({v}, Node) and key({v}) in {x}"
-    words = "operator {x} at {path}"
-
-
-class IsList(_WithOperand):
-    """A list or tuple of length `operand`."""
-
-    reason = Reason.LITERAL
-    expression = "isinstance({v}, (list, tuple)) and len({v}) == {x}"
-    words = "a list of {x} at {path}"
-
-
-class HasItems(_WithOperand):
-    """A list or tuple of length `operand` or more."""
-
-    reason = Reason.LITERAL
-    expression = "isinstance({v}, (list, tuple)) and len({v}) >= {x}"
-    words = "a list of {x} or more at {path}"
-
-
-class IsSame(_WithOperand):
-    """The same node as at the path `operand`, or an equal Python value."""
-
-    reason = Reason.SAME
-    expression = "is_same({v}, {x})"
-    words = "the same value at {path} as at {x}"
-
-
-@dataclass(frozen=True)
-class IsSameNumber(Expressible):
-    """The same value as at another path, where an argument takes a list or an integer that means it: `sum(x, dim=1)`.
-
-    Attributes:
-        other: the other path.
-        repeats: how long the lists are that an integer means, at the path and at the other; 0 where it means none.
-    """
-
-    reason = Reason.SAME
-    other: Path
-    repeats: tuple[int, int]
-
-    @property
-    def value(self) -> Any:
-        return self.other, self.repeats
-
-    def holds(self, candidate: Candidate) -> bool:
-        here, there = map(as_number, (candidate.value(self.path), candidate.value(self.other)), self.repeats)
-        return is_same(here, there)
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return f"is_same(as_number({value}, {self.repeats[0]}), as_number({at(self.other)}, {self.repeats[1]}))"
-
-    def expected(self) -> str:
-        return f"the same value at {self.path} as at {self.other}"
-
-
-class IsSizeCall(_WithOperand):
-    """A node that reads the size of the dimension `operand` of its first operand."""
-
-    reason = Reason.LITERAL
-    expression = "is_size_call({v}, {x})"
-    words = "a call that reads size {x} of a value at {path}"
-
-
-@dataclass(frozen=True)
-class IsSize(Expressible):
-    """A size, dtype or device of the values at the paths `bases`, or a number computed of sizes.
-
-    Attributes:
-        text: what it is, for readers.
-        test: the expression, with {v} for the value and {0}, {1} ... for the bases.
-    """
-
-    reason = Reason.LITERAL
-    text: str
-    test: str
-    bases: tuple[Path, ...]
-
-    @property
-    def value(self) -> Any:
-        return self.test, self.bases
-
-    def holds(self, candidate: Candidate) -> bool:
-        names = [f"b{index}" for index in range(len(self.bases))]
-        test = _test(self.test.format(*names, v="v"), tuple(names))
-        return test(candidate.value(self.path), *map(candidate.value, self.bases))
-
-    def code(self, value: str, at: Callable[[Path], str]) -> str:
-        return self.test.format(*map(at, self.bases), v=value)
-
-    def expected(self) -> str:
-        return f"{self.text} at {self.path}"
-
-
-@cache
-def _test(expression: str, names: tuple[str, ...]) -> Callable[..., bool]:
-    return eval(f"lambda {', '.join(('v', *names))}: {expression}", dict(NAMES))
-
-
-class Another(_WithOperand):
-    """Another node than at the path `operand`."""
-
-    reason = Reason.SAME
-    expression = "{v} is not {x}"
-    words = "another value at {path} than at {x}"
-
-
-def _thaw(frozen: Any) -> Any:
-    """Returns the literal of a frozen form, as far as printing needs it."""
-    kind, value = frozen
-    if kind in (list, tuple):
-        return kind(_thaw(item) for item in value)
-    if kind is slice:
-        return slice(*_thaw(value))
-    return kind(value) if kind is float else value
+ARGUMENTS = Kind(Reason.ARGUMENTS, "", "")
+"""The kind of `Arguments`, which is no expression."""
+_IS_TENSOR = "isinstance({v}, Node) and not is_scalar({v})"
+IS_NODE = Kind(Reason.CAPTURE, "a tensor of the graph at {path}", _IS_TENSOR)
+"""A value of the graph that is not known to be a number."""
+IS_OPTIONAL_NODE = Kind(Reason.CAPTURE, "a tensor of the graph or None at {path}", f"{{v}} is None or {_IS_TENSOR}")
+"""A value of the graph that is not known to be a number, or None."""
+IS_PARAMETER = Kind(Reason.CAPTURE, "a parameter at {path}", "isinstance({v}, Node) and is_parameter({v})")
+"""A value of the graph that is a parameter or a buffer of the model."""
+IS_PLAIN = Kind(Reason.CAPTURE, "a Python value at {path}", "{v} is not ABSENT and not holds({v}, Node)")
+"""A Python value that contains no value of the graph."""
+IS_OPERATOR = Kind(Reason.OPERATOR, "operator {0} at {path}", "isinstance({v}, Node) and key({v}) == {0}")
+"""A call of the operator with this key."""
+IS_ONE_OF = Kind(Reason.OPERATOR, "operator {0} at {path}", "isinstance({v}, Node) and key({v}) in {0}")
+"""A call of an operator whose key is in this tuple."""
+IS_LITERAL = Kind(Reason.LITERAL, "the literal {0.value!r} at {path}", "freeze({0}.value) in outcomes({v}, {1}, {2})")
+"""A Python value that equals this `LiteralValue`, as the argument {1} of the call {2}."""
+IS_LIST = Kind(Reason.LITERAL, "a list of {0} at {path}", "isinstance({v}, (list, tuple)) and len({v}) == {0}")
+"""A list or tuple of this length."""
+HAS_ITEMS = Kind(
+    Reason.LITERAL, "a list of {0} or more at {path}", "isinstance({v}, (list, tuple)) and len({v}) >= {0}"
+)
+"""A list or tuple of this length or more."""
+IS_SIZE_CALL = Kind(Reason.LITERAL, "a call that reads size {0} of a value at {path}", "is_size_call({v}, {0})")
+"""A node that reads the size of this dimension of its first operand."""
+IS_SAME = Kind(Reason.SAME, "the same value at {path} as at {0}", "is_same({v}, {0})")
+"""The same node as at another path, or an equal Python value."""
+IS_SAME_NUMBER = Kind(IS_SAME.reason, IS_SAME.words, "is_same(as_number({v}, {1}), as_number({0}, {2}))")
+"""The same value as at another path, where an argument takes a list or an integer that means it: `sum(x, dim=1)`.
+
+{1} and {2} are the lengths of the lists that an integer means here and there; 0 where it means none.
+"""
+IS_ANOTHER = Kind(Reason.SAME, "another value at {path} than at {0}", "{v} is not {0}")
+"""Another node than at another path."""

@@ -9,15 +9,13 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.errors import Reason
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import with_source
 from fxrewrite.match.finish import Failure, complete, failed
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
 from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import LiteralValue, Op, subterms
-
-__all__ = ["Explanation", "Miss", "explain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +27,7 @@ class Miss:
     num_conditions: int
 
     def __str__(self) -> str:
-        source = source_line(self.root)
-        where = f"%{self.root.name} ({source})" if source else f"%{self.root.name}"
+        where = with_source(self.root)
         hint = f"; {self.hint}" if self.hint else ""
         return f"at {where}: {self.failure.passed} of {self.num_conditions} conditions hold, then {self.failure}{hint}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 
 from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError, Reason, RefusedError
-from fxrewrite.graph.source import source_line
+from fxrewrite.graph.source import with_source
 from fxrewrite.graph.walk import reached
 from fxrewrite.match.conditions import Condition
 from fxrewrite.match.lists import Failed, VariadicList, solutions
@@ -21,8 +21,6 @@ from fxrewrite.match.values import ABSENT, Candidate, Path
 from fxrewrite.pattern.pattern import ROOT, Pattern
 from fxrewrite.pattern.terms import Siblings
 from fxrewrite.pattern.where.base import why_not_each
-
-__all__ = ["Failure", "complete", "failed"]
 
 _NOTHING: frozenset[fx.Node] = frozenset()
 
@@ -54,7 +52,7 @@ def failed(condition: Condition, candidate: Candidate, passed: int, node: fx.Nod
     """The failure of one condition below the candidate."""
     value = candidate.value(condition.path)
     instead = value if isinstance(value, fx.Node) else None
-    return Failure(passed, condition.reason, condition.expected(), condition.found(candidate), node, instead)
+    return Failure(passed, condition.kind.reason, condition.expected(), condition.found(candidate), node, instead)
 
 
 def complete(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int = 0) -> Iterable[Match | Failure]:
@@ -145,14 +143,14 @@ def _choose_outputs(variant: Variant, candidate: Candidate, index: int, passed: 
         tried = True
         yield from _with_lists(variant, candidate.choose(index, ABSENT), index + 1, passed)
     if not tried:
-        wanted = variant.stages[index][0].value
+        wanted = variant.stages[index][0].operands[0]
         root = candidate.value(Path.root(0))
         yield Failure(passed, Reason.OUTPUT, f"output {index + 1}, {wanted}, on the same values", "none", root)
 
 
 def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
     """Returns the nodes that may be the output: repeated users of a known value, by the operators of the pattern."""
-    known = [(candidate.value(path), keys) for path, keys in link.choices]
+    known = [(candidate.value(path), keys) for path, keys in link]
     known += [(value[0], keys) for value, keys in known if isinstance(value, list) and value]
     starts = [(value, keys) for value, keys in known if isinstance(value, fx.Node)]
     if not starts:
@@ -166,57 +164,32 @@ def _climb(link: Link, candidate: Candidate) -> list[fx.Node]:
 
 
 def _match(pattern: Pattern, variant: Variant, candidate: Candidate, passed: int) -> Match | Failure:
-    values = candidate.known(variant.paths)
+    values, shared = candidate.known(variant.paths), variant.shared
     outputs: tuple[fx.Node, ...] = tuple([values[path] for path in variant.outputs])
-    inner: list[fx.Node] = [values[path] for path in variant.inner]
+    # What is below the outputs: a node, whether it may have users outside of the match, and where the pattern has it.
+    inner = [(values[path], path in shared, path) for path in variant.inner]
     missing: tuple[int, ...] = tuple(range(variant.first))
-    inner_paths = variant.inner
     if variant.may_miss:
         missing += tuple(variant.first + place for place, node in enumerate(outputs) if node is ABSENT)
         outputs = tuple(node for node in outputs if node is not ABSENT)
-        inner_paths = tuple(path for path, node in zip(variant.inner, inner, strict=True) if node is not ABSENT)
-        inner = [node for node in inner if node is not ABSENT]
-    nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *inner))
-    of_items: list[tuple[fx.Node, bool]] = []
+        inner = [one for one in inner if one[0] is not ABSENT]
     if variant.lists:
-        of_items = [item for lists in variant.lists for one in lists for item in values[one.nodes]]
-        nodes.update((node, None) for node, _ in of_items)
-    kept = _kept(variant, zip(inner_paths, inner, strict=True), of_items, nodes, outputs)
-    if isinstance(kept, tuple):
-        expected, node = kept
-        return _outside_user(passed, expected, node, nodes)
+        inner += [(*item, "an item") for lists in variant.lists for one in lists for item in values[one.nodes]]
+    nodes: dict[fx.Node, None] = dict.fromkeys((*outputs, *[node for node, _, _ in inner]))
+    kept: set[fx.Node] = set()
+    for node, is_shared, place in inner:
+        if node.users.keys() <= nodes.keys() or node in outputs:
+            continue
+        if not is_shared:
+            user = next(user for user in node.users if user not in nodes)
+            expected, found = f"no user of {place} outside the match", f"%{user.name} uses %{node.name}"
+            return Failure(passed, Reason.OUTSIDE_USER, expected, found, node, user)
+        kept.add(node)
     captures = {name: None if path is None else values[path] for name, path in variant.captures.items()}
     refused = _refused(pattern, variant, captures, outputs[0], passed)
     if isinstance(refused, Failure):
         return refused
     return Match(outputs, tuple(nodes), _with_inputs(kept, nodes) if kept else _NOTHING, captures, refused, missing)
-
-
-def _kept(
-    variant: Variant,
-    inner: Iterable[tuple[Path, fx.Node]],
-    of_items: Iterable[tuple[fx.Node, bool]],
-    nodes: Mapping[fx.Node, None],
-    outputs: tuple[fx.Node, ...],
-) -> set[fx.Node] | tuple[str, fx.Node]:
-    """Returns the nodes that stay in the graph, as users outside the match read them, which only shared() allows.
-
-    Of the first node that is read outside and not shared it returns what was expected, and the node.
-    """
-    kept: set[fx.Node] = set()
-    for path, node in inner:
-        if node.users.keys() <= nodes.keys() or node in outputs:
-            continue
-        if path not in variant.shared:
-            return f"no user of {path} outside the match", node
-        kept.add(node)
-    for node, is_shared in of_items:
-        if node.users.keys() <= nodes.keys():
-            continue
-        if not is_shared:
-            return "no user of an item outside the match", node
-        kept.add(node)
-    return kept
 
 
 def _refused(
@@ -225,28 +198,22 @@ def _refused(
     """Returns why the first constraint does not hold, or the first refusal of one: a match that is refused is found."""
     refused: RefusedError | None = None
     for count, constraint in enumerate(pattern.where):
-        if any(captures[name] is None and name not in variant.values for name in constraint.names):
-            continue  # a constraint on an absent optional capture holds
+        # A constraint on a capture that is absent holds; of a Python value that is captured, None is one like others.
+        values = pattern.values
+        if any(captures[n] is None and (variant.captures[n] is None or n not in values) for n in constraint.names):
+            continue
         try:
-            why_not = (
-                why_not_each(constraint, captures, variant.listed) if variant.listed else constraint.why_not(captures)
-            )
+            why_not = why_not_each(constraint, captures, pattern.lists)
         except RefusedError as refusal:
             refused = refused or refusal
             continue
         except Exception as error:
-            place = f"%{root.name} ({source_line(root)})".replace(" ()", "")
             raise FxRewriteError(
-                f"constraint {constraint} raised {type(error).__name__} at {place}: {error}"
+                f"constraint {constraint} raised {type(error).__name__} at {with_source(root)}: {error}"
             ) from error
         if why_not:
             return Failure(passed + 1 + count, Reason.CONSTRAINT, str(constraint), why_not, root)
     return refused
-
-
-def _outside_user(passed: int, expected: str, node: fx.Node, nodes: Container[fx.Node]) -> Failure:
-    user = next(user for user in node.users if user not in nodes)
-    return Failure(passed, Reason.OUTSIDE_USER, expected, f"%{user.name} uses %{node.name}", node, user)
 
 
 def _family(pattern: Pattern, variant: Variant, link: Link, last: Candidate, passed: int) -> Match | Failure:

@@ -15,8 +15,6 @@ from torch import fx
 from fxrewrite.match.conditions import Condition
 from fxrewrite.match.values import Candidate, Path, is_same
 
-__all__ = ["ITEM", "Failed", "Item", "ListPart", "VariadicList", "solutions"]
-
 ITEM = Path.root(-1)
 """Root of the paths inside of an item."""
 

@@ -8,26 +8,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match.conditions import (
-    Another,
+    ARGUMENTS,
+    HAS_ITEMS,
+    IS_ANOTHER,
+    IS_LIST,
+    IS_LITERAL,
+    IS_NODE,
+    IS_ONE_OF,
+    IS_OPERATOR,
+    IS_OPTIONAL_NODE,
+    IS_PARAMETER,
+    IS_PLAIN,
+    IS_SAME,
+    IS_SAME_NUMBER,
     Arguments,
     Condition,
-    HasItems,
-    IsList,
-    IsLiteral,
-    IsNode,
-    IsOneOf,
-    IsOperator,
-    IsOptionalNode,
-    IsParameter,
-    IsPlain,
-    IsSame,
-    IsSameNumber,
 )
 from fxrewrite.match.lists import ITEM, Item, ListPart, VariadicList
 from fxrewrite.match.size_conditions import size_conditions
@@ -46,7 +49,6 @@ from fxrewrite.pattern.terms import (
     Op,
     Siblings,
     Term,
-    freeze,
     in_steps,
     is_size,
     part_of,
@@ -56,22 +58,16 @@ from fxrewrite.pattern.terms import (
 )
 from fxrewrite.pattern.text import term_text
 
-__all__ = ["MAX_VARIANTS", "Link", "Result", "Variant", "lower"]
-
 MAX_VARIANTS = 512
 """Limit of variants per pattern. A pattern with more is refused, because it should be several rules."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How to find a further output: climb from a value that an earlier output captured too.
+Link: TypeAlias = tuple[tuple[Path, tuple[frozenset[str], ...]], ...]
+"""How to find a further output: climb from a value that an earlier output captured too.
 
-    Each choice is the path of such a value, and the operators from its user up to the output. The matcher climbs from
-    the value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
-    """
-
-    output: int
-    choices: tuple[tuple[Path, tuple[frozenset[str], ...]], ...]
+Each choice is the path of such a value, and the operators from its user up to the output. The matcher climbs from the
+value with the fewest users, so a mask that every layer reads does not make it walk through all layers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +78,7 @@ class Result:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """One reading of a pattern.
 
@@ -92,15 +88,10 @@ class Variant:
         captures: name -> path; None if the name belongs to an alternative that this reading does not take.
         inner: paths of the operators below the outputs, users before what they use.
         shared: those of `inner` that may have users outside the match.
-        values: captures for which None is an ordinary value.
         siblings: for a pattern of siblings, how to get from the value that they share up to each of them.
         lists: per output, its lists of any length.
-        listed: captures that are lists, with an entry for each item.
         first: the place in the pattern of output 0; the graph reads none of those before it, which are `unread`.
         may_miss: per output, what result it is if the graph need not read it; empty if the graph must read all.
-        is_plain: whether the conditions of output 0 are all that there is before captures are known.
-        outputs: paths of the outputs.
-        paths: all paths whose values belong to the match.
     """
 
     stages: tuple[tuple[Condition, ...], ...]
@@ -108,33 +99,35 @@ class Variant:
     captures: dict[str, Path | None]
     inner: tuple[Path, ...]
     shared: frozenset[Path]
-    values: frozenset[str] = frozenset()
     siblings: Link | None = None
     lists: tuple[tuple[VariadicList, ...], ...] = ()
-    listed: frozenset[str] = frozenset()
     first: int = 0
     unread: tuple[Result, ...] = ()
     may_miss: tuple[Result | None, ...] = ()
-    is_plain: bool = field(init=False)
-    outputs: tuple[Path, ...] = field(init=False)
-    paths: frozenset[Path] = field(init=False)
 
-    def __post_init__(self) -> None:
-        outputs = tuple(Path.root(index) for index in range(len(self.stages)))
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the conditions of output 0 are all that there is before captures are known."""
+        return len(self.stages) == 1 and not self.lists and not self.unread
+
+    @cached_property
+    def outputs(self) -> tuple[Path, ...]:
+        """Paths of the outputs."""
+        return tuple(Path.root(index) for index in range(len(self.stages)))
+
+    @cached_property
+    def paths(self) -> frozenset[Path]:
+        """All paths whose values belong to the match."""
         captured = [path for path in self.captures.values() if path is not None]
-        object.__setattr__(self, "outputs", outputs)
-        object.__setattr__(self, "is_plain", len(outputs) == 1 and not self.lists and not self.unread)
-        object.__setattr__(self, "paths", frozenset([*outputs, *self.inner, *captured]))
+        return frozenset([*self.outputs, *self.inner, *captured])
 
     @property
     def root_key(self) -> str:
         """The operator of output 0: the first condition of every variant."""
-        first = self.stages[0][0]
-        assert isinstance(first, IsOperator)
-        return first.operand
+        return self.stages[0][0].operands[0]
 
 
-_CAPTURED = {"node": IsNode, "literal": IsPlain, "optional": IsOptionalNode, "param": IsParameter, "any": None}
+_CAPTURED = {"node": IS_NODE, "literal": IS_PLAIN, "optional": IS_OPTIONAL_NODE, "param": IS_PARAMETER, "any": None}
 """What a capture of each kind asks of its value."""
 
 
@@ -217,11 +210,11 @@ def _read(term: Term, path: Path) -> Iterator[_Part]:
         kind = _CAPTURED[term.kind]
         yield _Part((kind(path),) if kind is not None else (), ((term.name, path),))
     elif isinstance(term, LiteralValue):
-        yield _Part((IsLiteral(path, freeze(term.value)),))
+        yield _Part((IS_LITERAL(path, term, path.step, path.parent),))
     elif isinstance(term, ListOf):
         front, middle, back = _ends(term.items)
         fixed = sum(not isinstance(item, Each) for item in term.items)
-        head = _Part((HasItems(path, fixed),), lists=((path, term),)) if middle else _Part((IsList(path, fixed),))
+        head = _Part((HAS_ITEMS(path, fixed),), lists=((path, term),)) if middle else _Part((IS_LIST(path, fixed),))
         ends = [*enumerate(front), *((index - len(back), item) for index, item in enumerate(back))]
         for parts in _product([list(_read(item, path / index)) for index, item in ends]):
             yield sum(parts, head)
@@ -283,7 +276,7 @@ def _item(part: _Part) -> Item:
 
 def _read_operator(term: Op, path: Path) -> Iterator[_Part]:
     names = tuple(name for name, _ in term.args)
-    is_called = (IsOperator(path, term.key), Arguments(path, names))
+    is_called = (IS_OPERATOR(path, term.key), Arguments(path, names, ARGUMENTS))
     head = _Part(is_called[:1] if term.loose else is_called, (), ((path, term),))
     for order in _orders(term, names):
         arguments = [list(_read(part, path / name)) for name, (_, part) in zip(order, term.args, strict=True)]
@@ -318,7 +311,7 @@ def _read_chain(term: Chain, path: Path) -> Iterator[_Part]:
         steps.append(steps[-1] / FIRST)
     for length in range(term.most, term.least - 1, -1):
         run = steps[:length]
-        head = _Part(tuple(IsOneOf(step, term.keys) for step in run), (), tuple((step, term) for step in run))
+        head = _Part(tuple(IS_ONE_OF(step, term.keys) for step in run), (), tuple((step, term) for step in run))
         for part in _read(term.base, steps[length]):
             yield head + part
 
@@ -378,7 +371,7 @@ def _repeats(part: _Part) -> dict[Path, int]:
 
 def _same(path: Path, other: Path, repeats: Mapping[Path, int]) -> Condition:
     here, there = repeats.get(path, 0), repeats.get(other, 0)
-    return IsSameNumber(path, other, (here, there)) if here or there else IsSame(path, other)
+    return IS_SAME_NUMBER(path, other, here, there) if here or there else IS_SAME(path, other)
 
 
 def _variant(
@@ -407,7 +400,6 @@ def _variant(
     named = {capture.name: captures.get(capture.name) for capture in pattern.captures} | dict.fromkeys(pattern.absent)
     named[ROOT] = Path.root(0)
     shared = frozenset(path for path, term in operators if isinstance(term, Op) and term.shared)
-    values = pattern.values & captures.keys()
     first = pattern.outputs[0]
     return Variant(
         tuple(stages),
@@ -415,10 +407,8 @@ def _variant(
         named,
         inner,
         shared,
-        values,
         _link_of_siblings(first, parts[0], captures, pattern) if isinstance(first, Siblings) else None,
         lists=tuple(lists) if any(lists) else (),
-        listed=pattern.lists,
         first=first_output,
         unread=unread,
         may_miss=tuple(may_miss) if any(may_miss) else (),
@@ -446,7 +436,7 @@ def _draws_apart(part: _Part, drawn: dict[Op, Path], pattern: Pattern) -> Iterat
                 f"pattern {pattern}: {term.key} draws twice with the same arguments, which can be one draw used "
                 "twice or two draws; capture its result instead"
             )
-        yield from (Another(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key)
+        yield from (IS_ANOTHER(path, earlier) for draw, earlier in drawn.items() if draw.key == term.key)
         drawn[term] = path
 
 
@@ -468,7 +458,7 @@ def _link_of_siblings(term: Siblings, part: _Part, captures: dict[str, Path], pa
         raise RuleDefinitionError(
             f"pattern {pattern}: a reading of it does not capture {term.on}, what they have in common"
         )
-    return Link(0, ((on, _climb_keys(on, part)),))
+    return ((on, _climb_keys(on, part)),)
 
 
 def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) -> Link:
@@ -486,4 +476,4 @@ def _link(index: int, part: _Part, captures: dict[str, Path], pattern: Pattern) 
             f"pattern {pattern}: output {index} captures no value of the graph that an earlier output captures, so it "
             "could be anywhere; write two rules"
         )
-    return Link(index, tuple(choices))
+    return tuple(choices)

@@ -11,8 +11,6 @@ from torch import fx
 
 from fxrewrite.errors import RefusedError, RuleDefinitionError, did_you_mean
 
-__all__ = ["Match"]
-
 
 @dataclass(slots=True, eq=False)
 class Match:

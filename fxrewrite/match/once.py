@@ -23,8 +23,6 @@ from fxrewrite.graph.walk import operands_first
 from fxrewrite.match.match import Match
 from fxrewrite.match.safety import Effects
 
-__all__ = ["compute_once"]
-
 Held = Mapping[str, torch.Tensor]
 
 

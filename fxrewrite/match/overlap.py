@@ -10,8 +10,6 @@ import networkx as nx
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.match.match import Match
 
-__all__ = ["Overlap", "check_overlap", "choose"]
-
 Overlap: TypeAlias = Literal["first", "largest", "best_cover"]
 _MAX_EXACT = 40
 """Largest group of connected conflicts that is solved exactly, in matches; an exact cover takes exponential time."""

@@ -17,13 +17,11 @@ from fxrewrite import ops
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.match.compile import Leaf, Tree, TreeFunction, compile_tree
-from fxrewrite.match.finish import Failure, complete
+from fxrewrite.match.finish import complete
 from fxrewrite.match.lower import Variant, lower
 from fxrewrite.match.match import Match
 from fxrewrite.match.values import Candidate, Path
 from fxrewrite.pattern.pattern import Pattern
-
-__all__ = ["Program"]
 
 Owner = TypeVar("Owner")
 
@@ -82,27 +80,11 @@ class Program(Generic[Owner]):
             try:
                 found = complete(pattern, variants[index], Candidate(values))
                 # A list of any length may match in many ways, of which the first is mostly taken.
-                results = found if variants[index].lists else tuple(found)
+                for result in found if variants[index].lists else tuple(found):
+                    if isinstance(result, Match):
+                        yield owner, result
             except FxRewriteError as error:
-                raise _named(error, owner) from error
-            for result in _raising_as(owner, results):
-                if isinstance(result, Match):
-                    yield owner, result
-
-
-def _raising_as(owner: Any, results: Iterable[Match | Failure]) -> Iterable[Match | Failure]:
-    return results if isinstance(results, tuple) else _guarded(owner, results)
-
-
-def _guarded(owner: Any, results: Iterable[Match | Failure]) -> Iterator[Match | Failure]:
-    try:
-        yield from results
-    except FxRewriteError as error:
-        raise _named(error, owner) from error
-
-
-def _named(error: FxRewriteError, owner: Any) -> FxRewriteError:
-    return FxRewriteError(f"{getattr(owner, 'id', owner)}: {error}; the graph is as before")
+                raise FxRewriteError(f"{getattr(owner, 'id', owner)}: {error}; the graph is as before") from error
 
 
 _ROOT = Path.root(0)

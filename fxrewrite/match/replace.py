@@ -18,8 +18,7 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.match.match import Match
 from fxrewrite.match.once import compute_once
 from fxrewrite.match.safety import Effects
-
-__all__ = ["NodeProxy", "Replacer"]
+from fxrewrite.pattern.terms import tensor_text
 
 _aten = torch.ops.aten
 
@@ -85,10 +84,6 @@ class NodeProxy(fx.Proxy):
     def size(self, dim: int | None = None) -> Any:
         """Returns the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{ops.dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 
 @functools.cache
@@ -194,7 +189,7 @@ class Replacer(TracerBase):
             return slice(*map(self.unwrap, (value.start, value.stop, value.step)))
         if isinstance(value, torch.Tensor):
             raise RuleDefinitionError(
-                f"a replacement used a tensor that is not a value of the graph ({_describe(value)}); make it in the "
+                f"a replacement used a tensor that is not a value of the graph ({tensor_text(value)}); make it in the "
                 "graph, match.call(torch.full, ...), bring it along, match.once(lambda: tensor), or use a number"
             )
         return value

@@ -16,8 +16,6 @@ from fxrewrite.match.same_value import check_parts
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Term, has_parts
 
-__all__ = ["returned_nodes", "with_parts"]
-
 
 def returned_nodes(returned: Any, pattern: Pattern, match: Match) -> tuple[list[Any], list[tuple[fx.Node, fx.Node]]]:
     """The nodes that a replacement returned, one for each output; for a list that it gives, a list of nodes.

@@ -17,8 +17,7 @@ from fxrewrite.graph.walk import reached
 from fxrewrite.match.match import Match
 from fxrewrite.match.safety import Effects
 from fxrewrite.match.strides import Replaced, after_strides, is_alike
-
-__all__ = ["check_dtypes", "check_gradients", "check_parts", "check_values", "needs_detach"]
+from fxrewrite.pattern.terms import tensor_text
 
 _INDICES = frozenset({"index", "indices", "target", "mask"})
 """Names of operands whose dtype is their own."""
@@ -87,8 +86,9 @@ def _check_shape(old: fx.Node, was: Any, is_now: Any) -> None:
     )
     if same_shape and was.dtype == is_now.dtype and was.device == is_now.device:
         return
+    new, old_one = (f"{tensor_text(one)} on {one.device}" for one in (is_now, was))
     refuse(
-        f"the replacement gives {_describe(is_now)}, the original {_describe(was)}",
+        f"the replacement gives {new}, the original {old_one}",
         hint='repair the replacement, or declare shapes="changes" on the rule',
         node=old,
         kind=Reason.VALUE,
@@ -167,7 +167,7 @@ def check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
         found = {name: ops.value(given) for name, given in bound.items() if isinstance(given, fx.Node)}
         dtypes = {n: v.dtype for n, v in found.items() if isinstance(v, torch.Tensor) and n not in _INDICES}
         if len(set(dtypes.values())) > 1 and "out_dtype" not in bound:
-            said = ", ".join(f"{name} {str(dtype).removeprefix('torch.')}" for name, dtype in dtypes.items())
+            said = ", ".join(f"{name} {ops.dtype_name(dtype)}" for name, dtype in dtypes.items())
             refuse(
                 f"the replacement calls {ops.key(node)}, which takes one dtype, found {said}",
                 hint="cast the operands in the replacement, or add a constraint same_dtype(...)",
@@ -178,8 +178,3 @@ def check_dtypes(match: Match, created: Sequence[fx.Node]) -> None:
 
 def _kind(value: Any) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    sizes = ", ".join(map(str, tensor.shape))
-    return f"{ops.dtype_name(tensor.dtype)}[{sizes}] on {tensor.device}"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
-from fxrewrite.errors import RuleDefinitionError
-from fxrewrite.match.conditions import Condition, HasItems, IsNode, IsSize, IsSizeCall
+from fxrewrite.errors import Reason, RuleDefinitionError
+from fxrewrite.match.conditions import HAS_ITEMS, IS_NODE, IS_SIZE_CALL, Condition, Kind
 from fxrewrite.match.values import FIRST, Path
 from fxrewrite.pattern.pattern import Pattern
 from fxrewrite.pattern.terms import Capture, LiteralValue, Op, Term
 from fxrewrite.pattern.text import term_text
-
-__all__ = ["size_conditions"]
 
 
 def size_conditions(
@@ -32,8 +31,15 @@ def size_conditions(
                 "capture it, or the number"
             )
         bases[source] = found
-    names = {source: f"{{{index}}}" for index, source in enumerate(bases)}
-    return [*conditions, IsSize(path, term_text(term), _size_test(term, names, pattern), tuple(bases.values()))]
+    names = {source: f"{{{number}}}" for number, source in enumerate(bases, 1)}
+    is_size = _is_size(_size_test(term, names, pattern))
+    return [*conditions, is_size(path, term_text(term), *bases.values())]
+
+
+@functools.cache
+def _is_size(test: str) -> Kind:
+    """A size, of which operand 0 is the text, and operands 1, 2 ... are the values that it is computed of."""
+    return Kind(Reason.LITERAL, "{0} at {path}", test)
 
 
 def _read_by_size(term: Term) -> Iterator[Term]:
@@ -51,13 +57,13 @@ def _read_from(path: Path, term: Op) -> tuple[Path, list[Condition]]:
     """Returns the path of the value whose size is at `path`, by the call that reads it, and what must hold of that."""
     if len(term.args) == 1:  # the whole shape: a list of such calls, the first of them of dimension 0
         call, dim = path / 0, 0
-        conditions: list[Condition] = [HasItems(path, 1)]
+        conditions: list[Condition] = [HAS_ITEMS(path, 1)]
     else:
         of_dim = term.args[1][1]
         call, dim = path, of_dim.value if isinstance(of_dim, LiteralValue) else None
         conditions = []
     found = call / FIRST
-    return found, [*conditions, IsSizeCall(call, dim), IsNode(found)]
+    return found, [*conditions, IS_SIZE_CALL(call, dim), IS_NODE(found)]
 
 
 def _size_test(term: Op, names: Mapping[Term, str], pattern: Pattern) -> str:

@@ -18,8 +18,6 @@ from fxrewrite import ops
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.pattern.terms import ARITHMETIC_ON_SIZES
 
-__all__ = ["NAMES_OF_SIZES", "is_size_call"]
-
 _NUMBERS = (int, torch.SymInt)
 _SIZE = ("aten::sym_size", "aten::size")
 

@@ -18,8 +18,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.sizes import is_same_size
 from fxrewrite.match.safety import Effects
 
-__all__ = ["Replaced", "after_strides", "is_alike"]
-
 _RUN_ON_OPERANDS = frozenset(
     f"higher_order::{name}"
     for name in [
@@ -97,7 +95,6 @@ class _Walk:
 
     Attributes:
         values: nodes with other strides -> their new values.
-        moved: nodes with equal strides at another place of memory.
         inner: the same as `values`, of nodes in subgraphs that are called.
     """
 
@@ -107,7 +104,6 @@ class _Walk:
         self._waiting: list[fx.Node] = []
         self._seen: set[fx.Node] = set()
         self.values: dict[fx.Node, Any] = {}
-        self.moved: set[fx.Node] = set()
         self.inner: dict[fx.Node, Any] = {}
         for node, new, readers in replaced:
             self._note(node, ops.value(node), new, readers)
@@ -134,13 +130,11 @@ class _Walk:
 
     def _note(self, node: fx.Node, was: Any, is_now: Any, readers: Iterable[fx.Node]) -> None:
         """Notes that a value changes, and its readers, if it does."""
-        if not is_alike(was, is_now):
+        is_same = is_alike(was, is_now)
+        if not is_same:
             self.values[node] = is_now
-        elif _is_moved(was, is_now):
-            self.moved.add(node)
-        else:
-            return
-        self._push(readers)
+        if not is_same or _is_moved(was, is_now):
+            self._push(readers)
 
     def _push(self, users: Iterable[fx.Node]) -> None:
         for user in users:
@@ -193,6 +187,7 @@ class _Walk:
         return self._effects.later_writer(node, ops.memory_origins(node)) is not None or _is_left_to_writes(self._edit)
 
     def _reader_of_moved(self, node: fx.Node) -> fx.Node | None:
+        """As `_reader`, of a node whose operands have their old strides at another place of memory."""
         if ops.has_trait(node, "addressed"):
             return node
         inner = (n for body in _bodies(self._edit.gm, node) for n in body.graph.nodes)
@@ -200,39 +195,28 @@ class _Walk:
         if addressed is not None:
             return addressed
         if ops.is_view(node):
-            self.moved.add(node)
             self._push(node.users)
         return None
 
     def _reader_in_subgraphs(self, node: fx.Node) -> fx.Node | None:
         """As `_reader`, of a node that calls subgraphs: follows its operands through these."""
         bodies, operands = _bodies(self._edit.gm, node), _operands(self._edit.gm, node)
-        if ops.key(node) == _CUSTOM_FUNCTION and len(bodies) == 2:
-            return self._reader_in_function(node, bodies[0], bodies[1], operands)
-        if not _runs_on_operands(node) or len(bodies) != 1:
+        is_function = ops.key(node) == _CUSTOM_FUNCTION  # of autograd: a forward and a backward
+        if len(bodies) != 1 + is_function or not (is_function or _runs_on_operands(node)):
             return node
         walk = self._entered(node, bodies[0], self.new_values(operands))
         if isinstance(walk, fx.Node):
             return walk
         result = walk.result()
+        if is_function and result is not None:  # what the forward saves goes to the backward, after the gradients
+            returned: Any = bodies[0].graph.output_node().args[0]
+            results, saved = map(walk.new_values, returned)
+            entered = self._entered(node, bodies[1], [*(None for _ in results), *saved])
+            if isinstance(entered, fx.Node):
+                return entered
+            result = result[0] if any(value is not None for value in results) else None
         if result is not None:
             self._note(node, ops.value(node), result, node.users)
-        return None
-
-    def _reader_in_function(
-        self, node: fx.Node, forward: fx.GraphModule, backward: fx.GraphModule, operands: Sequence[Any]
-    ) -> fx.Node | None:
-        """As `_reader_in_subgraphs`, of a custom `autograd.Function`: what its forward saves goes to its backward."""
-        walk = self._entered(node, forward, self.new_values(operands))
-        if isinstance(walk, fx.Node):
-            return walk
-        given: Any = forward.graph.output_node().args[0]
-        results, saved = map(walk.new_values, given)
-        entered = self._entered(node, backward, [*(None for _ in results), *saved])
-        if isinstance(entered, fx.Node):
-            return entered
-        if any(value is not None for value in results):
-            self._note(node, ops.value(node), walk.result()[0], node.users)
         return None
 
     def _entered(self, caller: fx.Node, body: fx.GraphModule, values: Sequence[Any]) -> _Walk | fx.Node:

@@ -13,21 +13,7 @@ import torch
 from torch import fx
 
 from fxrewrite import ops
-from fxrewrite.pattern.terms import freeze
-
-__all__ = [
-    "ABSENT",
-    "FIRST",
-    "Candidate",
-    "Path",
-    "as_number",
-    "call_signature",
-    "frozen",
-    "has_node",
-    "is_same",
-    "literal_outcomes",
-    "part",
-]
+from fxrewrite.pattern.terms import frozen, holds
 
 FIRST = "first operand"
 """Step of a path that means a node's first argument, whatever its name."""
@@ -144,7 +130,7 @@ def literal_outcomes(value: Any, step: str | int, parent: Any) -> Iterator[Any]:
 
     If the rank is known, a dimension has two names: counted from the front and from the back.
     """
-    if value is ABSENT or has_node(value):
+    if value is ABSENT or holds(value, fx.Node):
         return
     yield frozen(value)
     if step in ops.DIM_ARGUMENTS:
@@ -170,22 +156,3 @@ def _other_dims(value: Any, node: Any) -> Any:
         from_front = all(dim >= 0 for dim in value)
         return [dim - rank if from_front else dim if dim >= 0 else dim + rank for dim in value]
     return None
-
-
-def frozen(value: Any) -> Any:
-    """Like `freeze`, but an unhashable value becomes something that equals only itself."""
-    try:
-        return freeze(value)
-    except TypeError:
-        return id(value)
-
-
-def has_node(value: Any) -> bool:
-    """Whether the value is a node, or a container with one, at any depth."""
-    if isinstance(value, (list, tuple)):
-        return any(map(has_node, value))
-    if isinstance(value, slice):
-        return any(map(has_node, (value.start, value.stop, value.step)))
-    if isinstance(value, dict):
-        return any(map(has_node, value.values()))
-    return isinstance(value, fx.Node)

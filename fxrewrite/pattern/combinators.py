@@ -31,24 +31,6 @@ from fxrewrite.pattern.terms import (
     tracing,
 )
 
-__all__ = [
-    "Literal",
-    "Param",
-    "any_",
-    "cap",
-    "captures_of",
-    "chain",
-    "each",
-    "either",
-    "functional",
-    "loose",
-    "maybe",
-    "once",
-    "op",
-    "shared",
-    "siblings",
-]
-
 
 class Literal:
     """Annotation of a pattern parameter that captures a Python value: `def pattern(x, scale: Literal)`."""
@@ -140,13 +122,18 @@ def maybe(step: Term, without: Any = None) -> Maybe:
     Raises:
         RuleDefinitionError: the step is not an operator, or has no operand to use as `without`.
     """
-    if not isinstance(step, Op):
-        raise RuleDefinitionError(f"maybe() takes an operator, not {step!r}")
+    step = _operator(step, "maybe")
     if without is None:
         without = first_operand(step)
         if without is None:
             raise RuleDefinitionError(f"maybe({step!r}): state with without= what matches when the step is absent")
     return Maybe(step, as_term(without))
+
+
+def _operator(term: Term, combinator: str) -> Op:
+    if not isinstance(term, Op):
+        raise RuleDefinitionError(f"{combinator}() takes an operator, not {term!r}")
+    return term
 
 
 def first_operand(step: Op) -> Term | None:
@@ -193,16 +180,12 @@ def each(term: Any, *, on: str | tuple[str, ...] = ()) -> ListOf:
 
 def shared(term: Term) -> Op:
     """Returns the operator, allowed to have users outside the match; then the node stays in the graph for them."""
-    if not isinstance(term, Op):
-        raise RuleDefinitionError(f"shared() takes an operator, not {term!r}")
-    return replace(term, shared=True)
+    return replace(_operator(term, "shared"), shared=True)
 
 
 def loose(term: Term) -> Op:
     """Returns the operator with any further arguments allowed: `loose(op("slice", cap("x")))` matches every slice."""
-    if not isinstance(term, Op):
-        raise RuleDefinitionError(f"loose() takes an operator, not {term!r}")
-    return replace(term, loose=True)
+    return replace(_operator(term, "loose"), loose=True)
 
 
 def functional(target: Any, *args: Any, **kwargs: Any) -> Any:
@@ -324,9 +307,7 @@ def once(term: Term) -> Op:
     Raises:
         RuleDefinitionError: it is not an operator.
     """
-    if not isinstance(term, Op):
-        raise RuleDefinitionError(f"once() takes an operator, not {term!r}")
-    return Op(ONCE, (("tensor", term),))
+    return Op(ONCE, (("tensor", _operator(term, "once")),))
 
 
 def siblings(each: Term, *, on: str, least: int = 2) -> Siblings:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fxrewrite import ops
@@ -30,9 +31,7 @@ from fxrewrite.pattern.terms import (
 from fxrewrite.pattern.text import parse_term, term_text
 from fxrewrite.pattern.where import Constraint, parse as parse_constraint
 from fxrewrite.pattern.where.facts import ListRelation
-from fxrewrite.pattern.where.numbers import OneOf, Relation
-
-__all__ = ["ROOT", "Pattern", "parse", "trace"]
+from fxrewrite.pattern.where.numbers import Relation
 
 _PASSED = ("node", "param", "any")
 """Kinds of captures that may be outputs."""
@@ -40,7 +39,7 @@ ROOT = "root"
 """Name of the first output in constraints and replacements."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pattern:
     """What a rule looks for.
 
@@ -51,18 +50,12 @@ class Pattern:
         absent: names that the replacement may ask for, and that are None in every match.
         through: (place among all outputs, name) of the captures that are outputs: what is computed after the match of
             the captured value is computed of the replacement's value in its place.
-        captures: all captures, in the order of the text form.
-        lists: the captures that are lists, with an entry for each item that `*x` or `each` matched.
-        values: the captures of which None is a value like others: constraints read it, where one that is absent holds.
     """
 
     outputs: tuple[Term, ...]
     where: tuple[Constraint, ...] = ()
     absent: tuple[str, ...] = ()
     through: tuple[tuple[int, str], ...] = ()
-    captures: tuple[Capture, ...] = field(init=False, compare=False)
-    lists: frozenset[str] = field(init=False, compare=False)
-    values: frozenset[str] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.outputs, tuple) or not all(isinstance(output, Term) for output in self.outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -70,19 +63,30 @@ class Pattern:
                 "Pattern((output, ...), (constraint, ...)) takes tuples; for a text form use parse()"
             )
         self._split_outputs()
-        terms = [term for output in self.outputs for term in subterms(output)]
-        captures = tuple(dict.fromkeys(term for term in terms if isinstance(term, Capture)))
-        object.__setattr__(self, "captures", captures)
-        lists = frozenset(name for term in terms if isinstance(term, Each) for name in term.names)
-        object.__setattr__(self, "lists", lists)
-        values = frozenset(capture.name for capture in captures if capture.kind in ("literal", "any"))
-        object.__setattr__(self, "values", values)
         read = tuple(parse_constraint(c) if isinstance(c, str) else c for c in _listed(self.where))
         object.__setattr__(self, "where", read)
         self._check_outputs()
         self._check_siblings()
         self._check_lists()
         self._check_where(self._checked_kinds())
+
+    def _terms(self) -> Iterator[Term]:
+        return (term for output in self.outputs for term in subterms(output))
+
+    @cached_property
+    def captures(self) -> tuple[Capture, ...]:
+        """All captures, in the order of the text form."""
+        return tuple(dict.fromkeys(term for term in self._terms() if isinstance(term, Capture)))
+
+    @cached_property
+    def lists(self) -> frozenset[str]:
+        """The captures that are lists, with an entry for each item that `*x` or `each` matched."""
+        return frozenset(name for term in self._terms() if isinstance(term, Each) for name in term.names)
+
+    @cached_property
+    def values(self) -> frozenset[str]:
+        """The captures of which None is a value like others: constraints read it, where one that is absent holds."""
+        return frozenset(capture.name for capture in self.captures if capture.kind in ("literal", "any"))
 
     def _split_outputs(self) -> None:
         """Moves captures among the outputs to `through` if another output is an operator: nothing replaces them."""
@@ -103,8 +107,8 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"the output {term_text(output)} of a pattern must be an operator: it would match every node"
                 )
-            if any(isinstance(term, Op) and term.key == ONCE for term in subterms(output)):
-                raise RuleDefinitionError("once() is for replacements: a pattern matches what the graph computes")
+        if any(isinstance(term, Op) and term.key == ONCE for term in self._terms()):
+            raise RuleDefinitionError("once() is for replacements: a pattern matches what the graph computes")
 
     def _checked_kinds(self) -> dict[str, CaptureKind]:
         """The kind of each capture, of which there is one."""
@@ -127,7 +131,7 @@ class Pattern:
                 raise RuleDefinitionError(
                     f"constraint {constraint} reads {unknown}, the pattern captures {list(kinds)}"
                 )
-            asked = isinstance(constraint, (ListRelation, OneOf, Relation))
+            asked = isinstance(constraint, (ListRelation, Relation))
             for name in constraint.whole[:2] if asked else ():  # the third name of are_sizes is a dimension
                 if name not in self.lists and kinds.get(name) not in ("literal", "any"):
                     raise RuleDefinitionError(
@@ -136,7 +140,7 @@ class Pattern:
                     )
 
     def _check_siblings(self) -> None:
-        found = [term for output in self.outputs for term in subterms(output) if isinstance(term, Siblings)]
+        found = [term for term in self._terms() if isinstance(term, Siblings)]
         if not found:
             return
         if found != list(self.outputs):
@@ -145,20 +149,19 @@ class Pattern:
             raise RuleDefinitionError(f"siblings(on={found[0].on!r}): the pattern captures no node of that name")
 
     def _check_lists(self) -> None:
-        for output in self.outputs:
-            for term in subterms(output):
-                for part in parts_of(term):
-                    if isinstance(part, Each) and not isinstance(term, ListOf):
-                        raise RuleDefinitionError(
-                            f"`{term_text(part)}` is any number of items of a list; write it in one, as in [x, *rest]"
-                        )
-                if isinstance(term, Each) and any(isinstance(part, Each) for part in subterms(term.term)):
+        for term in self._terms():
+            for part in parts_of(term):
+                if isinstance(part, Each) and not isinstance(term, ListOf):
                     raise RuleDefinitionError(
-                        f"`{term_text(term)}` has a list of any length in each item; capture the items, and match "
-                        "their lists by another rule"
+                        f"`{term_text(part)}` is any number of items of a list; write it in one, as in [x, *rest]"
                     )
-                if isinstance(term, Siblings) and self.lists:
-                    raise RuleDefinitionError("siblings() cannot have lists of any length in them; capture the list")
+            if isinstance(term, Each) and any(isinstance(part, Each) for part in subterms(term.term)):
+                raise RuleDefinitionError(
+                    f"`{term_text(term)}` has a list of any length in each item; capture the items, and match "
+                    "their lists by another rule"
+                )
+            if isinstance(term, Siblings) and self.lists:
+                raise RuleDefinitionError("siblings() cannot have lists of any length in them; capture the list")
         single = {part.name for output in self.outputs for part in _outside_of_lists(output)}
         for name in self.lists:
             if name in single:

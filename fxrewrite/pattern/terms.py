@@ -22,36 +22,6 @@ import torch
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 
-__all__ = [
-    "ARITHMETIC_ON_SIZES",
-    "ONCE",
-    "Capture",
-    "CaptureKind",
-    "Chain",
-    "Each",
-    "Either",
-    "Ignore",
-    "ListOf",
-    "LiteralValue",
-    "Maybe",
-    "Op",
-    "Siblings",
-    "Term",
-    "as_term",
-    "call",
-    "freeze",
-    "has_parts",
-    "holds_term",
-    "in_steps",
-    "is_size",
-    "part_of",
-    "parts_of",
-    "reflected",
-    "subterms",
-    "tracing",
-    "with_sizes",
-]
-
 CaptureKind: TypeAlias = Literal["node", "optional", "param", "literal", "any"]
 
 
@@ -333,6 +303,19 @@ def freeze(value: Any) -> Any:
     return type(value), value
 
 
+def frozen(value: Any) -> Any:
+    """Like `freeze`, but an unhashable value becomes something that equals only itself."""
+    try:
+        return freeze(value)
+    except TypeError:
+        return id(value)
+
+
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Returns dtype and shape as text: `float32[2, 3]`."""
+    return f"{ops.dtype_name(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
+
+
 def as_term(value: Any) -> Term:
     """Converts to a term: terms stay, `...` is Ignore, a list that contains terms is ListOf, others are literals."""
     if isinstance(value, Term):
@@ -347,7 +330,7 @@ def as_term(value: Any) -> Term:
         raise RuleDefinitionError("a pattern cannot capture a bound of a slice; capture the whole index instead")
     if isinstance(value, torch.Tensor):
         raise RuleDefinitionError(
-            f"a pattern cannot hold a tensor ({str(value.dtype).removeprefix('torch.')}{list(value.shape)}): it is "
+            f"a pattern cannot hold a tensor ({tensor_text(value)}): it is "
             "compared by structure alone; make it a parameter of the pattern, annotated Param if the model holds it, "
             "and state its values by a constraint (fxrewrite.where.predicate), or write a number"
         )
@@ -518,12 +501,19 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def holds_term(value: Any) -> bool:
-    """Whether the value is a term, or a list, tuple or slice with one, at any depth."""
-    if isinstance(value, (list, tuple)):
-        return any(map(holds_term, value))
+    """Whether the value is a term, or a container with one."""
+    return holds(value, Term)
+
+
+def holds(value: Any, kind: type[Any]) -> bool:
+    """Whether the value is of the class, or a list, tuple, slice or dict with such a value, at any depth."""
     if isinstance(value, slice):
-        return any(map(holds_term, (value.start, value.stop, value.step)))
-    return isinstance(value, Term)
+        value = value.start, value.stop, value.step
+    elif isinstance(value, dict):
+        value = (*value.values(),)
+    if isinstance(value, (list, tuple)):
+        return any(holds(item, kind) for item in value)
+    return isinstance(value, kind)
 
 
 def parts_of(term: Term) -> tuple[Term, ...]:

@@ -50,8 +50,6 @@ from fxrewrite.pattern.terms import (
     call,
 )
 
-__all__ = ["column_of", "parse_term", "term_text", "terms_text"]
-
 _KINDS = {"literal": "lit", "optional": "opt", "param": "param", "any": "any"}
 _PREFIXES = {short: kind for kind, short in _KINDS.items()}
 _COMBINATORS: dict[str, Callable[..., Any]] = {

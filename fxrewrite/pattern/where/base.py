@@ -10,8 +10,6 @@ from torch import fx
 
 from fxrewrite import ops
 
-__all__ = ["BaseConstraint", "Constraint", "NoAnswerError", "OneName", "node_of", "tensor_of", "why_not_each"]
-
 
 class Constraint(Protocol):
     """A condition on captures: `names` are the captures that it reads, `str` is its text form."""

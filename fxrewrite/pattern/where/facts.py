@@ -13,8 +13,6 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.sizes import is_always, is_same_size
 from fxrewrite.pattern.where.base import BaseConstraint, OneName, node_of, tensor_of
 
-__all__ = ["ASKED", "Device", "Dtype", "Is", "ListRelation", "Predicate", "Same", "ShapeEq"]
-
 
 @dataclass(frozen=True, slots=True)
 class Dtype(OneName):

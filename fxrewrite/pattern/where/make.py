@@ -11,24 +11,8 @@ from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.pattern.terms import LiteralValue
 from fxrewrite.pattern.where.base import Constraint
 from fxrewrite.pattern.where.facts import Device, Dtype, Is, Predicate, Same, ShapeEq
-from fxrewrite.pattern.where.numbers import Arithmetic, Number, OneOf, RankOf, Relation, SizeOf, ValueOf
+from fxrewrite.pattern.where.numbers import Arithmetic, RankOf, Relation, SizeOf, ValueOf
 from fxrewrite.pattern.where.text import parse_number
-
-__all__ = [
-    "contiguous",
-    "device",
-    "divisible",
-    "dtype",
-    "is_param",
-    "no_other_users",
-    "predicate",
-    "rank",
-    "same_device",
-    "same_dtype",
-    "shape_eq",
-    "size",
-    "value",
-]
 
 
 def rank(name: str, num_dims: int) -> Constraint:
@@ -95,10 +79,8 @@ def value(name: str, relation: str, other: Any) -> Constraint:
     if relation in ("in", "not in"):
         if not isinstance(other, Sequence) or isinstance(other, str):
             raise RuleDefinitionError(f"{name} {relation} takes a list or tuple of constants, not {other!r}")
-        constants = tuple(LiteralValue(constant) for constant in other)
-        return OneOf(ValueOf(name), constants, negated=relation == "not in")
-    constant: Number = LiteralValue(other)
-    return Relation(ValueOf(name), relation, constant)
+        return Relation(ValueOf(name), relation, tuple(map(LiteralValue, other)))
+    return Relation(ValueOf(name), relation, LiteralValue(other))
 
 
 def contiguous(name: str) -> Constraint:

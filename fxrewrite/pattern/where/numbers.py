@@ -17,21 +17,8 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.errors import RuleDefinitionError
 from fxrewrite.graph.sizes import is_always, is_read_from_data
-from fxrewrite.pattern.terms import LiteralValue, freeze
+from fxrewrite.pattern.terms import LiteralValue, frozen
 from fxrewrite.pattern.where.base import BaseConstraint, NoAnswerError, tensor_of
-
-__all__ = [
-    "CONSTANTS",
-    "RELATIONS",
-    "Arithmetic",
-    "Number",
-    "OneOf",
-    "RankOf",
-    "Relation",
-    "SizeOf",
-    "TotalOf",
-    "ValueOf",
-]
 
 RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     "==": operator.eq,
@@ -41,7 +28,9 @@ RELATIONS: Mapping[str, Callable[[Any, Any], Any]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+_ORDERS = ("<", "<=", ">", ">=")
+_OF_SETS = ("in", "not in")
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<", "in": "not in", "not in": "in"}
 _ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
     "+": operator.add,
     "-": operator.sub,
@@ -192,81 +181,53 @@ Number: TypeAlias = SizeOf | RankOf | ValueOf | TotalOf | Arithmetic | LiteralVa
 
 @dataclass(frozen=True, slots=True)
 class Relation(BaseConstraint):
-    """Two numbers satisfy the relation; other Python values support only == and !=."""
+    """Two numbers satisfy the relation; other Python values support only == and !=.
+
+    Of `in` and `not in`, `right` are the constants of the set.
+    """
 
     left: Number
     relation: str
-    right: Number
+    right: Number | tuple[LiteralValue, ...]
 
     def __post_init__(self) -> None:
-        if self.relation not in RELATIONS:
-            raise RuleDefinitionError(f"{self.relation!r} is not one of {', '.join(RELATIONS)}")
-        for side in (self.left, self.right):
+        known = _OF_SETS if isinstance(self.right, tuple) else RELATIONS
+        if self.relation not in known:
+            raise RuleDefinitionError(f"{self.relation!r} is not one of {', '.join(known)}")
+        if self.right == ():
+            raise RuleDefinitionError(f"{self}: the set has nothing in it")
+        for side in self._sides:
             if isinstance(side, LiteralValue):
                 _require_constant(side.value)
-                if self.relation not in ("==", "!=") and not _is_number(side.value):
+                if self.relation in _ORDERS and not _is_number(side.value):
                     raise RuleDefinitionError(f"{_text(side)} is not a number: it can only be == or !=")
-        _require_capture(self)
+        if not self.names:
+            raise RuleDefinitionError(f"{self} reads no capture")
+
+    @property
+    def _sides(self) -> tuple[Number, ...]:
+        return (self.left, *self.right) if isinstance(self.right, tuple) else (self.left, self.right)
 
     @property
     def names(self) -> tuple[str, ...]:
-        return _names(self.left, self.right)
+        return tuple(dict.fromkeys(atom.name for side in self._sides for atom in _atoms(side)))
 
     @property
     def whole(self) -> tuple[str, ...]:
         """The captures that are read as lists."""
-        return _whole(self.left, self.right)
+        return tuple(atom.name for side in self._sides for atom in _atoms(side) if isinstance(atom, TotalOf))
 
     def _why_not(self, captures: Mapping[str, Any]) -> str:
-        left, right = _read(self.left, captures), _read(self.right, captures)
-        if _holds(left, self.relation, right):
+        left, *right = (_read(side, captures) for side in self._sides)
+        if _holds(left, self.relation, *right):
             return ""
-        false = _holds(left, _OPPOSITE[self.relation], right)
-        return _found((self.left, self.right), captures) + ("" if false else _unknown(left, right))
+        false = _holds(left, _OPPOSITE[self.relation], *right)
+        return _found(self._sides, captures) + ("" if false else _unknown(left, *right))
 
     def __str__(self) -> str:
-        return f"{_text(self.left)} {self.relation} {_text(self.right)}"
-
-
-@dataclass(frozen=True, slots=True)
-class OneOf(BaseConstraint):
-    """A number or Python value is one of these constants; if `negated`, it is not one of them."""
-
-    value: Number
-    constants: tuple[LiteralValue, ...]
-    negated: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.constants:
-            raise RuleDefinitionError(f"{self}: the set has nothing in it")
-        for constant in self.constants:
-            _require_constant(constant.value)
-        _require_capture(self)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return _names(self.value)
-
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """The captures that are read as lists."""
-        return _whole(self.value)
-
-    def _why_not(self, captures: Mapping[str, Any]) -> str:
-        found = _read(self.value, captures)
-        equal = [_holds(found, "==", constant.value) for constant in self.constants]
-        different = [_holds(found, "!=", constant.value) for constant in self.constants]
-        holds, false = (all(different), any(equal)) if self.negated else (any(equal), all(different))
-        return "" if holds else _found((self.value,), captures) + ("" if false else _unknown(found))
-
-    def __str__(self) -> str:
-        constants = ", ".join(map(_text, self.constants))
-        return f"{_text(self.value)} {'not in' if self.negated else 'in'} {{{constants}}}"
-
-
-def _require_capture(constraint: Relation | OneOf) -> None:
-    if not constraint.names:
-        raise RuleDefinitionError(f"{constraint} reads no capture")
+        is_set = isinstance(self.right, tuple)
+        right = ", ".join(map(_text, self._sides[1:]))
+        return f"{_text(self.left)} {self.relation} {f'{{{right}}}' if is_set else right}"
 
 
 def _require_constant(value: Any) -> None:
@@ -284,25 +245,23 @@ def _is_number(found: Any) -> bool:
     return isinstance(found, _NUMBERS) and not isinstance(found, bool)
 
 
-def _holds(left: Any, relation: str, right: Any) -> bool:
-    """Whether the relation is true for every length that the graph admits.
+def _holds(left: Any, relation: str, *right: Any) -> bool:
+    """Whether the relation, to one value or to a set, is true for every length that the graph admits.
 
     Raises:
         NoAnswerError: the values have no order.
     """
-    if _is_number(left) and _is_number(right):
-        return is_always(RELATIONS[relation](left, right))
-    if relation in ("==", "!="):
-        return _is_equal(left, right) == (relation == "==")
-    raise NoAnswerError(f"{left!r} and {right!r} have no order")
-
-
-def _is_equal(left: Any, right: Any) -> bool:
-    """Equal Python values; 0 and 0.0 are equal, 1 and True are not."""
-    try:
-        return freeze(left) == freeze(right)
-    except TypeError:  # constants are hashable, so an unhashable value equals none of them
-        return False
+    if relation == "in":
+        return any(_holds(left, "==", constant) for constant in right)
+    if relation == "not in":
+        return all(_holds(left, "!=", constant) for constant in right)
+    (other,) = right
+    if _is_number(left) and _is_number(other):
+        return is_always(RELATIONS[relation](left, other))
+    if relation not in _ORDERS:
+        # equal Python values: 0 and 0.0 are equal, as numbers, and 1 and True are not
+        return (frozen(left) == frozen(other)) == (relation == "==")
+    raise NoAnswerError(f"{left!r} and {other!r} have no order")
 
 
 def _found(numbers: tuple[Number, ...], captures: Mapping[str, Any]) -> str:
@@ -322,14 +281,6 @@ def _atoms(number: Number) -> Iterator[SizeOf | RankOf | ValueOf | TotalOf]:
         yield from _atoms(number.right)
     elif not isinstance(number, LiteralValue):
         yield number
-
-
-def _names(*numbers: Number) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(atom.name for number in numbers for atom in _atoms(number)))
-
-
-def _whole(*numbers: Number) -> tuple[str, ...]:
-    return tuple(atom.name for number in numbers for atom in _atoms(number) if isinstance(atom, TotalOf))
 
 
 def _text(number: Number) -> str:

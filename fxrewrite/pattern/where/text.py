@@ -20,15 +20,12 @@ from fxrewrite.pattern.where.numbers import (
     CONSTANTS,
     Arithmetic,
     Number,
-    OneOf,
     RankOf,
     Relation,
     SizeOf,
     TotalOf,
     ValueOf,
 )
-
-__all__ = ["parse", "parse_number"]
 
 _ALLOWED = (
     "rank(x) == 4, size(x, 1) % 8 == 0, size(q, 1) == size(k, 1) * 4, eps > 0, mode in {'none', 'tanh'}, "
@@ -145,7 +142,7 @@ class _Reader:
         left = self.number(node.left)
         if relation in ("in", "not in"):
             constants = tuple(LiteralValue(self.constant(item)) for item in self.items(right))
-            return self.made(node, OneOf, left, constants, relation == "not in")
+            return self.made(node, Relation, left, relation, constants)
         return self.made(node, Relation, left, relation, self.number(right))
 
     def made(self, node: ast.expr, kind: Callable[..., _Made], *parts: Any) -> _Made:
