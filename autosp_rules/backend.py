@@ -16,38 +16,29 @@ from autosp_rules.errors import AutoSPError, raised_as_autosp_error
 from autosp_rules.inputs import why_not_called
 from autosp_rules.memory.checkpoint import checkpoint_text
 from autosp_rules.memory.offload import offloaded
-from autosp_rules.program import ADVICE, ShardedProgram, WholeProgram
+from autosp_rules.program import Program
 from autosp_rules.report import AutoSPReport
-from autosp_rules.transform import NO_SEQUENCE_HINT, Border, NoSequenceError, transform
+from autosp_rules.transform import NO_SEQUENCE_HINT, NoSequenceError, transform
 from fxrewrite import FxRewriteError, graph_text
 from fxrewrite.backends import (
     OVERLAP,
     RECOMPUTE_LATE,
+    backend_name,
     capture,
-    compile_regions,
-    find_backend,
     graph_break_hint,
-    graph_break_reason,
     inner_compiler,
     keep_graph_whole_under_ddp,
-    reached_recompile_limit,
     refuse_precompile,
-    untraced_callers,
 )
 from fxrewrite.spmd import (
     Axis,
+    Border,
     ChunkedTensor,
-    Crossing,
-    ProgramIsLast,
-    RegionsCompiled,
-    WholeCalls,
+    RanksBackend,
     agree,
     axis_mesh,
     axis_of,
     check_dtensors,
-    entering,
-    fix_rank,
-    say_not_compiled,
 )
 
 __all__ = ["AutoSPBackend", "autosp", "dry_run"]
@@ -55,7 +46,7 @@ __all__ = ["AutoSPBackend", "autosp", "dry_run"]
 log = logging.getLogger(__name__)
 
 
-class AutoSPBackend:
+class AutoSPBackend(RanksBackend[AutoSPReport, Program]):
     """A torch.compile backend that shards the sequence over a mesh axis, and passes the rest to an inner backend.
 
     `reports` has one AutoSPReport per compiled graph; `str(backend)` summarizes them.
@@ -63,16 +54,12 @@ class AutoSPBackend:
 
     def __init__(self, config: AutoSPConfig, mesh: DeviceMesh | None = None) -> None:
         with raised_as_autosp_error():
-            find_backend(config.inner)
+            super().__init__("autosp", config.inner, regions=config.regions, timeout=config.timeout)
             if config.breaks == "dtensor":
                 check_dtensors()
         keep_graph_whole_under_ddp()
-        self.__name__ = "autosp"
         self.config = config
         self.mesh = mesh
-        self.reports: list[AutoSPReport] = []
-        self._programs: list[ShardedProgram] = []
-        self._whole_calls = WholeCalls()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
@@ -81,14 +68,13 @@ class AutoSPBackend:
             refuse_precompile()
             axis = axis_of(self.mesh, self.config.axis)
         why = _why_left_alone(self.config, axis)
-        crossing = self._crossing(gm, example_inputs, axis, why)
+        border = self._border(gm, example_inputs, axis, why)
         # One rank, or evaluation: compile the graph unchanged.
         if why:
             self.reports.append(AutoSPReport.of_graph_left_alone(axis, why))
-            run = compile_whole(gm, crossing.examples(gm, example_inputs))
-            return (lambda *inputs: run(*crossing.entered(inputs))) if crossing.entries else run
+            run = compile_whole(gm, border.examples(gm, example_inputs))
+            return lambda *inputs: run(*border.entered(inputs))
         _refuse_dtensors(gm)
-        border = _border(gm, crossing)
         self._refuse_break(border.graph_break)
         # A graph without a sequence is an error, unless it is a part of a model: then another part may have one.
         try:
@@ -96,32 +82,24 @@ class AutoSPBackend:
         except NoSequenceError:
             if not (border.graph_break or self.reports):
                 raise
-            border.crossing = self._crossing(gm, example_inputs, axis, "the graph has no sequence")
+            border = self._border(gm, example_inputs, axis, "the graph has no sequence")
             self._report_whole(axis, border)
-            whole = WholeProgram(gm, self.config, axis, border, self._whole_calls, self._refuse_no_sequence)
-            whole.run = compile_whole(gm, border.crossing.examples(gm, example_inputs))
+            whole = Program(gm, self.config, axis, border, is_sharded=False, before_again=self._refuse_no_sequence)
+            whole.run = compile_whole(gm, border.examples(gm, example_inputs))
+            self._programs.append(whole)
             return whole
         # Ranks with different graphs would hang in their collectives, so compare the programs before the first call.
         recomputed = checkpoint_text(program)
         text = f"{_order_of(self.config)}\n{recomputed}{graph_text(program, canonical_order=True)}"
         with raised_as_autosp_error():
             agree(axis, text, timeout=self.config.timeout)
-        if limit := reached_recompile_limit():
-            report.events.append(ProgramIsLast(limit=limit))
-            log.warning("autosp: %s", report.events[-1])
-        self.reports.append(report)
-        # Before it is compiled: the program returns more from here on, and deferred outputs without a gradient.
-        sharded = ShardedProgram(program, self.config, axis, border, self._whole_calls)
-        report.events.extend(border.outputs.zeros)
-        self._programs.append(sharded)
-        fix_rank(program)
+        sharded = Program(program, self.config, axis, border, is_sharded=True)
         compile_inner = self._inner(**options, recomputes=bool(recomputed))
-        try:
-            run = self._compiled(program, crossing.examples(program, example_inputs), compile_inner, report)
-        except Exception as error:
-            say_not_compiled(axis, error, ADVICE)
-            raise
+        examples = border.examples(program, example_inputs)
+        with raised_as_autosp_error():
+            run = self._compiled(program, examples, compile_inner, [axis], border, report)
         sharded.run = offloaded(run) if self.config.offload else run
+        self._programs.append(sharded)
         return sharded
 
     def _refuse_break(self, why: str) -> None:
@@ -137,31 +115,19 @@ class AutoSPBackend:
                 hint=f"{graph_break_hint(why)}; or set checkpoint, mlp_tile and loss_tile yourself",
             )
 
-    def _compiled(
-        self, program: fx.GraphModule, examples: Sequence[Any], compile_inner: Any, report: AutoSPReport
-    ) -> Callable[..., Any]:
-        """Compiles a rank's program by the inner backend: whole, or each distinct region of it once."""
-        if self.config.regions != "once":
-            return compile_inner(program, examples)
-        run, found = compile_regions(program, examples, compile_inner)
-        report.events.append(RegionsCompiled.of(found))
-        return run
-
-    def _crossing(self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str) -> Crossing:
+    def _border(self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str) -> Border:
         """What passes as DTensors; the graph reads inputs that are some whole from now on."""
         tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
-        if not tensors or not (self.config.breaks == "dtensor" or any(isinstance(x, ChunkedTensor) for x in tensors)):
-            return Crossing()
-        mesh = axis_mesh(self.mesh, axis, tensors[0].device.type)
-        return Crossing(entering(gm, example_inputs, mesh, why_whole=why_whole), mesh)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> AutoSPBackend:
-        """The backend itself, as a function is: copies of a compiled model, as for averaged weights, share it."""
-        return self
+        mesh = None
+        if tensors and (self.config.breaks == "dtensor" or any(isinstance(x, ChunkedTensor) for x in tensors)):
+            mesh = axis_mesh(self.mesh, axis, tensors[0].device.type)
+        border = Border(mesh, timeout=self.config.timeout, errors=raised_as_autosp_error)
+        border.enter(gm, example_inputs, why_whole=why_whole)
+        return border
 
     def _report_whole(self, axis: Axis, border: Border) -> None:
         report = AutoSPReport.of_graph_left_alone(axis, "no sequence found", border.graph_break)
-        report.events.extend(border.crossing.events)
+        report.events.extend(border.events)
         self.reports.append(report)
         part = f" (a part of the model: {border.graph_break})" if border.graph_break else ""
         level = logging.INFO if border.graph_break or not torch.is_grad_enabled() else logging.WARNING
@@ -174,19 +140,6 @@ class AutoSPBackend:
                 f"no sequence found in any of the {len(self.reports)} graphs that were compiled",
                 hint=NO_SEQUENCE_HINT,
             )
-
-    def check_ranks(self) -> None:
-        """Reads the results of comparing the ranks in the last calls, which otherwise the next calls would read.
-
-        Call it on every rank at the end of a training, before weights are saved.
-
-        Raises:
-            AutoSPError: on every rank, if the ranks differed.
-        """
-        for program in self._programs:
-            program.settle()
-        for program in self._programs[:1]:
-            program.finish()
 
     def __str__(self) -> str:
         sharded = [report for report in self.reports if report.tokens_per_rank]
@@ -260,16 +213,6 @@ def _why_left_alone(config: AutoSPConfig, axis: Axis) -> str:
     return ""
 
 
-def _border(gm: fx.GraphModule, crossing: Crossing) -> Border:
-    """Returns whether the graph is a part of what is compiled, and why."""
-    reason = graph_break_reason(gm)
-    if reason:
-        return Border(graph_break=reason, ends_early=True, crossing=crossing)
-    callers = untraced_callers()
-    reason = f"{callers[-1]} cannot be traced, and runs as it is" if callers else ""
-    return Border(graph_break=reason, crossing=crossing)
-
-
 def _refuse_dtensors(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")
@@ -284,5 +227,4 @@ def _refuse_dtensors(gm: fx.GraphModule) -> None:
 
 def _order_of(config: AutoSPConfig) -> str:
     """Returns what determines the order of collectives in the compiled program, besides the graph."""
-    inner = config.inner if isinstance(config.inner, str) else getattr(config.inner, "__qualname__", "a callable")
-    return f"inner={inner}, overlap={config.overlap}, regions={config.regions}"
+    return f"inner={backend_name(config.inner)}, overlap={config.overlap}, regions={config.regions}"

@@ -1,37 +1,4 @@
-"""AutoSP, as a rule set: `print(rule_set(config))` is the whole method on a page.
-
-    drop_logits                   if asked for, outputs that are logits of a loss become None
-    canonicalize                  one spelling; a mean over tokens becomes a sum by a global count; decomposed attention
-                                  becomes torch's operator where that is equal in every row; then rules given to
-                                  `autosp(rules=...)`; a dense mask becomes what it means; attention is one operator;
-                                  heads that are repeated for groups of queries are shared by them
-    fuse_slots                    experts between a sort of slots and its inverse become one node, slot by slot
-    experts_over_ranks            where a plan states experts in shards, each rank computes its own experts' slots of
-                                  all tokens
-    shard_inputs                  hidden states start sharded on the sequence
-    find_written_out              attention that no rule made one operator is reported, with the reason
-    name_masks                    what dense masks of attention mean is known, to costs and to the report
-    choose_attention              how each attention runs, by its heads; what that strategy needs is written out
-    shard_seq_dim                 layout rules by worklist; a redistribution wherever two placements disagree
-    refuse_whole                  under `strict`, most matrix products must run sharded
-    exchange_pairs                tokens in chunks come to experts in shards by all-to-all, or are gathered
-    insert_attention_all_to_all   those at attention go together
-    propagate_shapes              S -> S/P
-    lower_ring                    attention over a ring becomes the operator that sends k and v round
-    shard_label_ids, ...          redistributions become slices and collectives
-    write_out_experts, _slots     the operators of experts again, on the slots of a rank's tokens
-    attention_by_rows             a mask that is left is computed a block of rows at a time, and held no longer
-    flex_attention                if asked for, that becomes torch's flex attention where inductor has a kernel for it
-    attention_repeat_heads        shared heads are repeated where no kernel of the device takes groups of queries
-    lower_attention               what is left of attention is torch's operator, or written out where it has sinks or
-                                  a softcap
-    draw_by_rank                  what draws on a chunk, noise or dropout, draws other numbers on each rank; where
-                                  numbers are to be those of one device, nothing may (refuse_own_draws)
-    tiled_loss                    the head and its loss in tiles, where nobody reads the logits
-    checkpoint                    tags: what layers keep, and what they compute again
-    tile_mlps                     MLPs in tiles, where layers compute them again; before the tags where asked for
-    fit_memory                    if a budget is given, in place of these three: with settings that fit into it
-    skip_attention                if asked for, every attention but the last gives zeros, to measure memory
+"""AutoSP, as a rule set: `print(rule_set(config))` is the whole method on a page, and docs/architecture.md explains it.
 
 The order is checked: each stage says what it needs, gives and precedes, by the properties below. Numerics and sources
 are stated with the rules, each in its own file.

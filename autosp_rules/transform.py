@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx, nn
 
 from autosp_rules.config import AutoSPConfig
-from autosp_rules.errors import AutoSPError, raised_as_autosp_error
+from autosp_rules.errors import AutoSPError
 from autosp_rules.memory.offload import MIN_BYTES
 from autosp_rules.report import AutoSPReport, summarize
 from autosp_rules.rule_set import rule_set
@@ -18,20 +17,9 @@ from fxrewrite import Event, FxRewriteError, RefusedError
 from fxrewrite.backends import normalized
 from fxrewrite.graph import check_sizes, few_collections
 from fxrewrite.ops import mutated
-from fxrewrite.spmd import (
-    Axis,
-    ChunkedOutputs,
-    Crossing,
-    Placement,
-    Replicate,
-    Shard,
-    SpmdContext,
-    is_with_loss,
-    product,
-    size_hint,
-)
+from fxrewrite.spmd import Axis, Border, Leaving, SpmdContext, is_with_loss
 
-__all__ = ["NO_SEQUENCE_HINT", "Border", "NoSequenceError", "transform"]
+__all__ = ["NO_SEQUENCE_HINT", "NoSequenceError", "transform"]
 
 NO_SEQUENCE_HINT = (
     "pass token ids with the sequence as their last dimension, or hidden states with features as the last, and weights "
@@ -42,22 +30,6 @@ NO_SEQUENCE_HINT = (
 
 class NoSequenceError(AutoSPError):
     """A graph has no value from which on the sequence could be sharded."""
-
-
-@dataclass(slots=True)
-class Border:
-    """What surrounds a graph, for `transform`; and, filled by it, what its outputs are."""
-
-    graph_break: str = ""
-    """Why the graph is a part of the compiled function, with the line; empty where it is all of it."""
-    ends_early: bool = False
-    """Whether code that is not compiled goes on with what the graph returns, all of which is then gathered."""
-    outputs: ChunkedOutputs = field(default_factory=ChunkedOutputs)
-    """Outputs that return as this rank's part, or are gathered when they are used."""
-    crossing: Crossing = field(default_factory=Crossing)
-    """Inputs and outputs that are DTensors."""
-    gathered_bytes: int = 0
-    """Bytes of the outputs that are gathered, whole on each rank."""
 
 
 def _written_parameter(gm: fx.GraphModule) -> fx.Node | None:
@@ -72,7 +44,7 @@ def transform(
 ) -> tuple[fx.GraphModule, AutoSPReport]:
     """The sequence-parallel program of `gm` over `axis`, the same on every rank, and what was done; `gm` is unchanged.
 
-    Inputs are whole on every rank.
+    Inputs are whole on every rank, but for those that the border says. It is filled with how outputs leave.
 
     Raises:
         NoSequenceError: nothing in the graph can be sharded.
@@ -87,16 +59,21 @@ def transform(
         )
     try:
         normal = normalized(gm)
-        policy = _OutputPolicy(normal, config, axis, border)
-        finish = border.outputs.without_gradients
-        context = SpmdContext(axis, strict=config.strict, output_placement=policy, gradients="mean", finish=finish)
+        border.leaving = _leaving(normal, config, border)
+        context = SpmdContext(
+            axis,
+            strict=config.strict,
+            output_placement=border.on(axis),
+            gradients="mean",
+            finish=border.without_gradients,
+        )
         report = rule_set(config).apply(normal, context=context)
         check_sizes(normal)
     except RefusedError as error:
         raise AutoSPError(error.refusal, error.located_at) from error
     except FxRewriteError as error:
         raise AutoSPError.of(str(error)) from error
-    report.events.extend([*border.outputs.events, *border.crossing.events])
+    report.events.extend(border.events)
     if config.offload:
         report.events.append(Offloaded(min_bytes=MIN_BYTES))
     tokens = tokens_per_rank(normal)
@@ -120,26 +97,12 @@ class Offloaded(Event, frozen=True):
         return f"offload: kept values of {self.min_bytes:,} bytes and more wait in host memory for backward"
 
 
-class _OutputPolicy:
+def _leaving(gm: fx.GraphModule, config: AutoSPConfig, border: Border) -> Leaving:
     """How the graph's outputs return: see `AutoSPConfig.outputs`."""
-
-    def __init__(self, gm: fx.GraphModule, config: AutoSPConfig, axis: Axis, border: Border) -> None:
-        self._border = border
-        is_auto = config.outputs == "auto"
-        self._as_dtensors = border.crossing.outputs.on(axis) if config.breaks == "dtensor" and is_auto else None
-        is_kept = is_auto and self._as_dtensors is None and not border.ends_early and is_with_loss(gm.graph)
-        border.outputs = ChunkedOutputs(is_deferred=is_auto, timeout=config.timeout, errors=raised_as_autosp_error)
-        self._in_chunks = border.outputs.on(axis) if is_kept or config.outputs == "shard" else None
-        self._bytes: dict[int, int] = {}
-
-    def __call__(self, position: int, node: fx.Node, placement: Placement) -> Placement:
-        self._bytes.pop(position, None)
-        for in_chunks in (self._as_dtensors, self._in_chunks):
-            if in_chunks is not None and in_chunks(position, node, placement) != Replicate():
-                self._border.gathered_bytes = sum(self._bytes.values())
-                return placement
-        value = node.meta["val"]
-        if isinstance(placement, Shard):
-            self._bytes[position] = size_hint(product(value.shape)) * value.element_size()
-        self._border.gathered_bytes = sum(self._bytes.values())
-        return Replicate()
+    if config.outputs == "shard":
+        return "chunk"
+    if config.outputs == "gather":
+        return "whole"
+    if config.breaks == "dtensor":
+        return "dtensor"
+    return "deferred" if is_with_loss(gm.graph) and not border.ends_early else "whole"

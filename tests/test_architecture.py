@@ -46,7 +46,7 @@ PRIVATE_TORCH = {
     "fxrewrite/ops/": "where operators live, to give every spelling one key",
     "fxrewrite/capture/vmap.py": "functorch's switches in a graph, and its batching rules",
     "fxrewrite/spmd/parallelism/accumulate.py": "what runs when a backward pass has ended, and gradients as DTensors",
-    "fxrewrite/spmd/runtime/borders.py": "a subclass of DTensor, and whether one is traced",
+    "fxrewrite/spmd/runtime/chunked_tensor.py": "a subclass of DTensor, and whether one is traced",
     "fxrewrite/spmd/runtime/deferred.py": "a tensor subclass without memory of its own",
     "fxrewrite/spmd/group.py": "process groups by name",
     "fxrewrite/spmd/parallelism/parameters.py": "DTensors cut twice along one dimension, and whether one is traced",

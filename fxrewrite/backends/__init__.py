@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fxrewrite.backends.decompose import inductor_table as inductor_table
     from fxrewrite.backends.dynamo import (
         RewritingBackend as RewritingBackend,
+        backend_name as backend_name,
         capture as capture,
         capture_with_inputs as capture_with_inputs,
         find_backend as find_backend,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         reached_recompile_limit as reached_recompile_limit,
         refuse_dependence_on_values as refuse_dependence_on_values,
         refuse_precompile as refuse_precompile,
-        rewriting_backend as rewriting_backend,
         untraced_callers as untraced_callers,
     )
     from fxrewrite.backends.export import apply_to_export as apply_to_export
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
         Slot as Slot,
         installed as installed,
     )
+    from fxrewrite.backends.live_bytes import StepMemory as StepMemory
     from fxrewrite.backends.parts import in_parts as in_parts, is_custom as is_custom, under_autograd as under_autograd
     from fxrewrite.backends.regions import Regions as Regions, compile_regions as compile_regions, regional as regional
-    from fxrewrite.backends.step_memory import StepMemory as StepMemory, step_memory as step_memory
+    from fxrewrite.backends.step_memory import step_memory as step_memory
 
 
 lazy_package(__name__)

@@ -28,6 +28,7 @@ from fxrewrite.graph.other_sizes import check_sizes
 
 __all__ = [
     "RewritingBackend",
+    "backend_name",
     "capture",
     "capture_with_inputs",
     "find_backend",
@@ -39,7 +40,6 @@ __all__ = [
     "reached_recompile_limit",
     "refuse_dependence_on_values",
     "refuse_precompile",
-    "rewriting_backend",
     "untraced_callers",
 ]
 
@@ -62,6 +62,11 @@ def find_backend(inner: str | Callable[..., Any]) -> Callable[..., Any]:
         names = ", ".join(torch._dynamo.list_backends(exclude_tags=()))
         brings = f"; pip install {_PACKAGES[inner]}, which brings it" if inner in _PACKAGES else ""
         raise FxRewriteError(f"inner backend {inner!r} does not exist; torch knows {names}{brings}") from error
+
+
+def backend_name(inner: str | Callable[..., Any]) -> str:
+    """The name of an inner backend, for people, and for ranks that compare what they compile with."""
+    return inner if isinstance(inner, str) else getattr(inner, "__qualname__", "a callable")
 
 
 def capture(model: Callable[..., Any], inputs: Mapping[str, Any]) -> fx.GraphModule:
@@ -218,23 +223,36 @@ _ANY_BREAK_HINT = "use torch.compile(..., fullgraph=True) to see the break, and 
 
 
 class RewritingBackend(Generic[R]):
-    """A torch.compile backend: it rewrites every graph that Dynamo captures, and passes it to an inner backend.
+    """A backend for `torch.compile(model, backend=...)` that runs `apply` on every graph, and compiles it with `inner`.
 
-    Made by `rewriting_backend`. Two of them never share compiled code.
+    Compile caches stay right: the inner backend sees, and keys, the rewritten graph. Two of them never share compiled
+    code.
+
+    Args:
+        apply: rewrites a module in place, and returns what it did: `plan.apply`.
+        inner: a backend's name, or its function `(gm, example_inputs, **options)`; gets `mode=` and `options=` of
+            `torch.compile` if they are given.
+        graph: "torch" is Dynamo's graph as it is, with the functions that the model calls; "aten" its normal form, see
+            `fxrewrite.capture.normalize`. Autograd comes after both.
+        context: passed to `apply`.
+        on_report: called with what `apply` returned, before the inner backend starts.
 
     Attributes:
-        inner: name or function of the inner backend.
-        graph: the graph that is rewritten: "torch" or "aten".
         reports: what `apply` returned, one per compiled graph, in order; recompilations append.
+
+    Raises:
+        FxRewriteError: no such graph, no such inner backend. What `apply` raises comes out of the first call of the
+            model, as text in torch's BackendCompilerFailed.
     """
 
     def __init__(
         self,
         apply: Apply[R],
-        inner: str | Callable[..., Any],
-        graph: Graph,
-        context: Any,
-        on_report: Callable[[R], None] | None,
+        inner: str | Callable[..., Any] = "inductor",
+        *,
+        graph: Graph = "torch",
+        context: Any = None,
+        on_report: Callable[[R], None] | None = None,
     ) -> None:
         if graph not in get_args(Graph):
             raise FxRewriteError(f'graph={graph!r} is not a graph that a backend rewrites; pass "torch" or "aten"')
@@ -242,14 +260,13 @@ class RewritingBackend(Generic[R]):
         self.inner = inner
         self.graph = graph
         self.reports: list[R] = []
-        self.__name__ = f"fxrewrite_{inner if isinstance(inner, str) else getattr(inner, '__name__', 'callable')}"
+        self.__name__ = f"fxrewrite_{backend_name(inner)}"
         self._apply = apply
         self._context = context
         self._on_report = on_report
 
     def __repr__(self) -> str:
-        inner = self.inner if isinstance(self.inner, str) else getattr(self.inner, "__qualname__", repr(self.inner))
-        return f"<RewritingBackend graph={self.graph!r}, inner={inner!r}>"
+        return f"<RewritingBackend graph={self.graph!r}, inner={backend_name(self.inner)!r}>"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Returns the compiled program; `options` are the `mode` and `options` of `torch.compile`, for `inner`.
@@ -274,34 +291,6 @@ class RewritingBackend(Generic[R]):
             raise error.advised('pass graph="torch", where rules rewrite around it') from error
 
 
-def rewriting_backend(
-    apply: Apply[R],
-    inner: str | Callable[..., Any] = "inductor",
-    *,
-    graph: Graph = "torch",
-    context: Any = None,
-    on_report: Callable[[R], None] | None = None,
-) -> RewritingBackend[R]:
-    """Returns a backend for `torch.compile(model, backend=...)` that runs `apply` and then compiles with `inner`.
-
-    Compile caches stay right: the inner backend sees, and keys, the rewritten graph.
-
-    Args:
-        apply: rewrites a module in place, and returns what it did: `plan.apply`.
-        inner: a backend's name, or its function `(gm, example_inputs, **options)`; gets `mode=` and `options=` of
-            `torch.compile` if they are given.
-        graph: "torch" is Dynamo's graph as it is, with the functions that the model calls; "aten" its normal form, see
-            `fxrewrite.capture.normalize`. Autograd comes after both.
-        context: passed to `apply`.
-        on_report: called with what `apply` returned, before the inner backend starts.
-
-    Raises:
-        FxRewriteError: no such graph, no such inner backend. What `apply` raises comes out of the first call of the
-            model, as text in torch's BackendCompilerFailed.
-    """
-    return RewritingBackend(apply, inner, graph, context, on_report)
-
-
 def inner_compiler(
     inner: str | Callable[..., Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
@@ -324,10 +313,10 @@ def refuse_dependence_on_values(inner: str | Callable[..., Any]) -> Generator[No
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        name = repr(inner) if isinstance(inner, str) else getattr(inner, "__qualname__", "")
         raise FxRewriteError(
-            f"the inner backend {name} cannot compile {error.func}, whose result depends on values in its size; in "
-            'place of x[mask] = y with a gradient of y, write x.masked_scatter(mask, y); or use inner="eager"'
+            f"the inner backend {backend_name(inner)} cannot compile {error.func}, whose result depends on values in "
+            "its size; in place of x[mask] = y with a gradient of y, write x.masked_scatter(mask, y); or use "
+            'inner="eager"'
         ) from error
 
 

@@ -24,26 +24,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxrewrite.backends.live_bytes import LiveBytes, fake_like, storage_key
+from fxrewrite.backends.live_bytes import LiveBytes, StepMemory, fake_like, storage_key
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.ops import value
 
-__all__ = ["InductorStep", "inductor_step"]
-
-
-@dataclass(frozen=True, slots=True)
-class InductorStep:
-    """Bytes above those of the inputs: the peaks of both passes, at which operators, and what is left after each."""
-
-    forward: int
-    forward_at: str
-    saved: int
-    backward: int
-    backward_at: str
-    gradients: int
-    has_backward: bool
-    unknown: tuple[str, ...]
+__all__ = ["inductor_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +43,8 @@ class _Generated:
     call: Callable[[list[Any]], Any]
 
 
-def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None = None) -> InductorStep:
-    """Returns what one step of the program holds under inductor.
+def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None = None) -> StepMemory:
+    """Returns what one step of the program holds under inductor, above its inputs.
 
     Args:
         gm: a graph of ATen operators with fake values; it is not changed.
@@ -77,7 +63,7 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
             results = list(forward.call(list(given)))
             first, at, saved = live.peak, live.at, live.held
             if backward is None:
-                return InductorStep(first, at, saved, 0, "", 0, False, live.unknown)
+                return StepMemory(0, first, 0, saved, 0, at, live.unknown)
             held = dict(zip(forward.reads, given, strict=True))
             held |= {name: x for name, x in zip(forward.returns, results, strict=True) if name is not None}
             live.restart()
@@ -92,7 +78,8 @@ def inductor_step(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[st
             last, last_at = live.peak, live.at
     held_at_end = {storage_key(t): t.untyped_storage().nbytes() for t in gradients if isinstance(t, torch.Tensor)}
     del of_caller
-    return InductorStep(first, at, saved, last, last_at, sum(held_at_end.values()), True, live.unknown)
+    at = at if first > last else last_at
+    return StepMemory(0, first, last, saved, sum(held_at_end.values()), at, live.unknown)
 
 
 def _generated(

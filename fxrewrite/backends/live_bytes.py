@@ -1,10 +1,11 @@
-"""Bytes of the storages that live while operators run without data."""
+"""Bytes of the storages that live while operators run without data, and what a step holds, counted so."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -26,17 +27,61 @@ _EMPTY = frozenset(
     }
 )
 """What generated code calls between its kernels."""
-__all__ = ["KERNELS_OF_TORCH", "WITHOUT_INSIDE", "LiveBytes", "fake_like", "storage_key"]
+__all__ = ["LiveBytes", "StepMemory", "fake_like", "storage_key", "unknown_inside"]
 
-KERNELS_OF_TORCH = frozenset({"aten", "prims", "_c10d_functional", "inductor", "rngprims"})
+_KERNELS_OF_TORCH = frozenset({"aten", "prim", "prims", "_c10d_functional", "inductor", "rngprims"})
 """Namespaces whose operators have kernels that allocate little beside their results."""
-WITHOUT_INSIDE = frozenset(
+_WITHOUT_INSIDE = frozenset(
     {
         *("triton_kernel_wrapper_functional", "triton_kernel_wrapper_mutation"),
         *("run_and_save_rng_state", "run_with_rng_state"),  # torch's own operators that draw, to be computed again
     }
 )
 """Higher-order operators that allocate nothing beside their results."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes that one step holds on one device.
+
+    Attributes:
+        given: of the inputs: parameters, buffers, the batch. They live all the time.
+        forward: the peak of the forward pass, with what is given.
+        backward: the peak of the backward pass, with what is given and with gradients; 0 without one.
+        saved: what the forward pass leaves for the backward pass and the caller.
+        gradients: of the inputs that require them, which live when the step has ended.
+        at: the operator at the peak.
+        unknown: operators whose inside could not be run without data, and is not counted: custom ones that read data or
+            have no body in Python, and higher-order ones.
+        is_guess: whether it is guessed what inductor fuses.
+    """
+
+    given: int
+    forward: int
+    backward: int
+    saved: int
+    gradients: int
+    at: str
+    unknown: tuple[str, ...] = ()
+    is_guess: bool = False
+
+    def with_inputs(self, given: int) -> StepMemory:
+        """This, which was counted above the inputs, with the bytes of these."""
+        backward = given + self.backward if self.backward else 0
+        return replace(self, given=given, forward=given + self.forward, backward=backward)
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at any time of the step."""
+        return max(self.forward, self.backward)
+
+
+def unknown_inside(target: Any) -> set[str]:
+    """The name of an operator that may allocate more than its results, unless its body is run."""
+    if isinstance(target, HigherOrderOperator):
+        return {target.name()} - _WITHOUT_INSIDE
+    is_foreign = isinstance(target, OpOverload) and target.namespace not in _KERNELS_OF_TORCH
+    return {target._schema.name} if is_foreign else set()
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -105,13 +150,9 @@ class LiveBytes(TorchDispatchMode):
         self._bodies.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, HigherOrderOperator) and func.name() not in WITHOUT_INSIDE:
-            self._unknown.add(func.name())
-        if isinstance(func, OpOverload) and func.namespace != "prim":
-            if not self._bodies.is_inside:
-                self.calls("" if func in _EMPTY else _name_of(func))
-            if func.namespace not in KERNELS_OF_TORCH:
-                self._unknown.add(func._schema.name)
+        self._unknown |= unknown_inside(func)
+        if isinstance(func, OpOverload) and func.namespace != "prim" and not self._bodies.is_inside:
+            self.calls("" if func in _EMPTY else _name_of(func))
         # Without data, waiting for a collective makes a tensor; it is what the collective made.
         made = args[0] if func is _WAIT else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):

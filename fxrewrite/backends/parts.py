@@ -15,12 +15,12 @@ from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
 from fxrewrite import ops
-from fxrewrite.backends.dynamo import find_backend, inner_compiler
+from fxrewrite.backends.dynamo import backend_name, find_backend, inner_compiler
 from fxrewrite.graph.copy import copy_module
+from fxrewrite.graph.sizes import inline_value
 
 __all__ = ["in_parts", "is_custom", "under_autograd"]
 
@@ -46,7 +46,7 @@ def under_autograd(inner: str | Compiler) -> Compiler:
 
         return aot_autograd(fw_compiler=compile_one)(gm, list(example_inputs))
 
-    compile_both.__qualname__ = f"under_autograd({_name(inner)})"  # ranks compare the name
+    compile_both.__qualname__ = f"under_autograd({backend_name(inner)})"  # ranks compare the name
     return compile_both
 
 
@@ -75,7 +75,7 @@ def in_parts(inner: str | Compiler, leave: Callable[[fx.Node], bool] | None = No
             setattr(program, name, _Part(part, inner_compiler(inner, **options)))
         return program
 
-    compile_parts.__qualname__ = f"in_parts({_name(inner)})"
+    compile_parts.__qualname__ = f"in_parts({backend_name(inner)})"
     return compile_parts
 
 
@@ -170,16 +170,10 @@ def _with_numbers(gm: fx.GraphModule, values: Sequence[Any]) -> fx.GraphModule:
     new = copy_module(gm)
     for placeholder, value in zip(new.graph.find_nodes(op="placeholder"), values, strict=True):
         if not isinstance(value, torch.Tensor):
-            _replace_by(placeholder, value)
+            inline_value(placeholder, value)
             new.graph.erase_node(placeholder)
     new.recompile()
     return new
-
-
-def _replace_by(placeholder: fx.Node, value: Any) -> None:
-    for user in list(placeholder.users):
-        user.args = map_arg(user.args, lambda node: value if node is placeholder else node)
-        user.kwargs = map_arg(user.kwargs, lambda node: value if node is placeholder else node)
 
 
 def _strides(node: fx.Node) -> tuple[int, ...] | None:
@@ -202,7 +196,3 @@ def _looks(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.device, tuple(value.shape), value.stride(), value.requires_grad
     return value
-
-
-def _name(inner: str | Compiler) -> str:
-    return inner if isinstance(inner, str) else getattr(inner, "__qualname__", "a callable")

@@ -23,7 +23,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fxrewrite.backends.dynamo import find_backend, inner_compiler, normalized, refuse_precompile
+from fxrewrite.backends.dynamo import backend_name, find_backend, inner_compiler, normalized, refuse_precompile
 from fxrewrite.backends.replayed_views import has_own_gradient, is_higher_order, replayed_views
 from fxrewrite.capture.autocast import drop_regions, shield
 from fxrewrite.graph.differentiable import differentiated
@@ -80,8 +80,7 @@ def regional(inner: str | Compiler = "inductor", on_report: Callable[[Regions], 
             on_report(report)
         return run
 
-    name = inner if isinstance(inner, str) else getattr(inner, "__qualname__", "a callable")
-    compile_graph.__qualname__ = f"regional({name})"  # ranks compare the name
+    compile_graph.__qualname__ = f"regional({backend_name(inner)})"  # ranks compare the name
     return compile_graph
 
 

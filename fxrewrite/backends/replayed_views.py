@@ -19,7 +19,7 @@ from torch import fx
 
 from fxrewrite.ops import is_view, memory_origins, mutates
 
-__all__ = ["copy_replayed", "has_own_gradient", "is_higher_order", "replayed_views"]
+__all__ = ["copy_replayed", "has_own_gradient", "is_higher_order", "is_view_of_input", "replayed_views"]
 
 
 def replayed_views(results: Iterable[fx.Node], inside: Container[fx.Node]) -> list[fx.Node]:
@@ -50,6 +50,15 @@ def copy_replayed(program: fx.GraphModule) -> None:
         output.replace_input_with(node, copied)
     if replayed:
         program.recompile()
+
+
+def is_view_of_input(node: fx.Node) -> bool:
+    """Whether an output may be a view of what the program gets.
+
+    AOTAutograd makes such a view again, outside of its program and of that input: the gradient of the view is then not
+    changed as the program changes those of inputs in chunks.
+    """
+    return any(origin.op == "placeholder" for origin in memory_origins(node) - {node})
 
 
 def has_own_gradient(node: fx.Node, inside: Container[fx.Node]) -> bool:

@@ -24,51 +24,20 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._library.custom_ops import OPDEFS
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from fxrewrite.backends.live_bytes import KERNELS_OF_TORCH, WITHOUT_INSIDE, LiveBytes, fake_like, storage_key
+from fxrewrite.backends.live_bytes import LiveBytes, StepMemory, fake_like, storage_key, unknown_inside
 from fxrewrite.backends.traces import on_fake_values
 from fxrewrite.graph.sizes import size_hint
 from fxrewrite.ops import key, tensors_of, value
 
-__all__ = ["StepMemory", "step_memory"]
+__all__ = ["step_memory"]
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes that one step holds on one device.
-
-    Attributes:
-        given: of the inputs: parameters, buffers, the batch. They live all the time.
-        forward: the peak of the forward pass, with what is given.
-        backward: the peak of the backward pass, with what is given and with gradients; 0 without one.
-        saved: what the forward pass leaves for the backward pass and the caller.
-        gradients: of the inputs that require them, which live when the step has ended.
-        at: the operator at the peak.
-        unknown: operators whose inside could not be run without data, and is not counted: custom ones that read data or
-            have no body in Python, and higher-order ones.
-        is_guess: whether it is guessed what inductor fuses.
-    """
-
-    given: int
-    forward: int
-    backward: int
-    saved: int
-    gradients: int
-    at: str
-    unknown: tuple[str, ...] = ()
-    is_guess: bool = False
-
-    @property
-    def peak(self) -> int:
-        """The most that is held at any time of the step."""
-        return max(self.forward, self.backward)
 
 
 _LEAST_OF_GUESS = 0.5
@@ -94,27 +63,28 @@ def step_memory(
             generates takes ten times as long to find.
     """
     inputs = gm.graph.find_nodes(op="placeholder")
+    given, examples = _sum(inputs), [_example(node) for node in inputs]
     fuses = compiler == "inductor"
     if fuses and limit is not None:
-        guess = _of_graphs(gm, inputs, compiler)
+        guess = _of_graphs(gm, examples, compiler).with_inputs(given)
         if guess.peak * _LEAST_OF_GUESS > limit:
             return guess
     if fuses:
         try:
-            return _under_inductor(gm, inputs, options)
+            return _under_inductor(gm, examples, options).with_inputs(given)
         except Exception as error:  # noqa: BLE001  # any: what is generated may do what needs data, or be new to us
             _log.info("what inductor generates cannot be run without data, so its peak is a guess: %s", error)
-    return _of_graphs(gm, inputs, compiler)
+    return _of_graphs(gm, examples, compiler).with_inputs(given)
 
 
-def _of_graphs(gm: fx.GraphModule, inputs: Sequence[fx.Node], compiler: str) -> StepMemory:
-    """What the graphs hold that AOTAutograd makes of the program."""
+def _of_graphs(gm: fx.GraphModule, inputs: Sequence[Any], compiler: str) -> StepMemory:
+    """What the graphs hold that AOTAutograd makes of the program, above its inputs."""
     fuses = compiler == "inductor"
-    forward, backward = _cut(gm, [_example(node) for node in inputs], compiler)
-    given, insides = _sum(inputs), _Insides()
+    forward, backward = _cut(gm, inputs, compiler)
+    insides = _Insides()
     first = _held(forward, insides, fuses=fuses)
     if backward is None:
-        return StepMemory(given, given + first.peak, 0, first.end, 0, first.at, insides.unknown, fuses)
+        return StepMemory(0, first.peak, 0, first.end, 0, first.at, insides.unknown, fuses)
     read = backward.graph.find_nodes(op="placeholder")
     tangents = [node for node in read if node.name.startswith("tangents")]
     # The forward graph returns the caller's results, then what it saves, of which what is no input dies when read.
@@ -122,35 +92,25 @@ def _of_graphs(gm: fx.GraphModule, inputs: Sequence[fx.Node], compiler: str) -> 
     results = results[: len(results) - (len(read) - len(tangents))]
     stay = [*forward.graph.find_nodes(op="placeholder"), *(node for node in results if isinstance(node, fx.Node))]
     last = _held(backward, insides, _storages(read).keys() - _storages(stay).keys(), fuses=fuses)
-    peaks = given + first.peak, given + first.end + _sum(tangents) + last.peak
+    peak = first.end + _sum(tangents) + last.peak
     return StepMemory(
-        given=given,
-        forward=peaks[0],
-        backward=peaks[1],
+        given=0,
+        forward=first.peak,
+        backward=peak,
         saved=first.end,
         gradients=_sum(backward.graph.output_node().all_input_nodes),
-        at=first.at if peaks[0] > peaks[1] else last.at,
+        at=first.at if first.peak > peak else last.at,
         unknown=insides.unknown,
         is_guess=fuses,
     )
 
 
-def _under_inductor(gm: fx.GraphModule, inputs: Sequence[fx.Node], options: Mapping[str, Any] | None) -> StepMemory:
+def _under_inductor(gm: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any] | None) -> StepMemory:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, of what inductor imports
         from fxrewrite.backends.inductor_memory import inductor_step  # lazy: loads inductor
 
-    found, given = inductor_step(gm, [_example(node) for node in inputs], options), _sum(inputs)
-    is_forward = found.forward > found.backward
-    return StepMemory(
-        given=given,
-        forward=given + found.forward,
-        backward=given + found.backward if found.has_backward else 0,
-        saved=found.saved,
-        gradients=found.gradients,
-        at=found.forward_at if is_forward else found.backward_at,
-        unknown=found.unknown,
-    )
+    return inductor_step(gm, inputs, options)
 
 
 def _example(node: fx.Node) -> Any:
@@ -323,17 +283,12 @@ class _Insides:
 
     def of(self, node: fx.Node, result_bytes: int) -> int:
         """Returns the bytes that the operator holds at most beside its results, while it runs."""
-        if isinstance(node.target, HigherOrderOperator) and node.target.name() not in WITHOUT_INSIDE:
-            self._unknown.add(node.target.name())
-        if not isinstance(node.target, OpOverload):
-            return 0
-        name = node.target._schema.name
+        name = node.target._schema.name if isinstance(node.target, OpOverload) else ""
         if name == "aten::native_dropout":  # on a CPU, its kernel makes the mask in the operand's dtype as well
             (x, *_) = tensors_of(node)
             return size_hint(x.numel()) * x.element_size() if x.device.type == "cpu" else 0
         if name not in OPDEFS:
-            if node.target.namespace not in KERNELS_OF_TORCH:
-                self._unknown.add(name)
+            self._unknown |= unknown_inside(node.target)
             return 0
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda read: read.meta.get("val"))
         known = name, str(tree_map_only(torch.Tensor, _shown, (args, kwargs)))
@@ -341,7 +296,7 @@ class _Insides:
             self._known[known] = self._run(node.target, args, kwargs)
         return max(0, self._known[known] - result_bytes)
 
-    def _run(self, operator: OpOverload, args: Any, kwargs: Any) -> int:
+    def _run(self, operator: Any, args: Any, kwargs: Any) -> int:
         """Runs the body at the traced sizes, in a mode of its own, as what depends on data makes symbols in a mode."""
         mode = FakeTensorMode(shape_env=ShapeEnv())
         with mode, torch.no_grad():

@@ -24,6 +24,7 @@ __all__ = [
     "SizeReader",
     "divide_exactly",
     "hoist_sizes",
+    "inline_value",
     "is_always",
     "is_broadcast",
     "is_divided_by",
@@ -329,11 +330,12 @@ def hoist_sizes(graph: fx.Graph) -> None:
         if node.op == "call_function" and isinstance(value, torch.SymInt) and nodes.can_express(value):
             size = nodes(value)
             if size is not node:
-                node.replace_all_uses_with(size) if isinstance(size, fx.Node) else _inline(node, size)
+                node.replace_all_uses_with(size) if isinstance(size, fx.Node) else inline_value(node, size)
                 graph.erase_node(node)
 
 
-def _inline(node: fx.Node, value: int) -> None:
+def inline_value(node: fx.Node, value: Any) -> None:
+    """Makes all that reads the node read a value that is no node."""
     for user in list(node.users):
         user.args = map_arg(user.args, lambda n: value if n is node else n)
         user.kwargs = map_arg(user.kwargs, lambda n: value if n is node else n)

@@ -256,10 +256,10 @@ class Plan:
     ) -> backends.RewritingBackend[Report]:
         """The backend for `torch.compile(model, backend=...)` that runs the plan and then compiles with `inner`.
 
-        Its `reports` has one report for each graph; see `fxrewrite.backends.rewriting_backend`.
+        Its `reports` has one report for each graph; see `fxrewrite.backends.RewritingBackend`.
         """
         self._require_whole()
-        return backends.rewriting_backend(self.apply, inner, graph=graph, context=context, on_report=on_report)
+        return backends.RewritingBackend(self.apply, inner, graph=graph, context=context, on_report=on_report)
 
     def in_inductor(
         self, slot: backends.Slot, *, context: Any = None

@@ -152,12 +152,11 @@ from fxrewrite.spmd.properties import (
 )
 from fxrewrite.spmd.redistribute import redistribute as redistribute, without_padding as without_padding
 from fxrewrite.spmd.runtime.agree import agree as agree
-from fxrewrite.spmd.runtime.borders import (
+from fxrewrite.spmd.runtime.borders import Border as Border, Leaving as Leaving, is_with_loss as is_with_loss
+from fxrewrite.spmd.runtime.chunked_tensor import (
     ChunkedTensor as ChunkedTensor,
-    Crossing as Crossing,
     check_dtensors as check_dtensors,
     chunked as chunked,
-    entering as entering,
 )
 from fxrewrite.spmd.runtime.deferred import (
     Cut as Cut,
@@ -169,13 +168,10 @@ from fxrewrite.spmd.runtime.fingerprint import (
     parameter_checksum as parameter_checksum,
 )
 from fxrewrite.spmd.runtime.gradients import change_gradients as change_gradients
-from fxrewrite.spmd.runtime.outputs import ChunkedOutputs as ChunkedOutputs, is_with_loss as is_with_loss
 from fxrewrite.spmd.runtime.rank_checks import (
     Advice as Advice,
     RankChecks as RankChecks,
-    WholeCalls as WholeCalls,
-    devices_of as devices_of,
     is_due as is_due,
-    say_not_compiled as say_not_compiled,
 )
+from fxrewrite.spmd.runtime.ranks_backend import RanksBackend as RanksBackend
 from fxrewrite.spmd.virtual import declare_virtual as declare_virtual

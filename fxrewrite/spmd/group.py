@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
-from torch.fx.node import map_arg
 
 from fxrewrite.errors import FxRewriteError
+from fxrewrite.graph.sizes import inline_value
 from fxrewrite.ops import declare_per_rank, declare_pure
 from fxrewrite.spmd.placement import Axis
 
@@ -81,9 +81,7 @@ def fix_rank(gm: fx.GraphModule, rank: int | None = None) -> None:
     """
     for node in gm.graph.find_nodes(op="call_function", target=axis_rank):
         own = axis_rank(*node.args) if rank is None else rank
-        for user in list(node.users):
-            user.args = map_arg(user.args, lambda n, node=node, own=own: own if n is node else n)
-            user.kwargs = map_arg(user.kwargs, lambda n, node=node, own=own: own if n is node else n)
+        inline_value(node, own)
         gm.graph.erase_node(node)
     gm.recompile()
 

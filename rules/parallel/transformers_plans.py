@@ -40,31 +40,27 @@ from rules.parallel.vocabulary import VOCABULARY, VOCABULARY_LAYOUTS
 __all__ = ["IMPLIED", "from_transformers"]
 
 
-def _colwise(p: torch.Tensor) -> Shard:
-    return Shard(max(p.dim() - 2, 0))
+def _linear(from_end: int, outer: int = 1) -> Callable[[torch.Tensor], Shard | None]:
+    """Of a linear's weight, rows (2 from the end), and then its bias too, or columns (1 from the end)."""
+
+    def held(p: torch.Tensor) -> Shard | None:
+        if p.dim() > 1:
+            return Shard(p.dim() - from_end, outer=outer)
+        return Shard(0, outer=outer) if from_end == 2 else None
+
+    return held
 
 
-def _rowwise(p: torch.Tensor) -> Shard | None:
-    return Shard(p.dim() - 1) if p.dim() > 1 else None
-
-
-def _packed_colwise(p: torch.Tensor) -> Shard:
-    return Shard(max(p.dim() - 2, 0), outer=2)
-
-
-def _packed_rowwise(p: torch.Tensor) -> Shard | None:
-    return Shard(p.dim() - 1, outer=2) if p.dim() > 1 else None
-
-
+_ROWS, _COLUMNS = _linear(2), _linear(1)
 HELD: Mapping[str, Callable[[torch.Tensor], Shard | None]] = {
-    "colwise": _colwise,
-    "colwise_gather_output": _colwise,
-    "colwise_rep": _colwise,
-    "rowwise": _rowwise,
-    "rowwise_split_input": _rowwise,
-    "rowwise_rep": _rowwise,
-    "packed_colwise": _packed_colwise,
-    "packed_rowwise": _packed_rowwise,
+    "colwise": _ROWS,
+    "colwise_gather_output": _ROWS,
+    "colwise_rep": _ROWS,
+    "rowwise": _COLUMNS,
+    "rowwise_split_input": _COLUMNS,
+    "rowwise_rep": _COLUMNS,
+    "packed_colwise": _linear(2, outer=2),
+    "packed_rowwise": _linear(1, outer=2),
     "embedding_rowwise": lambda _: Shard(0),
     "embedding_colwise": lambda _: Shard(1),
     "grouped_gemm": lambda _: Shard(0),
@@ -145,10 +141,10 @@ def from_transformers(model: nn.Module, axis: str = "tp", *, plan: Literal["tp",
     for name, parameter in parameters.items():  # a tied parameter of which a plan names one module alone
         if parameter in held_of and not any(matches_glob(name, site.glob) for site in place):
             place[param(name, optional=True)] = held_of[parameter]
-    for where in (where for where, style in styles.items() if style in GATHERED):
-        if wrapper + where != _head(model):
-            place[module_output(wrapper + where, optional=True)] = Replicate()
-    embeddings = [name for name in _embeddings(model) if name.removeprefix(wrapper) in styles]
+    gathered = [wrapper + where for where, style in styles.items() if style in GATHERED]
+    heads = _names(model, "get_output_embeddings")
+    place |= {module_output(name, optional=True): Replicate() for name in gathered if name not in heads}
+    embeddings = [name for name in _names(model, "get_input_embeddings") if name.removeprefix(wrapper) in styles]
     place |= {module_output(name, optional=True): Replicate() for name in embeddings}
     if not place:
         raise FxRewriteError(
@@ -191,16 +187,6 @@ def _is_cut(matrix: str, style: str) -> bool:
 def _generic(name: str) -> str:
     """A name as plans write it: `layers.*.mlp` of `layers.0.mlp`."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _head(model: nn.Module) -> str | None:
-    """The name of the module that computes logits."""
-    return next(iter(_names(model, "get_output_embeddings")), None)
-
-
-def _embeddings(model: nn.Module) -> list[str]:
-    """The name of the module that embeds ids."""
-    return _names(model, "get_input_embeddings")
 
 
 def _names(model: nn.Module, getter: str) -> list[str]:

@@ -16,7 +16,7 @@ from autosp_rules import AutoSPConfig, AutoSPError, dry_run
 from autosp_rules.random import draws_alike
 from autosp_rules.transform import transform
 from fxrewrite import RefusedError, RuleSet
-from fxrewrite.backends import rewriting_backend
+from fxrewrite.backends import RewritingBackend
 from fxrewrite.ops import is_random, key, may_be_random
 from fxrewrite.spmd import PLACEMENT, Shard, SpmdContext, axis_of
 from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
@@ -286,7 +286,7 @@ def test_recomputation_does_not_draw_again(rules: str) -> None:
     def run(inner: str) -> list[Tensor]:
         torch._dynamo.reset()
         apply = _sharded if rules == "by rank" else DRAW_WHOLE.apply
-        backend = rewriting_backend(
+        backend = RewritingBackend(
             apply, inner, graph="aten", context=SpmdContext(axis_of(mesh, "sp"), gradients="mean")
         )
         torch.manual_seed(0)

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch._dynamo.utils import counters
 
-from fxrewrite.backends import installed, rewriting_backend
+from fxrewrite.backends import RewritingBackend, installed
 from tests.backends.plans import plan, scale
 
 
@@ -21,7 +21,7 @@ def cached(how: str, factor: float) -> dict[str, int | float]:
     rules = plan(scale(factor))
     x = torch.ones(2)
     if how in ("torch", "aten"):
-        result = torch.compile(function, backend=rewriting_backend(rules.apply, "inductor", graph=how))(x)
+        result = torch.compile(function, backend=RewritingBackend(rules.apply, "inductor", graph=how))(x)
     else:
         with installed(how, rules.apply, rules.digest()):
             result = torch.compile(function)(x)

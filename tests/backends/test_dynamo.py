@@ -13,7 +13,7 @@ from torch._dynamo.exc import BackendCompilerFailed, InvalidBackend
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from fxrewrite.backends import capture, find_backend, rewriting_backend
+from fxrewrite.backends import RewritingBackend, capture, find_backend
 from fxrewrite.errors import FxRewriteError, refuse
 from fxrewrite.graph import graph_text
 from fxrewrite.plan import RuleSet
@@ -62,7 +62,7 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("graph", ["torch", "aten"])
 def test_the_inner_backend_gets_the_rewritten_graph_and_dynamos_inputs(graph: Any) -> None:
     inner = Kept()
-    backend = rewriting_backend(plan(SILU).apply, inner, graph=graph)
+    backend = RewritingBackend(plan(SILU).apply, inner, graph=graph)
     x = torch.randn(2, 3)
     torch.testing.assert_close(torch.compile(Gated(), backend=backend)(x).shape, (2, 3))
     names = targets(inner.graphs[0])
@@ -80,7 +80,7 @@ def test_gradients_are_those_of_the_model(graph: Any, inner: str) -> None:
     model(y).sum().backward()
     expected = [y.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
-    backend = rewriting_backend(plan().apply, inner, graph=graph)
+    backend = RewritingBackend(plan().apply, inner, graph=graph)
     torch.compile(model, backend=backend)(x).sum().backward()
     torch.testing.assert_close([x.grad, *(p.grad for p in model.parameters())], expected)
     assert backend.reports[0].rewrites == 1
@@ -88,7 +88,7 @@ def test_gradients_are_those_of_the_model(graph: Any, inner: str) -> None:
 
 @pytest.mark.parametrize("graph", ["torch", "aten"])
 def test_sizes_stay_dynamic_and_no_guard_is_added(graph: Any) -> None:
-    backend = rewriting_backend(plan(SILU).apply, "aot_eager", graph=graph)
+    backend = RewritingBackend(plan(SILU).apply, "aot_eager", graph=graph)
     compiled = torch.compile(lambda x: x * torch.sigmoid(x) + x.shape[0], backend=backend)
     for length in (4, 7, 9):
         x = torch.randn(length, 3)
@@ -104,7 +104,7 @@ def test_every_graph_of_a_broken_function_is_rewritten() -> None:
         return y * torch.sigmoid(y)
 
     seen: list[Report] = []
-    backend = rewriting_backend(plan(SILU).apply, "eager", on_report=seen.append)
+    backend = RewritingBackend(plan(SILU).apply, "eager", on_report=seen.append)
     x = torch.randn(3)
     torch.testing.assert_close(torch.compile(broken, backend=backend)(x), broken(x))
     assert [report.rewrites for report in seen] == [1, 1]
@@ -113,7 +113,7 @@ def test_every_graph_of_a_broken_function_is_rewritten() -> None:
 
 def test_mode_and_options_of_torch_compile_reach_the_inner_backend() -> None:
     inner = Kept()
-    backend = rewriting_backend(plan().apply, inner)
+    backend = RewritingBackend(plan().apply, inner)
     torch.compile(gated, backend=backend, options={"level": 3})(torch.randn(3))
     torch._dynamo.reset()
     torch.compile(gated, backend=backend, mode="fast")(torch.randn(3))
@@ -123,7 +123,7 @@ def test_mode_and_options_of_torch_compile_reach_the_inner_backend() -> None:
 
 
 def test_inductor_checks_the_options_that_it_gets_through_us() -> None:
-    backend = rewriting_backend(plan().apply, "inductor")
+    backend = RewritingBackend(plan().apply, "inductor")
     with pytest.raises(BackendCompilerFailed, match="Unexpected optimization option no_such_option"):
         torch.compile(gated, backend=backend, options={"no_such_option": True})(torch.randn(3))
 
@@ -132,7 +132,7 @@ def test_inductor_checks_the_options_that_it_gets_through_us() -> None:
 def test_the_sentence_of_a_rule_comes_out_of_the_first_call(graph: Any) -> None:
     never = rule("act.never")(lambda x: x * torch.sigmoid(x))
     never.replacement(lambda x: refuse("6 heads do not divide over 4 ranks", hint="use 2 ranks"))
-    backend = rewriting_backend(RuleSet("s", never, atomic=True).apply, "eager", graph=graph)
+    backend = RewritingBackend(RuleSet("s", never, atomic=True).apply, "eager", graph=graph)
     with pytest.raises(BackendCompilerFailed) as failed:
         torch.compile(gated, backend=backend)(torch.randn(3))
     assert "act.never: 6 heads do not divide over 4 ranks at %mul" in str(failed.value)
@@ -142,7 +142,7 @@ def test_the_sentence_of_a_rule_comes_out_of_the_first_call(graph: Any) -> None:
 
 
 def test_an_expectation_that_does_not_hold_comes_out_of_the_first_call() -> None:
-    backend = rewriting_backend(plan(SILU).expect("act.silu").apply, "eager")
+    backend = RewritingBackend(plan(SILU).expect("act.silu").apply, "eager")
     with pytest.raises(BackendCompilerFailed, match=r"act\.silu: expected at least 1 rewrites, made 0"):
         torch.compile(torch.relu, backend=backend)(torch.randn(3))
 
@@ -150,12 +150,12 @@ def test_an_expectation_that_does_not_hold_comes_out_of_the_first_call() -> None
 def test_the_context_is_handed_to_the_replacement() -> None:
     it = rule("tanh.scale", numerics="approximate")(lambda x: torch.tanh(x))
     it.replacement(lambda match, x: x * match.context)
-    backend = rewriting_backend(plan(it).apply, "eager", context=3.0)
+    backend = RewritingBackend(plan(it).apply, "eager", context=3.0)
     assert torch.compile(torch.tanh, backend=backend)(torch.ones(1)).item() == 3.0
 
 
 def test_two_backends_on_one_function_do_not_share_what_was_compiled() -> None:
-    two, three = (rewriting_backend(plan(scale(factor)).apply, "eager") for factor in (2.0, 3.0))
+    two, three = (RewritingBackend(plan(scale(factor)).apply, "eager") for factor in (2.0, 3.0))
     x = torch.ones(1)
     assert [torch.compile(torch.tanh, backend=b)(x).item() for b in (two, three, two)] == [2.0, 3.0, 2.0]
     assert len(two.reports) == len(three.reports) == 1
@@ -165,9 +165,9 @@ def test_unknown_graphs_and_backends_are_refused_at_once() -> None:
     with pytest.raises(
         FxRewriteError, match='graph=\'fx\' is not a graph that a backend rewrites; pass "torch" or "aten"'
     ):
-        rewriting_backend(plan().apply, "eager", graph="fx")  # pyright: ignore[reportArgumentType]
+        RewritingBackend(plan().apply, "eager", graph="fx")  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match=r"inner backend 'inductr' does not exist; torch knows .*inductor"):
-        rewriting_backend(plan().apply, "inductr")
+        RewritingBackend(plan().apply, "inductr")
 
 
 def test_a_backend_of_a_package_that_is_missing_is_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_bodies_of_higher_order_operators_are_rewritten_and_stay_differentiable(
 
     for start in (1.0, -9.0):
         x, y = (torch.linspace(start, start + 2, 4, dtype=torch.float64).requires_grad_() for _ in range(2))
-        got, expected = torch.compile(function, backend=rewriting_backend(plan().apply, compiler))(x), function(y)
+        got, expected = torch.compile(function, backend=RewritingBackend(plan().apply, compiler))(x), function(y)
         torch.testing.assert_close(got, expected)
         got.sum().backward()
         expected.sum().backward()
@@ -221,7 +221,7 @@ def test_what_the_caller_may_write_to_is_no_input(graph: Any) -> None:
     """x + 0 is a new tensor; without it x itself would be returned, and returned twice."""
     x = torch.ones(3)
     inner = Kept()
-    backend = rewriting_backend(plan().apply, inner, graph=graph)
+    backend = RewritingBackend(plan().apply, inner, graph=graph)
     out, view, other = torch.compile(lambda x: (x + 0, (x + 0).view(3, 1), x.view(1, 3)), backend=backend)(x)
     out.zero_()
     view.zero_()
@@ -246,7 +246,7 @@ def test_a_plan_that_changes_inputs_or_outputs_is_refused() -> None:
     ):
         torch._dynamo.reset()
         with pytest.raises(BackendCompilerFailed) as failed:
-            torch.compile(lambda x: (x + 1, x + 2), backend=rewriting_backend(apply, "eager"))(torch.ones(1))
+            torch.compile(lambda x: (x + 1, x + 2), backend=RewritingBackend(apply, "eager"))(torch.ones(1))
         assert text in str(failed.value)
 
 
@@ -268,7 +268,7 @@ def with_hook(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("function", [with_grad, with_vmap, with_hook], ids=lambda f: f.__name__)
 def test_transforms_and_hooks_stay_and_what_is_around_them_is_rewritten(function: Callable[..., Any]) -> None:
     torch._dynamo.reset()
-    backend = rewriting_backend(plan(SILU).apply, "eager")
+    backend = RewritingBackend(plan(SILU).apply, "eager")
     x, y = (torch.tensor([[0.5, -1.0], [2.0, 3.0]], requires_grad=True) for _ in range(2))
     found, expected = torch.compile(function, backend=backend)(x), function(y)
     torch.testing.assert_close(found, expected)
@@ -283,11 +283,11 @@ def test_a_transform_that_has_no_normal_form_is_refused_with_the_graph_that_take
     with pytest.raises(
         BackendCompilerFailed, match=r'a transform of torch.func .*; or pass graph="torch", where rules'
     ):
-        torch.compile(with_grad, backend=rewriting_backend(plan(SILU).apply, "eager", graph="aten"))(torch.rand(2, 2))
+        torch.compile(with_grad, backend=RewritingBackend(plan(SILU).apply, "eager", graph="aten"))(torch.rand(2, 2))
 
 
 def test_constants_found_by_tracing_are_no_part_of_aotautograds_guards() -> None:
-    backend = rewriting_backend(plan(SILU).apply, "aot_eager", graph="aten")
+    backend = RewritingBackend(plan(SILU).apply, "aot_eager", graph="aten")
     compiled = torch.compile(lambda x: x * torch.sigmoid(x) * torch.tensor([1.0, 2.0]), backend=backend)
     x = torch.randn(2)
     torch.testing.assert_close(compiled(x), torch.nn.functional.silu(x) * torch.tensor([1.0, 2.0]))
@@ -307,7 +307,7 @@ def test_the_normal_form_keeps_what_aotautograd_reads_of_a_dynamo_graph() -> Non
             return gm.forward
 
         torch._dynamo.reset()
-        torch.compile(Gated(), backend=rewriting_backend(plan().apply, inner, graph=graph))(torch.randn(2, 3))  # pyright: ignore[reportArgumentType]
+        torch.compile(Gated(), backend=RewritingBackend(plan().apply, inner, graph=graph))(torch.randn(2, 3))  # pyright: ignore[reportArgumentType]
     sources, static = found["torch"]
     assert len(sources) == 5
     assert len(static) == 4  # the parameters, which CUDA graphs need not copy
@@ -316,7 +316,7 @@ def test_the_normal_form_keeps_what_aotautograd_reads_of_a_dynamo_graph() -> Non
 
 def test_precompiled_packages_are_refused_because_they_do_not_know_the_backend() -> None:
     """Fails when torch._dynamo.config.caching_precompile is gone."""
-    backend = rewriting_backend(plan().apply, "eager")
+    backend = RewritingBackend(plan().apply, "eager")
     with (
         torch._dynamo.config.patch(caching_precompile=True),
         pytest.raises(BackendCompilerFailed, match="caching_precompile keeps compiled code under nothing but"),
@@ -326,7 +326,7 @@ def test_precompiled_packages_are_refused_because_they_do_not_know_the_backend()
 
 def test_recompilations_append_reports() -> None:
     counters.clear()
-    backend = rewriting_backend(plan(SILU).apply, "eager")
+    backend = RewritingBackend(plan(SILU).apply, "eager")
     compiled = torch.compile(gated, backend=backend, dynamic=False)
     compiled(torch.randn(2))
     compiled(torch.randn(3))

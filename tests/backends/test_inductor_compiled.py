@@ -21,7 +21,7 @@ from torch._inductor.codecache import FxGraphCache
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.distributed import _functional_collectives as funcol
 
-from fxrewrite.backends import OVERLAP, GraphPass, installed, rewriting_backend
+from fxrewrite.backends import OVERLAP, GraphPass, RewritingBackend, installed
 from fxrewrite.backends.inductor import SLOTS
 from fxrewrite.errors import refuse
 from fxrewrite.plan import Plan, RuleSet
@@ -95,7 +95,7 @@ def test_constants_of_a_normal_form_are_not_confused() -> None:
         torch._dynamo.reset()
         compiled = torch.compile(
             lambda x, value=value: x * torch.sigmoid(x) * torch.tensor([1.0, value]),
-            backend=rewriting_backend(plan(SILU).apply, "inductor", graph="aten"),
+            backend=RewritingBackend(plan(SILU).apply, "inductor", graph="aten"),
         )
         torch.testing.assert_close(compiled(torch.ones(2)), torch.sigmoid(torch.ones(2)) * torch.tensor([1.0, value]))
 
@@ -217,7 +217,7 @@ def test_a_mode_of_torch_compile_reaches_inductor_through_the_backend() -> None:
     def spy(gm: fx.GraphModule, context: object) -> None:
         seen.append(config.epilogue_fusion)
 
-    backend = rewriting_backend(plan(scale(2.0)).apply, "inductor")
+    backend = RewritingBackend(plan(scale(2.0)).apply, "inductor")
     options = {"epilogue_fusion": not config.epilogue_fusion, SLOTS["joint"]: GraphPass("joint", spy, "spy")}
     assert torch.compile(function, backend=backend, options=options)(torch.ones(2)).tolist() == [3.0, 3.0]
     assert seen == [not config.epilogue_fusion]
@@ -226,7 +226,7 @@ def test_a_mode_of_torch_compile_reaches_inductor_through_the_backend() -> None:
 def test_inductor_compiles_both_graphs_with_gradients_and_dynamic_sizes() -> None:
     for graph in ("torch", "aten"):
         torch._dynamo.reset()
-        backend = rewriting_backend(plan().apply, "inductor", graph=graph)
+        backend = RewritingBackend(plan().apply, "inductor", graph=graph)
         compiled = torch.compile(gated, backend=backend)
         for length in (4, 5):
             x, y = (torch.linspace(-1, 2, length * 3).reshape(length, 3).requires_grad_() for _ in range(2))

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from autosp_rules import AutoSPConfig
 from autosp_rules.program import ADVICE
 from autosp_rules.transform import transform
-from fxrewrite.spmd import RankChecks, WholeCalls, axis_of, is_due
+from fxrewrite.spmd import RankChecks, axis_of, is_due
 from fxrewrite.testing import fake_mesh
 from tests.autosp.one_device import captured
 from tests.bench.long_context import STEPS
@@ -39,7 +39,7 @@ def main() -> None:
     with fake_mesh((2,), ("sp",)) as mesh:
         axis = axis_of(mesh, "sp")
         placeholders = transform(gm, AutoSPConfig(), axis)[0].graph.find_nodes(op="placeholder")
-        checks = RankChecks(placeholders, axis, ADVICE, whole=WholeCalls())
+        checks = RankChecks(placeholders, axis, ADVICE)
         for call in range(1, CALLS):
             started = time.perf_counter()
             checks.before(inputs)

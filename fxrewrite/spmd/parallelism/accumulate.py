@@ -26,7 +26,7 @@ import itertools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 from weakref import ref
 
@@ -36,7 +36,6 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate as TorchReplicate
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import unserializable_hook
 
 from fxrewrite.errors import FxRewriteError
@@ -52,6 +51,7 @@ __all__ = [
     "reduce_gradients",
     "reduce_left",
     "reduced_gradient",
+    "refuse_unreduced",
     "unreduced_leaves",
     "unshared",
 ]
@@ -104,7 +104,6 @@ def no_sync(model: nn.Module) -> Generator[None]:
     Raises:
         FxRewriteError: no parameter of the model is held as `shard_parameters` holds it.
     """
-    _watch_steps()
     with ExitStack() as opened:
         for accumulation, parameters in _accumulations(model).items():
             opened.enter_context(accumulation.open(parameters))
@@ -144,19 +143,14 @@ def _accumulations(model: nn.Module) -> dict[Accumulation, dict[str, nn.Paramete
     return found
 
 
-@cache
-def _watch_steps() -> None:
-    """From now on no optimizer steps with gradients that are not reduced."""
-
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        left = sum(is_unreduced(p) for group in optimizer.param_groups for p in group["params"])
-        if left:
-            raise FxRewriteError(
-                f"gradients of {left} parameters are not reduced over the ranks yet: run the forward pass of the last "
-                "micro-batch outside of no_sync(model), or call fxrewrite.spmd.reduce_gradients(model) before the step"
-            )
-
-    register_optimizer_step_pre_hook(check)
+def refuse_unreduced(parameters: Iterable[torch.Tensor]) -> None:
+    """Raises FxRewriteError where an optimizer is about to step with gradients that are not reduced."""
+    left = sum(map(is_unreduced, parameters))
+    if left:
+        raise FxRewriteError(
+            f"gradients of {left} parameters are not reduced over the ranks yet: run the forward pass of the last "
+            "micro-batch outside of no_sync(model), or call fxrewrite.spmd.reduce_gradients(model) before the step"
+        )
 
 
 def is_unreduced(parameter: torch.Tensor) -> bool:

@@ -24,10 +24,9 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.modules import matches_glob
 from fxrewrite.ops import is_parameter
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
-from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import Shard, Zigzag, as_placement
 
-__all__ = ["join_arguments", "joined", "stated_arguments", "without_joined"]
+__all__ = ["joined", "joining", "stated_arguments", "without_joined"]
 
 Stated: TypeAlias = "tuple[tuple[str, str, int, int], ...]"
 """Of each statement: the axis, the glob over arguments, the dimension that is cut, and the number of ranks."""
@@ -63,15 +62,13 @@ def stated_arguments(plan: Parallelism | Parallelisms, mesh: DeviceMesh) -> Stat
     return tuple(found)
 
 
-def join_arguments(model: nn.Module, stated: Stated) -> None:
-    """Afterwards a program that Dynamo captures of the model has whole arguments where these are stated."""
-    if stated:
-        model.__class__ = _joining(type(model), stated)  # Dynamo runs hooks of the outermost module before its program
+def joining(cls: type[nn.Module], stated: Stated) -> dict[str, Any]:
+    """Members of a subclass whose forward reads its arguments through `joined` while Dynamo traces it.
 
-
-@functools.cache
-def _joining(cls: type[nn.Module], stated: Stated) -> type[nn.Module]:
-    """The class, whose forward reads its arguments through `joined` while Dynamo traces it."""
+    A hook would not do: Dynamo runs those of the outermost module before its program.
+    """
+    if not stated:
+        return {}
     text = repr(stated)
     _, *names = inspect.signature(cls.forward).parameters
 
@@ -84,16 +81,16 @@ def _joining(cls: type[nn.Module], stated: Stated) -> type[nn.Module]:
             kwargs = {n: joined(x, n, text) if isinstance(x, torch.Tensor) else x for n, x in kwargs.items()}
         return cls.forward(self, *args, **kwargs)
 
-    return subclassed(_joining, cls, stated, {"forward": forward})
+    return {"forward": forward}
 
 
-def without_joined(gm: fx.GraphModule, stated: Stated, *, is_later_part: bool) -> dict[int, Stated]:
+def without_joined(gm: fx.GraphModule, stated: Stated, *, is_part: bool) -> dict[int, Stated]:
     """Afterwards the graph, as Dynamo captured it, starts from the whole arguments of the model.
 
     Args:
         gm: changed.
         stated: by the plan of the backend.
-        is_later_part: whether an earlier graph of the model had its arguments; what this one starts from is whole.
+        is_part: whether it is a part of the model; one without its arguments starts from whole values of others.
 
     Returns:
         what is stated of inputs that a rank holds a chunk of, by position.
@@ -133,7 +130,7 @@ def without_joined(gm: fx.GraphModule, stated: Stated, *, is_later_part: bool) -
         whole = node.meta.pop("whole", None)
         if found.get(position):
             node.meta["example_value"] = whole.detach().requires_grad_(node.meta["example_value"].requires_grad)
-        elif not is_parameter(node) and (found or is_later_part):
+        elif not is_parameter(node) and (found or (is_part and stated)):
             node.meta.setdefault("argument", "")
     gm.recompile()
     return {position: here for position, here in found.items() if here}

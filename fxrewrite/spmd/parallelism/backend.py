@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
@@ -13,15 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial as TorchPartial
 
 from fxrewrite.backends import (
-    compile_regions,
-    find_backend,
-    graph_break_reason,
     inner_compiler,
     normalized,
-    reached_recompile_limit,
-    refuse_dependence_on_values,
     refuse_precompile,
-    untraced_callers,
 )
 from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.garbage import few_collections
@@ -30,8 +23,7 @@ from fxrewrite.graph.other_sizes import check_sizes
 from fxrewrite.ops import is_parameter
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext, contexts
-from fxrewrite.spmd.events import ProgramIsLast, RegionsCompiled
-from fxrewrite.spmd.group import axis_of, fix_rank
+from fxrewrite.spmd.group import axis_of
 from fxrewrite.spmd.parallelism.accumulate import Unreduced, unreduced_leaves
 from fxrewrite.spmd.parallelism.alternatives import chosen_for, require_chosen
 from fxrewrite.spmd.parallelism.arguments import Stated, stated_arguments, without_joined
@@ -41,12 +33,11 @@ from fxrewrite.spmd.parallelism.parameters import local_value, local_values, tor
 from fxrewrite.spmd.parallelism.schedule.local_gradients import add_leaves, leaves_of
 from fxrewrite.spmd.placement import Replicate, Zigzag, local_shape
 from fxrewrite.spmd.propagation.input_placements import input_placements
-from fxrewrite.spmd.runtime.borders import Crossing, Outputs, check_dtensors, entering
-from fxrewrite.spmd.runtime.outputs import ChunkedOutputs, is_with_loss
+from fxrewrite.spmd.runtime.borders import Border, is_with_loss
+from fxrewrite.spmd.runtime.chunked_tensor import check_dtensors
+from fxrewrite.spmd.runtime.ranks_backend import RanksBackend
 
 __all__ = ["SpmdBackend", "spmd"]
-
-log = logging.getLogger(__name__)
 
 Breaks: TypeAlias = Literal["gather", "dtensor"]
 """What programs pass to each other where ranks hold it in chunks: whole values, or DTensors."""
@@ -57,30 +48,90 @@ CompiledRegions: TypeAlias = Literal["whole", "once"]
 """Whether a program is compiled whole, or each distinct region of it once."""
 
 
-class SpmdBackend:
-    """A torch.compile backend that lowers every graph over the axes of a mesh, and passes it to an inner backend.
+class _Program:
+    """A compiled program as Dynamo calls it: it gets what this rank holds."""
 
-    Made by `spmd`.
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        run: Callable[..., Any],
+        comparisons: Sequence[Comparison],
+        sizes: Mapping[int, torch.Size],
+        unreduced: Sequence[Unreduced],
+        border: Border,
+    ) -> None:
+        self._run, self._sizes, self._unreduced = run, sizes, unreduced
+        self._border, self._comparisons = border, comparisons
+        self._reduced = set(sizes) - {one.position for one in unreduced}
+        """Positions of parameters to whose shards gradients flow."""
+        self._is_chunk = [
+            not is_parameter(node) and any(placement != Replicate() for placement in of.values())
+            for node, of in zip(gm.graph.find_nodes(op="placeholder"), input_placements(gm), strict=True)
+        ]
+
+    def __call__(self, *inputs: Any) -> Any:
+        inputs = tuple(self._border.entered(inputs))
+        passed = (*inputs, *(None for _ in self._unreduced))
+        for comparison in self._comparisons:
+            comparison.checks.before([local_value(passed[i]) for i in comparison.at])
+        given = local_values(inputs, self._sizes, self._reduced)
+        given += unreduced_leaves(self._unreduced, inputs)
+        given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
+        return self._border.left(self._run(*given), given)
+
+    def settle(self) -> None:
+        """Read what came of comparing the ranks in the last call."""
+        for comparison in self._comparisons:
+            comparison.checks.settle()
+
+
+class SpmdBackend(RanksBackend[Report, _Program]):
+    """A backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
+
+    Ranks along an axis with `data="shared"` pass the same values, or their chunks of one value where the plan states
+    `inputs` in chunks, and get the same; those along one with `data="own"`
+    pass their part of a batch, and get the loss of that part. Gradients of all parameters are complete: those of the
+    mean of the losses, of shards in shards. Nothing else may average them. Where the model breaks into several graphs,
+    what passes between them is whole, so that code which is not compiled sees what it would see on one device; or, with
+    `breaks="dtensor"`, what ranks hold in chunks are DTensors (`fxrewrite.spmd.runtime.borders`), also in the results.
+
+    Args:
+        plan: a Parallelism, or several joined by `|`. Of alternatives the cheapest is chosen for each graph; those that
+            differ in how ranks hold parameters or inputs are chosen before (`choose_alternatives`).
+        mesh: has the axes of the plan.
+        inner: the backend that compiles the lowered graph.
+        strict: refuse an operator without layout rule instead of gathering its operands.
+        timeout: seconds to wait for other ranks to compile the same graph.
+        breaks: what passes between graphs of a model that ranks hold in chunks: it is gathered ("gather"), or there
+            are DTensors ("dtensor"), also of the results.
+        outputs: what a model that is one graph returns beside a scalar loss, such as logits, is gathered when it is
+            first used, which all ranks must do then ("auto"), or always ("gather"). Without a loss, outputs are whole.
+        regions: the program is compiled whole ("whole"), or each distinct region of it once, such as a layer ("once",
+            `fxrewrite.backends.regional`). What a region reads is then gathered where it begins, not a layer ahead.
 
     Attributes:
         plan: the parallelism, or several.
         mesh: whose axes they are over.
         reports: one for each compiled graph, in order.
+
+    Raises:
+        FxRewriteError: no such backend, or no such axis. At compile time, inside torch's BackendCompilerFailed: the
+            plan does not fit the model.
     """
 
     def __init__(
         self,
         plan: Parallelism | Parallelisms,
-        mesh: DeviceMesh,
-        inner: str | Callable[..., Any],
         *,
-        strict: bool,
-        timeout: float,
-        breaks: Breaks,
-        outputs: ReturnedOutputs,
-        regions: CompiledRegions,
+        mesh: DeviceMesh,
+        inner: str | Callable[..., Any] = "inductor",
+        strict: bool = False,
+        timeout: float = 3600.0,
+        breaks: Breaks = "gather",
+        outputs: ReturnedOutputs = "auto",
+        regions: CompiledRegions = "whole",
     ) -> None:
-        find_backend(inner)
+        super().__init__("spmd", inner, regions=regions, timeout=timeout)
         _check_choice("breaks", breaks, get_args(Breaks))
         _check_choice("outputs", outputs, get_args(ReturnedOutputs))
         _check_choice("regions", regions, get_args(CompiledRegions))
@@ -88,21 +139,12 @@ class SpmdBackend:
             check_dtensors()
         check_axes(plan, mesh)
         require_chosen(plan)
-        self.__name__ = "spmd"
-        self.plan, self.mesh, self.inner = plan, mesh, inner
-        self.reports: list[Report] = []
-        self._programs: list[_Program] = []
-        self._strict, self._timeout, self._as_dtensors = strict, timeout, breaks == "dtensor"
-        self._regions: CompiledRegions = regions
-        self._is_deferred = outputs == "auto" and not self._as_dtensors
+        self.plan, self.mesh = plan, mesh
+        self._strict, self._breaks, self._outputs = strict, breaks, outputs
         shared = tuple(member.axis for member in plan.members if member.data == "shared")
         self._shared = mesh[shared] if shared else None
         """The axes along which ranks share what programs pass to each other."""
-        self._breaks = False
-        """Whether a graph so far was a part of the model."""
         self._stated = stated_arguments(plan, mesh)
-        self._has_arguments = False
-        """Whether a graph so far had arguments in chunks."""
         self._comparisons = RankComparisons(plan, mesh, timeout)
         self._lowering = None if any(member.alternatives for member in plan.members) else plan.plan()
 
@@ -110,70 +152,56 @@ class SpmdBackend:
         """Returns this rank's compiled program; `options` are `mode` and `options` of `torch.compile`, for `inner`."""
         refuse_precompile()
         dtensors = without_whole(gm, example_inputs)
-        crossing = Crossing(entering(gm, example_inputs, self._shared), self._shared)
-        self._breaks |= bool(graph_break_reason(gm) or untraced_callers())
-        chunks = without_joined(gm, self._stated, is_later_part=self._breaks and self._has_arguments)
-        self._has_arguments |= bool(chunks)
+        border = Border(self._shared, timeout=self._timeout)
+        border.enter(gm, example_inputs)
+        chunks = without_joined(gm, self._stated, is_part=bool(border.graph_break))
         self._comparisons.agree_on_chunks(gm, chunks, example_inputs)
-        program, report, outputs = self._lowered(gm, crossing)
-        if limit := reached_recompile_limit():
-            report.events.append(ProgramIsLast(limit=limit))
-            log.warning("spmd: %s", report.events[-1])
-        self._check_inputs(program, dtensors, chunks, crossing.chunks)
-        self.reports.append(report)
+        program, report = self._lowered(gm, border)
+        self._check_inputs(program, dtensors, chunks, border.chunks)
         comparisons = self._comparisons.of(program, chunks, f"regions={self._regions}")
-        fix_rank(program)
-        sizes = {i: program_input.meta["val"].shape for i, program_input in _placeholders(program, dtensors)}
+        placeholders = program.graph.find_nodes(op="placeholder")
+        sizes = {i: placeholders[i].meta["val"].shape for i in dtensors}
         unreduced = [self._unreduced(program, dtensors[leaf[0]], *leaf) for leaf in leaves_of(program)]
         unreduced_at = {one.position for one in unreduced}
-        local = crossing.examples(program, example_inputs)
+        local = border.examples(program, example_inputs)
         for i, value in enumerate(local):
             if i in dtensors:
                 local[i] = _local_fake(dtensors[i], sizes[i], is_leaf=i not in unreduced_at)
             elif i in chunks:
                 local[i] = _contiguous_fake(value)
         local += [_leaf_fake(dtensors[one.position], one) for one in unreduced]
-        outputs = outputs.of(program)
-        report.events.extend(outputs.zeros)
         compile_inner = inner_compiler(self.inner, **options)
-        with self._comparisons.compiling(), refuse_dependence_on_values(self.inner):
-            if self._regions == "once":
-                run, found = compile_regions(program, local, compile_inner)
-                report.events.append(RegionsCompiled.of(found))
-            else:
-                run = compile_inner(program, local)
-        compiled = _Program(program, run, comparisons, sizes, unreduced, crossing, outputs)
+        run = self._compiled(program, local, compile_inner, self._comparisons.axes, border, report)
+        compiled = _Program(program, run, comparisons, sizes, unreduced, border)
         self._programs.append(compiled)
         return compiled
 
-    def _lowered(self, gm: fx.GraphModule, crossing: Crossing) -> tuple[fx.GraphModule, Report, ChunkedOutputs]:
-        """The program of every rank, what was done, and which of its outputs leave in chunks."""
+    def _lowered(self, gm: fx.GraphModule, border: Border) -> tuple[fx.GraphModule, Report]:
+        """The program of every rank, and what was done; the border gets what leaves in chunks."""
+        is_part = bool(border.graph_break)
         with few_collections():
             program = normalized(gm)
             add_leaves(program)
-            is_deferred = self._is_deferred and not self._breaks and is_with_loss(program.graph)
-            outputs = ChunkedOutputs(timeout=self._timeout)
+            if self._breaks == "dtensor":
+                border.leaving = "dtensor"
+            elif self._outputs == "auto" and not is_part and is_with_loss(program.graph):
+                border.leaving = "deferred"
 
             def tried() -> dict[str, SpmdContext]:
-                return self._contexts(Outputs(), ChunkedOutputs() if is_deferred else None)
+                return self._contexts(Border(self._shared, border.leaving), is_part=is_part)
 
             lowering = self._lowering or chosen_for(self.plan, program, tried).plan()
-            given = self._contexts(crossing.outputs, outputs if is_deferred else None)
-            report = lowering.apply(program, context=given)
+            report = lowering.apply(program, context=self._contexts(border, is_part=is_part))
             check_sizes(program)
-        report.events.extend([*outputs.events, *crossing.events])
-        return program, report, outputs
+        report.events.extend(border.events)
+        return program, report
 
-    def _contexts(self, as_dtensors: Outputs, in_chunks: ChunkedOutputs | None) -> dict[str, SpmdContext]:
-        """What the plan is told of each axis; `as_dtensors` or `in_chunks` gets what leaves so."""
-        found = contexts(self.mesh, strict=self._strict, is_part=self._breaks, is_ahead=self._regions == "whole")
-        outputs = as_dtensors if self._as_dtensors else in_chunks
-        if outputs is not None and self._shared is not None:
-            for name in self._shared.mesh_dim_names or ():
-                found[name] = replace(found[name], output_placement=outputs.on(found[name].axis))
-        if in_chunks is not None:
-            found = {name: replace(given, finish=in_chunks.without_gradients) for name, given in found.items()}
-        return found
+    def _contexts(self, border: Border, *, is_part: bool) -> dict[str, SpmdContext]:
+        """What the plan is told of each axis; ranks that share data return to each other what the border says."""
+        found = contexts(self.mesh, strict=self._strict, is_part=is_part, is_ahead=self._regions == "whole")
+        found = {name: replace(given, finish=border.without_gradients) for name, given in found.items()}
+        shared = () if self._shared is None else self._shared.mesh_dim_names or ()
+        return found | {name: replace(found[name], output_placement=border.on(found[name].axis)) for name in shared}
 
     def _unreduced(
         self, program: fx.GraphModule, traced: DTensor, position: int, axes: tuple[str, ...], leaf: fx.Node
@@ -193,19 +221,6 @@ class SpmdBackend:
         for axis in axes:
             placements[(self.mesh.mesh_dim_names or ()).index(axis)] = TorchPartial()
         return Unreduced(position, leaf.meta["val"].shape, tuple(placements))
-
-    def check_ranks(self) -> None:
-        """Read what came of comparing the inputs of the last calls, which otherwise the next calls would read.
-
-        Raises:
-            FxRewriteError: on every rank, where the ranks of an axis were called with different values.
-        """
-        for program in self._programs:
-            program.settle()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SpmdBackend:
-        """The backend itself, as a function is."""
-        return self
 
     def _check_inputs(
         self,
@@ -243,50 +258,6 @@ class SpmdBackend:
         return f"{len(self.reports)} graphs compiled, each\n{self.plan}"
 
 
-class _Program:
-    """A compiled program as Dynamo calls it: it gets what this rank holds."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        run: Callable[..., Any],
-        comparisons: Sequence[Comparison],
-        sizes: Mapping[int, torch.Size],
-        unreduced: Sequence[Unreduced],
-        crossing: Crossing,
-        outputs: ChunkedOutputs,
-    ) -> None:
-        self._run, self._sizes, self._unreduced = run, sizes, unreduced
-        self._crossing, self._outputs = crossing, outputs
-        self._comparisons = comparisons
-        self._reduced = set(sizes) - {one.position for one in unreduced}
-        """Positions of parameters to whose shards gradients flow."""
-        self._is_chunk = [
-            not is_parameter(node) and any(placement != Replicate() for placement in of.values())
-            for node, of in zip(gm.graph.find_nodes(op="placeholder"), input_placements(gm), strict=True)
-        ]
-
-    def __call__(self, *inputs: Any) -> Any:
-        inputs = tuple(self._crossing.entered(inputs))
-        passed = (*inputs, *(None for _ in self._unreduced))
-        for comparison in self._comparisons:
-            comparison.before([local_value(passed[i]) for i in comparison.at])
-        given = local_values(inputs, self._sizes, self._reduced)
-        given += unreduced_leaves(self._unreduced, inputs)
-        given = [x.contiguous() if chunk else x for x, chunk in zip(given, self._is_chunk, strict=True)]
-        return self._outputs.left(self._crossing.left(self._run(*given)), given)
-
-    def settle(self) -> None:
-        """Read what came of comparing the ranks in the last call."""
-        for comparison in self._comparisons:
-            comparison.settle()
-
-
-def _placeholders(program: fx.GraphModule, positions: Container[int]) -> list[tuple[int, fx.Node]]:
-    """The inputs at these positions."""
-    return [(i, node) for i, node in enumerate(program.graph.find_nodes(op="placeholder")) if i in positions]
-
-
 def _local_fake(traced: DTensor, size: torch.Size, *, is_leaf: bool) -> torch.Tensor:
     """What this rank's program reads of a DTensor, as Dynamo traced it: a fake value of static sizes."""
     held = traced.to_local().detach()
@@ -309,44 +280,4 @@ def _contiguous_fake(chunk: torch.Tensor) -> torch.Tensor:
     return chunk.detach().contiguous().requires_grad_(chunk.requires_grad)
 
 
-def spmd(
-    plan: Parallelism | Parallelisms,
-    *,
-    mesh: DeviceMesh,
-    inner: str | Callable[..., Any] = "inductor",
-    strict: bool = False,
-    timeout: float = 3600.0,
-    breaks: Breaks = "gather",
-    outputs: ReturnedOutputs = "auto",
-    regions: CompiledRegions = "whole",
-) -> SpmdBackend:
-    """Returns the backend for `torch.compile(shard_parameters(model, plan, mesh), backend=spmd(plan, mesh=mesh))`.
-
-    Ranks along an axis with `data="shared"` pass the same values, or their chunks of one value where the plan states
-    `inputs` in chunks, and get the same; those along one with `data="own"`
-    pass their part of a batch, and get the loss of that part. Gradients of all parameters are complete: those of the
-    mean of the losses, of shards in shards. Nothing else may average them. Where the model breaks into several graphs,
-    what passes between them is whole, so that code which is not compiled sees what it would see on one device; or, with
-    `breaks="dtensor"`, what ranks hold in chunks are DTensors (`fxrewrite.spmd.runtime.borders`), also in the results.
-
-    Args:
-        plan: a Parallelism, or several joined by `|`. Of alternatives the cheapest is chosen for each graph; those that
-            differ in how ranks hold parameters or inputs are chosen before (`choose_alternatives`).
-        mesh: has the axes of the plan.
-        inner: the backend that compiles the lowered graph.
-        strict: refuse an operator without layout rule instead of gathering its operands.
-        timeout: seconds to wait for other ranks to compile the same graph.
-        breaks: what passes between graphs of a model that ranks hold in chunks: it is gathered ("gather"), or there
-            are DTensors ("dtensor"), also of the results.
-        outputs: what a model that is one graph returns beside a scalar loss, such as logits, is gathered when it is
-            first used, which all ranks must do then ("auto"), or always ("gather"). Without a loss, outputs are whole.
-        regions: the program is compiled whole ("whole"), or each distinct region of it once, such as a layer ("once",
-            `fxrewrite.backends.regional`). What a region reads is then gathered where it begins, not a layer ahead.
-
-    Raises:
-        FxRewriteError: no such backend, or no such axis. At compile time, inside torch's BackendCompilerFailed: the
-            plan does not fit the model.
-    """
-    return SpmdBackend(
-        plan, mesh, inner, strict=strict, timeout=timeout, breaks=breaks, outputs=outputs, regions=regions
-    )
+spmd = SpmdBackend

@@ -3,7 +3,7 @@
     comparisons = RankComparisons(plan, mesh, timeout)
     comparisons.agree_on_chunks(gm, chunks, example_inputs)     before a graph is lowered
     comparisons.of(program, chunks, settings)                   agrees on a lowered one; returns what each call compares
-    with comparisons.compiling():                               agrees that every rank compiled it
+    with compiling(comparisons.axes, timeout):                  agrees that every rank compiled it
 
 Along an axis with `data="shared"` ranks share all values that they do not hold in chunks, along one with `data="own"`
 parameters alone. Errors name what differs, on every rank (`fxrewrite.spmd.runtime.rank_checks`).
@@ -11,8 +11,7 @@ parameters alone. Errors name what differs, on every rank (`fxrewrite.spmd.runti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,6 @@ import torch
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxrewrite.errors import FxRewriteError
 from fxrewrite.graph.differentiable import requires_gradient
 from fxrewrite.graph.inputs import input_name, is_buffer
 from fxrewrite.graph.sizes import size_hint
@@ -34,7 +32,7 @@ from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms
 from fxrewrite.spmd.placement import Axis, Replicate
 from fxrewrite.spmd.propagation.input_placements import input_placements
 from fxrewrite.spmd.runtime.agree import agree, agree_along
-from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram, is_due
+from fxrewrite.spmd.runtime.rank_checks import Advice, DistinctChunks, RankChecks, SameProgram
 
 __all__ = ["Comparison", "RankComparisons"]
 
@@ -57,13 +55,11 @@ class Comparison:
 
     Attributes:
         at: positions of the inputs of which the ranks hold the same.
-        before: gets these inputs before the program runs.
-        settle: reads what came of the last comparison.
+        checks: get these inputs before the program runs.
     """
 
     at: Sequence[int]
-    before: Callable[[Sequence[Any]], None]
-    settle: Callable[[], None]
+    checks: RankChecks | DistinctChunks
 
 
 class RankComparisons:
@@ -71,10 +67,12 @@ class RankComparisons:
 
     def __init__(self, plan: Parallelism | Parallelisms, mesh: DeviceMesh, timeout: float) -> None:
         self._plan, self._mesh, self._timeout = plan, mesh, timeout
-        self._own: dict[str, _OwnData] = {}
-        """By axis with own data of several ranks: how these are compared."""
-        self._compiling: list[Axis] = []
-        """Axes whose ranks compile the program that they agreed on last."""
+        self._same: dict[str, SameProgram] = {}
+        """By axis with own data."""
+        self._known: dict[tuple[str, str], RankChecks] = {}
+        """By axis with own data and what programs share, of those that all its ranks have agreed on."""
+        self.axes: list[Axis] = []
+        """Those whose ranks compile the program that they agreed on last."""
 
     def agree_on_chunks(self, gm: fx.GraphModule, chunks: Mapping[int, Stated], example_inputs: Sequence[Any]) -> None:
         """Refuse chunks of different sizes, before the ranks compile programs of different sizes."""
@@ -112,21 +110,21 @@ class RankComparisons:
             texts[axis.name] = text
             if not is_own:
                 agreements.append((axis, text, {"timeout": self._timeout}))
-            elif axis.name not in self._own or text not in self._own[axis.name].known:
+            elif (axis.name, text) not in self._known:
                 agreements.append((axis, text, {"timeout": self._timeout, "hint": _SAME_PARAMETERS}))
         agree_along(agreements)
-        self._compiling = [axis for axis, *_ in agreements]
+        self.axes = [axis for axis, *_ in agreements]
         found = [
-            comparison
+            self._comparison(program, member, texts[member.axis], without)
             for member in self._plan.members
-            if (comparison := self._comparison(program, member, texts[member.axis], without)) is not None
+            if axis_of(self._mesh, member.axis).size > 1
         ]
         return [*found, *self._distinct_chunks(program, chunks)]
 
     def _comparison(
         self, program: fx.GraphModule, member: Parallelism, text: str, without: Container[fx.Node]
-    ) -> Comparison | None:
-        """What compares the ranks along the axis of one parallelism at each call; None of one rank."""
+    ) -> Comparison:
+        """What compares the ranks along the axis of one parallelism at each call."""
         axis, is_own = axis_of(self._mesh, member.axis), member.data == "own"
         placeholders, held = program.graph.find_nodes(op="placeholder"), input_placements(program)
         # Buffers may be statistics of what a rank has seen, as those of BatchNorm, and of own data they differ.
@@ -138,35 +136,16 @@ class RankComparisons:
             and not (is_own and (is_buffer(node) or not is_parameter(node)))
         ]
         compared = [placeholders[i] for i in at]
-        if is_own:
-            own = self._own.setdefault(axis.name, _OwnData(axis, self._timeout, self._mesh.device_type))
-            compare, settle = own.of_program(text, compared)
-        else:
+        if not is_own:
             drawn = [node for node in program.graph.nodes if is_random(node) and not draws_on_chunk(node)]
-            checks = RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout)
-            compare, settle = checks.before, checks.settle
-        return Comparison(at, compare, settle) if axis.size > 1 else None
-
-    @contextmanager
-    def compiling(self) -> Generator[None]:
-        """Inside, the program is compiled that ranks agreed on; where one rank cannot, the others raise as well."""
-        try:
-            yield
-        except Exception as error:
-            with suppress(FxRewriteError):  # other ranks raise it
-                first_line = str(error).strip().partition("\n")[0]
-                self._agree_on_compiling(f"could not: {type(error).__name__}: {first_line}")
-            raise
-        self._agree_on_compiling("compiled")
-
-    def _agree_on_compiling(self, text: str) -> None:
-        said = {
-            "timeout": self._timeout,
-            "differ": "did not both compile what they agreed on",
-            "absent": "did not end compiling",
-            "hint": "the rank that could not has the error",
-        }
-        agree_along((axis, text, said) for axis in self._compiling)
+            return Comparison(at, RankChecks(compared, axis, _ADVICE, drawn=drawn, timeout=self._timeout))
+        if (axis.name, text) not in self._known:
+            device = torch.device(self._mesh.device_type)
+            same = self._same.setdefault(axis.name, SameProgram(axis, _SAME_PARAMETERS, device, self._timeout))
+            self._known[axis.name, text] = RankChecks(
+                compared, axis, _ADVICE, same=same, text=text, in_training=True, timeout=self._timeout
+            )
+        return Comparison(at, self._known[axis.name, text])
 
     def _distinct_chunks(self, program: fx.GraphModule, chunks: Container[int]) -> list[Comparison]:
         """What refuses a batch that is not cut, for each axis over which arguments are in chunks."""
@@ -175,46 +154,8 @@ class RankComparisons:
             held = (of.get(axis.name, Replicate()) for of in input_placements(program))
             at = [i for i, placed in enumerate(held) if i in chunks and placed != Replicate()]
             if at and axis.size > 1:
-                check = DistinctChunks([placeholders[i] for i in at], axis)
-                found.append(Comparison(at, check.before, lambda: None))
+                found.append(Comparison(at, DistinctChunks([placeholders[i] for i in at], axis)))
         return found
-
-
-class _OwnData:
-    """Compares the ranks of an axis along which each has a batch of its own.
-
-    Of programs that share the same, ranks may run different ones at once. A rank that evaluates alone is not compared.
-    """
-
-    def __init__(self, axis: Axis, timeout: float, device: str) -> None:
-        self._axis, self._timeout, self._device = axis, timeout, torch.device(device)
-        self._same = SameProgram(axis, _SAME_PARAMETERS, timeout)
-        self.known: dict[str, RankChecks] = {}
-        """By what programs share, of those that all ranks have agreed on."""
-
-    def of_program(
-        self, text: str, parameters: Sequence[fx.Node]
-    ) -> tuple[Callable[[Sequence[Any]], None], Callable[[], None]]:
-        """What compares the ranks before they run a program that shares this text, and what reads the last comparison.
-
-        Args:
-            text: what the program must share with those of other ranks.
-            parameters: of the program, those that all ranks hold whole.
-        """
-        if text not in self.known:
-            self.known[text] = RankChecks(parameters, self._axis, _ADVICE, inputs=False, timeout=self._timeout)
-        checks = self.known[text]
-
-        def before(values: Sequence[Any]) -> None:
-            if torch.is_grad_enabled():
-                self._same.before(text, self._device, wait=is_due(checks.calls + 1))
-                checks.before(values)
-
-        def settle() -> None:
-            self._same.settle()
-            checks.settle()
-
-        return before, settle
 
 
 def _shared_text(program: fx.GraphModule, axis: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 
 from torch import fx
 
@@ -14,14 +13,14 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.report import Report
 from fxrewrite.spmd.context import SpmdContext
 from fxrewrite.spmd.events import NotInPart
-from fxrewrite.spmd.group import COLLECTIVE_KINDS
+from fxrewrite.spmd.group import COLLECTIVE_KINDS, CollectiveKind
 from fxrewrite.spmd.operators.gradient_ops import GATHER_CAST
 from fxrewrite.spmd.operators.send_rows import SEND_ROWS
 from fxrewrite.spmd.properties import COLLECTIVE_CALLS
 
 __all__ = ["Sends", "sends"]
 
-KINDS = {
+KINDS: dict[object, CollectiveKind] = {
     GATHER_CAST: "all_gather",
     SEND_ROWS: "all_to_all",
     **COLLECTIVE_KINDS,
@@ -35,9 +34,31 @@ _CAUSES = {
 
 
 class Sends:
-    """The step that counts collectives over its axis in the forward program, and refuses any other number."""
+    """That the forward program has exactly so many collectives over the axis, and no others: a step that counts them.
 
-    def __init__(self, within: str, counts: Mapping[str, int], but: str = "") -> None:
+    Args:
+        within: a glob over modules' qualified names; each call of a module that matches, the outermost of those that
+            hold each other, has so many. By default the whole program.
+        but: a glob over modules in which collectives are not counted, such as adapters.
+        all_reduce, all_gather, reduce_scatter, all_to_all: how many.
+    """
+
+    def __init__(
+        self,
+        *,
+        within: str = "",
+        but: str = "",
+        all_reduce: int = 0,
+        all_gather: int = 0,
+        reduce_scatter: int = 0,
+        all_to_all: int = 0,
+    ) -> None:
+        counts: dict[CollectiveKind, int] = {
+            "all_reduce": all_reduce,
+            "all_gather": all_gather,
+            "reduce_scatter": reduce_scatter,
+            "all_to_all": all_to_all,
+        }
         for kind, count in counts.items():
             if not isinstance(count, int) or count < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise FxRewriteError(f"sends: {kind}={count!r} is not a number of collectives")
@@ -60,7 +81,7 @@ class Sends:
             if call is None:
                 continue
             counts = found.setdefault(call, Counter())
-            kind = KINDS.get(node.target)  # pyright: ignore[reportArgumentType]
+            kind = KINDS.get(node.target)
             if kind is not None and node.meta.get("axis") == axis.name:
                 counts[kind] += 1
                 where.setdefault((*call, kind), []).append(node)
@@ -72,7 +93,7 @@ class Sends:
             raise FxRewriteError(f"{self.name}: no module of the graph matches {self.within!r}{near}")
         for (call, module), counts in found.items():
             for kind in dict.fromkeys(KINDS.values()):
-                expected = self.counts.get(kind, 0)
+                expected = self.counts[kind]
                 if counts[kind] != expected:
                     lines = "".join(f"\n  %{n.name}  {source_line(n)}" for n in where.get((call, module, kind), ()))
                     raise FxRewriteError(
@@ -102,30 +123,4 @@ class Sends:
         return f"sends {counts}{f' within each {self.within}' if self.within else ''}{but}"
 
 
-def sends(
-    *,
-    within: str = "",
-    but: str = "",
-    all_reduce: int = 0,
-    all_gather: int = 0,
-    reduce_scatter: int = 0,
-    all_to_all: int = 0,
-) -> Sends:
-    """That the forward program has exactly so many collectives over the axis, and no others.
-
-    Args:
-        within: a glob over modules' qualified names; each call of a module that matches, the outermost of those that
-            hold each other, has so many. By default the whole program.
-        but: a glob over modules in which collectives are not counted, such as adapters.
-        all_reduce: how many.
-        all_gather: how many.
-        reduce_scatter: how many.
-        all_to_all: how many.
-    """
-    given = {
-        "all_reduce": all_reduce,
-        "all_gather": all_gather,
-        "reduce_scatter": reduce_scatter,
-        "all_to_all": all_to_all,
-    }
-    return Sends(within, given, but)
+sends = Sends

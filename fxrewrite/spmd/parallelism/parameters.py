@@ -35,15 +35,22 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fxrewrite.backends import given_up, refused_by_wrappers
 from fxrewrite.errors import FxRewriteError, did_you_mean
 from fxrewrite.spmd.group import axis_of
-from fxrewrite.spmd.parallelism.accumulate import Accumulation, no_sync, reduce_left, reduced_gradient, unshared
+from fxrewrite.spmd.parallelism.accumulate import (
+    Accumulation,
+    no_sync,
+    reduce_left,
+    reduced_gradient,
+    refuse_unreduced,
+    unshared,
+)
 from fxrewrite.spmd.parallelism.alternatives import require_chosen
-from fxrewrite.spmd.parallelism.arguments import join_arguments, stated_arguments
+from fxrewrite.spmd.parallelism.arguments import Stated, joining, stated_arguments
 from fxrewrite.spmd.parallelism.parallelism import Parallelism, Parallelisms, check_axes
 from fxrewrite.spmd.parallelism.schedule.local_gradients import KEEPS
 from fxrewrite.spmd.parallelism.subclassed import subclassed
 from fxrewrite.spmd.placement import AnyPlacement, Placement, Replicate, Shard, Zigzag, as_placement, local_shape
 from fxrewrite.spmd.propagation.sites import Site, Stored, check_matches, held_placement
-from fxrewrite.spmd.runtime.borders import ChunkedTensor
+from fxrewrite.spmd.runtime.chunked_tensor import ChunkedTensor
 
 __all__ = [
     "check_buffers",
@@ -119,12 +126,6 @@ def _reduced_by_spmd(module: nn.Module) -> str:
     )
 
 
-@cache
-def _refusing_wrappers(cls: type[nn.Module], _: tuple[()]) -> type[nn.Module]:
-    """The class, whose instances are refused where gradients would be reduced again."""
-    return subclassed(_refusing_wrappers, cls, (), refused_by_wrappers(_reduced_by_spmd))
-
-
 _SHARDED: WeakSet[nn.Module] = WeakSet()
 """Models whose parameters are in shards, which know the qualified names of those."""
 _REPLACED: Any = WeakIdKeyDictionary()
@@ -132,13 +133,15 @@ _REPLACED: Any = WeakIdKeyDictionary()
 
 
 @cache
-def _refuse_replaced_in_optimizers() -> None:
-    """From now on no optimizer steps that was made of parameters which have become DTensors since."""
+def _watch_optimizers() -> None:
+    """From now on no optimizer steps on parameters which have become DTensors since, or with unreduced gradients."""
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        refuse_unreduced(parameters)
         if torch.compiler.is_compiling():
             return
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters:
             if parameter in _REPLACED:
                 raise FxRewriteError(
                     f"the optimizer has {_REPLACED[parameter]} as it was before shard_parameters, which the model does "
@@ -195,23 +198,25 @@ def shard_parameters(model: M, plan: Parallelism | Parallelisms, mesh: DeviceMes
                 placement = held_placement(shape, placed, axes[member.axis], name, inner=held.values())
                 held[member.axis] = placement
                 shape = [int(n) for n in local_shape(shape, placement, axes[member.axis].size)]
-        made[parameter], placements[parameter] = _distributed(parameter, held, mesh), held
-    _refuse_replaced_in_optimizers()
+        shards = _shards(parameter.detach(), held, mesh)
+        made[parameter] = nn.Parameter(shards, requires_grad=parameter.requires_grad)
+        placements[parameter] = held
+    _watch_optimizers()
     _REPLACED.update({parameter: of[0] for parameter, of in names.items()})
     accumulation = Accumulation()
     for module in model.modules():
         own = {name: p for name, p in module._parameters.items() if p is not None}
         for name, parameter in own.items():
             module._parameters[name] = made[parameter]
+        called_with = stated_arguments(plan, mesh) if module is model else None
+        if own or module is model:
+            module.__class__ = _in_shards(type(module), tuple(own), called_with)
         if own:
-            module.__class__ = _reading_whole(type(module), tuple(own))
             module._accumulation = accumulation  # pyright: ignore[reportArgumentType]
             held_here = {name: placements[parameter] for name, parameter in own.items()}
             module.register_load_state_dict_pre_hook(partial(_load_whole, held_here))
     model.register_forward_pre_hook(_refuse_eager)
     _SHARDED.add(model)
-    model.__class__ = _refusing_wrappers(type(model), ())
-    join_arguments(model, stated_arguments(plan, mesh))
     model.no_sync = partial(no_sync, model)  # pyright: ignore[reportArgumentType]  # trainers look for it
     return model
 
@@ -287,12 +292,6 @@ def _stated(member: Parallelism, names: Mapping[nn.Parameter, list[str]]) -> dic
     return {name: placed for name, (_, placed) in found.items()}
 
 
-def _distributed(parameter: nn.Parameter, held: Mapping[str, Placement], mesh: DeviceMesh) -> nn.Parameter:
-    """The parameter as a DTensor over the whole mesh."""
-    made = _shards(parameter.detach(), held, mesh)
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
-
-
 def _shards(whole: torch.Tensor, held: Mapping[str, Placement], mesh: DeviceMesh) -> DTensor:
     """The whole value as a DTensor, of which this rank holds what is stated."""
     names, position = mesh.mesh_dim_names or (), mesh.get_coordinate()
@@ -360,27 +359,34 @@ def torch_placements(held: Mapping[str, AnyPlacement], mesh: DeviceMesh) -> list
 
 
 @cache
-def _reading_whole(cls: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """The class, whose attributes of these names give whole values of the parameters."""
+def _in_shards(cls: type[nn.Module], names: tuple[str, ...], called_with: Stated | None) -> type[nn.Module]:
+    """The class, whose attributes of these names give whole values of the parameters.
 
-    def reader(name: str) -> property:
-        def read(module: nn.Module) -> torch.Tensor | None:
-            if name not in module._parameters:
-                raise FxRewriteError(
-                    f"{name} of {type(module).__name__} is in shards, and something has put another value in its "
-                    "place since, as torch.nn.utils.parametrize does, and peft for its target_parameters at each call; "
-                    "parametrize a model before shard_parameters, and adapt modules (target_modules)"
-                )
-            parameter = module._parameters[name]
-            reads_whole = torch.compiler.is_compiling() or _reads_whole.get()
-            if not (reads_whole and isinstance(parameter, DTensor)):
-                return parameter
-            accumulation: Any = module._accumulation
-            return whole(parameter, accumulation.keeps)
+    Of the model itself, arguments are joined as `called_with` states, and it is refused where gradients would be
+    reduced again; `called_with` is None of the modules in it.
+    """
+    members: dict[str, Any] = {name: _reading_whole(name) for name in names}
+    if called_with is not None:
+        members |= refused_by_wrappers(_reduced_by_spmd) | joining(cls, called_with)
+    return subclassed(_in_shards, cls, (names, called_with), members)
 
-        return property(read)
 
-    return subclassed(_reading_whole, cls, names, {name: reader(name) for name in names})
+def _reading_whole(name: str) -> property:
+    def read(module: nn.Module) -> torch.Tensor | None:
+        if name not in module._parameters:
+            raise FxRewriteError(
+                f"{name} of {type(module).__name__} is in shards, and something has put another value in its "
+                "place since, as torch.nn.utils.parametrize does, and peft for its target_parameters at each call; "
+                "parametrize a model before shard_parameters, and adapt modules (target_modules)"
+            )
+        parameter = module._parameters[name]
+        reads_whole = torch.compiler.is_compiling() or _reads_whole.get()
+        if not (reads_whole and isinstance(parameter, DTensor)):
+            return parameter
+        accumulation: Any = module._accumulation
+        return whole(parameter, accumulation.keeps)
+
+    return property(read)
 
 
 # at the border of a compiled program

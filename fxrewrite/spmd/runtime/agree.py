@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import axis_rank, global_ranks, is_fake, store_of
 from fxrewrite.spmd.placement import Axis
 
-__all__ = ["agree", "agree_along"]
+__all__ = ["agree", "agree_along", "compiling"]
 
 _GONE = "gone"
 """In place of the digest of a rank that waited for others in vain, and does not come to what they agree on later."""
@@ -99,6 +100,29 @@ def agree_along(texts: Iterable[tuple[Axis, str, Mapping[str, Any]]]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+@contextmanager
+def compiling(axes: Sequence[Axis], timeout: float) -> Generator[None]:
+    """Inside, a program is compiled that the ranks of these axes agreed on; where one cannot, the others raise as well.
+
+    Raises:
+        FxRewriteError: another rank could not compile it, or did not end within `timeout` seconds.
+    """
+    said = {
+        "timeout": timeout,
+        "differ": "did not both compile what they agreed on",
+        "absent": "did not end compiling",
+        "hint": "the rank that could not has the error",
+    }
+    try:
+        yield
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        with suppress(FxRewriteError):  # other ranks raise it
+            agree_along((axis, f"could not compile: {type(error).__name__}: {first_line}", said) for axis in axes)
+        raise
+    agree_along((axis, "compiled", said) for axis in axes)
 
 
 def _first_difference(mine: str, theirs: str) -> str:

@@ -21,9 +21,9 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch.utils import _pytree as pytree
 
-from fxrewrite.errors import FxRewriteError
 from fxrewrite.spmd.group import COLLECTIVES
 from fxrewrite.spmd.placement import Axis, Shard, num_entries
+from fxrewrite.spmd.runtime.gradients import refuse_second_derivatives
 from fxrewrite.spmd.runtime.late_gradients import Tail
 
 __all__ = ["Before", "Cut", "DeferredGather", "Used", "deferred_gather"]
@@ -214,30 +214,17 @@ class _Deferred(torch.autograd.Function):
             return None, None, None, None, *(None for _ in ctx.numbers)
         if isinstance(grad, DeferredGather):
             grad = grad.gathered()
+        grad = grad.detach()
         for cut, shape in zip(cuts, [*(inner.shape for inner in cuts[1:]), chunk_shape], strict=True):
             before(cut.axis, "gradient")
-            grad = cast("torch.Tensor", _ReduceScatter.apply(grad, cut)).reshape(shape)
+            grad = _reduce_scatter(grad, cut).reshape(shape)
+        if torch.is_grad_enabled():  # create_graph=True
+            of = f"an output of shape {cuts[0].shape} that is sharded over {cuts[0].axis}"
+            grad = cast("torch.Tensor", *refuse_second_derivatives([grad], of))
         if tail is None:
             return grad, None, None, None
         operands = [n if x is None else x for x, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
         return None, None, None, None, *tail.gradients(operands, grad)
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """The sum over ranks, of which this rank has its chunk; differentiating it again is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor, cut: Cut) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.cut = cut
-        return _reduce_scatter(grad, cut)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        raise FxRewriteError(
-            f"a second derivative reaches an output of shape {ctx.cut.shape} that is sharded over {ctx.cut.axis}: a "
-            "compiled program has first derivatives alone; compute what needs second ones, such as a gradient penalty, "
-            "on the model without torch.compile"
-        )
 
 
 def _runs(shape: Sequence[int], placement: Shard, entries: int) -> list[int]:

@@ -63,22 +63,25 @@ class _Changed(torch.autograd.Function):
         return None, None, *found
 
 
-def refuse_second_derivatives(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+def refuse_second_derivatives(
+    gradients: Sequence[torch.Tensor | None], of: str = "a compiled program"
+) -> tuple[torch.Tensor | None, ...]:
     """The gradients, which cannot be differentiated again: FxRewriteError says so where somebody does."""
-    return tuple(None if grad is None else _FirstDerivative.apply(grad.requires_grad_()) for grad in gradients)
+    return tuple(None if grad is None else _FirstDerivative.apply(of, grad.requires_grad_()) for grad in gradients)
 
 
 class _FirstDerivative(torch.autograd.Function):
     """A gradient of a compiled program; differentiating it again is refused."""
 
     @staticmethod
-    def forward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, of: str, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.of = of
         return grad.view_as(grad)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise FxRewriteError(
-            "a gradient of a compiled program is differentiated again: the program has first derivatives alone, of "
-            "which each rank holds a part; compute what needs second ones, such as a gradient penalty, on the model "
+            f"a gradient of {ctx.of} is differentiated again: a compiled program has first derivatives alone, of which "
+            "each rank holds a part; compute what needs second ones, such as a gradient penalty, on the model "
             "without torch.compile"
         )

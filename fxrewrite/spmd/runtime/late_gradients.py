@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxrewrite.backends.replayed_views import is_view_of_input
 from fxrewrite.graph.sizes import product, size_hint
 from fxrewrite.graph.walk import reached
 from fxrewrite.ops import bodies_of_communicating, is_barrier, is_parameter, is_pure, memory_written
 from fxrewrite.spmd.group import COLLECTIVES
-from fxrewrite.spmd.runtime.borders import is_view_of_input
 from fxrewrite.spmd.runtime.gradients import refuse_second_derivatives
 
 __all__ = ["Tail", "detach_outputs"]

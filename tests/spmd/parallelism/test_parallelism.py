@@ -531,7 +531,7 @@ def test_a_way_between_graphs_that_does_not_exist_is_refused(mesh: DeviceMesh, m
         spmd(ZERO3, mesh=mesh, outputs="shard")  # pyright: ignore[reportArgumentType]
     with pytest.raises(FxRewriteError, match=r"breaks='refuse' is not one of \('gather', 'dtensor'\)"):
         spmd(ZERO3, mesh=mesh, breaks="refuse")  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr("fxrewrite.spmd.runtime.borders.DISPATCHES_DTENSOR_SUBCLASSES", False)
+    monkeypatch.setattr("fxrewrite.spmd.runtime.chunked_tensor.DISPATCHES_DTENSOR_SUBCLASSES", False)
     with pytest.raises(FxRewriteError, match=r"between graphs need torch 2\.12 or newer, and this is 2"):
         spmd(ZERO3, mesh=mesh, breaks="dtensor")
     with pytest.raises(AutoSPError, match=r"between graphs need torch 2\.12 or newer"):
@@ -597,6 +597,25 @@ def test_what_returns_beside_a_loss_is_gathered_when_it_is_used(mesh: DeviceMesh
         "auto": {"all_reduce": 2, "all_gather_into_tensor": 1},
         "gather": {"all_reduce": 2, "all_gather_into_tensor": 4},
     }
+
+
+class BrokenScored(Scored):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = x.sin()
+        torch._dynamo.graph_break()
+        return Scored.forward(self, x)
+
+
+def test_a_model_that_breaks_says_nothing_of_the_next(mesh: DeviceMesh) -> None:
+    """One backend serves both: what is a part of one model does not make the whole of another a part."""
+    torch._dynamo.reset()
+    plan = Parallelism(
+        "features", axis="tp", place={param("up.{weight,bias}"): Shard(0), param("down.weight"): Shard(1)}
+    )
+    backend = spmd(plan, mesh=mesh, inner="eager")
+    for model, is_deferred in ((Scored(), True), (BrokenScored(), False), (Scored(), True)):
+        _, hidden, *_ = torch.compile(shard_parameters(model, plan, mesh), backend=backend)(X)
+        assert isinstance(hidden, DeferredGather) == is_deferred
 
 
 def _sends(node: fx.Node) -> bool:
