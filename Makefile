@@ -58,26 +58,26 @@ wheels:  ## the folder wheels/, from which `make gpu` installs without an index;
 	$(PYTHON) -m pip download --dest wheels --only-binary=:all: --constraint .constraints-without-torch $(FOR) $(GPU_NEEDS)
 
 bench: .venv/bench.stamp  ## most tables of docs/benchmarks.md; the machine must be quiet
-	$(BIN)/python tests/bench/engines.py
-	$(BIN)/python tests/bench/rewriters.py
-	$(BIN)/python tests/bench/masks.py
-	$(BIN)/python tests/bench/saved.py
-	$(BIN)/python tests/bench/caches.py --layers 2
-	$(BIN)/python tests/bench/checks.py
-	$(BIN)/python tests/bench/passes.py
-	$(BIN)/python tests/bench/regions.py --layers 8
-	$(BIN)/python tests/bench/shards.py
-	$(BIN)/python tests/bench/long_context.py --table steps --ways $(COMPARED)
+	$(BIN)/python -m tests.bench.engines
+	$(BIN)/python -m tests.bench.rewriters
+	$(BIN)/python -m tests.bench.masks
+	$(BIN)/python -m tests.bench.saved
+	$(BIN)/python -m tests.bench.caches --layers 2
+	$(BIN)/python -m tests.bench.checks
+	$(BIN)/python -m tests.bench.passes
+	$(BIN)/python -m tests.bench.regions --layers 8
+	$(BIN)/python -m tests.bench.shards
+	$(BIN)/python -m tests.bench.long_context --table steps --ways $(COMPARED)
 
 bench-further: .venv/bench.stamp  ## the other tables, of many lengths, layers and ranks, and the plots; hours
-	$(BIN)/python tests/bench/budget.py
-	$(BIN)/python tests/bench/regions.py --layers 32 --rounds 3
-	$(BIN)/python tests/bench/long_context.py --table steps longest --out $(FIGURES).jsonl
-	$(BIN)/python tests/bench/long_context.py --table layers lengths --ways "Ulysses by hand" "autosp, layers checkpointed" "autosp, equal layers once"
-	$(BIN)/python tests/bench/long_context.py --table lengths --out $(FIGURES).jsonl --ways $(COMPARED)
-	for ranks in 2 4 8; do $(BIN)/python tests/bench/long_context.py --table lengths --ranks $$ranks --alone --rounds 1 \
+	$(BIN)/python -m tests.bench.budget
+	$(BIN)/python -m tests.bench.regions --layers 32 --rounds 3
+	$(BIN)/python -m tests.bench.long_context --table steps longest --out $(FIGURES).jsonl
+	$(BIN)/python -m tests.bench.long_context --table layers lengths --ways "Ulysses by hand" "autosp, layers checkpointed" "autosp, equal layers once"
+	$(BIN)/python -m tests.bench.long_context --table lengths --out $(FIGURES).jsonl --ways $(COMPARED)
+	for ranks in 2 4 8; do $(BIN)/python -m tests.bench.long_context --table lengths --ranks $$ranks --alone --rounds 1 \
 		--out $(FIGURES).jsonl --ways $(COMPARED); done
-	$(BIN)/python tests/bench/plots.py $(FIGURES).jsonl $(FIGURES).svg
+	$(BIN)/python -m tests.bench.plots $(FIGURES).jsonl $(FIGURES).svg
 
 zoo: env  ## the table of docs/zoo.md: every model against one device, resumed where it was stopped (zoo.jsonl)
 	$(BIN)/python -m tests.zoo --table docs/zoo.md

@@ -242,6 +242,26 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: capture(picky, {"x": torch.rand(2, 4)}),
         r"the model raises on these inputs: ValueError\(.*'three columns'.*\) at test_mistakes.py:\d+",
     ),
+    "an id that is a function": (lambda: rule(lambda x: x), "write @rule"),  # pyright: ignore[reportArgumentType]
+    "an id of two words": (lambda: rule("a b")(lambda x: torch.relu(x)), "not the id of a rule"),
+    "constraints that are a text": (
+        lambda: rule("a.b", where="rank(x) == 4")(lambda x: torch.relu(x)),  # pyright: ignore[reportArgumentType]
+        "takes a list of constraints",
+    ),
+    "a pattern that is a text": (lambda: Pattern("relu(x)"), "takes tuples"),  # pyright: ignore[reportArgumentType]
+    "rules in a list": (lambda: RuleSet("s", [DROP]), "one by one"),
+    "a set without a name": (lambda: RuleSet(DROP, DROP), "takes a name"),  # pyright: ignore[reportArgumentType]
+    "no rounds": (lambda: SIGNS.fixpoint(0), "at least one"),
+    "rounds that are a text": (lambda: SIGNS.fixpoint("a"), r"fixpoint\(limit='a'\): a number of rounds"),
+    "nothing to apply to": (lambda: PLAN.apply(None), "takes an fx.GraphModule, not NoneType"),
+    "an invariant that does not hold": (
+        lambda: RuleSet("s", DROP, invariant=lambda nodes: False).apply(graph()),
+        "the invariant gave False",
+    ),
+    "an invariant that raises": (
+        lambda: RuleSet("s", DROP, invariant=lambda nodes: 1 / 0).apply(graph()),
+        "set s: the invariant raised ZeroDivisionError: division by zero; the graph is as before",
+    ),
     "a layout rule of a text": (
         lambda: LayoutRule("mine.rule", "aten::relu", "b... -> b..."),  # pyright: ignore[reportArgumentType]
         "layout rule mine.rule: ops is a tuple of keys",

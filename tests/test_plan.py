@@ -4,7 +4,6 @@ import copy
 import pickle
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -466,19 +465,6 @@ def test_the_digest_follows_what_steps_hold() -> None:
     assert RuleSet("s", Marks(1)).once().digest() == plans[0].digest()
     with pytest.warns(UserWarning, match="Tensor object .* has no identity but its address"):
         assert RuleSet("s", Marks(torch.ones(1))).once().digest() is None
-
-
-def test_a_plan_that_does_nothing_leaves_graph_and_guards_alone() -> None:
-    gm = make_fx(lambda x: torch.exp(x.view(-1)), tracing_mode="symbolic")(torch.rand(4, 6))
-    shape_env = next(iter(gm.graph.nodes)).meta["val"].fake_mode.shape_env
-    before, guards = state(gm), list(shape_env.guards)
-    none = rule("test.none", where=[where.divisible("x", 0, 2), where.shape_eq("x", "x")])(lambda x: torch.exp(x))
-    none.replacement(lambda x: torch.sin(x))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert RuleSet("s", none).apply(gm).rewrites == 0
-    assert state(gm) == before
-    assert shape_env.guards == guards
 
 
 def test_a_digest_follows_globals_and_not_attributes_of_their_name() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -496,26 +495,6 @@ def test_a_failure_leaves_no_trace_in_later_names() -> None:
 
 
 # Fixpoints that do not end, symbolic sizes, normalized graphs
-
-
-@pytest.mark.parametrize("limit", [1, 2, 5])
-@given(chance)
-@settings(budget, max_examples=20)
-def test_rules_that_undo_each_other_are_both_named(limit: int, rng: Random) -> None:
-    gm = random_graph(rng, writes=False)
-    with gm.graph.inserting_before(gm.graph.output_node()):
-        a = next(iter(gm.graph.nodes))
-        difference = gm.graph.call_function(torch.sub, (a, a))
-        difference.meta = {"val": a.meta["val"], "stack_trace": 'File "model.py", line 1, in f'}
-    gm.graph.output_node().args = ((*gm.graph.output_node().args[0], difference),)
-    gm.recompile()
-    before = frozen(gm)
-    there, back = TRUE["sub"](), TRUE["add_neg"]()
-    with pytest.raises(FixpointError, match=rf"after {limit} rounds") as caught:
-        RuleSet("loop", RuleSet("there", there), RuleSet("back", back)).fixpoint(limit=limit).apply(gm)
-    assert "true.sub" in str(caught.value)
-    assert "true.add_neg" in str(caught.value)
-    assert_same(before, gm)
 
 
 def symbolic(rng: Random) -> fx.GraphModule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from fxrewrite import (
     cap,
     graph_text,
     op,
-    rule,
 )
 from fxrewrite.backends.dynamo import capture
 from fxrewrite.plan.found import Found
@@ -267,39 +265,3 @@ def test_find_needs_no_steps() -> None:
 
     with pytest.raises(RuleDefinitionError, match="has the steps nothing"):
         RuleSet("s", Nothing(), TANH_NEG).once().find(graph_of(chain_model))
-
-
-def test_finding_and_committing_is_linear() -> None:
-    """The number of lookups, not the time: each match is looked at a fixed number of times."""
-
-    def model(x):
-        for _ in range(100):
-            x = torch.tanh(torch.neg(x))
-        return x
-
-    gm = graph_of(model)
-    plan = RuleSet("s", TANH_NEG).once()
-    report = plan.commit(gm, plan.find(gm))
-    assert report.rewrites == 100
-    assert targets(gm) == ["sin"] * 100
-
-
-@rule("t.getitem")
-def getitem(x: torch.Tensor) -> Any:
-    parts = torch.split(x, 2)
-    return operator.getitem(parts, 0) + operator.getitem(parts, 1)
-
-
-@getitem.replacement
-def _(x: Any) -> Any:
-    return x[:2] + x[2:4]
-
-
-def test_through_getitem_and_tuples() -> None:
-    def model(x):
-        a, b = torch.split(x, 2)
-        return a + b
-
-    gm = graph_of(model)
-    assert RuleSet("s", getitem).apply(gm).rewrites == 1
-    torch.testing.assert_close(gm(torch.arange(4)), torch.tensor([2, 4]))

@@ -1,4 +1,4 @@
-"""One rank of the first step of a job, over inductor: `python gloo_caches.py <layers> <folder for results>`.
+"""One rank of the first step of a job, over inductor: `torchrun -m tests.autosp.gloo_caches <layers> <folder>`.
 
 Writes the seconds until the first step was done, and what torch counted in its caches.
 """
@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import autosp
 from tests.autosp.models import batch, build

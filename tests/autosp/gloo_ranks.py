@@ -1,4 +1,4 @@
-"""One rank of a real gloo run: `torchrun gloo_ranks.py <jobs as JSON> <folder for results>`.
+"""One rank of a real gloo run: `torchrun -m tests.autosp.gloo_ranks <jobs as JSON> <folder for results>`.
 
 A job is (its name, a module of this folder, cases); the module's `run(cases)` returns what the tests read, as JSON.
 Starting a rank costs more than most jobs do, so those of one number of ranks share a process.
@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 class StoppedError(Exception):

@@ -3,70 +3,121 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from autosp_rules import AutoSPConfig, AutoSPReport
 from autosp_rules.transform import transform
 from fxrewrite.spmd import axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
+from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
+from tests.dynamo import caught
 
-__all__ = ["assert_equal_to_one_device", "captured"]
+__all__ = ["OneDevice", "Ranks", "assert_equal_to_one_device", "captured", "on_ranks"]
+
+
+class Ranks(NamedTuple):
+    """The program that AutoSP made for ranks, what it reported, and what the ranks computed."""
+
+    program: fx.GraphModule
+    report: AutoSPReport
+    run: RankRun
 
 
 def captured(model: Callable[..., Any], inputs: dict[str, Any]) -> tuple[fx.GraphModule, list[Any]]:
-    """Dynamo's graph of the model, and the tensors that it would be called with."""
-    found: list[tuple[fx.GraphModule, list[Any]]] = []
+    """Dynamo's graph of the model, and the tensors and sizes that it would be called with."""
+    return caught(model, **inputs)
 
-    def keep(gm: fx.GraphModule, example_inputs: list[Any]) -> fx.GraphModule:
-        found.append((gm, list(example_inputs)))
-        return gm
 
-    torch._dynamo.reset()
-    torch.compile(model, backend=keep, fullgraph=True)(**inputs)
-    return found[0]
+def on_ranks(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    num_ranks: int,
+    config: AutoSPConfig | None = None,
+    *,
+    backward: int | None = None,
+    seed: int = 0,
+) -> Ranks:
+    """A captured graph on simulated ranks, which start with one state of torch's random number generator.
+
+    With `backward`, the output at that position is differentiated.
+    """
+    with fake_mesh((num_ranks,), ("sp",)) as mesh:
+        program, report = transform(gm, config or AutoSPConfig(), axis_of(mesh, "sp"))
+        torch.manual_seed(seed)
+        return Ranks(program, report, run_on_ranks(program, inputs, num_ranks, backward=backward))
+
+
+class OneDevice:
+    """A model on one device: its loss, the gradients of the tensors that require them, by their ids, and its graph.
+
+    The model returns its loss, or an output that has it first.
+    """
+
+    def __init__(self, model: Any, inputs: dict[str, Any], *, seed: int = 0) -> None:
+        leaves = [v for v in (*model.parameters(), *inputs.values()) if isinstance(v, torch.Tensor) and v.requires_grad]
+        torch.manual_seed(seed)
+        output = model(**inputs)
+        loss = output if isinstance(output, torch.Tensor) else output[0]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True)
+        self.loss, self.seed = loss.detach(), seed
+        self.grads = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True)}
+        self._call = model, inputs
+
+    @cached_property
+    def graph(self) -> tuple[fx.GraphModule, list[Any]]:
+        """Dynamo's graph and its inputs, captured when they are first read: the model may be changed before."""
+        return captured(*self._call)
+
+    def check(
+        self,
+        num_ranks: int,
+        config: AutoSPConfig | None = None,
+        *,
+        loss: float = 1e-12,
+        rtol: float = 1e-9,
+        grads: float = 1e-12,
+        floor: float = 1.0,
+    ) -> Ranks:
+        """Asserts that every rank has this loss, and that the gradients of ranks are these.
+
+        Args:
+            num_ranks: how many ranks are simulated.
+            config: the settings of AutoSP.
+            loss: of the loss, the relative difference that is allowed.
+            rtol: of each entry of a gradient, the same.
+            grads: what may differ beside that, as a share of the largest entry of the gradient ...
+            floor: ... or of this share of the largest entry of all gradients, if that is more.
+        """
+        gm, inputs = self.graph
+        made = on_ranks(gm, inputs, num_ranks, config, backward=0, seed=self.seed)
+        assert made.report.slices, "nothing was sharded"
+        for outputs in made.run.outputs:
+            torch.testing.assert_close(outputs[0], self.loss, rtol=loss, atol=0)
+        largest = max(grad.abs().max().item() for grad in self.grads.values() if grad is not None)
+        compared = 0
+        for value, grad in zip(inputs, made.run.gradients(), strict=True):
+            if id(value) in self.grads:
+                want = self.grads[id(value)]
+                assert (grad is None) == (want is None)
+                if want is not None:
+                    scale = max(want.abs().max().item(), floor * largest)
+                    torch.testing.assert_close(grad, want, rtol=rtol, atol=grads * scale)
+                    compared += 1
+        assert compared == sum(grad is not None for grad in self.grads.values())
+        return made
 
 
 def assert_equal_to_one_device(
-    model: nn.Module,
+    model: Any,
     inputs: dict[str, Any],
     *,
     ranks: Sequence[int] = (2, 4),
     config: AutoSPConfig | None = None,
-    seed: int = 0,
-    loss_tolerance: float = 1e-12,
-    grad_tolerance: float = 1e-12,
+    **tolerances: float,
 ) -> AutoSPReport:
-    """The report for the last of `ranks`; the model returns its loss, or an output that has it first.
-
-    Gradients may differ by 1e-9 of their own, and by `grad_tolerance` of the largest. Every run starts with the same
-    state of torch's random number generator.
-    """
-    leaves = [v for v in (*model.parameters(), *inputs.values()) if isinstance(v, torch.Tensor) and v.requires_grad]
-    torch.manual_seed(seed)
-    output = model(**inputs)
-    loss = output if isinstance(output, torch.Tensor) else output[0]
-    grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-    expected = {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=True) if grad is not None}
-    largest = max(grad.abs().max().item() for grad in expected.values())
-    gm, example_inputs = captured(model, inputs)
-    report = None
-    for num_ranks in ranks:
-        with fake_mesh((num_ranks,), ("sp",)) as mesh:
-            program, report = transform(gm, config or AutoSPConfig(), axis_of(mesh, "sp"))
-            torch.manual_seed(seed)
-            run = run_on_ranks(program, example_inputs, num_ranks, backward=0)
-        assert report.slices, "nothing was sharded"
-        for outputs in run.outputs:
-            torch.testing.assert_close(outputs[0], loss.detach(), rtol=loss_tolerance, atol=0)
-        compared = 0
-        for value, grad in zip(example_inputs, run.gradients(), strict=True):
-            if id(value) in expected:
-                assert grad is not None
-                torch.testing.assert_close(grad, expected[id(value)], rtol=1e-9, atol=grad_tolerance * largest)
-                compared += 1
-        assert compared == len(expected)
-    assert report is not None
-    return report
+    """The loss and gradients are one device's for each number of ranks; the report for the last of them."""
+    one_device = OneDevice(model, inputs)
+    return [one_device.check(num_ranks, config, **tolerances) for num_ranks in ranks][-1].report

@@ -9,51 +9,24 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from autosp_rules.config import AttentionOption
 from autosp_rules.report import AutoSPReport
-from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, RANKS, VALUE_DIM, Attend, Layer, check
+from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Attend, Layer, attention_line, check
 
 sdpa = F.scaled_dot_product_attention
 
 
 def strategies(reports: dict[int, AutoSPReport]) -> list[str]:
     """The strategy of the one attention, for each number of ranks; "" where the report has none."""
-    lines = [next((line for line in report.lines if line.startswith("attention: ")), "") for report in reports.values()]
-    return [re.sub(r"attention: 1 x ([\w ]+): .*", r"\1", line) for line in lines]
+    return [re.sub(r"attention: 1 x ([\w ]+): .*", r"\1", attention_line(report)) for report in reports.values()]
 
 
 def _positions() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
 
 
-def _left_padded() -> torch.Tensor:
-    """Causal, the first tokens of a sequence are padding, whose own rows keep no key. [B, 1, S, S]"""
-    rows, columns = _positions()
-    return (rows >= columns) & (columns >= torch.tensor([3, 5])[:, None, None, None])
-
-
 def _distances() -> torch.Tensor:
     rows, columns = _positions()
     return (rows - columns).abs()
-
-
-MASKS: dict[str, Attend] = {
-    "none": lambda q, k, v, **gqa: sdpa(q, k, v, **gqa),
-    "causal": lambda q, k, v, **gqa: sdpa(q, k, v, is_causal=True, scale=0.3, **gqa),
-    "added": lambda q, k, v, **gqa: sdpa(q, k, v, -0.1 * _distances().double(), **gqa),
-    "rows without keys": lambda q, k, v, **gqa: sdpa(q, k, v, _left_padded(), **gqa),
-}
-HEADS = {"mha": (6, 6), "gqa": (6, 2), "gqa of four": (4, 2), "mqa": (6, 1)}
-
-
-@pytest.mark.parametrize(("mask", "heads"), [(m, h) for i, m in enumerate(MASKS) for h in [*HEADS][i % 2 :: 2]])
-@pytest.mark.some(3)
-def test_any_heads_and_mask(mask: str, heads: str) -> None:
-    count, kv_count = HEADS[heads]
-    options = {} if count == kv_count else {"enable_gqa": True}
-    asked: dict[int, AttentionOption] = {n: "gather_kv" if count % n else "ulysses" for n in RANKS}
-    reports = check(Layer(lambda m, x, q, k, v: MASKS[mask](q, k, v, **options), count, kv_count), attention=asked)
-    assert strategies(reports) == list(asked.values())
 
 
 SHAPES: dict[str, tuple[int, Attend, list[str]]] = {

@@ -12,7 +12,7 @@ from autosp_rules import AutoSPConfig, AutoSPError
 from autosp_rules.config import AttentionOption
 from autosp_rules.transform import transform
 from fxrewrite.spmd import Axis
-from tests.autosp.attention_layer import Attend, Layer, check
+from tests.autosp.attention_layer import Attend, Layer, attention_line, check
 from tests.autosp.one_device import captured
 
 sdpa = F.scaled_dot_product_attention
@@ -57,9 +57,11 @@ def layer(heads: str, mask: str) -> Layer:
 CELLS: list[tuple[AttentionOption, str, str, int]] = [
     ("ulysses", "gqa", "padded", 4),
     ("ulysses", "thirds", "causal", 4),
+    ("ulysses", "mqa", "added", 3),
     ("gather_kv", "mha", "causal", 2),
     ("gather_kv", "gqa", "padded", 3),
     ("gather_kv", "six", "none", 4),
+    ("gather_kv", "mqa", "of heads", 4),
     ("ring", "mha", "causal", 2),
     ("ring", "gqa", "padded", 3),
     ("ring", "mqa", "none", 4),
@@ -76,8 +78,7 @@ CELLS: list[tuple[AttentionOption, str, str, int]] = [
 @pytest.mark.parametrize(("strategy", "heads", "mask", "num_ranks"), CELLS)
 def test_equal_to_one_device(strategy: AttentionOption, heads: str, mask: str, num_ranks: int) -> None:
     report = check(layer(heads, mask), ranks=(num_ranks,), attention=strategy, ids=IDS)[num_ranks]
-    (line,) = [line for line in report.lines if line.startswith("attention: ")]
-    assert line.startswith(f"attention: 1 x {strategy}: asked for"), line
+    assert attention_line(report).startswith(f"attention: 1 x {strategy}: asked for")
 
 
 def test_what_a_ring_sends_is_in_the_report() -> None:
@@ -92,8 +93,7 @@ def test_what_a_ring_sends_is_in_the_report() -> None:
         ("exchange", "forward"): (2, kv + qo),
         ("exchange", "backward"): (2, kv + qo),
     }
-    (line,) = [line for line in report.lines if line.startswith("attention: ")]
-    assert f"each sends {3 * kv + kv + qo:,} bytes per rank forward" in line
+    assert f"each sends {3 * kv + kv + qo:,} bytes per rank forward" in attention_line(report)
 
 
 @pytest.mark.parametrize("length", [LENGTH, 21])
@@ -116,8 +116,7 @@ def test_lengths_that_the_ranks_do_not_divide_over_a_ring(
     strategy: AttentionOption, heads: str, mask: str, num_ranks: int, length: int, why: str
 ) -> None:
     report = check(layer(heads, mask), ranks=(num_ranks,), attention=strategy, ids=IDS[:, :length])[num_ranks]
-    (line,) = [line for line in report.lines if line.startswith("attention: ")]
-    assert line.startswith(f"attention: 1 x {strategy}: asked for: {why}"), line
+    assert attention_line(report).startswith(f"attention: 1 x {strategy}: asked for: {why}")
 
 
 def test_a_length_that_the_ranks_divide_costs_nothing_more_over_a_ring() -> None:
@@ -182,16 +181,19 @@ def test_what_it_cannot_do_is_refused_and_who_can_is_named(name: str) -> None:
     assert error.value.hint == f"use attention='{other}', which serves it, or 'auto'"
 
 
+def chosen(model: _Attends, length: int, num_ranks: int, *, dynamic: bool = False) -> str:
+    """What the report says of attention for a sequence of this length, which nothing computes."""
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+    if dynamic:
+        torch._dynamo.mark_dynamic(ids, 1)
+    gm, _ = captured(model.to("meta"), {"ids": ids})
+    return attention_line(transform(gm, AutoSPConfig(), Axis("sp", num_ranks))[1])
+
+
 def test_a_ring_shares_causal_work_where_bytes_cost_less_than_operations() -> None:
     """Of long sequences the last rank reads all keys where they are gathered; short ones send more over a ring."""
-    chosen = []
-    for length in (16, 1 << 20):
-        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
-        gm, _ = captured(_Attends(3, 3, is_causal=True).to("meta"), {"ids": ids})
-        _, report = transform(gm, AutoSPConfig(), Axis("sp", 4))
-        (line,) = [line for line in report.lines if line.startswith("attention: ")]
-        chosen.append(line.split(":")[1].split()[-1])
-    assert chosen == ["gather_kv", "ring"]
+    for length, expected in ((16, "gather_kv"), (1 << 20, "ring")):
+        assert chosen(_Attends(3, 3, is_causal=True), length, 4).startswith(f"attention: 1 x {expected}: ")
 
 
 CHEAPEST = {  # heads, kv heads, ranks, whether later keys are hidden
@@ -210,22 +212,14 @@ CHEAPEST = {  # heads, kv heads, ranks, whether later keys are hidden
 def test_what_costs_least_is_taken(masked: bool) -> None:
     """At 8192 tokens; a mask is as causal as `is_causal`."""
     for (heads, kv_heads, num_ranks, is_causal), expected in CHEAPEST.items():
-        model = _Attends(heads, kv_heads, is_causal=is_causal, masked=masked).to("meta")
-        gm, _ = captured(model, {"ids": torch.zeros(1, 8192, dtype=torch.long, device="meta")})
-        _, report = transform(gm, AutoSPConfig(), Axis("sp", num_ranks))
-        (line,) = [line for line in report.lines if line.startswith("attention: ")]
+        line = chosen(_Attends(heads, kv_heads, is_causal=is_causal, masked=masked), 8192, num_ranks)
         assert line.startswith(f"attention: 1 x {expected}: "), line
         assert ("costs less than ulysses" in line) == (expected == "gather_kv")
 
 
 @pytest.mark.parametrize(("dynamic", "expected"), [(False, "gather_kv"), (True, "ulysses")])
 def test_a_symbolic_length_is_decided_for_as_a_long_one(dynamic: bool, expected: str) -> None:
-    ids = torch.zeros(1, 64, dtype=torch.long, device="meta")
-    if dynamic:
-        torch._dynamo.mark_dynamic(ids, 1)
-    gm, _ = captured(_Attends(32, 8, is_causal=True).to("meta"), {"ids": ids})
-    _, report = transform(gm, AutoSPConfig(), Axis("sp", 2))
-    (line,) = [line for line in report.lines if line.startswith("attention: ")]
+    line = chosen(_Attends(32, 8, is_causal=True), 64, 2, dynamic=dynamic)
     assert line.startswith(f"attention: 1 x {expected}: "), line
 
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from autosp_rules import AutoSPConfig
-from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import batch, build
+from tests.autosp.one_device import captured, on_ranks
 
 Outcome = tuple[torch.Tensor, dict[int, torch.Tensor]]
 
@@ -32,21 +30,12 @@ def on_one_device(model: torch.nn.Module, inputs: dict[str, Any], backend: str) 
     return loss.detach(), grads
 
 
-def on_ranks(model: torch.nn.Module, inputs: dict[str, Any], num_ranks: int) -> Outcome:
-    found: list[Any] = []
-    torch._dynamo.reset()
-    with bfloat16(), fake_mesh((num_ranks,), ("sp",)) as mesh:
-        axis = axis_of(mesh, "sp")
-
-        def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Any:
-            program, report = transform(gm, AutoSPConfig(strict=True), axis)
-            assert report.collectives, "nothing was sharded"
-            found.extend((program, list(example_inputs)))
-            return gm
-
-        torch.compile(model, backend=backend, fullgraph=True)(**inputs)
-        run = run_on_ranks(found[0], found[1], num_ranks, backward=0)
-    grads = {id(v): grad for v, grad in zip(found[1], run.gradients(), strict=True) if grad is not None}
+def on_two_ranks(model: torch.nn.Module, inputs: dict[str, Any]) -> Outcome:
+    with bfloat16():
+        gm, values = captured(model, inputs)
+        _, report, run = on_ranks(gm, values, 2, AutoSPConfig(strict=True), backward=0)
+    assert report.collectives, "nothing was sharded"
+    grads = {id(v): grad for v, grad in zip(values, run.gradients(), strict=True) if grad is not None}
     return run.outputs[0][0], {at: grads[id(p)] for at, p in enumerate(model.parameters()) if id(p) in grads}
 
 
@@ -69,6 +58,6 @@ def test_ranks_are_as_exact_as_one_device(name: str, checkpointing: bool) -> Non
     exact = loss.detach(), {at: p.grad for at, p in enumerate(double.parameters()) if p.grad is not None}
     own = error(on_one_device(model, inputs, "aot_eager"), exact)
     assert own[1] > 1e-3, "nothing was cast"
-    found = error(on_ranks(model, inputs, 2), exact)
+    found = error(on_two_ranks(model, inputs), exact)
     assert found[0] <= 2 * own[0] + 1e-5
     assert found[1] <= 1.2 * own[1]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from pydantic import ValidationError
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -52,6 +53,15 @@ def test_what_is_no_setting_is_one_sentence(name: str) -> None:
         with pytest.raises(AutoSPError) as error:
             made(**options)
         assert str(error.value) == f"autosp: {sentence}"
+
+
+NO_VALUES: dict[str, tuple[Any, ...]] = {"checkpoint": (False, "10", -1, "ful"), "mlp_tile": (0, False, "10", "all")}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in NO_VALUES.items() for value in values])
+def test_a_setting_of_several_types_takes_no_value_of_another(name: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        AutoSPConfig.model_validate({name: value})
 
 
 def test_mode_and_options_of_torch_compile_reach_the_inner_backend() -> None:

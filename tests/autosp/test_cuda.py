@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import transformers
-from torch._inductor import config as inductor_config
 
 from autosp_rules import AutoSPConfig, AutoSPReport, autosp
 from fxrewrite.testing import fake_mesh
-from tests.autosp.models import batch, build, with_dropout
+from tests.autosp.models import batch, build
 from tests.autosp.one_rank import differences, one_rank_backend, one_rank_group
 from tests.bench.measure import profiled
 
 DEVICES = [pytest.param("cpu", "gloo"), pytest.param("cuda", "nccl", marks=pytest.mark.gpu)]
 
 
-def _on(device: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.to(device) for name, value in inputs.items()}
-
-
-def _check_exact(name: str, kind: str, dropout: float, inner: str, device: str, group: str) -> None:
-    model = build(name, layers=1)
-    if dropout:
-        with_dropout(model, dropout)
-    model, inputs = model.to(device), _on(device, batch(name, kind))
-    rng = "global" if dropout else "local"
-    config = AutoSPConfig(inner=inner, attention="ulysses", outputs="gather", rng=rng, strict=True)
-    reports: list[AutoSPReport] = []
-    # inductor's own random numbers are not those of a model that is not compiled
-    with one_rank_group(group), inductor_config.patch(fallback_random=True):
-        step = torch.compile(model, backend=one_rank_backend(config, reports), fullgraph=True)
-        found = differences(step, model, inputs)
-    assert bool(reports[0].collectives) == (dropout == 0)
-    assert max(found.values()) <= 1e-6, "these models cast their logits to float32"
-
-
 @pytest.mark.parametrize(("device", "group"), DEVICES)
 def test_exact_over_a_real_group(device: str, group: str) -> None:
-    _check_exact("llama_gqa", "plain", 0.0, "eager", device, group)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
-@pytest.mark.parametrize(
-    ("name", "kind", "dropout"),
-    [("llama_gqa", "plain", 0.0), ("gpt2", "plain", 0.1), ("llama_gqa", "right_padding", 0.0)],
-)
-def test_exact_over_nccl(name: str, kind: str, dropout: float, inner: str) -> None:
-    _check_exact(name, kind, dropout, inner, "cuda", "nccl")
+    """`tests/gpu/exactness.py` does it for other models, batches and compilers."""
+    model = build("llama_gqa", layers=1).to(device)
+    inputs = {name: value.to(device) for name, value in batch("llama_gqa", "plain").items()}
+    config = AutoSPConfig(inner="eager", attention="ulysses", outputs="gather", strict=True)
+    reports: list[AutoSPReport] = []
+    with one_rank_group(group):
+        step = torch.compile(model, backend=one_rank_backend(config, reports), fullgraph=True)
+        found = differences(step, model, inputs)
+    assert reports[0].collectives
+    assert max(found.values()) <= 1e-6, "these models cast their logits to float32"
 
 
 @pytest.mark.gpu

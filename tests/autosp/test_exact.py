@@ -9,19 +9,8 @@ import pytest
 import torch
 
 from autosp_rules import AutoSPConfig
-from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import INPUTS, MODELS, batch, build
-from tests.autosp.one_device import captured
-
-LOSS_TOLERANCE = 1e-6  # these models cast their logits to float32
-GRAD_TOLERANCE = 1e-9
-
-
-def _relative(a: torch.Tensor, b: torch.Tensor, floor: float = 1e-300) -> float:
-    """Largest difference by the largest entry of `b`, or by `floor` where that is more."""
-    return ((a - b).abs().max() / b.abs().max().clamp_min(floor)).item()
+from tests.autosp.one_device import OneDevice
 
 
 def _cells() -> Iterator[Any]:
@@ -50,25 +39,7 @@ def test_loss_and_gradients_equal_one_device(
         for value in inputs.values():
             if value.dim() > 1:
                 torch._dynamo.mark_dynamic(value, 1)
-    gm, example_inputs = captured(model, inputs)
-    model.zero_grad()
-    loss = model(**inputs).loss
-    loss.backward()
-    expected = {id(p): p.grad for p in model.parameters()}
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, report = transform(gm, AutoSPConfig(strict=True), axis_of(mesh, "sp"))
-        run = run_on_ranks(program, example_inputs, num_ranks, backward=0)
-    assert report.collectives, "nothing was sharded"
-    for outputs in run.outputs:
-        assert _relative(outputs[0], loss.detach()) <= LOSS_TOLERANCE
-    # the gradient of a key bias is zero but for rounding: it is measured against the model's largest
-    floor = 1e-6 * max(g.abs().max().item() for g in expected.values() if g is not None)
-    compared = 0
-    for value, grad in zip(example_inputs, run.gradients(), strict=True):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
-            want = expected[id(value)]
-            assert want is not None
-            assert grad is not None
-            assert _relative(grad, want, floor) <= GRAD_TOLERANCE
-            compared += 1
-    assert compared == len(list(model.parameters()))
+    one_device = OneDevice(model, inputs)
+    assert all(grad is not None for grad in one_device.grads.values())
+    # logits are cast to float32; the gradient of a key bias is zero but for rounding
+    one_device.check(num_ranks, AutoSPConfig(strict=True), loss=1e-6, rtol=0, grads=1e-9, floor=1e-6)

@@ -9,12 +9,9 @@ import pytest
 import torch
 import transformers
 
-from autosp_rules import AutoSPConfig, AutoSPError, AutoSPReport, dry_run
-from autosp_rules.transform import transform
+from autosp_rules import AutoSPConfig, AutoSPError, dry_run
 from fxrewrite.ops import key
-from fxrewrite.spmd import axis_of
-from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
-from tests.autosp.one_device import captured
+from tests.autosp.one_device import OneDevice, captured, on_ranks
 
 VOCAB, BATCH, LENGTH, PER_TOKEN = 61, 2, 16, 2
 _SMALL = {
@@ -77,34 +74,20 @@ def batch(*, masked: bool = False) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def on_ranks(gm: Any, example_inputs: list[Any], num_ranks: int) -> tuple[Any, AutoSPReport, RankRun]:
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, report = transform(gm, AutoSPConfig(strict=True), axis_of(mesh, "sp"))
-        run = run_on_ranks(program, example_inputs, num_ranks, backward=0)
-    return program, report, run
+STRICT = AutoSPConfig(strict=True)
 
 
 def equals_one_device(model: torch.nn.Module, inputs: dict[str, torch.Tensor], implementation: str) -> list[Any]:
     """The programs of 2 and 4 ranks, after their losses and gradients were compared."""
-    model.zero_grad()
-    loss = model(**inputs).loss  # by a loop over the experts
-    loss.backward()
-    expected = {id(p): p.grad for p in model.parameters()}
-    model.zero_grad()
-    model.set_experts_implementation(implementation)
-    gm, example_inputs = captured(model, inputs)
     programs: list[Any] = []
+    one_device = OneDevice(model, inputs)  # by a loop over the experts
+    model.set_experts_implementation(implementation)
     for num_ranks in (2, 4):
-        program, report, run = on_ranks(gm, example_inputs, num_ranks)
+        # logits are cast to float32
+        program, report, _ = one_device.check(num_ranks, STRICT, loss=1e-6, rtol=0, grads=1e-9, floor=1e-6)
         programs.append(program)
         assert not report.refusals
         assert not [line for line in report.lines if line.startswith("gathered") or "run whole" in line]
-        for outputs in run.outputs:
-            torch.testing.assert_close(outputs[0], loss.detach(), rtol=1e-6, atol=0)  # logits are cast to float32
-        for value, grad in zip(example_inputs, run.gradients(), strict=True):
-            if (want := expected.get(id(value))) is not None:
-                assert grad is not None
-                assert (grad - want).abs().max() <= 1e-9 * want.abs().max().clamp_min(1e-6)
     return programs
 
 
@@ -159,7 +142,7 @@ def test_half_precision_runs_the_grouped_product_of_torch() -> None:
     loss = exact(**inputs).loss
     loss.backward()
     gm, example_inputs = captured(model, inputs)
-    program, report, run = on_ranks(gm, example_inputs, 2)
+    program, report, run = on_ranks(gm, example_inputs, 2, STRICT, backward=0)
     assert not [line for line in report.lines if line.startswith("gathered")]
     assert len(operators(program, "aten::_grouped_mm")) == 2
     gm(*example_inputs)[0].backward()

@@ -14,6 +14,7 @@ import pytest
 from tests.autosp.gloo_wrappers import CASES
 from tests.versions import TORCH
 
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.xdist_group("gloo")  # the processes are started once
 
 LLAMA = {"model": "llama_gqa", "inner": "inductor", "layers": 1, "checkpointing": True}
@@ -48,27 +49,60 @@ FOUR_RANKS = [
     },
 ]
 INDUCTOR = [{**LLAMA, "kind": "right_padding", "dynamic": True, "lengths": [16, 24], "options": {"attention": "ring"}}]
-REFUSALS = [
-    "different_graphs",
-    "different_batches",
-    "one_rank_does_not_compile",
-    "generators_that_differ",
-    "later_batches_that_differ",
-    "later_hidden_states_that_differ",
-    "differences_that_nobody_asks_for",
-    "a_second_derivative",
-    "weights_that_drift_apart",
-    "a_model_without_a_sequence_in_parts",
-    "a_last_batch_that_differs",
-    "targets_of_a_whole_graph_that_differ",
-    "floating_targets_of_a_whole_graph_that_differ",
-    "generators_of_a_whole_graph_that_differ",
-    "a_whole_graph_that_one_rank_evaluates",
-    "different_outputs_of_one_shape",
-    "an_output_used_on_one_rank",
-    "one_rank_never_compiles",
-]
-"""The last one leaves the ranks at different places."""
+
+
+def both(*texts: str) -> tuple[list[str], ...]:
+    """Each rank says them; `rank` is its own number, and `other` the other's."""
+    return tuple([text.format(rank=rank, other=1 - rank) for text in texts] for rank in (0, 1))
+
+
+DONE = ["done"]
+BY_THE_DATA = "sample by the data axis"
+REFUSALS: dict[str, tuple[list[str], ...]] = {
+    "different_graphs": both(
+        "rank {rank} and rank {other} compiled different graphs; first difference: line", "silu", "gelu"
+    ),
+    "different_batches": both(
+        "rank {rank} and rank {other} do not make the same call; first difference: line",
+        "ids: int64[2, 16] ",
+        BY_THE_DATA,
+    ),
+    "one_rank_does_not_compile": (
+        [
+            "rank 0 and rank 1 did not both compile what they agreed on; first difference: line 1: 'compiled' ",
+            "'could not compile: MemoryError: no room for kernels' there",
+        ],
+        ["no room for kernels"],
+    ),
+    "generators_that_differ": both(
+        "differ in the random number generators, which must draw alike for %dropout", "seed all ranks alike"
+    ),
+    "later_batches_that_differ": both("differ in input ids of call 2 of a program", BY_THE_DATA),
+    "later_hidden_states_that_differ": both("differ in input hidden of call 3 of", BY_THE_DATA),
+    "differences_that_nobody_asks_for": (DONE, DONE),
+    "a_second_derivative": both("a gradient of a compiled program is differentiated again"),
+    "weights_that_drift_apart": both("differ in parameter embed.weight of call 2", "'done'"),
+    "a_model_without_a_sequence_in_parts": both("no sequence found in any of the 2 graphs that were compiled"),
+    "a_last_batch_that_differs": both("differ in input ids of call 2 of a program", BY_THE_DATA),
+    "targets_of_a_whole_graph_that_differ": both(
+        "do not make the same call; first difference: line 2: 'targets", BY_THE_DATA
+    ),
+    "floating_targets_of_a_whole_graph_that_differ": both("differ in input targets of call 2 of a", BY_THE_DATA),
+    "generators_of_a_whole_graph_that_differ": both("which must draw alike for %dropout", "seed all ranks alike"),
+    "a_whole_graph_that_one_rank_evaluates": (DONE, DONE),
+    "different_outputs_of_one_shape": both(
+        "use different outputs; first difference: line 1: 'value of output ", "outputs='gather'"
+    ),
+    "an_output_used_on_one_rank": (
+        [
+            "rank 1 did not use an output of the compiled model, such as logits, which this rank uses",
+            "outputs='gather'",
+        ],
+        DONE,
+    ),
+    "one_rank_never_compiles": (["rank 1 compiled nothing within 3 s"], ["rank 1 is elsewhere"]),
+}
+"""What each of two ranks says in each case, in order; the last one leaves the ranks at different places."""
 JOBS: dict[str, tuple[int, str, list[Any]]] = {
     "two_ranks": (2, "gloo_worker", TWO_RANKS),
     "inductor": (2, "gloo_worker", INDUCTOR),
@@ -78,7 +112,7 @@ JOBS: dict[str, tuple[int, str, list[Any]]] = {
         "gloo_borders",
         ["trained", "collectives", "entered", "evaluated", "losses", "without_sequence"],
     ),
-    "refusals": (2, "gloo_refusals", REFUSALS),
+    "refusals": (2, "gloo_refusals", list(REFUSALS)),
     "four_ranks": (4, "gloo_worker", FOUR_RANKS),
     "borders_of_four": (4, "gloo_borders", ["trained", "collectives"]),
     "entry_point": (4, "gloo_refusals", ["entry_point_and_mesh"]),
@@ -87,13 +121,11 @@ JOBS: dict[str, tuple[int, str, list[Any]]] = {
 """Fixture of the results -> number of ranks, module, cases; in order."""
 
 
-def launch(script: str, argument: str, num_ranks: int, folder: Path) -> list[str]:
-    """What each rank wrote into its file."""
+def launch(module: str, argument: str, num_ranks: int, folder: Path) -> list[str]:
+    """What each rank of a module of the tests wrote into its file."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    path = Path(__file__).parent / script
-    done = subprocess.run(
-        [*command, str(path), argument, str(folder)], capture_output=True, text=True, timeout=1200, check=False
-    )
+    command += ["-m", f"tests.{module}", argument, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)
     files = sorted(folder.glob("rank*"))
     assert len(files) == num_ranks, done.stderr[-4000:]
     return [file.read_text() for file in files]
@@ -111,7 +143,7 @@ class Processes:
         num_ranks = JOBS[name][0]
         if num_ranks not in self._found:
             jobs = [(job, *how[1:]) for job, how in JOBS.items() if job in self._selected and how[0] == num_ranks]
-            texts = launch("gloo_ranks.py", json.dumps(jobs), num_ranks, self._folders.mktemp("ranks"))
+            texts = launch("autosp.gloo_ranks", json.dumps(jobs), num_ranks, self._folders.mktemp("ranks"))
             self._found[num_ranks] = [json.loads(text) for text in texts]
         missing = f"the processes ended before {name}: they finished {[list(rank) for rank in self._found[num_ranks]]}"
         assert all(name in rank for rank in self._found[num_ranks]), missing
@@ -133,16 +165,9 @@ def _results(name: str) -> Any:
     return results
 
 
-two_ranks, inductor, four_ranks = map(_results, ("two_ranks", "inductor", "four_ranks"))
+two_ranks, inductor, four_ranks, refusals = map(_results, ("two_ranks", "inductor", "four_ranks", "refusals"))
 borders_of_two, borders_of_four = map(_results, ("borders_of_two", "borders_of_four"))
 entry_point, wrappers_of_two, wrappers_of_four = map(_results, ("entry_point", "wrappers_of_two", "wrappers_of_four"))
-
-
-@pytest.fixture(scope="module")
-def refusals(processes: Processes) -> dict[str, list[str]]:
-    """What each of two ranks says in each case."""
-    messages = processes.results("refusals")
-    return {case: [message[case] for message in messages] for case in REFUSALS}
 
 
 def check(cells: list[dict[str, Any]], ranks: list[list[dict[str, Any]]]) -> None:
@@ -177,91 +202,11 @@ def test_two_ranks_inductor(inductor: list[Any]) -> None:
 
 
 @pytest.mark.gloo
-def test_ranks_that_compile_different_graphs_all_say_so(refusals: dict[str, list[str]]) -> None:
-    for rank, message in enumerate(refusals["different_graphs"]):
-        assert f"rank {rank} and rank {1 - rank} compiled different graphs; first difference: line" in message
-        assert "silu" in message
-        assert "gelu" in message
-
-
-@pytest.mark.gloo
-def test_a_rank_that_never_compiles_is_named_in_time(refusals: dict[str, list[str]]) -> None:
-    first, _ = refusals["one_rank_never_compiles"]
-    assert "rank 1 compiled nothing within 3 s" in first
-
-
-@pytest.mark.gloo
-def test_generators_that_come_to_differ_are_refused_on_every_rank(refusals: dict[str, list[str]]) -> None:
-    for message in refusals["generators_that_differ"]:
-        assert "differ in the random number generators, which must draw alike for %dropout" in message
-        assert "seed all ranks alike" in message
-
-
-@pytest.mark.gloo
-@pytest.mark.parametrize(
-    ("case", "what", "hint"),
-    [
-        ("later_batches_that_differ", "differ in input ids of call 2 of a program", "sample by the data axis"),
-        ("later_hidden_states_that_differ", "differ in input hidden of call 3 of", "sample by the data axis"),
-        ("weights_that_drift_apart", "differ in parameter embed.weight of call 2", "'done'"),
-        ("a_last_batch_that_differs", "differ in input ids of call 2 of a program", "sample by the data axis"),
-        ("targets_of_a_whole_graph_that_differ", "do not make the same call; first difference: line 2: 'tar", "sample"),
-        ("floating_targets_of_a_whole_graph_that_differ", "differ in input targets of call 2 of a", "sample by"),
-        ("generators_of_a_whole_graph_that_differ", "which must draw alike for %dropout", "seed all ranks"),
-        (
-            "different_outputs_of_one_shape",
-            "use different outputs; first difference: line 1: 'value of output ",
-            "outputs='gather'",
-        ),
-        ("a_model_without_a_sequence_in_parts", "no sequence found in any of the 2 graphs that were compiled", ""),
-    ],
-)
-def test_calls_that_differ_are_refused_at_the_next_call(
-    refusals: dict[str, list[str]], case: str, what: str, hint: str
-) -> None:
-    for message in refusals[case]:
-        assert what in message
-        assert hint in message
-
-
-@pytest.mark.gloo
-def test_calls_are_not_compared_where_that_is_switched_off(refusals: dict[str, list[str]]) -> None:
-    assert refusals["differences_that_nobody_asks_for"] == ["done", "done"]
-
-
-@pytest.mark.gloo
-def test_one_rank_may_evaluate_a_graph_that_runs_whole(refusals: dict[str, list[str]]) -> None:
-    assert refusals["a_whole_graph_that_one_rank_evaluates"] == ["done", "done"]
-
-
-@pytest.mark.gloo
-def test_second_derivatives_of_an_eager_program_are_refused(refusals: dict[str, list[str]]) -> None:
-    for message in refusals["a_second_derivative"]:
-        assert "a gradient of a compiled program is differentiated again" in message
-
-
-@pytest.mark.gloo
-def test_an_output_that_one_rank_uses_is_an_error_and_no_hang(refusals: dict[str, list[str]]) -> None:
-    first, second = refusals["an_output_used_on_one_rank"]
-    assert "rank 1 did not use an output of the compiled model, such as logits, which this rank uses" in first
-    assert "outputs='gather'" in first
-    assert second == "done"
-
-
-@pytest.mark.gloo
-def test_ranks_that_are_called_with_different_batches_all_say_so(refusals: dict[str, list[str]]) -> None:
-    for rank, message in enumerate(refusals["different_batches"]):
-        assert f"rank {rank} and rank {1 - rank} do not make the same call; first difference: line" in message
-        assert "ids: int64[2, 16] " in message
-        assert "sample by the data axis" in message
-
-
-@pytest.mark.gloo
-def test_a_rank_that_cannot_compile_is_heard_by_the_others(refusals: dict[str, list[str]]) -> None:
-    first, second = refusals["one_rank_does_not_compile"]
-    assert "rank 0 and rank 1 did not both compile what they agreed on; first difference: line 1: 'compiled' " in first
-    assert "'could not compile: MemoryError: no room for kernels' there" in first
-    assert "no room for kernels" in second
+@pytest.mark.parametrize("case", REFUSALS)
+def test_ranks_that_do_not_agree_are_refused_on_every_rank(refusals: list[dict[str, str]], case: str) -> None:
+    for messages, texts in zip(refusals, REFUSALS[case], strict=True):
+        said = messages[case]
+        assert said == "done" if texts == DONE else not [text for text in texts if text not in said], said
 
 
 @pytest.mark.some(0)
@@ -281,7 +226,7 @@ def test_a_second_start_finds_the_compiled_program_of_each_rank(
     starts: list[list[dict[str, Any]]] = []
     for name in ("cold", "warm"):
         (tmp_path / name).mkdir()
-        starts.append([json.loads(text) for text in launch("gloo_caches.py", "0", 2, tmp_path / name)])
+        starts.append([json.loads(text) for text in launch("autosp.gloo_caches", "0", 2, tmp_path / name)])
     cold, warm = starts
     assert all(rank["autograd_cache_miss"] == 1 for rank in cold)
     assert all(rank["autograd_cache_hit"] == 1 and rank["fxgraph_cache_hit"] == 2 for rank in warm)
@@ -326,22 +271,19 @@ def _is_right(case: str, found: str) -> bool:
     return found[0].isdigit() and float(found) < 1e-11
 
 
-OF_TORCH_2_12 = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 does not dispatch to subclasses of DTensor")
+def of_borders(test: Any) -> Any:
+    """A test of blocks between which hidden states stay in chunks."""
+    has_dtensors = pytest.mark.skipif(TORCH < (2, 12), reason="torch 2.11 does not dispatch to subclasses of DTensor")
+    return has_dtensors(pytest.mark.some(0)(pytest.mark.gloo(pytest.mark.slow(test))))
 
 
-@OF_TORCH_2_12
-@pytest.mark.some(0)
-@pytest.mark.gloo
-@pytest.mark.slow
+@of_borders
 def test_hidden_states_stay_in_chunks_between_blocks(borders_of_two: list[dict[str, Any]]) -> None:
     """Loss, gradients of parameters and of hidden states are those of one device; each block gathers once less."""
     _check_borders(borders_of_two)
 
 
-@OF_TORCH_2_12
-@pytest.mark.some(0)
-@pytest.mark.gloo
-@pytest.mark.slow
+@of_borders
 def test_hidden_states_stay_in_chunks_on_four_ranks(borders_of_four: list[dict[str, Any]]) -> None:
     _check_borders(borders_of_four)
 
@@ -362,10 +304,7 @@ def _check_borders(ranks: list[dict[str, Any]]) -> None:
         assert {kind: count - kept[kind] for kind, count in gathered.items()} == fewer
 
 
-@OF_TORCH_2_12
-@pytest.mark.some(0)
-@pytest.mark.gloo
-@pytest.mark.slow
+@of_borders
 def test_losses_of_values_in_chunks_are_those_of_one_device(borders_of_two: list[dict[str, Any]]) -> None:
     """torch's DTensor gives the gradient of a mean as that of a rank's own mean."""
     for rank in borders_of_two:
@@ -374,10 +313,7 @@ def test_losses_of_values_in_chunks_are_those_of_one_device(borders_of_two: list
         assert {name: error for name, error in errors.items() if error > 1e-12} == {}
 
 
-@OF_TORCH_2_12
-@pytest.mark.some(0)
-@pytest.mark.gloo
-@pytest.mark.slow
+@of_borders
 def test_dtensors_of_ones_own_enter_blocks_as_they_are_placed_or_are_gathered(
     borders_of_two: list[dict[str, Any]],
 ) -> None:
@@ -410,6 +346,7 @@ def test_dtensors_of_ones_own_enter_blocks_as_they_are_placed_or_are_gathered(
         assert "got mixed torch.Tensor and DTensor" in rank["evaluated"]["said"], "torch's error, without chunked()"
 
 
+@of_borders
 def test_a_part_without_a_sequence_gathers_what_it_gets_in_chunks(borders_of_two: list[dict[str, Any]]) -> None:
     for rank in borders_of_two:
         found = rank["without_sequence"]

@@ -6,26 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from autosp_rules import AutoSPConfig, dry_run
 from fxrewrite.graph.fake_values import FakeValues
+from tests.autosp.models import batch, build
 
 
 def _operators_run(num_layers: int, attention: Any, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many operators a transform runs on fake values; what is captured before does not count."""
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    ids = torch.arange(32).reshape(2, 16)
+    model, inputs = build("llama_gqa", layers=num_layers), batch("llama_gqa", "plain")
     counted = 0
     call: Callable[..., Any] = FakeValues._call
 
@@ -36,7 +25,7 @@ def _operators_run(num_layers: int, attention: Any, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch:
         patch.setattr(FakeValues, "_call", count)
-        dry_run(model, {"input_ids": ids, "labels": ids}, num_ranks=2, config=AutoSPConfig(attention=attention))
+        dry_run(model, inputs, num_ranks=2, config=AutoSPConfig(attention=attention))
     return counted
 
 

@@ -121,9 +121,7 @@ def test_layers_after_joined_tokens_are_sharded(case: str, num_ranks: int) -> No
     torch.manual_seed(0)
     build, inputs = CASES[case]
     tolerance = 1e-6 if case == "llava" else 1e-12  # its norms and loss are in float32
-    report = assert_equal_to_one_device(
-        build().double(), inputs(), ranks=(num_ranks,), loss_tolerance=tolerance, grad_tolerance=tolerance
-    )
+    report = assert_equal_to_one_device(build().double(), inputs(), ranks=(num_ranks,), loss=tolerance, grads=tolerance)
     assert report.whole_share <= 0.05
 
 

@@ -12,30 +12,12 @@ from torch import fx, nn
 
 from autosp_rules import AutoSPConfig, dry_run
 from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of, size_hint
+from fxrewrite.spmd import axis_of
 from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import batch, build
-from tests.autosp.one_device import assert_equal_to_one_device, captured
+from tests.autosp.one_device import assert_equal_to_one_device, captured, on_ranks
 from tests.zoo.measure import OneDevice, compare
 from tests.zoo.models import build as build_of_zoo
-
-
-def _one_device(model: nn.Module, inputs: dict[str, torch.Tensor], *, dynamic: bool = False) -> OneDevice:
-    """In float64 throughout: models that compute in float32 somewhere are off by 1e-7 where P is no power of two."""
-    loss = model(**inputs).loss
-    loss.backward()
-    grads, names = ({id(p): what for p, what in found} for found in _parameters(model))
-    model.zero_grad()
-    if dynamic:
-        for value in inputs.values():
-            torch._dynamo.mark_dynamic(value, 1)
-    gm, given = captured(model, inputs)
-    example_inputs = [size_hint(value) if isinstance(value, torch.SymInt) else value for value in given]
-    return OneDevice(gm, example_inputs, loss.detach(), grads, names).in_float64()
-
-
-def _parameters(model: nn.Module) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
-    return [(p, p.grad) for p in model.parameters()], [(p, name) for name, p in model.named_parameters()]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +34,16 @@ def _parameters(model: nn.Module) -> tuple[list[tuple[Any, Any]], list[tuple[Any
 )
 @pytest.mark.some(2)
 def test_models(name: str, kind: str, length: int, num_ranks: int, dynamic: bool, checkpointing: bool) -> None:
-    model = build(name, checkpointing=checkpointing, layers=1)
-    found = compare(_one_device(model, batch(name, kind, length=length), dynamic=dynamic), num_ranks)
+    model, inputs = build(name, checkpointing=checkpointing, layers=1), batch(name, kind, length=length)
+    if dynamic:
+        for value in inputs.values():
+            torch._dynamo.mark_dynamic(value, 1)
+    check_in_float64(model, inputs, num_ranks)
+
+
+def check_in_float64(model: nn.Module, inputs: dict[str, Any], num_ranks: int) -> None:
+    """In float64 throughout: models that compute in float32 somewhere are off by 1e-7 where P is no power of two."""
+    found = compare(OneDevice.of(model, inputs).in_float64(), num_ranks)
     assert found["status"] == "exact", found
     assert found["sharded"]
 
@@ -61,10 +51,7 @@ def test_models(name: str, kind: str, length: int, num_ranks: int, dynamic: bool
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.parametrize(("name", "num_ranks"), [("MixtralForCausalLM", 4), ("MambaForCausalLM", 3)])
 def test_experts_and_scans(name: str, num_ranks: int) -> None:
-    inputs = batch("", "uneven_labels", length=13)
-    found = compare(_one_device(build_of_zoo(name, "eager"), inputs), num_ranks)
-    assert found["status"] == "exact", found
-    assert found["sharded"]
+    check_in_float64(build_of_zoo(name, "eager"), batch("", "uneven_labels", length=13), num_ranks)
 
 
 IDS = torch.randint(1, 30, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -119,10 +106,8 @@ def test_a_length_that_divides_gives_the_program_that_it_gave_before() -> None:
 def test_outputs_return_as_padded_chunks_or_cut_to_the_length(outputs: Any) -> None:
     model = Reads(LOSSES["sum"])
     whole = model(IDS)[1]
-    gm, inputs = captured(model, {"ids": IDS})
-    with fake_mesh((4,), ("sp",)) as mesh:
-        program, report = transform(gm, AutoSPConfig(outputs=outputs), axis_of(mesh, "sp"))
-        found = [result[1] for result in run_on_ranks(program, inputs, 4).outputs]
+    _, report, run = on_ranks(*captured(model, {"ids": IDS}), 4, AutoSPConfig(outputs=outputs))
+    found = [result[1] for result in run.outputs]
     lines = [line for line in report.lines if line.startswith("output")]
     if outputs == "gather":
         assert not lines
@@ -212,9 +197,7 @@ def test_one_token_is_computed_by_every_rank(num_ranks: int) -> None:
     model, ids = Reads(LOSSES["sum"]), IDS[:1, :1]
     model(ids)[0].backward()
     gm, inputs = captured(model, {"ids": ids})
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, report = transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))
-        run = run_on_ranks(program, inputs, num_ranks, backward=0)
+    _, report, run = on_ranks(gm, inputs, num_ranks, backward=0)
     assert "whole: the call is of one token, which every rank computes" in report.lines
     assert report.tokens_per_rank == 1
     assert all(torch.equal(loss, model(ids)[0]) for loss, _ in run.outputs)

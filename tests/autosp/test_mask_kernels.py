@@ -18,7 +18,7 @@ from fxrewrite.testing import fake_mesh
 from rules.attention.by_rows import ATTENTION_BY_ROWS, BY_ROWS
 from rules.attention.flex import MaskKernel, flex_rules
 from rules.attention.flex_operator import FLEX_ATTENTION
-from tests.autosp.attention_layer import IDS, Layer, OneDevice
+from tests.autosp.attention_layer import IDS, Layer, LayerOnOneDevice
 from tests.autosp.models import batch, build
 from tests.autosp.one_device import assert_equal_to_one_device, captured
 from tests.autosp.partition import Partition
@@ -55,8 +55,8 @@ def config(mask_kernel: MaskKernel = "flex", inner: str = "eager", **how: object
 def test_exact(name: str) -> None:
     num_ranks, attention, kv_heads, dynamic = RUNS[name]
     mask, kind = MASKS_OF[name]
-    one_device = OneDevice(Layer(attend_with(mask), 4, kv_heads), dynamic=dynamic)
-    report = one_device.check(num_ranks, config(strict=True, attention=attention))
+    one_device = LayerOnOneDevice(Layer(attend_with(mask), 4, kv_heads), dynamic=dynamic)
+    report = one_device.report(num_ranks, config(strict=True, attention=attention))
     assert kinds(report) == [f"{kind}, by flex attention"]
     assert HOLDS in report.lines
 
@@ -68,7 +68,7 @@ def test_softcap(attention: AttentionOption) -> None:
         mask = torch.zeros(columns.shape * 2, dtype=q.dtype).masked_fill(columns > rows, -torch.inf)
         return torch.softmax(torch.tanh(q @ k.transpose(-2, -1) / 0.3) * 0.3 + mask, -1) @ v
 
-    report = OneDevice(Layer(attend, 12, 12)).check(3, config(attention=attention))
+    report = LayerOnOneDevice(Layer(attend, 12, 12)).report(3, config(attention=attention))
     assert kinds(report) == ["causal, by flex attention"]
 
 
@@ -80,8 +80,8 @@ def test_sinks(attention: AttentionOption) -> None:
         {"ids": IDS, "memory": IDS},
         ranks=(3,),
         config=config(attention=attention),
-        loss_tolerance=1e-6,
-        grad_tolerance=1e-6,
+        loss=1e-6,
+        grads=1e-6,
     )
     assert [kind.endswith("by flex attention") for kind in kinds(report)] == [True]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from autosp_rules import AutoSPReport
 from autosp_rules.config import AttentionOption
-from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Attend, Layer, check
+from tests.autosp.attention_layer import BATCH, HEAD_DIM, IDS, LENGTH, VALUE_DIM, Attend, Layer, attention_line, check
 
 sdpa = F.scaled_dot_product_attention
 TOKENS = torch.tensor([[1, 1, 2, 2, 2, 2, 3, 3, 3, 0, 0, 0], [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 3]])
@@ -94,8 +94,7 @@ def test_sinks_and_softcaps_are_exact(attend: Attend, attention: AttentionOption
     key."""
     ranks = {"ring": (3,), "ring_ulysses": (4,)}.get(attention, (3, 4))
     for num_ranks, report in check(Layer(attend, 12, kv_heads), ranks=ranks, attention=attention).items():
-        (line,) = [line for line in report.lines if line.startswith("attention: ")]
-        assert line.startswith(f"attention: 1 x {attention}: asked for")
+        assert attention_line(report).startswith(f"attention: 1 x {attention}: asked for")
         sent = {c.kind: c for c in report.collectives if c.direction == "forward" and c.kind != "all_reduce"}
         assert set(sent) == SENT_WITH_SINKS[attention], num_ranks
         if attention == "ulysses":
@@ -103,7 +102,8 @@ def test_sinks_and_softcaps_are_exact(attend: Attend, attention: AttentionOption
             num_bytes = numbers * (12 + math.lcm(kv_heads, num_ranks)) * (num_ranks - 1) // num_ranks
             assert (sent["all_to_all"].count, sent["all_to_all"].bytes_sent) == (2, num_bytes)
         if attention.startswith("ring"):
-            assert f"each sends {sum(c.bytes_sent for c in sent.values()):,} bytes per rank forward" in line
+            num_bytes = sum(c.bytes_sent for c in sent.values())
+            assert f"each sends {num_bytes:,} bytes per rank forward" in attention_line(report)
         else:
             assert [kind.endswith("computed by rows") for kind in kinds(report)] == [True]
 

@@ -10,28 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from autosp_rules import AutoSPConfig, AutoSPReport, dry_run
-from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import batch, build
-from tests.autosp.one_device import captured
+from tests.autosp.one_device import captured, on_ranks
 
 
 def run(inputs: dict[str, Any], **options: Any) -> tuple[list[Any], Any, AutoSPReport]:
     """Each rank's outputs, the single-device outputs, and the report, of a Llama in evaluation."""
     model = build("llama_gqa").eval()
-    found: list[Any] = []
-
-    def keep(gm: Any, example_inputs: list[Any]) -> Any:
-        found.extend((gm, list(example_inputs)))
-        return gm
-
     with torch.no_grad():
-        expected = torch.compile(model, backend=keep, fullgraph=True)(**inputs)
-        with fake_mesh((2,), ("sp",)) as mesh:
-            program, report = transform(found[0], AutoSPConfig(**options), axis_of(mesh, "sp"))
-            ranks = run_on_ranks(program, found[1], 2)
-    return ranks.outputs, expected, report
+        _, report, ranks = on_ranks(*captured(model, inputs), 2, AutoSPConfig(**options))
+        return ranks.outputs, model(**inputs), report
 
 
 def test_logits_are_whole_without_a_loss() -> None:
@@ -140,7 +128,5 @@ def test_of_a_flattened_batch_a_rank_has_its_chunk_of_every_row() -> None:
 def read_on_two_ranks(read: Callable[[Tensor], Tensor], length: int) -> tuple[list[Tensor], Tensor]:
     """What each rank returns of `Returns(read)`, and what one device does."""
     model, ids = Returns(read), torch.randint(7, (2, length))
-    gm, inputs = captured(model, {"ids": ids})
-    with fake_mesh((2,), ("sp",)) as mesh:
-        program, _ = transform(gm, AutoSPConfig(), axis_of(mesh, "sp"))
-        return [output for _, output in run_on_ranks(program, inputs, 2).outputs], model(ids)[1].detach()
+    found = on_ranks(*captured(model, {"ids": ids}), 2).run.outputs
+    return [output for _, output in found], model(ids)[1].detach()

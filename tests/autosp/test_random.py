@@ -14,16 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
 from autosp_rules.random import draws_alike
-from autosp_rules.transform import transform
 from fxrewrite import RefusedError, RuleSet
 from fxrewrite.backends import RewritingBackend
 from fxrewrite.ops import is_random, key, may_be_random
 from fxrewrite.spmd import PLACEMENT, Shard, SpmdContext, axis_of
-from fxrewrite.testing import RankRun, fake_mesh, run_on_ranks
+from fxrewrite.testing import RankRun, fake_mesh
 from rules.layouts import LAYOUTS
 from rules.random import DRAW_WHOLE, DrawByRank, by_rank, draw_dropout_whole
 from tests.autosp.models import batch, build, with_dropout
-from tests.autosp.one_device import assert_equal_to_one_device, captured
+from tests.autosp.one_device import assert_equal_to_one_device, captured, on_ranks
 from tests.known import Known
 from tests.zoo.others import NanoGPT, inputs_of
 
@@ -43,13 +42,10 @@ class Drops(nn.Module):
         return self.body(self.embed(ids))
 
 
-def on_ranks(body: Callable[[Tensor], Any], num_ranks: int, config: AutoSPConfig | None = None) -> list[list[Tensor]]:
+def drawn_on(num_ranks: int, body: Callable[[Tensor], Any], outputs: Any = "gather", **how: Any) -> list[list[Tensor]]:
     """The outputs of each rank, all seeded alike."""
-    gm, inputs = captured(Drops(body), {"ids": IDS})
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, _ = transform(gm, config or AutoSPConfig(outputs="shard"), axis_of(mesh, "sp"))
-        torch.manual_seed(0)
-        return run_on_ranks(program, inputs, num_ranks).outputs
+    config = AutoSPConfig(outputs=outputs, **how)
+    return on_ranks(*captured(Drops(body), {"ids": IDS}), num_ranks, config).run.outputs
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=("keep", "checkpoint"))
@@ -58,7 +54,7 @@ def on_ranks(body: Callable[[Tensor], Any], num_ranks: int, config: AutoSPConfig
 def test_training_with_dropout_equals_one_device(name: str, checkpointing: bool) -> None:
     model = with_dropout(build(name, checkpointing=checkpointing), 0.3)
     inputs = batch(name, "uneven_labels")
-    report = assert_equal_to_one_device(model, inputs, config=GLOBAL, loss_tolerance=1e-6)  # they are in float32
+    report = assert_equal_to_one_device(model, inputs, config=GLOBAL, loss=1e-6)  # they are in float32
     assert report.rewrites["random.draw_dropout_whole"] == (7 if name == "gpt2" else 2)
 
 
@@ -78,7 +74,7 @@ def test_chunks_draw_differently_and_whole_values_alike() -> None:
     def body(x: Tensor) -> tuple[Tensor, Tensor]:
         return F.dropout(x, 0.5), F.dropout(x.mean(1), 0.5)
 
-    for outputs in zip(*on_ranks(body, 4), strict=True):
+    for outputs in zip(*drawn_on(4, body, "shard"), strict=True):
         same = [torch.equal(a, b) for i, a in enumerate(outputs) for b in outputs[:i]]
         assert all(same) if outputs[0].dim() == 2 else not any(same)
         assert {number for output in outputs for number in output.unique().tolist()} == {0.0, 2.0}
@@ -90,8 +86,7 @@ def test_one_devices_numbers_in_any_memory_order() -> None:
 
     torch.manual_seed(0)
     expected = body(torch.ones(2, 16, 4, dtype=torch.float64))
-    outputs = on_ranks(body, 2, AutoSPConfig(rng="global", outputs="gather"))
-    for rank in outputs:
+    for rank in drawn_on(2, body, rng="global"):
         for found, want in zip(rank, expected, strict=True):
             torch.testing.assert_close(found, want, rtol=0, atol=0)
 
@@ -195,7 +190,7 @@ def test_attention_drops_other_weights_on_each_rank(attention: Any, heads: int) 
         ones = x.unflatten(-1, (heads, -1)).transpose(1, 2)
         return F.scaled_dot_product_attention(ones * 0, ones * 0, ones, dropout_p=0.5).transpose(1, 2).flatten(2)
 
-    rows = on_ranks(body, 2, AutoSPConfig(attention=attention, outputs="gather"))[0][0]
+    rows = drawn_on(2, body, attention=attention)[0][0]
     parts = rows.chunk(2, -1 if attention == "ulysses" else 1)
     assert not torch.equal(*parts)
     assert abs(rows.mean() - 1.0) < 0.15
@@ -217,14 +212,12 @@ def test_ranks_differentiate_what_they_drew(length: int) -> None:
     gm, inputs = captured(model, {"ids": IDS[:, :length]})
 
     def run(moved: float) -> RankRun:
-        with fake_mesh((2,), ("sp",)) as mesh, torch.no_grad():
-            program, _ = transform(gm, AutoSPConfig(attention="ulysses", checkpoint="full"), axis_of(mesh, "sp"))
+        with torch.no_grad():
             weight.add_(direction * moved)
-            torch.manual_seed(0)
-            with torch.enable_grad():
-                made = run_on_ranks(program, inputs, 2, backward=0)
+        made = on_ranks(gm, inputs, 2, AutoSPConfig(attention="ulysses", checkpoint="full"), backward=0).run
+        with torch.no_grad():
             weight.sub_(direction * moved)
-            return made
+        return made
 
     direction, step = torch.randn_like(weight), 1e-5
     at = next(i for i, value in enumerate(inputs) if value is weight)

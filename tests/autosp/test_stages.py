@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import fx
 
 from autosp_rules import RULES, AutoSPConfig
@@ -17,6 +16,7 @@ from fxrewrite.capture import normalize
 from fxrewrite.graph import graph_text
 from fxrewrite.spmd import Axis, Placement, Replicate, Shard, SpmdContext
 from fxrewrite.testing import recorded
+from tests.autosp.models import build
 
 _NOT_SHOWN = (
     "fuse_slots",
@@ -44,20 +44,10 @@ STAGES = ("captured", *(member.name for member in _ULYSSES.members if member.nam
 
 
 def _llama() -> fx.GraphModule:
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-        max_position_embeddings=64,
-    )
     ids = torch.arange(32).reshape(2, 16)
     for tensor in (labels := ids.clone(), ids):
         torch._dynamo.mark_dynamic(tensor, 1)
-    return capture(transformers.LlamaForCausalLM(config), {"input_ids": ids, "labels": labels})
+    return capture(build("llama_gqa", layers=1).float(), {"input_ids": ids, "labels": labels})
 
 
 def _keep(position: int, node: fx.Node, placement: Placement) -> Placement:

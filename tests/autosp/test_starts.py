@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # the name that everybody gives i
 from torch import Tensor, nn
 
 from autosp_rules import AutoSPConfig, AutoSPError, dry_run
+from tests.autosp.attention_layer import attention_line
 from tests.autosp.one_device import assert_equal_to_one_device
 from tests.zoo.others import others
 
@@ -125,8 +126,7 @@ def test_a_symbolic_batch_is_not_the_sequence(marked: tuple[int, ...], length: i
     model = Model(lambda m, x, features: m.tokens(x) + m.norm(features))
     report = assert_equal_to_one_device(model, {"x": ids, "features": features}, config=config, ranks=(4,))
     assert report.tokens_per_rank == 4 * 4
-    [line] = [line for line in report.lines if line.startswith("attention:")]
-    assert "1 x ulysses: asked for: 4 heads divide over axis sp" in line
+    assert "1 x ulysses: asked for: 4 heads divide over axis sp" in attention_line(report)
 
 
 NOT_THE_SEQUENCE: dict[str, tuple[Callable[..., Tensor], dict[str, Tensor]]] = {

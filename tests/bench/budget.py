@@ -1,6 +1,6 @@
 """How near the estimate of `autosp(memory=...)` is to the peak that the allocator gives a step.
 
-    python tests/bench/budget.py [--inner inductor]
+    python -m tests.bench.budget [--inner inductor]
 
 Rank 0 of 2 over torch's fake process group, one thread, float32, `logits="drop"`; models of hidden size 256 and 4,096
 tokens in the vocabulary. Every model runs with a budget in which all fits, and with one of 0.8 of that estimate. The
@@ -11,15 +11,11 @@ to it.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch._dynamo.exc import BackendCompilerFailed
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import autosp
 from autosp_rules.events import MemoryFitted

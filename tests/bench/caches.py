@@ -1,6 +1,6 @@
 """The first step of a job on 2 gloo ranks, from an empty cache folder and from the one that the first start filled.
 
-    python tests/bench/caches.py --layers 4
+    python -m tests.bench.caches --layers 4
 
 Both starts run in this order in one run; the ratio is that of their seconds from `torch.compile` to the end of the
 first backward pass, under inductor. `own` are the seconds of AutoSP's passes, which are not cached.
@@ -16,15 +16,14 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-_SCRIPT = Path(__file__).parents[1] / "autosp" / "gloo_caches.py"
-
 
 def start(layers: int, cache: Path, folder: Path) -> dict[str, float]:
     """What rank 0 measured in one start of the job."""
     folder.mkdir()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher += ["-m", "tests.autosp.gloo_caches"]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launcher, str(_SCRIPT), str(layers), str(folder)], env=environment, check=True)
+    subprocess.run([*launcher, str(layers), str(folder)], env=environment, check=True)
     return json.loads((folder / "rank0.json").read_text())
 
 

@@ -1,6 +1,6 @@
 """Seconds that comparing the ranks costs a call of the model of `long_context.py --table steps`.
 
-    python tests/bench/checks.py
+    python -m tests.bench.checks
 
 One process, over torch's fake process group: what is computed and sent, without the network. `due` are calls 2, 4, 8,
 ..., which also sum up all parameters.
@@ -9,14 +9,10 @@ One process, over torch's fake process group: what is computed and sent, without
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import AutoSPConfig
 from autosp_rules.program import ADVICE

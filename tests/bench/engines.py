@@ -1,6 +1,6 @@
 """How long matching and rewriting take: fxrewrite, the same rewrite written by hand, Inductor's pattern matcher.
 
-    python tests/bench/engines.py [--sizes 1000,10000]
+    python -m tests.bench.engines [--sizes 1000,10000]
 
 All work on equal copies of one graph of transformer blocks, in turn, in one process; CPU time, median of the rounds.
 `recompile` is left out everywhere (nobody else's pass does it), and so is the propagation of fake values: the graphs

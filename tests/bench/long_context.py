@@ -15,9 +15,9 @@ with `--alone` rank 0 runs by itself, its collectives cost nothing and nothing i
     layers, lengths the same for 2, 16 and 32 layers, and for three lengths of one compiled step; growth is the exponent
                     between the first and the last
 
-    python tests/bench/long_context.py --length 8192
-    python tests/bench/long_context.py --table steps --rounds 40 --ways autosp "autosp, ranks not compared"
-    python tests/bench/long_context.py --table layers --ways "Ulysses by hand" "autosp, layers checkpointed"
+    python -m tests.bench.long_context --length 8192
+    python -m tests.bench.long_context --table steps --rounds 40 --ways autosp "autosp, ranks not compared"
+    python -m tests.bench.long_context --table layers --ways "Ulysses by hand" "autosp, layers checkpointed"
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import argparse
 import math
 import os
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -39,8 +38,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules.demo.launch import RankError, launch
 from fxrewrite.testing import fake_mesh

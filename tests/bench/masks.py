@@ -1,6 +1,6 @@
 """What a dense attention mask costs, and the same mask computed by rows: peak memory and time of a training step.
 
-    python tests/bench/masks.py [--length 8192]
+    python -m tests.bench.masks [--length 8192]
 
 One device, one decoder layer (256 wide, 8 heads, 4 of keys), a batch of one, float32. Each cell runs in a process of
 its own. The peak is of what torch allocates in a step, so without weights; times are of the CPU.
@@ -84,7 +84,7 @@ def main() -> None:
     for kind in KINDS:
         found: list[list[float]] = []
         for way in WAYS:
-            command = [sys.executable, __file__, "--length", str(options.length), "--cell", kind, way]
+            command = [sys.executable, "-m", "tests.bench.masks", "--length", str(options.length), "--cell", kind, way]
             done = subprocess.run(command, check=True, capture_output=True, text=True)
             found.append([float(number) for number in done.stdout.split()[-2:]])
         (dense, dense_s), (rows, rows_s) = found

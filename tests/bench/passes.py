@@ -1,6 +1,6 @@
 """CPU seconds of AutoSP's own passes on a Llama, from Dynamo's graph to what the inner backend gets, by layers.
 
-    python tests/bench/passes.py [--layers 2 8 32]
+    python -m tests.bench.passes [--layers 2 8 32]
 
 One process and one thread; no process group is needed, and the step is not run. The length is 32,768 tokens, as a
 number or as a symbol (`mark_dynamic`), so that both decide the same about what layers keep.
@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import fx
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import AutoSPConfig
 from autosp_rules.lengths import PLANNED_LENGTH

@@ -1,6 +1,6 @@
 """Draws what `long_context.py --out` kept: time and peak by length, peak by ranks, and the longest sequence.
 
-    python tests/bench/plots.py docs/figures/long-context.jsonl docs/figures/long-context.svg
+    python -m tests.bench.plots docs/figures/long-context.jsonl docs/figures/long-context.svg
 
 Needs matplotlib: pip install '.[bench]'.
 """
@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.bench.figures import Measured, read
 

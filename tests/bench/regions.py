@@ -1,6 +1,6 @@
 """Regional compilation beside compiling whole, on one device: a table of docs/benchmarks.md.
 
-    python tests/bench/regions.py --layers 8 16
+    python -m tests.bench.regions --layers 8 16
 
 Both ways train the same Llama under inductor in one process of one thread; a small function is compiled before, so that
 neither pays for loading inductor. Steps take turns.
@@ -16,17 +16,13 @@ import argparse
 import copy
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch._inductor import config
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fxrewrite.backends import Regions, regional
 from tests.bench.measure import profiled, row

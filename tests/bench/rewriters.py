@@ -1,7 +1,7 @@
 """One rule in four rewriters: how long it takes to state it and to apply it; handlers; how long rules of norms take to
 verify.
 
-    python tests/bench/rewriters.py [--sizes 1000,10000]
+    python -m tests.bench.rewriters [--sizes 1000,10000]
 
 fxrewrite, Inductor's matcher, `torch.fx.subgraph_rewriter.replace_pattern`, and onnxscript's rewriter where that
 is installed (`pip install onnxscript`). Eager attention, five nodes, becomes one operator. The graph is that of
@@ -20,11 +20,9 @@ import gc
 import importlib
 import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +30,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import fx
 from torch.fx import subgraph_rewriter
 from torch.fx.experimental.proxy_tensor import make_fx
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from rules.fusions.norms import NORMS
 from tests.bench.engines import copy, inductor, make_graph, ours, plan_of, table

@@ -1,6 +1,6 @@
 """What ranks hand from the forward to the backward pass, by the options `checkpoint`, `logits` and `mlp_tile`.
 
-    python tests/bench/saved.py
+    python -m tests.bench.saved
 
 A Llama of 2 layers, hidden size 512, inner size 2,048, 8 heads of which 2 have keys and values, 32,000 tokens in the
 vocabulary, a batch of one with 1,024 tokens in bfloat16, two simulated ranks. Counted in the forward graph that
@@ -11,16 +11,12 @@ A second table has the same on 1, 2, 4 and 8 ranks, and P times a rank's share a
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import transformers
 from torch import fx
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules import AutoSPConfig, AutoSPReport
 from autosp_rules.transform import transform

@@ -11,7 +11,7 @@ step each. Ratios are medians and quartiles of those of each round, to the first
     peak      the most bytes that forward and backward allocate at any time, gradients included, above what is at rest
     sent      bytes that collectives carried away from a rank in forward and backward, and how many ran
 
-    python tests/bench/shards.py --table data tensor --rounds 20
+    python -m tests.bench.shards --table data tensor --rounds 20
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,8 +34,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.utils._pytree import tree_leaves
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from autosp_rules.demo.launch import launch
 from fxrewrite.spmd import shard_parameters, spmd

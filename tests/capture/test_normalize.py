@@ -151,13 +151,6 @@ def test_sizes_are_functions_of_the_inputs() -> None:
     assert normal(*inputs)[0].shape == (30, 2)
 
 
-def test_the_graph_given_is_not_changed() -> None:
-    gm, _, _ = compile_and_keep(Block(checkpointed=True), IDS, IDS % 8)
-    before = str(gm.graph)
-    normalize(gm)
-    assert str(gm.graph) == before
-
-
 def test_selective_checkpoint_is_refused() -> None:
     from functools import partial
 

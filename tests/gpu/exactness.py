@@ -18,11 +18,8 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 from autosp_rules import AutoSPConfig, AutoSPReport
-from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
 from tests.autosp.models import batch, build, with_dropout
-from tests.autosp.one_device import captured
+from tests.autosp.one_device import captured, on_ranks
 from tests.autosp.one_rank import differences, one_rank_backend, one_rank_group
 from tests.gpu.figures import Figures, Setting
 
@@ -109,10 +106,7 @@ def _of_one_device(model: nn.Module, inputs: dict[str, Any]) -> Found:
 
 def _of_ranks(model: nn.Module, inputs: dict[str, Any], config: AutoSPConfig) -> Found:
     gm, examples = captured(model, inputs)
-    with fake_mesh((4,), ("sp",)) as mesh:
-        program, _ = transform(gm, config, axis_of(mesh, "sp"))
-        torch.manual_seed(0)
-        run = run_on_ranks(program, examples, 4, backward=0)
+    run = on_ranks(gm, examples, 4, config, backward=0).run
     by_input = {id(value): grad for value, grad in zip(examples, run.gradients(), strict=True)}
     gradients = [by_input[id(parameter)] for parameter in model.parameters()]
     assert all(gradient is not None for gradient in gradients), "a parameter has no gradient"

@@ -26,7 +26,7 @@ from fxrewrite.testing import fake_mesh
 from tests.bench.ways import WAYS, Step, ours
 from tests.gpu.card import peak_flops
 from tests.gpu.figures import Figures, Setting
-from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step
+from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step, would_fit
 
 __all__ = ["figures", "search"]
 
@@ -134,7 +134,6 @@ def _memory_of_card() -> int:
 
 
 def _would_fit(steps: list[dict[str, Any]], limit: int) -> int:
-    """Tokens with which a step would take `limit` bytes, as each further token takes the same."""
-    short, long = sorted(steps, key=lambda step: step["length"])[-2:]
-    per_token = (long["peak"] - short["peak"]) / (long["length"] - short["length"])
-    return long["length"] + int((limit - long["peak"]) / max(per_token, 1))
+    """Tokens with which a step would take `limit` bytes, by the two longest."""
+    shorter, longer = sorted((step["length"], step["peak"]) for step in steps)[-2:]
+    return would_fit(shorter, longer, limit)

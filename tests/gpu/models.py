@@ -15,7 +15,7 @@ import transformers
 
 from tests.gpu.figures import Setting
 
-__all__ = ["RANKS", "SHAPES", "SHORTEST", "Model", "first_step"]
+__all__ = ["RANKS", "SHAPES", "SHORTEST", "Model", "first_step", "would_fit"]
 
 RANKS = 8
 _WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
@@ -73,6 +73,12 @@ class Model:
         """Random tokens [1, length]."""
         generator = torch.Generator().manual_seed(length)
         return torch.randint(self.config.vocab_size, (1, length), generator=generator).to(setting.device)
+
+
+def would_fit(shorter: tuple[int, int], longer: tuple[int, int], limit: int) -> int:
+    """Tokens with which a step takes `limit` bytes, as each further token takes the same; of (tokens, bytes) of two."""
+    per_token = (longer[1] - shorter[1]) / (longer[0] - shorter[0])
+    return longer[0] + int((limit - longer[1]) / max(per_token, 1))
 
 
 def first_step(

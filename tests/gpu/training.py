@@ -29,7 +29,7 @@ from rules.parallel import ZERO3
 from tests.bench.ways import WAYS, Step, is_installed, ours
 from tests.gpu.card import measured, peak_flops
 from tests.gpu.figures import Figures, Setting
-from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step
+from tests.gpu.models import RANKS, SHAPES, SHORTEST, Model, first_step, would_fit
 
 __all__ = ["figures"]
 
@@ -182,6 +182,5 @@ def _would_fit(steps: dict[int, dict[str, Any]]) -> int | None:
     (short, first), (long, second) = list(steps.items())[-2:]
     if second["peak"] < 1.5 * first["peak"]:
         return None  # parameters and gradients are what it holds
-    per_token = (second["peak"] - first["peak"]) / (long - short)
-    left = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated() - second["peak"]
-    return long + int(left / per_token)
+    limit = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated()
+    return would_fit((short, first["peak"]), (long, second["peak"]), limit)

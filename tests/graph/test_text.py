@@ -14,21 +14,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.text import graph_digest, graph_text
+from tests.dynamo import caught
 
 aten = torch.ops.aten
-
-
-def captured(module: Any, *args: Any, dynamic: bool = False, **kwargs: Any) -> fx.GraphModule:
-    """The graph as Dynamo hands it to a backend."""
-    graphs: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
-    torch._dynamo.reset()
-    torch.compile(module, backend=backend, dynamic=dynamic, fullgraph=True)(*args, **kwargs)
-    return graphs[0]
 
 
 def chain(*targets: Any, names: str = "") -> fx.GraphModule:
@@ -56,7 +44,7 @@ class Attention(torch.nn.Module):
 def test_a_dynamo_graph_reads_in_short_names_symbols_and_slices() -> None:
     x = torch.ones(2, 7, 8)
     torch._dynamo.mark_dynamic(x, 1)
-    text = graph_text(captured(Attention(), x))
+    text = graph_text(caught(Attention(), x, dynamic=False)[0])
     assert text == (
         "%layers.0.weight: f32[8, 8] = input\n"
         "%layers.0.bias: f32[8] = input\n"
@@ -94,7 +82,7 @@ def test_names_of_symbols_do_not_matter_nor_does_their_order_in_the_shape_enviro
         x, y = torch.ones(5), torch.ones(7)
         torch._dynamo.mark_dynamic(x, 0)
         torch._dynamo.mark_dynamic(y, 0)
-        texts.append(graph_text(captured(function, x, y)))
+        texts.append(graph_text(caught(function, x, y, dynamic=False)[0]))
     assert "f32[s0 + 2*s1] = torch.cat" in texts[0]
     assert texts[0] == texts[1].replace("first", "x").replace("second", "y")
 
@@ -170,7 +158,7 @@ def test_bodies_of_higher_order_ops_follow_the_graph() -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint(torch.nn.functional.relu, x, use_reentrant=False)
 
-    text = graph_text(captured(layer, torch.ones(3)))
+    text = graph_text(caught(layer, torch.ones(3), dynamic=False)[0])
     assert text == (
         "%x: f32[3] = input\n"
         "%0: (f32[3]) = higher_order.tag_activation_checkpoint(@0, %x, use_reentrant=False)\n"

@@ -171,6 +171,8 @@ def test_frozen_literals_are_equal_when_type_and_value_are(a: Any, b: Any) -> No
         (lambda x, y: x.view(y.shape, 2), r"size has all sizes of y among others; write them singly, y.shape\[0\]"),
         (lambda x: functional("port_a_list::fill", x, x), r"takes outs item by item, as in \[a, b\]"),
         (lambda x: functional("port_a_list::fill", [x], x, x=x), "outs, x, each once, not 2 by place and x by name"),
+        (lambda x: functional("aten::relu", x), r"functional\("),
+        (lambda x: functional("port_a_list::fill", [x, x]), r"functional\("),
         (lambda x: torch.relu(x.grad), "a pattern has no attribute 'grad'; it has shape, dtype and device"),
         (lambda x, y: x @ y.T, r"a pattern has no attribute 'T'; write x.transpose\(-2, -1\), or op"),
         (lambda x: x.mH * 2, r"no attribute 'mH'; write x.transpose\(-2, -1\).conj\(\), or op"),
@@ -200,6 +202,7 @@ def test_functional_lists_match_item_by_item_in_both_forms() -> None:
     kernel, higher = torch.ops.port_a_list.fill.default, torch.ops.higher_order
     bases = {"_outs_length": 2, "_outs_0_base_index": 0, "_outs_1_base_index": 1}
     found = Rule("lists.fill", trace(pattern), lambda x: x)
+    assert parse(str(found.pattern)) == found.pattern
     for swapped in (False, True):
         graph = fx.Graph()
         a, b, x = map(graph.placeholder, "abx")

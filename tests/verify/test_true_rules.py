@@ -230,16 +230,6 @@ def test_gradients_that_a_rule_does_not_keep_are_not_compared_and_not_given_up()
         assert [r.reason for r in report.refusals] == [
             "gradients are needed here, and the rule keeps none (gradients=False)"
         ] * requires
-    model = torch.nn.Linear(3, 3)
-    for training in (False, True):  # without values
-        gm = fx.GraphModule(model.train(training), fx.Tracer().trace(fx.symbolic_trace(lambda x: torch.neg(x))))
-        gm.train(training)
-        gm.weight = model.weight
-        report = RuleSet("s", detach).apply(gm)
-        assert report.rewrites == (not training)
-        assert ["the module is in training mode and self.weight requires" in r.reason for r in report.refusals] == [
-            True
-        ] * training
 
 
 def test_the_verdict_says_what_was_tested_and_never_that_it_is_proved() -> None:

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from autosp_rules import AutoSPConfig, AutoSPError
 from autosp_rules.config import AttentionOption
-from tests.autosp.attention_layer import Attend, Layer, OneDevice
+from tests.autosp.attention_layer import Attend, Layer, LayerOnOneDevice
 
 sdpa = F.scaled_dot_product_attention
 RANKS = (2, 3, 4, 8)
@@ -102,10 +102,10 @@ class Cell(BaseModel):
     def name(self) -> str:
         return f"{self.strategy} {self.mask} {self.heads} P={self.num_ranks} {self.length}"
 
-    def measured(self, one_device: OneDevice) -> Cell:
+    def measured(self, one_device: LayerOnOneDevice) -> Cell:
         """The cell, with what came of it."""
         try:
-            one_device.check(self.num_ranks, AutoSPConfig(strict=True, attention=self.strategy))
+            one_device.report(self.num_ranks, AutoSPConfig(strict=True, attention=self.strategy))
         except AutoSPError as error:
             return self.model_copy(update={"status": "refused", "why": f"{error.reason}; {error.hint}"})
         except Exception as error:  # noqa: BLE001  # whatever it is, the cell is not exact
@@ -128,7 +128,7 @@ def measured(todo: Sequence[Cell]) -> Iterator[Cell]:
         attend, gqa = MASKS[mask], count != kv_count
         layer = Layer(lambda m, x, q, k, v: attend(q, k, v, enable_gqa=gqa), count, kv_count)  # noqa: B023  # used here
         ids = torch.arange(2 * LENGTHS[length]).reshape(2, -1) * 7 % 8
-        one_device = OneDevice(layer, ids)
+        one_device = LayerOnOneDevice(layer, ids)
         for cell in group:
             yield cell.measured(one_device)
 

@@ -13,10 +13,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autosp_rules import AutoSPConfig, AutoSPError
-from autosp_rules.transform import transform
-from fxrewrite.spmd import axis_of
-from fxrewrite.testing import fake_mesh, run_on_ranks
-from tests.autosp.one_device import captured
+from tests.autosp.one_device import captured, on_ranks
 from tests.zoo.models import build, inputs_of
 from tests.zoo.others import others
 
@@ -95,6 +92,25 @@ class OneDevice:
     model: torch.nn.Module | None = None
     called_with: dict[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the call, those among `inputs` by identity."""
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, inputs: dict[str, Any], config: AutoSPConfig | None = None) -> OneDevice:
+        """The model run on one device, and captured; raises NotApplicable where it cannot be."""
+        try:
+            loss = model(**inputs).loss
+            loss.backward()
+        except Exception as error:
+            raise NotApplicable(f"does not run: {line_of(error)}") from error
+        if not bool(loss.isfinite()):
+            raise NotApplicable("its loss is not finite")
+        grads = {id(p): p.grad for p in model.parameters()}
+        names = {id(p): name for name, p in model.named_parameters()}
+        model.zero_grad()
+        try:
+            gm, example_inputs = captured(model, inputs)
+        except Exception as error:
+            raise NotApplicable(f"does not compile to one graph: {line_of(error)}") from error
+        return cls(gm, example_inputs, loss.detach(), grads, names, config or AutoSPConfig(), model, inputs)
 
     @property
     def loss_at(self) -> int:
@@ -190,22 +206,7 @@ def _run_and_capture(name: str, attention: str, dtype: torch.dtype) -> OneDevice
             model, inputs = other.build(attention, dtype), other.inputs(dtype)
     except Exception as error:
         raise NotApplicable(f"does not build: {line_of(error)}") from error
-    try:
-        loss = model(**inputs).loss
-        loss.backward()
-    except Exception as error:
-        raise NotApplicable(f"does not run: {line_of(error)}") from error
-    if not bool(loss.isfinite()):
-        raise NotApplicable("its loss is not finite")
-    grads = {id(p): p.grad for p in model.parameters()}
-    names = {id(p): n for n, p in model.named_parameters()}
-    model.zero_grad()
-    try:
-        gm, example_inputs = captured(model, inputs)
-    except Exception as error:
-        raise NotApplicable(f"does not compile to one graph: {line_of(error)}") from error
-    config = AutoSPConfig() if other is None else other.config
-    return OneDevice(gm, example_inputs, loss.detach(), grads, names, config, model, inputs)
+    return OneDevice.of(model, inputs, None if other is None else other.config)
 
 
 def _cell(made: dict[str, Any], one_device: OneDevice, is_wide: bool) -> Cell:
@@ -227,10 +228,9 @@ def compare(one_device: OneDevice, num_ranks: int) -> dict[str, Any]:
 
     Raises AutoSPError where AutoSP refuses the model.
     """
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, report = transform(one_device.gm, one_device.config, axis_of(mesh, "sp"))
-        run = run_on_ranks(program, one_device.inputs, num_ranks, backward=one_device.loss_at)
-    loss_error = max(relative(outputs[one_device.loss_at], one_device.loss) for outputs in run.outputs)
+    at = one_device.loss_at
+    _, report, run = on_ranks(one_device.gm, one_device.inputs, num_ranks, one_device.config, backward=at)
+    loss_error = max(relative(outputs[at], one_device.loss) for outputs in run.outputs)
     floor = 1e-6 * max(g.abs().max().item() for g in one_device.grads.values() if g is not None)
     grad_error, worst = 0.0, ""
     for value, grad in zip(one_device.inputs, run.gradients(), strict=True):

@@ -79,7 +79,7 @@ def test_loss_and_gradients_are_those_of_one_device(share: float) -> None:
     """With what fits kept, and with all tiles that there are."""
     config = AutoSPConfig(memory=round(share * plan("1 GiB").peak), **SETTINGS)
     inputs = batch("llama_gqa", "plain", length=LENGTH)
-    close = {"loss_tolerance": 1e-6, "grad_tolerance": 1e-6}  # logits of the loss are float32
+    close = {"loss": 1e-6, "grads": 1e-6}  # logits of the loss are float32
     report = assert_equal_to_one_device(llama(), inputs, ranks=(2,), config=config, **close)
     assert report.events_of(MemoryFitted)[0].settings["checkpoint"] != "none"
     assert (report.rewrites.get("tiled_mlp.tile", 0) > 0) == (share == 0.7)

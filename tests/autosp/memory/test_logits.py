@@ -27,7 +27,7 @@ DROP = AutoSPConfig(logits="drop", loss_tile=VOCAB * 8 * 3)
 def test_the_loss_in_tiles_is_that_of_one_device(kind: str) -> None:
     """The model casts its logits to float32, and so their gradient."""
     model, inputs = build("qwen3", layers=1), batch("qwen3", kind)
-    rounding = {"loss_tolerance": 1e-6, "grad_tolerance": 1e-6}
+    rounding = {"loss": 1e-6, "grads": 1e-6}
     report = assert_equal_to_one_device(model, inputs, ranks=(2,), config=DROP, **rounding)
     assert report.rewrites["tiled_loss.tile"] == 1
     assert any("is None: logits='drop'" in line for line in report.lines)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import fx, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -43,7 +42,7 @@ def wide(name: str, *, layers: int = 1, **how: Any) -> nn.Module:
 @pytest.mark.some(1)
 def test_loss_and_gradients_are_those_of_one_device(name: str, kind: str, checkpoint: CheckpointOption) -> None:
     config = AutoSPConfig(mlp_tile=TILE, checkpoint=checkpoint)
-    report = assert_equal_to_one_device(wide(name), batch(name, kind), ranks=(2,), config=config, loss_tolerance=1e-6)
+    report = assert_equal_to_one_device(wide(name), batch(name, kind), ranks=(2,), config=config, loss=1e-6)
     assert report.rewrites["tiled_mlp.tile"] == 1
     assert any(line.startswith(f"mlp_tile={TILE}: 1 x an MLP in tiles of ") for line in report.lines)
 
@@ -154,12 +153,6 @@ def test_what_is_not_tiled_and_why(layer: nn.Module, option: Any, why: str) -> N
     lines = lines_of(layer, AutoSPConfig(mlp_tile=option))
     assert len(lines) == bool(why)
     assert why in " ".join(lines)
-
-
-@pytest.mark.parametrize("option", [0, False, "10", "all"])
-def test_what_is_no_option(option: object) -> None:
-    with pytest.raises(ValidationError):
-        AutoSPConfig.model_validate({"mlp_tile": option})
 
 
 def test_what_reads_nothing_made_its_own_memory() -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tests.bench.corpus.cases import Family, floats
 
-ACTIVATIONS = Family("activations")
+ACTIVATIONS = Family("activations", numerics="reassociates", domain="moderate", where=floats("x"))
 
 ACTIVATIONS.pair(
     "gelu_tanh",
@@ -18,7 +18,6 @@ ACTIVATIONS.pair(
     false=lambda x: F.gelu(x),
     why="it is the approximation by tanh, not the one by erf",
     numerics="approximate",
-    domain="moderate",
     where=["dtype(x) in {float32, float64}"],
 )
 
@@ -34,14 +33,14 @@ def _other_halves(x: Any) -> Any:
 
 
 _EVEN = [*floats("x"), "rank(x) >= 1", "size(x, -1) % 2 == 0", "size(x, -1) > 0"]
-ACTIVATIONS.true("to_glu", _halves, lambda x: F.glu(x, -1), numerics="reassociates", where=_EVEN)
-ACTIVATIONS.false(
+ACTIVATIONS.pair(
     "to_glu",
-    _other_halves,
-    lambda x: F.glu(x, -1),
-    "glu takes the sigmoid of the second half",
-    numerics="reassociates",
+    _halves,
+    true=lambda x: F.glu(x, -1),
+    false_pattern=_other_halves,
+    why="glu takes the sigmoid of the second half",
     where=_EVEN,
+    domain="all",
 )
 
 ACTIVATIONS.pair(
@@ -51,17 +50,10 @@ ACTIVATIONS.pair(
     false=lambda x: F.softplus(x, 1.0, 5.0),
     why="above the threshold of 5 it is x, which is off by 0.0067",
     numerics="approximate",
-    domain="moderate",
-    where=floats("x"),
 )
 
 ACTIVATIONS.true(
-    "hardswish",
-    lambda x: x * torch.clamp(x + 3.0, 0.0, 6.0) / 6.0,
-    lambda x: F.hardswish(x),
-    numerics="approximate",
-    domain="moderate",
-    where=floats("x"),
+    "hardswish", lambda x: x * torch.clamp(x + 3.0, 0.0, 6.0) / 6.0, lambda x: F.hardswish(x), numerics="approximate"
 )
 ACTIVATIONS.false(
     "hardsigmoid",
@@ -69,8 +61,6 @@ ACTIVATIONS.false(
     lambda x: F.hardsigmoid(x),
     "the slope of torch's operator is 1/6",
     numerics="approximate",
-    domain="moderate",
-    where=floats("x"),
 )
 
 ACTIVATIONS.true(
@@ -78,7 +68,6 @@ ACTIVATIONS.true(
     lambda x, a: torch.maximum(x, a * x),
     lambda x, a: F.leaky_relu(x, a),
     literals="a",
-    numerics="reassociates",
     domain="finite",
     where=[*floats("x"), "a > 0", "a < 1"],
     gradients=False,
@@ -89,7 +78,6 @@ ACTIVATIONS.false(
     lambda x, a: F.leaky_relu(x, a),
     "with a slope above 1 the maximum is the other one",
     literals="a",
-    numerics="reassociates",
     domain="finite",
     where=[*floats("x"), "a > 0"],
     gradients=False,
@@ -101,36 +89,19 @@ ACTIVATIONS.pair(
     true=lambda x: F.elu(x, 2.0),
     false=lambda x: F.celu(x, 2.0),
     why="celu divides x by alpha before exp",
-    numerics="reassociates",
-    domain="moderate",
-    where=floats("x"),
     gradients=False,
 )
 
-ACTIVATIONS.true(
+ACTIVATIONS.pair(
     "logsigmoid",
     lambda x: -F.softplus(-x),
-    lambda x: F.logsigmoid(x),
+    true=lambda x: F.logsigmoid(x),
+    false_pattern=lambda x: -F.softplus(x),
+    why="it is the softplus of -x",
     numerics="approximate",
-    domain="moderate",
-    where=floats("x"),
-)
-ACTIVATIONS.false(
-    "logsigmoid",
-    lambda x: -F.softplus(x),
-    lambda x: F.logsigmoid(x),
-    "it is the softplus of -x",
-    numerics="approximate",
-    domain="moderate",
-    where=floats("x"),
 )
 
-ACTIVATIONS.true("relu6", lambda x: torch.clamp(x, 0.0, 6.0), lambda x: F.relu6(x), where=floats("x"), gradients=False)
-ACTIVATIONS.false(
-    "relu_by_mask",
-    lambda x: torch.relu(x),
-    lambda x: x * (x > 0),
-    "-inf times 0 is NaN",
-    numerics="reassociates",
-    where=floats("x"),
+ACTIVATIONS.true(
+    "relu6", lambda x: torch.clamp(x, 0.0, 6.0), lambda x: F.relu6(x), gradients=False, numerics="exact", domain="all"
 )
+ACTIVATIONS.false("relu_by_mask", lambda x: torch.relu(x), lambda x: x * (x > 0), "-inf times 0 is NaN", domain="all")

@@ -11,8 +11,8 @@ from fxrewrite import Match
 from fxrewrite.verify import Draw
 from tests.bench.corpus.cases import Family
 
-ATTENTION = Family("attention")
 _HEADS = ["dtype(q) in {float32, float64}", "same_dtype(q, k, v)", "rank(q) == 4", "rank(k) == 4", "rank(v) == 4"]
+ATTENTION = Family("attention", numerics="approximate", domain="moderate", where=_HEADS)
 
 
 def _heads(draw: Draw) -> dict[str, Any]:
@@ -40,8 +40,6 @@ ATTENTION.pair(
     false=lambda q, k, v, scale: F.scaled_dot_product_attention(q, k, v),
     why="the scale of the model is not the default",
     literals="scale",
-    numerics="approximate",
-    domain="moderate",
     where=[*_HEADS, "scale > 0", "scale < 4"],
     sampler=_only("q k v"),
 )
@@ -55,9 +53,6 @@ ATTENTION.pair(
     true=lambda q, k, v, hidden: F.scaled_dot_product_attention(q, k, v, attn_mask=torch.logical_not(hidden), scale=1),
     false=lambda q, k, v, hidden: F.scaled_dot_product_attention(q, k, v, attn_mask=hidden, scale=1),
     why="sdpa sees what is True in its mask",
-    numerics="approximate",
-    domain="moderate",
-    where=_HEADS,
     sampler=_only("q k v hidden"),
 )
 
@@ -75,9 +70,6 @@ ATTENTION.pair(
         q, k, v, attn_mask=_seen(match, q, k, k.shape[-2] - q.shape[-2])
     ),
     why="torch aligns the causal mask at the top left",
-    numerics="approximate",
-    domain="moderate",
-    where=_HEADS,
     sampler=_only("q k v"),
 )
 
@@ -106,30 +98,16 @@ ATTENTION.pair(
         v.repeat(1, q.shape[1] // k.shape[1], 1, 1),
     ),
     why="neighbouring queries share a head, not those at a distance",
-    numerics="approximate",
-    domain="moderate",
-    where=_HEADS,
     sampler=_groups,
 )
 
-ATTENTION.true(
+ATTENTION.pair(
     "fold_query_scale",
     lambda q, k, v, c: F.scaled_dot_product_attention(q * c, k, v, scale=1.0),
-    lambda q, k, v, c: F.scaled_dot_product_attention(q, k, v, scale=c),
+    true=lambda q, k, v, c: F.scaled_dot_product_attention(q, k, v, scale=c),
+    false_pattern=lambda q, k, v, c: F.scaled_dot_product_attention(q * c, k, v),
+    why="the default scale is lost",
     literals="c",
-    numerics="approximate",
-    domain="moderate",
-    where=[*_HEADS, "c > 0", "c < 4"],
-    sampler=_only("q k v"),
-)
-ATTENTION.false(
-    "fold_query_scale",
-    lambda q, k, v, c: F.scaled_dot_product_attention(q * c, k, v),
-    lambda q, k, v, c: F.scaled_dot_product_attention(q, k, v, scale=c),
-    "the default scale is lost",
-    literals="c",
-    numerics="approximate",
-    domain="moderate",
     where=[*_HEADS, "c > 0", "c < 4"],
     sampler=_only("q k v"),
 )
@@ -141,8 +119,6 @@ ATTENTION.pair(
     false=lambda s, m, c: torch.softmax(s * c + m, -1),
     why="the mask has the temperature too",
     literals="c",
-    numerics="approximate",
-    domain="moderate",
     where=["dtype(s) in {float32, float64}", "same_dtype(s, m)", "rank(s) >= 1", "rank(m) >= 1", "c > 0", "c < 4"],
 )
 
@@ -151,8 +127,6 @@ ATTENTION.true(
     lambda q, k, v: torch.matmul(torch.matmul(q, k.transpose(-2, -1)), v),
     lambda q, k, v: torch.matmul(q, torch.matmul(k.transpose(-2, -1), v)),
     numerics="reassociates",
-    domain="moderate",
-    where=_HEADS,
     sampler=_only("q k v"),
 )
 ATTENTION.false(
@@ -160,9 +134,6 @@ ATTENTION.false(
     lambda q, k, v: torch.matmul(torch.softmax(torch.matmul(q, k.transpose(-2, -1)), -1), v),
     lambda q, k, v: torch.matmul(torch.softmax(q, -1), torch.matmul(torch.softmax(k, -2).transpose(-2, -1), v)),
     "a softmax of a product is no product of softmaxes",
-    numerics="approximate",
-    domain="moderate",
-    where=_HEADS,
     sampler=_only("q k v"),
 )
 
@@ -173,6 +144,8 @@ ATTENTION.pair(
     false=lambda x: x.reshape(x.shape[0], x.shape[2], -1),
     why="the heads are not moved next to their entries",
     where=["rank(x) == 4"],
+    numerics="exact",
+    domain="all",
 )
 
 ATTENTION.pair(
@@ -181,7 +154,5 @@ ATTENTION.pair(
     true=lambda s, z: torch.exp(s - torch.logsumexp(torch.cat([s, z], -1), -1, True)),
     false=lambda s, z: torch.softmax(s, -1),
     why="the sink takes a part of each row",
-    numerics="approximate",
-    domain="moderate",
     where=["dtype(s) in {float32, float64}", "same_dtype(s, z)", "rank(s) == 2", "rank(z) == 2", "size(z, 1) == 1"],
 )

@@ -21,10 +21,10 @@ class Case:
 
 
 class Family:
-    """Rules of one kind. The id of a false one ends in `_wrong`."""
+    """Rules of one kind, and what they promise unless they say otherwise. The id of a false one ends in `_wrong`."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, **promises: Any) -> None:
+        self.name, self.promises = name, promises
         self.cases: list[Case] = []
 
     def pair(
@@ -33,23 +33,26 @@ class Family:
         pattern: Callable[..., Any],
         *,
         true: Callable[..., Any],
-        false: Callable[..., Any],
+        false: Callable[..., Any] | None = None,
+        false_pattern: Callable[..., Any] | None = None,
         why: str,
         **promises: Any,
     ) -> None:
-        """Adds a true rule and its false twin, which have the pattern and all promises in common."""
+        """Adds a true rule and its false twin, which differ in their replacements, their patterns or both."""
         self.true(name, pattern, true, **promises)
-        self.false(name, pattern, false, why, **promises)
+        self.false(name, false_pattern or pattern, false or true, why, **promises)
 
     def true(self, name: str, pattern: Callable[..., Any], replacement: Callable[..., Any], **promises: Any) -> None:
         """Adds a true rule."""
-        self.cases.append(Case(_made(f"{self.name}.{name}", pattern, replacement, **promises), True))
+        made = _made(f"{self.name}.{name}", pattern, replacement, **{**self.promises, **promises})
+        self.cases.append(Case(made, True))
 
     def false(
         self, name: str, pattern: Callable[..., Any], replacement: Callable[..., Any], why: str, **promises: Any
     ) -> None:
         """Adds a rule that is false, and says why."""
-        self.cases.append(Case(_made(f"{self.name}.{name}_wrong", pattern, replacement, **promises), False, why))
+        made = _made(f"{self.name}.{name}_wrong", pattern, replacement, **{**self.promises, **promises})
+        self.cases.append(Case(made, False, why))
 
 
 def _made(

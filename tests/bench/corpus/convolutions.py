@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tests.bench.corpus.cases import Family, floats
 
-CONVOLUTIONS = Family("convolutions")
+CONVOLUTIONS = Family("convolutions", numerics="approximate", domain="moderate")
 _CONV = ["dtype(x) in {float32, float64}", "same_dtype(x, w)", "rank(x) == 3", "rank(w) == 3"]
 _SOME = [f"size(x, {dim}) > 0" for dim in range(3)]
 _IMAGE = ["dtype(x) in {float32, float64}", "rank(x) == 4", *_SOME, "size(x, 3) > 0"]
@@ -20,8 +20,6 @@ CONVOLUTIONS.pair(
     true=lambda x, w: torch.matmul(w[:, :, 0], x),
     false=lambda x, w: torch.matmul(w[:, :, 0].t(), x),
     why="rows of the weight are outputs",
-    numerics="approximate",
-    domain="moderate",
     where=[*_CONV, *_SOME, "size(w, 2) == 1", "size(w, 0) == size(w, 1)", "size(w, 0) > 0"],
 )
 
@@ -31,8 +29,6 @@ CONVOLUTIONS.pair(
     true=lambda x, w: F.conv1d(x, w.transpose(0, 1).flip(-1), padding=w.shape[2] - 1),
     false=lambda x, w: F.conv1d(x, w.transpose(0, 1), padding=w.shape[2] - 1),
     why="the kernel is not reversed",
-    numerics="approximate",
-    domain="moderate",
     where=[*_CONV, *_SOME, *(f"size(w, {dim}) > 0" for dim in range(3))],
 )
 
@@ -42,8 +38,6 @@ CONVOLUTIONS.pair(
     true=lambda x: F.avg_pool2d(F.pad(x, (1, 1, 1, 1)), 3, 1),
     false=lambda x: F.avg_pool2d(x, 3, 1, 1, count_include_pad=False),
     why="the padding counts as entries",
-    numerics="approximate",
-    domain="moderate",
     where=_IMAGE,
     terminates=False,
 )
@@ -57,22 +51,19 @@ CONVOLUTIONS.pair(
     domain="finite",
     where=[*floats("x"), "rank(x) == 3", *_SOME],
     terminates=False,
+    numerics="exact",
 )
 
-CONVOLUTIONS.true(
+CONVOLUTIONS.pair(
     "relu_before_pool",
     lambda x: torch.relu(F.max_pool2d(x, 2)),
-    lambda x: F.max_pool2d(torch.relu(x), 2),
+    true=lambda x: F.max_pool2d(torch.relu(x), 2),
+    false_pattern=lambda x: torch.relu(F.avg_pool2d(x, 2)),
+    false=lambda x: F.avg_pool2d(torch.relu(x), 2),
+    why="a mean does not commute with relu",
     numerics="reassociates",
     where=_IMAGE,
-)
-CONVOLUTIONS.false(
-    "relu_before_pool",
-    lambda x: torch.relu(F.avg_pool2d(x, 2)),
-    lambda x: F.avg_pool2d(torch.relu(x), 2),
-    "a mean does not commute with relu",
-    numerics="reassociates",
-    where=_IMAGE,
+    domain="all",
 )
 
 
@@ -87,8 +78,6 @@ CONVOLUTIONS.pair(
     true=lambda x, w: _in_groups(x, w, 0, 1),
     false=lambda x, w: _in_groups(x, w, 1, 0),
     why="the weights of the groups are exchanged",
-    numerics="approximate",
-    domain="moderate",
     where=[*_CONV, *_SOME, "size(x, 1) == size(w, 1) * 2", "size(w, 0) % 2 == 0", "size(w, 0) > 0", "size(w, 2) > 0"],
 )
 
@@ -99,8 +88,6 @@ CONVOLUTIONS.pair(
     false=lambda x, w, b, c: F.conv1d(x, w * c, b),
     why="the bias is not scaled",
     literals="c",
-    numerics="approximate",
-    domain="moderate",
     where=[*_CONV, *_SOME, "same_dtype(x, b)", "rank(b) == 1", "c > 0", "c < 4"],
 )
 
@@ -111,4 +98,6 @@ CONVOLUTIONS.pair(
     false=lambda x: torch.cat([torch.zeros_like(x[..., :1]), x], -1),
     why="the second number is the padding at the end",
     where=[*floats("x"), "rank(x) >= 1", "size(x, -1) > 0"],
+    numerics="exact",
+    domain="all",
 )

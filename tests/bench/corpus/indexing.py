@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from fxrewrite.verify import Draw
 from tests.bench.corpus.cases import Family, floats
 
-INDEXING = Family("indexing")
+INDEXING = Family("indexing", numerics="reassociates")
 
 
 def _picked(draw: Draw) -> dict[str, Any]:
@@ -25,7 +25,6 @@ INDEXING.pair(
     true=lambda match, x, i: x[match.call(torch.arange, x.shape[0], device=x.device), i],
     false=lambda match, x, i: x[i, match.call(torch.arange, x.shape[0], device=x.device)],
     why="i is a column of each row, not a row of each column",
-    numerics="reassociates",
     sampler=_picked,
 )
 
@@ -36,13 +35,14 @@ def _rows(draw: Draw) -> dict[str, Any]:
     return {"w": draw.tensor(rows, draw.size()), "i": draw.indices(draw.size(), draw.size(), below=rows)}
 
 
-INDEXING.true("embedding_to_index", lambda w, i: F.embedding(i, w), lambda w, i: w[i], sampler=_rows)
-INDEXING.false(
+INDEXING.pair(
     "embedding_to_index",
-    lambda w, i: F.embedding(i, w, padding_idx=0),
-    lambda w, i: w[i],
-    "the row of the padding has no gradient",
+    lambda w, i: F.embedding(i, w),
+    true=lambda w, i: w[i],
+    false_pattern=lambda w, i: F.embedding(i, w, padding_idx=0),
+    why="the row of the padding has no gradient",
     sampler=_rows,
+    numerics="exact",
 )
 
 
@@ -58,7 +58,6 @@ INDEXING.pair(
     true=lambda x, i, v: x.index_add(0, i, v),
     false=lambda x, i, v: x.index_put((i,), x[i] + v),
     why="of equal indices one summand is left",
-    numerics="reassociates",
     domain="moderate",
     where=["dtype(x) in {float32, float64}"],
     sampler=_added,
@@ -70,7 +69,6 @@ INDEXING.pair(
     true=lambda x, m: torch.where(m, 0.0, x),
     false=lambda x, m: x * torch.logical_not(m),
     why="infinity times 0 is NaN",
-    numerics="reassociates",
     where=[*floats("x"), "dtype(m) in {bool}"],
 )
 
@@ -79,7 +77,6 @@ INDEXING.true(
     lambda x: torch.sort(x, -1)[0][..., 0] * 2.0,
     lambda x: torch.amin(x, -1) * 2.0,
     domain="finite",
-    numerics="reassociates",
     where=[*floats("x"), "rank(x) >= 1", "size(x, -1) > 0"],
     gradients=False,
 )
@@ -88,7 +85,6 @@ INDEXING.false(
     lambda x: torch.sort(x, -1)[0][..., 0] * 2.0,
     lambda x: torch.amin(x, -1) * 2.0,
     "NaN is sorted to the end, and is every minimum",
-    numerics="reassociates",
     where=[*floats("x"), "rank(x) >= 1", "size(x, -1) > 0"],
     gradients=False,
 )
@@ -126,4 +122,5 @@ INDEXING.pair(
     false=lambda x, bounds: torch.searchsorted(bounds, x, right=True),
     why="a value that is a bound goes to the left of it",
     sampler=_bounds,
+    numerics="exact",
 )

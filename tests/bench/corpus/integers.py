@@ -9,26 +9,21 @@ from tests.bench.corpus.cases import Family, floats
 INTEGERS = Family("integers")
 _INTEGER = ["dtype(x) in {int32, int64}"]
 
-INTEGERS.true(
+INTEGERS.pair(
     "divide_by_shift",
     lambda x: torch.div(x, 4, rounding_mode="floor"),
-    lambda x: torch.bitwise_right_shift(x, 2),
-    where=_INTEGER,
-)
-INTEGERS.false(
-    "divide_by_shift",
-    lambda x: torch.div(x, 4, rounding_mode="trunc"),
-    lambda x: torch.bitwise_right_shift(x, 2),
-    "a shift rounds to below, not to zero",
+    true=lambda x: torch.bitwise_right_shift(x, 2),
+    false_pattern=lambda x: torch.div(x, 4, rounding_mode="trunc"),
+    why="a shift rounds to below, not to zero",
     where=_INTEGER,
 )
 
-INTEGERS.true("remainder_by_mask", lambda x: torch.remainder(x, 8), lambda x: torch.bitwise_and(x, 7), where=_INTEGER)
-INTEGERS.false(
+INTEGERS.pair(
     "remainder_by_mask",
-    lambda x: torch.fmod(x, 8),
-    lambda x: torch.bitwise_and(x, 7),
-    "fmod has the sign of x",
+    lambda x: torch.remainder(x, 8),
+    true=lambda x: torch.bitwise_and(x, 7),
+    false_pattern=lambda x: torch.fmod(x, 8),
+    why="fmod has the sign of x",
     where=_INTEGER,
 )
 
@@ -50,10 +45,7 @@ INTEGERS.false(
 )
 
 INTEGERS.true(
-    "drop_wide_cast",
-    lambda x: x.to(torch.float64).to(torch.int32),
-    lambda x: x,
-    where=["dtype(x) in {int32}"],
+    "drop_wide_cast", lambda x: x.to(torch.float64).to(torch.int32), lambda x: x, where=["dtype(x) in {int32}"]
 )
 INTEGERS.false(
     "drop_narrow_cast",
@@ -79,11 +71,7 @@ INTEGERS.false(
 )
 
 INTEGERS.true(
-    "not_below",
-    lambda x, y: torch.logical_not(x < y),
-    lambda x, y: x >= y,
-    domain="finite",
-    where=floats("x", "y"),
+    "not_below", lambda x, y: torch.logical_not(x < y), lambda x, y: x >= y, domain="finite", where=floats("x", "y")
 )
 INTEGERS.false(
     "not_below",
@@ -104,17 +92,13 @@ INTEGERS.pair(
     terminates=False,
 )
 
-INTEGERS.true(
+INTEGERS.pair(
     "round_before_clamp",
     lambda x: x.clamp(-8.0, 7.0).round(),
-    lambda x: x.round().clamp(-8.0, 7.0),
-    where=floats("x"),
-)
-INTEGERS.false(
-    "round_before_clamp",
-    lambda x: x.clamp(-7.5, 7.5).round(),
-    lambda x: x.round().clamp(-7.5, 7.5),
-    "7.5 is not an integer",
+    true=lambda x: x.round().clamp(-8.0, 7.0),
+    false_pattern=lambda x: x.clamp(-7.5, 7.5).round(),
+    false=lambda x: x.round().clamp(-7.5, 7.5),
+    why="7.5 is not an integer",
     where=floats("x"),
 )
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tests.bench.corpus.cases import Family, floats
 
-LINEARS = Family("linears")
+LINEARS = Family("linears", numerics="reassociates", domain="moderate")
 _SQUARE = [*floats("a", "b"), "rank(a) == 2", "shape(a) == shape(b)", "size(a, 0) == size(a, 1)"]
 
 LINEARS.pair(
@@ -16,8 +16,6 @@ LINEARS.pair(
     true=lambda a, b: torch.matmul(b.t(), a.t()).contiguous(),
     false=lambda a, b: torch.matmul(a.t(), b.t()).contiguous(),
     why="the factors change their order",
-    numerics="reassociates",
-    domain="moderate",
     where=_SQUARE,
 )
 
@@ -28,7 +26,6 @@ LINEARS.pair(
     false=lambda b, x, w: torch.addmm(b, x, w, beta=2.0),
     why="beta scales the summand, not the product",
     numerics="approximate",
-    domain="moderate",
     where=["dtype(b) in {float32, float64}", "same_dtype(b, x, w)", "rank(b) == 1", "size(b, 0) == size(w, 1)"],
 )
 
@@ -41,7 +38,6 @@ LINEARS.pair(
     false=lambda x, y, w, b: F.linear(x, w, b) + F.linear(y, w, b),
     why="the bias is added twice",
     numerics="approximate",
-    domain="moderate",
     where=[*_BIASED, "shape(x) == shape(y)", "same_dtype(x, y)"],
     terminates=False,
 )
@@ -54,7 +50,6 @@ LINEARS.pair(
     why="the bias is not scaled",
     literals="c",
     numerics="approximate",
-    domain="moderate",
     where=[*_BIASED, "c > 0", "c < 4"],
 )
 
@@ -65,7 +60,6 @@ LINEARS.pair(
     false=lambda x, w, u: F.linear(x, torch.cat([u, w], 0)),
     why="the weights change their order",
     numerics="approximate",
-    domain="moderate",
     where=[*_LINEAR, "same_dtype(w, u)", "rank(u) == 2"],
 )
 
@@ -76,8 +70,6 @@ LINEARS.pair(
     true=lambda a, b: torch.bmm(a, b.transpose(1, 2)),
     false=lambda a, b: torch.bmm(a, b),
     why="the second factor is not transposed",
-    numerics="reassociates",
-    domain="moderate",
     where=_BATCHES,
 )
 
@@ -87,8 +79,8 @@ LINEARS.pair(
     true=lambda c, a, b: torch.bmm(a, b),
     false=lambda c, a, b: 0.0 * c + torch.bmm(a, b),
     why="with beta 0 a NaN in the summand is ignored",
-    numerics="reassociates",
     where=["dtype(c) in {float32, float64}", "same_dtype(c, a, b)", "rank(c) == 3"],
+    domain="all",
 )
 
 LINEARS.pair(
@@ -97,8 +89,6 @@ LINEARS.pair(
     true=lambda d, x: d.unsqueeze(1) * x,
     false=lambda d, x: d.unsqueeze(0) * x,
     why="a diagonal matrix from the left scales rows, not columns",
-    numerics="reassociates",
-    domain="moderate",
     where=[*floats("d", "x"), "rank(d) == 1", "rank(x) == 2", "size(x, 0) == size(x, 1)"],
 )
 
@@ -106,8 +96,8 @@ LINEARS.true(
     "multiply_wide",
     lambda a, b: torch.mm(a, b),
     lambda a, b: torch.mm(a.float(), b.float()).to(torch.bfloat16),
-    numerics="reassociates",
     where=["dtype(a) in {bfloat16}", "same_dtype(a, b)"],
+    domain="all",
 )
 LINEARS.false(
     "multiply_narrow",
@@ -115,4 +105,6 @@ LINEARS.false(
     lambda a, b: torch.mm(a, b).to(torch.float32),
     "the product is rounded to bfloat16",
     where=["dtype(a) in {bfloat16}", "same_dtype(a, b)"],
+    numerics="exact",
+    domain="all",
 )

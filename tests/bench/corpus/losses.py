@@ -10,25 +10,18 @@ import torch.nn.functional as F  # noqa: N812
 from fxrewrite.verify import Draw
 from tests.bench.corpus.cases import Family, floats
 
-LOSSES = Family("losses")
 _ROWS = [*floats("x"), "rank(x) >= 1", "size(x, -1) > 0"]
+LOSSES = Family("losses", numerics="approximate", domain="moderate", where=_ROWS)
 
 LOSSES.true(
-    "write_out_softmax",
-    lambda x: torch.softmax(x, -1),
-    lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
-    numerics="approximate",
-    domain="moderate",
-    where=_ROWS,
+    "write_out_softmax", lambda x: torch.softmax(x, -1), lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True)
 )
 LOSSES.false(
     "write_out_softmax",
     lambda x: torch.softmax(x, -1),
     lambda x: torch.exp(x) / torch.exp(x).sum(-1, keepdim=True),
     "exp overflows for large x",
-    numerics="approximate",
     domain="finite",
-    where=_ROWS,
 )
 
 LOSSES.true(
@@ -36,8 +29,6 @@ LOSSES.true(
     lambda x: x - torch.logsumexp(x, -1, True),
     lambda x: torch.log_softmax(x, -1),
     numerics="reassociates",
-    domain="moderate",
-    where=_ROWS,
 )
 LOSSES.false(
     "to_log_softmax",
@@ -46,42 +37,22 @@ LOSSES.false(
     "a softmax that underflows has the logarithm -inf",
     numerics="reassociates",
     domain="finite",
-    where=_ROWS,
 )
 
-LOSSES.true(
+LOSSES.pair(
     "to_logsumexp",
     lambda x: torch.log(torch.exp(x).sum(-1)),
-    lambda x: torch.logsumexp(x, -1),
-    numerics="approximate",
-    domain="moderate",
-    where=_ROWS,
-)
-LOSSES.false(
-    "to_logsumexp",
-    lambda x: torch.log(torch.exp(x).mean(-1)),
-    lambda x: torch.logsumexp(x, -1),
-    "the logarithm of the length is missing",
-    numerics="approximate",
-    domain="moderate",
-    where=_ROWS,
+    true=lambda x: torch.logsumexp(x, -1),
+    false_pattern=lambda x: torch.log(torch.exp(x).mean(-1)),
+    why="the logarithm of the length is missing",
 )
 
-LOSSES.true(
+LOSSES.pair(
     "drop_shift",
     lambda x: torch.softmax(x - x.mean(-1, keepdim=True), -1),
-    lambda x: torch.softmax(x, -1),
-    numerics="approximate",
-    domain="moderate",
-    where=[*_ROWS, "rank(x) == 2"],
-)
-LOSSES.false(
-    "drop_shift",
-    lambda x: torch.softmax(x - x.mean(0, keepdim=True), -1),
-    lambda x: torch.softmax(x, -1),
-    "the shift is not the same along a row",
-    numerics="approximate",
-    domain="moderate",
+    true=lambda x: torch.softmax(x, -1),
+    false_pattern=lambda x: torch.softmax(x - x.mean(0, keepdim=True), -1),
+    why="the shift is not the same along a row",
     where=[*_ROWS, "rank(x) == 2"],
 )
 
@@ -115,7 +86,6 @@ LOSSES.pair(
     false=lambda x, t: F.cross_entropy(x, t, reduction="sum") / x.shape[0],
     why="ignored targets are no part of the mean",
     numerics="reassociates",
-    domain="moderate",
     where=_LOGITS,
     sampler=_only("x", "t", sampler=_some_ignored),
 )
@@ -131,8 +101,6 @@ LOSSES.pair(
         - 0.1 * torch.log_softmax(x, 1).sum(1).mean() / max(x.shape[1] - 1, 1)
     ),
     why="the smoothed mass goes to all classes, not to the others alone",
-    numerics="approximate",
-    domain="moderate",
     where=_LOGITS,
     sampler=_only("x", "t"),
 )
@@ -143,8 +111,6 @@ LOSSES.pair(
     true=lambda x, t, w: F.cross_entropy(x, t, w, reduction="sum") / w[t].sum(),
     false=lambda x, t, w: F.cross_entropy(x, t, w, reduction="none").mean(),
     why="a weighted mean is divided by the sum of the weights",
-    numerics="approximate",
-    domain="moderate",
     where=_LOGITS,
     sampler=_classes,
 )
@@ -155,8 +121,6 @@ LOSSES.pair(
     true=lambda x, y: (F.softplus(x) - x * y).mean(),
     false=lambda x, y: (F.softplus(-x) - x * y).mean(),
     why="a target of 0 costs softplus(x)",
-    numerics="approximate",
-    domain="moderate",
     where=["dtype(x) in {float32, float64}", "same_dtype(x, y)", "shape(x) == shape(y)"],
 )
 
@@ -167,8 +131,6 @@ LOSSES.pair(
     true=lambda x, y: (x - y).pow(2).mean(),
     false=lambda x, y: (x - y).pow(2).sum() / x.shape[0],
     why="the mean is over all entries, not over rows",
-    numerics="approximate",
-    domain="moderate",
     where=[*_BOTH, "dtype(x) in {float32, float64}"],
 )
 
@@ -178,7 +140,5 @@ LOSSES.pair(
     true=lambda x, y: F.huber_loss(x, y, delta=2.0) / 2.0,
     false=lambda x, y: F.huber_loss(x, y, delta=2.0),
     why="huber is beta times smooth l1",
-    numerics="approximate",
-    domain="moderate",
     where=[*_BOTH, "dtype(x) in {float32, float64}"],
 )

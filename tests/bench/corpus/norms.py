@@ -7,24 +7,21 @@ import torch.nn.functional as F  # noqa: N812
 
 from tests.bench.corpus.cases import Family
 
-NORMS = Family("norms")
 _WIDE = ["dtype(x) in {float32, float64}", "rank(x) >= 1", "size(x, -1) > 0"]
+NORMS = Family("norms", numerics="approximate", domain="moderate", where=_WIDE)
 
 NORMS.true(
     "to_rms_norm",
     lambda x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6),
     lambda x: F.rms_norm(x, [x.shape[-1]], None, 1e-6),
-    numerics="approximate",
-    where=_WIDE,
+    domain="all",
 )
 NORMS.false(
     "to_rms_norm",
     lambda x: x / (torch.sqrt(x.pow(2).mean(-1, keepdim=True)) + 1e-6),
     lambda x: F.rms_norm(x, [x.shape[-1]], None, 1e-6),
     "eps is added to the root, not under it",
-    numerics="approximate",
     domain="finite",
-    where=_WIDE,
     gradients=False,
 )
 
@@ -32,37 +29,23 @@ NORMS.true(
     "to_layer_norm",
     lambda x: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, unbiased=False, keepdim=True) + 1e-5),
     lambda x: F.layer_norm(x, [x.shape[-1]], None, None, 1e-5),
-    numerics="approximate",
-    domain="moderate",
-    where=_WIDE,
 )
 NORMS.false(
     "to_layer_norm",
     lambda x: (x - x.mean(-1, keepdim=True)) / torch.sqrt(x.var(-1, keepdim=True) + 1e-5),
     lambda x: F.layer_norm(x, [x.shape[-1]], None, None, 1e-5),
     "var is unbiased by default",
-    numerics="approximate",
-    domain="moderate",
     where=[*_WIDE, "size(x, -1) > 1"],
 )
 
 _SCALED = [*_WIDE, "same_dtype(x, w, b)", "rank(w) == 1", "rank(b) == 1", "size(w, 0) == size(x, -1)"]
 _SCALED = [*_SCALED, "size(b, 0) == size(x, -1)"]
-NORMS.true(
+NORMS.pair(
     "scale_layer_norm",
     lambda x, w, b: F.layer_norm(x, [x.shape[-1]]) * w + b,
-    lambda x, w, b: F.layer_norm(x, [x.shape[-1]], w, b),
-    numerics="approximate",
-    domain="moderate",
-    where=_SCALED,
-)
-NORMS.false(
-    "scale_layer_norm",
-    lambda x, w, b: (F.layer_norm(x, [x.shape[-1]]) + b) * w,
-    lambda x, w, b: F.layer_norm(x, [x.shape[-1]], w, b),
-    "the bias is scaled too",
-    numerics="approximate",
-    domain="moderate",
+    true=lambda x, w, b: F.layer_norm(x, [x.shape[-1]], w, b),
+    false_pattern=lambda x, w, b: (F.layer_norm(x, [x.shape[-1]]) + b) * w,
+    why="the bias is scaled too",
     where=_SCALED,
 )
 
@@ -72,8 +55,6 @@ NORMS.pair(
     true=lambda x: F.group_norm(x, x.shape[1]),
     false=lambda x: F.group_norm(x, 1),
     why="all channels are in one group",
-    numerics="approximate",
-    domain="moderate",
     where=[*_WIDE, "rank(x) == 4", "size(x, 0) > 0", "size(x, 1) > 0", "size(x, 2) > 0", "size(x, 3) > 1"],
 )
 
@@ -85,8 +66,6 @@ NORMS.pair(
     true=lambda x, m, v: (x - m) * torch.rsqrt(v + 1e-5),
     false=lambda x, m, v: (x - m) * torch.rsqrt(v),
     why="eps is missing",
-    numerics="approximate",
-    domain="moderate",
     where=_STATISTICS,
     gradients=False,
 )
@@ -97,6 +76,8 @@ NORMS.true(
     lambda x: x.to(torch.float32).to(torch.bfloat16),
     lambda x: x,
     where=["dtype(x) in {bfloat16}"],
+    numerics="exact",
+    domain="all",
 )
 NORMS.false(
     "round_after_weight",
@@ -104,22 +85,18 @@ NORMS.false(
     lambda x, w: (w.float() * F.rms_norm(x.to(torch.float32), [x.shape[-1]], None, 1e-6)).to(torch.bfloat16),
     "the norm is not rounded before the product",
     where=["dtype(x) in {bfloat16}", "same_dtype(x, w)", "rank(x) >= 1", "rank(w) == 1", "size(w, 0) == size(x, -1)"],
+    numerics="exact",
+    domain="all",
 )
 
-NORMS.true(
+NORMS.pair(
     "to_normalize",
     lambda x: x / torch.linalg.vector_norm(x, 2, -1, True).clamp_min(1e-6),
-    lambda x: F.normalize(x, dim=-1, eps=1e-6),
+    true=lambda x: F.normalize(x, dim=-1, eps=1e-6),
+    false_pattern=lambda x: x / (torch.linalg.vector_norm(x, 2, -1, True) + 1e-6),
+    why="eps is added to every norm, not to small ones alone",
     numerics="reassociates",
-    where=_WIDE,
-)
-NORMS.false(
-    "to_normalize",
-    lambda x: x / (torch.linalg.vector_norm(x, 2, -1, True) + 1e-6),
-    lambda x: F.normalize(x, dim=-1, eps=1e-6),
-    "eps is added to every norm, not to small ones alone",
-    numerics="reassociates",
-    where=_WIDE,
+    domain="all",
 )
 
 NORMS.pair(
@@ -128,9 +105,7 @@ NORMS.pair(
     true=lambda x: F.rms_norm(x, [x.shape[-1]], None, 1e-5 / 16.0),
     false=lambda x: F.rms_norm(x, [x.shape[-1]], None, 1e-5),
     why="eps is not scaled",
-    numerics="approximate",
     domain="finite",
-    where=_WIDE,
 )
 
 NORMS.pair(
@@ -139,7 +114,5 @@ NORMS.pair(
     true=lambda x: (x - x.mean(0)) * torch.rsqrt(x.var(0, unbiased=False) + 1e-5),
     false=lambda x: (x - x.mean(0)) * torch.rsqrt(x.var(0) + 1e-5),
     why="the variance of a batch norm is biased",
-    numerics="approximate",
-    domain="moderate",
     where=[*_WIDE, "rank(x) == 2", "size(x, 0) > 1"],
 )

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tests.bench.corpus.cases import Family, floats
 
-OTHER = Family("other")
+OTHER = Family("other", numerics="reassociates", where=floats("x"))
 
 
 def _rotary(x: Any, cos: Any, sin: Any) -> Any:
@@ -37,28 +37,17 @@ OTHER.pair(
     ],
 )
 
-OTHER.true("zeros_to_full", lambda x: torch.zeros_like(x), lambda x: torch.full_like(x, 0), where=floats("x"))
-OTHER.false(
-    "zeros_to_product",
-    lambda x: torch.zeros_like(x),
-    lambda x: x * 0.0,
-    "infinity times 0 is NaN",
-    numerics="reassociates",
-    where=floats("x"),
-)
+OTHER.true("zeros_to_full", lambda x: torch.zeros_like(x), lambda x: torch.full_like(x, 0), numerics="exact")
+OTHER.false("zeros_to_product", lambda x: torch.zeros_like(x), lambda x: x * 0.0, "infinity times 0 is NaN")
 
-OTHER.true(
+OTHER.pair(
     "detach_once",
     lambda x, y: x.detach() * y.detach(),
-    lambda x, y: (x * y).detach(),
+    true=lambda x, y: (x * y).detach(),
+    false_pattern=lambda x, y: x.detach() * y,
+    why="y has a gradient",
     where=floats("x", "y"),
-)
-OTHER.false(
-    "detach_once",
-    lambda x, y: x.detach() * y,
-    lambda x, y: (x * y).detach(),
-    "y has a gradient",
-    where=floats("x", "y"),
+    numerics="exact",
 )
 
 OTHER.pair(
@@ -67,17 +56,13 @@ OTHER.pair(
     true=lambda x: F.dropout(x * 2.0, 0.5),
     false=lambda x: F.dropout(x * 2.0, 0.25),
     why="it keeps more",
-    numerics="reassociates",
     domain="moderate",
-    where=floats("x"),
 )
 
 OTHER.true(
     "guard_once",
     lambda x: torch.where(x > 1.0, torch.log(torch.where(x > 1.0, x, 1.0)), 0.0),
     lambda x: torch.where(x > 1.0, torch.log(x), 0.0),
-    numerics="reassociates",
-    where=floats("x"),
     gradients=False,
 )
 OTHER.false(
@@ -85,7 +70,5 @@ OTHER.false(
     lambda x: torch.where(x > 1.0, torch.log(torch.where(x > 1.0, x, 1.0)), 0.0),
     lambda x: torch.where(x > 1.0, torch.log(x), 0.0),
     "the gradient at 0 is 0 times infinity",
-    numerics="reassociates",
     domain="finite",
-    where=floats("x"),
 )

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from tests.bench.corpus.cases import Family, floats
 
-REDUCTIONS = Family("reductions")
+REDUCTIONS = Family("reductions", numerics="approximate", domain="moderate")
 _ROWS = [*floats("x"), "rank(x) >= 1", "size(x, -1) > 0"]
 _WIDE = ["dtype(x) in {float32, float64}", "rank(x) >= 1", "size(x, -1) > 0"]
 
@@ -19,8 +19,6 @@ REDUCTIONS.pair(
     true=lambda x, y: (x.sum(0) + y.sum(0)) / (x.shape[0] + y.shape[0]),
     false=lambda x, y: (x.mean(0) + y.mean(0)) / 2.0,
     why="the longer part counts more",
-    numerics="approximate",
-    domain="moderate",
     where=[*_WIDE, "rank(x) == 2", "rank(y) == 2", "same_dtype(x, y)", "size(x, 0) > 0", "size(y, 0) > 0"],
 )
 
@@ -28,8 +26,6 @@ REDUCTIONS.true(
     "variance_by_squares",
     lambda x: x.var(-1, unbiased=False),
     lambda x: (x * x).mean(-1) - x.mean(-1) * x.mean(-1),
-    numerics="approximate",
-    domain="moderate",
     where=_WIDE,
 )
 REDUCTIONS.false(
@@ -37,7 +33,6 @@ REDUCTIONS.false(
     lambda x: x.var(-1, unbiased=False),
     lambda x: (x * x).mean(-1) - x.mean(-1) * x.mean(-1),
     "the difference cancels where the mean is large",
-    numerics="approximate",
     domain="finite",
     where=_WIDE,
 )
@@ -48,8 +43,6 @@ REDUCTIONS.pair(
     true=lambda x: x.var(-1).sqrt(),
     false=lambda x: x.var(-1, unbiased=False).sqrt(),
     why="std is unbiased by default",
-    numerics="approximate",
-    domain="moderate",
     where=[*_WIDE, "size(x, -1) > 1"],
     gradients=False,
 )
@@ -62,6 +55,8 @@ REDUCTIONS.pair(
     why="of equal entries the last is taken",
     where=_ROWS,
     terminates=False,
+    numerics="exact",
+    domain="all",
 )
 
 REDUCTIONS.pair(
@@ -71,25 +66,17 @@ REDUCTIONS.pair(
     false=lambda x: F.pad(x.cumsum(-1)[..., :-1], (0, 1)),
     why="the zero belongs at the front",
     numerics="reassociates",
-    domain="moderate",
     where=_ROWS,
 )
 
 REDUCTIONS.true(
-    "product_of_exp",
-    lambda x: x.exp().prod(-1),
-    lambda x: x.sum(-1).exp(),
-    numerics="approximate",
-    domain="moderate",
-    where=[*_WIDE, "size(x, -1) < 8"],
+    "product_of_exp", lambda x: x.exp().prod(-1), lambda x: x.sum(-1).exp(), where=[*_WIDE, "size(x, -1) < 8"]
 )
 REDUCTIONS.false(
     "sum_of_logs",
     lambda x: x.prod(-1).log(),
     lambda x: x.log().sum(-1),
     "the product of two negative entries has a logarithm",
-    numerics="approximate",
-    domain="moderate",
     where=[*_WIDE, "size(x, -1) < 8"],
 )
 
@@ -102,6 +89,7 @@ REDUCTIONS.pair(
     numerics="reassociates",
     where=_ROWS,
     gradients=False,
+    domain="all",
 )
 
 REDUCTIONS.pair(
@@ -110,7 +98,6 @@ REDUCTIONS.pair(
     true=lambda x: x.sum() / math.prod(x.shape),
     false=lambda x: x.sum() / max(math.prod(x.shape), 1),
     why="the mean of nothing is NaN",
-    numerics="approximate",
     domain="finite",
     where=["dtype(x) in {float32, float64}", "rank(x) >= 1"],
 )

@@ -29,14 +29,12 @@ VIEWS.pair(
     where=["rank(x) >= 1"],
 )
 
-VIEWS.true(
-    "drop_cut", lambda x: torch.cat([x[:, :2], x[:, 2:]], 1), lambda x: x, where=["rank(x) == 2", "size(x, 0) > 0"]
-)
-VIEWS.false(
+VIEWS.pair(
     "drop_cut",
-    lambda x: torch.cat([x[:, 2:], x[:, :2]], 1),
-    lambda x: x,
-    "the parts change their order",
+    lambda x: torch.cat([x[:, :2], x[:, 2:]], 1),
+    true=lambda x: x,
+    false_pattern=lambda x: torch.cat([x[:, 2:], x[:, :2]], 1),
+    why="the parts change their order",
     where=["rank(x) == 2", "size(x, 0) > 0"],
 )
 

@@ -25,8 +25,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-sys.path.insert(0, str(Path(__file__).parents[3]))
-
 from autosp_rules import AutoSPConfig
 from autosp_rules.parallelism import AUTOSP, AUTOSP_ZERO3, CONTEXT_ZIGZAG, autosp_parallelism
 from fxrewrite import FxRewriteError

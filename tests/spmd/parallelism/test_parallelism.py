@@ -105,6 +105,9 @@ class Autocast(Model):
             return super().forward(x)
 
 
+GATHERS, SCATTERS = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
 @pytest.mark.slow
 def test_what_is_sent(mesh: DeviceMesh) -> None:
     """Shards are gathered a layer at a time forward, and again backward; so are gradients reduced and scattered."""
@@ -127,34 +130,22 @@ def test_what_is_sent(mesh: DeviceMesh) -> None:
         bw_compiler=count("backward"),
         partition_fn=min_cut_rematerialization_partition,
     )
-    compiled(ZERO3, mesh, inner=inner)(X).backward()
-    assert sent == {
-        "forward": {"all_gather_into_tensor": 2},
-        "backward": {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2},  # the last layer is kept
-    }
-    torch._dynamo.reset()
-    compiled(ZERO2, mesh, inner=inner)(X).backward()
-    assert sent == {"forward": {"all_gather_into_tensor": 2}, "backward": {"reduce_scatter_tensor": 2}}
-    torch._dynamo.reset()
-    compiled(DATA, mesh, inner=inner)(X).backward()
-    assert sent == {"forward": {}, "backward": {"all_reduce": 2}}
-    torch._dynamo.reset()
-    compiled(TENSOR, mesh, inner=inner)(X).backward()
-    assert sent == {"forward": {"all_reduce": 2}, "backward": {"all_reduce": 1}}  # of the first layer's input none
-    torch._dynamo.reset()
-    compiled(DATA | replace(ZERO3, axis="tp"), mesh, inner=inner)(X).backward()
-    scattered = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2, "all_reduce": 2}  # of a layer's shards
-    assert sent == {"forward": {"all_gather_into_tensor": 2}, "backward": scattered}
-    torch._dynamo.reset()
-    compiled(ZERO3 | replace(ZERO3, axis="tp"), mesh, inner=inner)(X).backward()
-    # of a layer one over each axis; six rows are divided over tp alone, and the backward pass gathers no others
-    scattered = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 4, "all_reduce": 2}
-    assert sent == {"forward": {"all_gather_into_tensor": 4}, "backward": scattered}
-    torch._dynamo.reset()
-    compiled(ZERO3, mesh, inner=inner, model=Autocast())(X).backward()
-    assert sent["backward"] == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 2}
-    assert dtypes["all_gather_into_tensor"] == {torch.bfloat16}
-    assert dtypes["reduce_scatter_tensor"] == {torch.float32}
+    for plan, model, expected in (
+        (ZERO3, Model, ({GATHERS: 2}, {GATHERS: 1, SCATTERS: 2})),  # the last layer is kept
+        (ZERO2, Model, ({GATHERS: 2}, {SCATTERS: 2})),
+        (DATA, Model, ({}, {"all_reduce": 2})),
+        (TENSOR, Model, ({"all_reduce": 2}, {"all_reduce": 1})),  # of the first layer's input none
+        # the shards of a layer are reduced
+        (DATA | replace(ZERO3, axis="tp"), Model, ({GATHERS: 2}, {GATHERS: 1, SCATTERS: 2, "all_reduce": 2})),
+        # of a layer one over each axis; six rows are divided over tp alone, and the backward pass gathers no others
+        (ZERO3 | replace(ZERO3, axis="tp"), Model, ({GATHERS: 4}, {GATHERS: 1, SCATTERS: 4, "all_reduce": 2})),
+        (ZERO3, Autocast, ({GATHERS: 2}, {GATHERS: 1, SCATTERS: 2})),
+    ):
+        torch._dynamo.reset()
+        compiled(plan, mesh, inner=inner, model=model())(X).backward()
+        assert (sent["forward"], sent["backward"]) == expected
+    assert dtypes[GATHERS] == {torch.bfloat16}
+    assert dtypes[SCATTERS] == {torch.float32}
 
 
 def test_parameters_in_shards(mesh: DeviceMesh) -> None:
@@ -631,7 +622,7 @@ OF_THE_VOCABULARY = (
 @pytest.mark.gloo
 def test_on_real_processes(tmp_path: Path) -> None:
     """Steps of training equal those of one device; so do evaluation, and a checkpoint resumed on another mesh."""
-    for text in launch("../spmd/parallelism/parallel_worker.py", "", 4, tmp_path):
+    for text in launch("spmd.parallelism.parallel_worker", "", 4, tmp_path):
         cells = json.loads(text)
         weights, values, uncut, sizes = cells.pop("ranks that differ")["said"]
         assert "differ in parameter down_proj.bias of call 1" in weights, "the first by name"
@@ -668,7 +659,7 @@ def test_on_real_processes(tmp_path: Path) -> None:
 @pytest.mark.gloo
 def test_on_eight_processes(tmp_path: Path) -> None:
     """On 2 x 2 x 2, each holds an eighth of parameters, gradients and optimizer states, to 2 %."""
-    for text in launch("../spmd/parallelism/parallel_worker.py", "", 8, tmp_path):
+    for text in launch("spmd.parallelism.parallel_worker", "", 8, tmp_path):
         cells = json.loads(text)
         found = cells["ZeRO-3, AutoSP, Megatron"]
         assert found["parameters"] <= 1e-6, "a loss over shards of the vocabulary is summed in float32"

@@ -12,15 +12,13 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.autograd import Function
 
-from autosp_rules import AutoSPConfig, AutoSPError
+from autosp_rules import AutoSPConfig, AutoSPError, dry_run
 from autosp_rules.parallelism import AUTOSP
-from autosp_rules.transform import transform
 from fxrewrite import FxRewriteError
 from fxrewrite.capture.custom_backward import custom_function
-from fxrewrite.spmd import Parallelism, ReadOwn, Shard, axis_of, param
-from fxrewrite.testing import fake_mesh, run_on_ranks, simulate
+from fxrewrite.spmd import Parallelism, ReadOwn, Shard, param
+from fxrewrite.testing import simulate
 from rules.parallel import DATA, ZERO3
-from tests.autosp.one_device import captured
 from tests.capture.test_custom_backward import Thrice
 from tests.spmd.propagation.test_propagate import IDS, Body, check, gathers
 
@@ -253,28 +251,11 @@ def test_a_backward_that_ignores_gradients_of_whole_values_needs_no_sum() -> Non
     assert check(lambda m, x, ids: x * Stored.apply(m.other[:1])) == []
 
 
-def compiled(body: Any, ids: Tensor, *, num_ranks: int = 2, **options: Any) -> tuple[Any, Any, list[Any], Body]:
-    model = Body(body)
-    gm, inputs = captured(model, {"ids": ids})
-    with fake_mesh((num_ranks,), ("sp",)) as mesh:
-        program, report = transform(gm, AutoSPConfig(**options), axis_of(mesh, "sp"))
-    return program, report, inputs, model
-
-
 @pytest.mark.parametrize("name", ["with a weight", "a clipped gradient and a weight"])
 def test_sizes_in_bodies_are_local_whatever_the_length(name: str) -> None:
     ids = IDS.clone()
     torch._dynamo.mark_dynamic(ids, 1)
-    program, report, inputs, model = compiled(ON_CHUNKS[name], ids)
-    assert not gathers(report.lines)
-    with fake_mesh((2,), ("sp",)):
-        run = run_on_ranks(program, inputs, 2, backward=0)
-    loss = model(ids)
-    loss.backward()
-    torch.testing.assert_close(run.outputs[1][0], loss.detach(), rtol=1e-12, atol=1e-12)
-    grads = [(v, g) for v, g in zip(inputs, run.gradients(), strict=True) if isinstance(v, nn.Parameter)]
-    for parameter, grad in grads:
-        torch.testing.assert_close(grad, parameter.grad, rtol=1e-10, atol=1e-12)
+    assert not gathers(check(ON_CHUNKS[name], ids=ids))
 
 
 def test_strict_refuses_an_operator_without_a_rule_in_a_body() -> None:
@@ -288,7 +269,7 @@ def test_strict_refuses_an_operator_without_a_rule_in_a_body() -> None:
             return g
 
     with pytest.raises(AutoSPError, match="aten::renorm has no layout rule"):
-        compiled(lambda m, x, ids: Bounded.apply(x), IDS, strict=True)
+        dry_run(Body(lambda m, x, ids: Bounded.apply(x)), {"ids": IDS}, num_ranks=2, config=AutoSPConfig(strict=True))
 
 
 def test_a_lookup_in_a_body_is_not_where_sharding_starts() -> None:
@@ -344,7 +325,7 @@ def test_a_parameter_that_is_written_to_is_refused_where_gradients_are_reduced(p
 
 
 def test_a_backward_that_clips_reads_as_it_runs(fx_snapshot: Any) -> None:
-    program, *_ = compiled(ON_CHUNKS["a clipped gradient and a weight"], IDS)
+    program, _ = dry_run(Body(ON_CHUNKS["a clipped gradient and a weight"]), {"ids": IDS}, num_ranks=2)
     (function,) = filter(None, map(custom_function, program.graph.nodes))
     assert function.backward == fx_snapshot
 

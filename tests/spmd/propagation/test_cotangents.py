@@ -107,6 +107,17 @@ def check_ranks(gm: fx.GraphModule, run: RankRun, expected: dict[str, Tensor], s
             torch.testing.assert_close(grad, want, rtol=1e-10, atol=1e-12, msg=lambda m, n=node: f"{n}: {m}")
 
 
+def trained_on_ranks(
+    model: nn.Module, place: Mapping[Any, Placement], mesh: DeviceMesh
+) -> tuple[fx.GraphModule, list[Any]]:
+    """The graph and its inputs, of a model whose output is a loss; every rank's gradients are checked."""
+    model, x = model.double(), torch.randn(4, 8, dtype=torch.float64)
+    model(x).backward()
+    gm, given = lowered(model, {"x": x}, place, mesh, "done")
+    check_ranks(gm, run_on_ranks(gm, given, mesh, backward=0), gradients_of(model))
+    return gm, given
+
+
 def sent(gm: fx.GraphModule, given: list[Any]) -> tuple[Counter[str], Counter[str]]:
     """The collectives of AOTAutograd's forward and backward."""
     found: list[Counter[str]] = []
@@ -159,24 +170,14 @@ def test_one_sum_behind_a_norm() -> None:
 
 
 def test_data_parallel_sums_at_the_weights() -> None:
-    model, x = Rows().double(), torch.randn(4, 8, dtype=torch.float64)
-    loss = model(x).square().sum()
-    loss.backward()
-
-    class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
+    class Loss(Rows):
         def forward(self, x: Tensor) -> Tensor:
-            return self.model(x).square().sum()
+            return super().forward(x).square().sum()
 
     with fake_mesh((RANKS,), ("tp",)) as mesh:
-        gm, given = lowered(Loss(), {"x": x}, {inputs("x"): Shard(0)}, mesh, "done")
-        run = run_on_ranks(gm, given, mesh, backward=0)
+        gm, given = trained_on_ranks(Loss(), {inputs("x"): Shard(0)}, mesh)
         forward, backward = sent(gm, given)
     assert (forward, backward) == ({"all_reduce": 1}, {"all_reduce": 3})
-    check_ranks(gm, run, {f"model.{name}": grad for name, grad in gradients_of(model).items()})
 
 
 def test_outputs_that_leave_in_shards_come_back_with_their_own_gradients() -> None:
@@ -193,46 +194,35 @@ def test_outputs_that_leave_in_shards_come_back_with_their_own_gradients() -> No
     check_ranks(gm, run, gradients_of(model))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.up = nn.Parameter(torch.randn(8)), nn.Linear(8, 12, bias=False)
+
+
 def test_what_is_written_to_is_a_summand() -> None:
     """Autograd runs through memory that is written to by other edges than the graph's."""
 
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.scale, self.up = nn.Parameter(torch.randn(8)), nn.Linear(8, 12, bias=False)
-
+    class Writes(Scaled):
         def forward(self, x: Tensor) -> Tensor:
             kept = x * 2
             kept[1].mul_(self.scale)
             return self.up(kept).square().sum() + kept.sum()
 
-    model, x = Writes().double(), torch.randn(4, 8, dtype=torch.float64)
-    model(x).backward()
     with fake_mesh((RANKS,), ("tp",)) as mesh:
-        gm, given = lowered(model, {"x": x}, {param("up.weight"): Shard(0)}, mesh, "done")
-        run = run_on_ranks(gm, given, mesh, backward=0)
-    check_ranks(gm, run, gradients_of(model))
+        trained_on_ranks(Writes(), {param("up.weight"): Shard(0)}, mesh)
 
 
 def test_a_detached_value_has_no_gradient_to_sum() -> None:
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.scale, self.up = nn.Parameter(torch.randn(8)), nn.Linear(8, 12, bias=False)
-
+    class Detached(Scaled):
         def forward(self, x: Tensor) -> Tensor:
             kept = torch.tanh(x * self.scale)
             return self.up(kept.detach()).square().sum() + kept.sum()
 
-    model, x = Detached().double(), torch.randn(4, 8, dtype=torch.float64)
-    model(x).backward()
     with fake_mesh((RANKS,), ("tp",)) as mesh:
-        gm, given = lowered(model, {"x": x}, {param("up.weight"): Shard(0)}, mesh, "done")
-        run = run_on_ranks(gm, given, mesh, backward=0)
+        gm, _ = trained_on_ranks(Detached(), {param("up.weight"): Shard(0)}, mesh)
     assert not [node for node in gm.graph.nodes if key(node) == "fxrewrite::mean_gradient"]
-    check_ranks(gm, run, gradients_of(model))
 
 
 @pytest.mark.slow

@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import fx, nn
 
+from autosp_rules import AutoSPConfig, dry_run
 from fxrewrite import Edit, FxRewriteError, Report
 from fxrewrite.spmd import LocalizeShapes, PropagatePlacements
 from rules.layouts import LAYOUTS
-from tests.spmd.propagation.on_ranks import on_ranks
+from tests.autosp.one_device import assert_equal_to_one_device
 
 IDS = torch.arange(32).reshape(2, 16) % 8
+WITHOUT_TAGS = AutoSPConfig(checkpoint="none")
 
 
 class Body(nn.Module):
@@ -33,7 +35,8 @@ class Body(nn.Module):
 
 def check(body: Any, *, num_ranks: int = 2, ids: torch.Tensor = IDS) -> list[str]:
     """Loss and gradients equal one device's; returns what the report says."""
-    return list(on_ranks(Body(body), ids, num_ranks).lines)
+    report = assert_equal_to_one_device(Body(body), {"ids": ids}, ranks=(num_ranks,), config=WITHOUT_TAGS, rtol=1e-10)
+    return list(report.lines)
 
 
 def gathers(lines: list[str]) -> list[str]:
@@ -136,8 +139,6 @@ def test_dropout_that_draws_says_so() -> None:
     class Drops(Body):
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return F.dropout(self.embed(ids), 0.5).mean()
-
-    from autosp_rules import dry_run
 
     _, report = dry_run(Drops(None), {"ids": IDS}, num_ranks=2)
     assert any(line.startswith("random: ") for line in report.lines)

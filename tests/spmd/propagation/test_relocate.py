@@ -14,7 +14,8 @@ from autosp_rules.transform import transform
 from fxrewrite.backends import capture
 from fxrewrite.ops import fake_value
 from fxrewrite.spmd import Axis
-from tests.spmd.propagation.on_ranks import on_ranks
+from tests.autosp.one_device import OneDevice, captured, on_ranks
+from tests.spmd.propagation.test_propagate import WITHOUT_TAGS
 
 HIDDEN, ITEM = 8, 8
 """Features of a token, and bytes of one of them."""
@@ -40,8 +41,9 @@ def ids(batch: int, length: int) -> torch.Tensor:
     return torch.arange(batch * length).reshape(batch, length) % 8
 
 
-def mixed(mix: Any, num_ranks: int, *, batch: int = 2, length: int = 16, others: Any = ()) -> AutoSPReport:
-    return on_ranks(Mixer(mix), ids(batch, length), num_ranks, others)
+def mixed(mix: Any, num_ranks: int, *, batch: int = 2, length: int = 16) -> AutoSPReport:
+    one_device = OneDevice(Mixer(mix), {"ids": ids(batch, length)})
+    return one_device.check(num_ranks, WITHOUT_TAGS, rtol=1e-10).report
 
 
 def sent(report: AutoSPReport) -> dict[str, tuple[int, int]]:
@@ -135,8 +137,19 @@ def test_an_operand_that_has_no_such_dimension_is_gathered_and_named() -> None:
 
 
 def test_one_program_serves_every_length() -> None:
-    report = mixed(scan, 4, others=(ids(2, 8), ids(2, 24)))
-    assert sent(report) == moves(2, 4)
+    model, whole = Mixer(scan), ids(2, 16)
+    torch._dynamo.mark_dynamic(whole, 1)
+    gm, inputs = captured(model, {"ids": whole})
+    for other in (whole, ids(2, 8), ids(2, 24)):
+        given = [other if value is whole else other.shape[1] if isinstance(value, int) else value for value in inputs]
+        _, report, run = on_ranks(gm, given, 4, WITHOUT_TAGS, backward=0)
+        assert sent(report) == moves(2, 4)
+        loss = model(other)
+        torch.testing.assert_close(run.outputs[3][0], loss.detach(), rtol=1e-12, atol=0)
+        grads = {id(value): grad for value, grad in zip(given, run.gradients(), strict=True)}
+        for parameter in (model.embed.weight, model.depthwise):
+            (want,) = torch.autograd.grad(loss, parameter, retain_graph=True)
+            torch.testing.assert_close(grads[id(parameter)], want, rtol=1e-10, atol=1e-12)
 
 
 def test_a_symbolic_length_gets_no_guard_but_that_it_divides() -> None:
