@@ -70,7 +70,7 @@ def overload_that_runs(node: fx.Node) -> torch._ops.OpOverload | None:
     if "::" not in keys.key(node):
         return None
     try:
-        return signature_of(node.target, node.args, node.kwargs).overload
+        return signature_of(node.target, node.args, node.kwargs).schema.overload
     except BindingError:
         return None  # a higher-order operator, or a call that would fail when run: nothing is known
 

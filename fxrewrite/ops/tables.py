@@ -123,7 +123,11 @@ CASTS: Mapping[str, torch.dtype] = {
 }
 """Tensor methods that are `to(dtype)`."""
 
-RENAMED_KEYWORDS: Mapping[str, str] = {"input": "self", "axis": "dim", "keepdims": "keepdim", "x": "self"}
+RENAMED_KEYWORDS: Mapping[str, str] = {
+    **dict.fromkeys(("input", "tensor", "x"), "self"),
+    "axis": "dim",
+    "keepdims": "keepdim",
+}
 """Keywords of the Python bindings that have another name in the schema."""
 
 VARARGS: Mapping[str, int] = {
