@@ -17,13 +17,12 @@ from fxrewrite.ops.communicating import (
     differentiates as differentiates,
     differentiating as differentiating,
 )
-from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random
+from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random, may_draw as may_draw
 from fxrewrite.ops.effects import (
     HOST_WAITS as HOST_WAITS,
     declare_pure as declare_pure,
     is_barrier as is_barrier,
     is_pure as is_pure,
-    may_draw as may_draw,
     may_have_effects as may_have_effects,
     may_take_out as may_take_out,
     may_write as may_write,

@@ -5,6 +5,7 @@ A differential test (tests/ops/test_tables.py) runs both spellings of every entr
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import types
@@ -194,10 +195,14 @@ def _stride(value: Any) -> Any:
     return [] if value is None else value
 
 
+@functools.cache
 def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a Python function; of one that torch dispatches by a flag, those without the flag."""
     by_flag = boolean_dispatched.get(target) if isinstance(target, types.FunctionType) else None
-    return inspect.signature(by_flag["if_false"] if by_flag is not None else target).parameters
+    try:
+        return inspect.signature(by_flag["if_false"] if by_flag is not None else target).parameters
+    except (TypeError, ValueError):  # a builtin: its schema has them
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
