@@ -12,7 +12,6 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.fx.node import map_arg
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite import ops
@@ -98,8 +97,8 @@ class FakeValues:
                 result = self.run_with(node, given)
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return candidates
-        memory = _storages(saved)
-        return [one for one in candidates if memory & _storages(result if one is node else given[one])]
+        memory = ops.storages_in(saved)
+        return [one for one in candidates if memory & ops.storages_in(result if one is node else given[one])]
 
     def returns_operand(self, node: fx.Node) -> bool:
         """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
@@ -120,8 +119,8 @@ class FakeValues:
             return None
         try:
             given = {used: values.get(used, self._of_input(used)) for used in node.all_input_nodes}
-            own = _storages(self.run_with(node, given))
-            return {used for used, value in given.items() if not own.isdisjoint(_storages(value))}
+            own = ops.storages_in(self.run_with(node, given))
+            return {used for used, value in given.items() if not own.isdisjoint(ops.storages_in(value))}
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return None
 
@@ -166,9 +165,7 @@ class FakeValues:
     def attribute(self, path: str) -> Any:
         """Returns the fake value of the parameter, buffer or submodule that a `get_attr` node reads."""
         if path not in self._attributes:
-            found: Any = self.gm
-            for atom in path.split("."):
-                found = getattr(found, atom)
+            found: Any = operator.attrgetter(path)(self.gm)
             mode = self.mode
             if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) and mode is not None:
                 found = mode.from_tensor(found, static_shapes=True)
@@ -178,11 +175,6 @@ class FakeValues:
     def forget(self, path: str) -> None:
         """Forgets the value of an attribute, which the module may have otherwise later."""
         self._attributes.pop(path, None)
-
-
-def _storages(value: Any) -> set[StorageWeakRef]:
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return {StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided}
 
 
 def look_of(tensor: torch.Tensor) -> Any:
@@ -196,8 +188,7 @@ def look_of(tensor: torch.Tensor) -> Any:
 
 
 def _has_symbols(arguments: Any) -> bool:
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-    return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
+    return any(isinstance(size, torch.SymInt) for tensor in ops.tensors_in(arguments) for size in tensor.shape)
 
 
 def _has_traced_one(arguments: Any) -> bool:
@@ -238,13 +229,11 @@ def _mode_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
     return None, "val"
 
 
-def _without_tracing(operator: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _without_tracing(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a higher-order operator, which would trace its bodies for autograd, in a fake mode of its own."""
-    is_differentiated = torch.is_grad_enabled() and any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
-    )
+    is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in ops.tensors_in((args, kwargs)))
     with torch.no_grad():
-        result = operator(*args, **kwargs)
+        result = function(*args, **kwargs)
     if not is_differentiated:
         return result
     return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), result)

@@ -226,10 +226,9 @@ class _Check:
             return self._concrete(found)
         if node.op != "get_attr":
             raise _UnknownError
-        found = node.graph.owning_module
-        for name in str(node.target).split("."):
-            found = getattr(found, name)
-        return self._concrete(found)
+        owner = node.graph.owning_module
+        assert owner is not None, "a graph whose nodes read attributes has a module"
+        return self._concrete(ops.held(owner, node))
 
     def _concrete(self, value: Any) -> Any:
         """The value at the chosen sizes."""

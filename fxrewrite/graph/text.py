@@ -31,7 +31,7 @@ from fxrewrite.graph.canonical_order import in_canonical_order
 from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import dtype_name
+from fxrewrite.ops import dtype_name, held
 
 __all__ = ["GraphWriter", "graph_digest", "graph_text"]
 
@@ -180,7 +180,7 @@ class GraphWriter:
             return f"return {self._argument(node.args[0])}"
         if node.op == "get_attr":
             computed = "fxrewrite" in node.meta  # once, by a rule: its entries depend on weights, and on the machine
-            return f"self.{node.target}{'' if computed else _small_constant(_attribute(gm, node.target))}"
+            return f"self.{node.target}{'' if computed else _small_constant(held(gm, node))}"
         arguments = self._arguments(node)
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
@@ -273,13 +273,6 @@ class GraphWriter:
             kind = name.rstrip("0123456789")
             self._symbols[name] = f"{kind}{sum(known.startswith(kind) for known in self._symbols)}"
         return self._symbols[name]
-
-
-def _attribute(gm: fx.GraphModule, target: Any) -> Any:
-    value: Any = gm
-    for part in str(target).split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _small_constant(value: Any) -> str:

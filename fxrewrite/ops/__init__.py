@@ -83,6 +83,8 @@ from fxrewrite.ops.value import (
     is_parameter as is_parameter,
     is_scalar as is_scalar,
     is_tensor as is_tensor,
+    storages_in as storages_in,
+    tensors_in as tensors_in,
     tensors_of as tensors_of,
     value as value,
     value_key as value_key,
