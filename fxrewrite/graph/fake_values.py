@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
+from fxrewrite.graph.argument_keys import argument_key
 from fxrewrite.graph.sizes import is_read_from_data
 from fxrewrite.torch_versions import hint_of_size, reshapes_of_any_length, symbolic_kernels
 
-__all__ = ["FakeValues", "identity_of", "look_of"]
+__all__ = ["FakeValues", "look_of"]
 
 
 class FakeValues:
@@ -58,18 +59,16 @@ class FakeValues:
 
     def _looks(self, value: Any) -> Any:
         """A key of arguments that is equal if operators run in the same way on them."""
+        return argument_key(value, self._look)
+
+    def _look(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            fake = ops.value(value)
-            seen = self._seen.get(id(fake))
+            seen = self._seen.get(id(ops.value(value)))
             return self._looks(self._of_input(value)) if seen is None else seen[1]
-        if isinstance(value, (list, tuple)):
-            return type(value).__name__, tuple(map(self._looks, value))
-        if isinstance(value, dict):
-            return tuple((name, self._looks(item)) for name, item in value.items())
         if isinstance(value, torch.SymInt):
             return "SymInt", value.node.expr
         if not isinstance(value, FakeTensor):
-            return identity_of(value)
+            return id(value)
         seen = self._seen.get(id(value))
         if seen is None:
             look = look_of(value)
@@ -202,17 +201,6 @@ def _has_data_sizes(result: Any) -> bool:
     """Whether a result has sizes that data decide: the same ones twice would be taken for equal."""
     leaves = tree_leaves(result)
     return any(is_read_from_data(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.SymInt)))
-
-
-def identity_of(value: Any) -> Any:
-    """Returns a key of arguments, tensors and symbols by address; layers that repeat the same call compute it once."""
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(map(identity_of, value))
-    if isinstance(value, dict):
-        return tuple((name, identity_of(item)) for name, item in value.items())
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
-        return type(value).__name__, value
-    return id(value)
 
 
 def _mode_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:

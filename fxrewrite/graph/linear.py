@@ -6,7 +6,7 @@ backward that is linear in them accepts either; one that is not (it clips, it ta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, Literal, TypeAlias
 
 from torch import fx
@@ -89,7 +89,7 @@ def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Lineari
     if args.get("rounding_mode") is not None:
         return "other"
     found = {_of(value, facts) for name in names for value in tree_leaves(args.get(name))}
-    others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
+    others = {_of(value, facts) for name, given in args.items() if name not in names for value in ops.nodes_in(given)}
     if not found <= {"linear", "zero"} or not others <= {"constant", "zero"}:
         return "other"
     return "linear" if "linear" in found else "zero"
@@ -98,7 +98,7 @@ def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Lineari
 def _each(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Linearity]) -> Linearity:
     args = ops.bind(node)
     found = [_of(args[name], facts) for name in names]
-    others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
+    others = {_of(value, facts) for name, given in args.items() if name not in names for value in ops.nodes_in(given)}
     if "zero" in found and not others:
         return "zero"
     is_product = found.count("linear") == 1 and "other" not in found
@@ -109,10 +109,6 @@ def _of(value: Any, facts: dict[fx.Node, Linearity]) -> Linearity:
     if isinstance(value, fx.Node):
         return facts[value]
     return "zero" if value == 0 else "constant"
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    return (item for item in tree_leaves(value) if isinstance(item, fx.Node))
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 from fxrewrite.errors import Refusal, RefusedError
+from fxrewrite.graph.argument_keys import identity_of
 from fxrewrite.graph.bodies import nodes_of
-from fxrewrite.graph.fake_values import identity_of
 from fxrewrite.graph.source import source_line
 from fxrewrite.torch_versions import hint_of_expression
 

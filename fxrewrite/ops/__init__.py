@@ -28,6 +28,7 @@ from fxrewrite.ops.effects import (
     may_write as may_write,
     mutated as mutated,
     mutates as mutates,
+    nodes_in as nodes_in,
     updates_statistics as updates_statistics,
 )
 from fxrewrite.ops.keys import (

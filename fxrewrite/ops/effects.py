@@ -191,7 +191,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def nodes_in(argument: Any) -> tuple[fx.Node, ...]:
-    """Returns the nodes in an argument, which may be a list."""
+    """Returns the nodes in an argument, which may be nested, in order, and one as often as it occurs."""
     found: list[fx.Node] = []
     map_arg(argument, found.append)  # pyright: ignore[reportArgumentType]
     return tuple(found)
