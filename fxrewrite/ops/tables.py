@@ -213,9 +213,9 @@ class Wrapper:
         name: the ATen operator.
         arguments: schema name -> name in the Python signature, if they differ.
         inplace: the Python argument that turns it into the in-place operator.
-        needs_default: Python arguments without a counterpart; with another value it is another function.
+        needs_default: Python arguments without a counterpart, with which it is another function. Others, such as
+            `_stacklevel`, do not affect the result.
         unless: Python argument -> test of its value; if true, it is another function.
-        ignored: Python arguments that do not affect the result.
         convert: schema name -> function of the Python value.
         constants: schema arguments that the wrapper does not offer.
     """
@@ -225,7 +225,6 @@ class Wrapper:
     inplace: str = ""
     needs_default: tuple[str, ...] = ()
     unless: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict[str, Callable[[Any], bool]])
-    ignored: tuple[str, ...] = ()
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -234,8 +233,8 @@ _UNARY = {"self": "input"}
 _LOSS = ("size_average", "reduce")
 
 WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
-    F.softmax: Wrapper("softmax", _UNARY, ignored=("_stacklevel",)),
-    F.log_softmax: Wrapper("log_softmax", _UNARY, ignored=("_stacklevel",)),
+    F.softmax: Wrapper("softmax", _UNARY),
+    F.log_softmax: Wrapper("log_softmax", _UNARY),
     F.relu: Wrapper("relu", _UNARY, inplace="inplace"),
     F.relu6: Wrapper("relu6", _UNARY, inplace="inplace"),
     F.silu: Wrapper("silu", _UNARY, inplace="inplace"),
@@ -267,7 +266,6 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
         "embedding",
         {"indices": "input"},
         needs_default=("max_norm",),
-        ignored=("norm_type",),
         unless={"padding_idx": _is_negative},
         convert={"padding_idx": _padding_index},
     ),

@@ -77,7 +77,7 @@ class MemberSet:
     def _checked_contract(self) -> Contract:
         """What the set and its members need, give and precede together."""
         own = Contract.of(self.name, self.needs, self.gives, self.precedes)
-        stages = [_contract(member) for member in self.members if not isinstance(member, Rule)]
+        stages = [contract_of(member) for member in self.members if not isinstance(member, Rule)]
         inside = checked(f"set {self.name}", [*stages, Contract(self.name, gives=own.gives)], self.needs)
         return Contract(self.name, {**own.needs, **inside.needs}, inside.gives, {**inside.precedes, **own.precedes})
 
@@ -139,13 +139,6 @@ class MemberSet:
             for member in self.members
         )
         new._levels, new._programs = _levels(new), {}
-        return new
-
-    def with_contract(self, needs: Sequence[Property], gives: Sequence[Property], precedes: Sequence[Property]) -> Self:
-        """The set, which says that it needs, gives and precedes these."""
-        new = copy.copy(self)
-        new.needs, new.gives, new.precedes = tuple(needs), tuple(gives), tuple(precedes)
-        new.contract = new._checked_contract()
         return new
 
     # Running
@@ -217,10 +210,6 @@ class MemberSet:
 def label_of(member: Member) -> str:
     """What a member is called: the id of a rule, the name of a set or a step."""
     return member.id if isinstance(member, Rule) else member.name
-
-
-def _contract(stage: MemberSet | Step) -> Contract:
-    return stage.contract if isinstance(stage, MemberSet) else contract_of(stage)
 
 
 def _with_contract(contract: Contract, text: str) -> str:

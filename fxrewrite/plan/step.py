@@ -50,8 +50,10 @@ class StagedStep:
         return self.step.text()
 
 
-def contract_of(step: Step) -> Contract:
-    """What a step says that it needs, gives and precedes."""
+def contract_of(step: Any) -> Contract:
+    """What a set of rules has worked out, or a step says, that it needs, gives and precedes."""
+    if isinstance(found := getattr(step, "contract", None), Contract):
+        return found
     return Contract.of(step.name, *(tuple(getattr(step, verb, ())) for verb in ("needs", "gives", "precedes")))
 
 
