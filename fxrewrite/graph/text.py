@@ -17,7 +17,7 @@ import enum
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any, cast
 
@@ -70,15 +70,16 @@ def graph_text(
     such as those that a transaction is going to erase. In `canonical_order`, graphs that differ in the order of
     independent operators have one text.
     """
-    order = in_canonical_order if canonical_order else None
     writer = GraphWriter(
-        gm, facts=facts, source=source, rules=rules, axis_names=axis_names, without=without, order=order
+        gm,
+        facts=facts,
+        source=source,
+        rules=rules,
+        axis_names=axis_names,
+        without=without,
+        canonical_order=canonical_order,
     )
     return "\n".join(line for _, line in writer.lines())
-
-
-def _as_they_are(graph: fx.Graph) -> Iterable[fx.Node]:
-    return graph.nodes
 
 
 def graph_digest(gm: fx.GraphModule) -> str:
@@ -101,7 +102,7 @@ class GraphWriter:
         rules: bool = False,
         axis_names: Mapping[str, str] | None = None,
         without: Collection[fx.Node] = (),
-        order: Callable[[fx.Graph], Iterable[fx.Node]] | None = None,
+        canonical_order: bool = False,
     ) -> None:
         self._facts, self._source, self._rules = facts, source, rules
         self._axis_names = axis_names or {}
@@ -109,7 +110,7 @@ class GraphWriter:
         self._names: dict[fx.Node, str] = {}
         self._symbols: dict[str, str] = {}
         self._without = without
-        self._order = order or _as_they_are
+        self._canonical_order = canonical_order
         self._nodes: list[list[fx.Node]] = []
         """Of each graph, in order."""
         self._graphs = [gm]
@@ -145,7 +146,7 @@ class GraphWriter:
 
     def _name_values(self, gm: fx.GraphModule) -> None:
         taken: set[str] = set()
-        self._nodes.append(list(self._order(gm.graph)))
+        self._nodes.append(in_canonical_order(gm.graph) if self._canonical_order else list(gm.graph.nodes))
         for node in self._nodes[-1]:
             body = body_of(gm, node)
             if body is not None and body not in self._graphs:
