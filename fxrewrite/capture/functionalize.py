@@ -12,7 +12,6 @@ reads; and memory with a view or a write that has no functional form here.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -122,7 +121,7 @@ class Functional(Running):
         for view, base in memory.path(self.current):
             put = memory.inverse(view)
             assert put is not None, "functional_writes has checked it"
-            named: Any = self.map_nodes_to_values(_arguments(view), view)  # pyright: ignore[reportArgumentType]
+            named: Any = self.map_nodes_to_values(bind(view), view)  # pyright: ignore[reportArgumentType]
             value = self.env[base] = put(self.env[base], value, named)
             changed.add(base)
         return changed
@@ -301,7 +300,7 @@ def _put_narrow(base: Any, value: Any, named: dict[str, Any]) -> Any:
 
 
 def _put_item(base: Any, value: Any, named: dict[str, Any]) -> Any:
-    return type(base)(value if at == named["index"] else item for at, item in enumerate(base))
+    return type(base)(value if at == named["b"] else item for at, item in enumerate(base))
 
 
 def _reshape(base: Any, value: Any, named: dict[str, Any]) -> Any:
@@ -346,7 +345,7 @@ def _inverse_of(view: fx.Node, base: fx.Node) -> Inverse | None:
     if _dtypes(view) != _dtypes(base):
         return None  # a view of the bytes as another dtype
     try:
-        _arguments(view)
+        bind(view)
     except BindingError:
         return None
     return _INVERSES.get(key(view))
@@ -354,7 +353,3 @@ def _inverse_of(view: fx.Node, base: fx.Node) -> Inverse | None:
 
 def _dtypes(node: fx.Node) -> set[torch.dtype]:
     return {tensor.dtype for tensor in tensors_of(node)}
-
-
-def _arguments(view: fx.Node) -> dict[str, Any]:
-    return {"index": view.args[1]} if view.target is operator.getitem else bind(view)

@@ -53,7 +53,7 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
     if places is None:
         places = _PLACES[signature, id(overload)] = _places(signature, overload)
     positional, by_keyword, is_as_written = places
-    if is_as_written:
+    if is_as_written and (len(args), len(kwargs)) == (len(positional), len(by_keyword)):  # a wrapper takes more
         return emit(overload, args, kwargs)
     bound = signature.bind(args, kwargs)
     return emit(overload, tuple(bound[name] for name in positional), {name: bound[name] for name in by_keyword})
