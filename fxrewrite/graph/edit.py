@@ -325,13 +325,13 @@ class Edit:
 
     def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
         """Sets `node.meta[key]` to `value`."""
-        self._journal.append(("meta", node, key, node.meta.get(key, ABSENT)))
+        self._journal.append(("entry", node, node.meta, key, node.meta.get(key, ABSENT)))
         node.meta[key] = value
 
     def set_fact(self, node: fx.Node, fact: Fact[T], value: T) -> None:
         """Sets `fact.of(node)` to `value`."""
         known = facts_of(self.graph).setdefault(fact, {})
-        self._journal.append(("fact", node, known, known.get(node, ABSENT)))
+        self._journal.append(("entry", node, known, node, known.get(node, ABSENT)))
         known[node] = value
 
     def derive(self, fact: Fact[T], how: Callable[[fx.Node], T | None]) -> None:
@@ -434,7 +434,7 @@ class Edit:
         erased = self.erased
         for record in self._journal:
             kind, node = record[0], record[1]
-            if kind in ("erase", "meta", "fact", "attach") or node in erased:
+            if kind in ("erase", "entry", "attach") or node in erased:
                 continue
             for used in node.all_input_nodes:
                 if used in erased or used.graph is not self.graph:

@@ -90,7 +90,7 @@ class FakeValues:
         saved: list[torch.Tensor] = []
         candidates = [node, *node.all_input_nodes]
         try:
-            leaf = _as_leaf if self.key == "example_value" else _as_trained_leaf  # other values do not say it
+            leaf = _leaf if self.key == "example_value" else _as_trained_leaf  # other values do not say it
             given = {used: tree_map_only(torch.Tensor, leaf, self._of_input(used)) for used in candidates[1:]}
             with torch.autograd.graph.saved_tensors_hooks(saved.append, torch.zeros_like):
                 result = self.run_with(node, given)
@@ -227,14 +227,9 @@ def _without_tracing(function: Callable[..., Any], args: Any, kwargs: Any) -> An
     return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), result)
 
 
-def _as_leaf(value: torch.Tensor) -> torch.Tensor:
-    """Returns the value as autograd sees it while the graph runs, with the same memory."""
-    return value.detach().requires_grad_(value.requires_grad)
-
-
 def _as_trained_leaf(value: torch.Tensor) -> torch.Tensor:
-    """The same, requiring a gradient where it can."""
-    return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+    """Returns the value as a leaf of autograd with the same memory, which requires a gradient where it can."""
+    return value.detach().requires_grad_(ops.is_inexact(value))
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:

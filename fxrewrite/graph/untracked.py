@@ -112,7 +112,7 @@ class UntrackedChanges:
             self._journal.append(("call", node, *before.call))
         for key in before.meta.keys() | node.meta.keys():
             if node.meta.get(key, ABSENT) is not before.meta.get(key, ABSENT):
-                self._journal.append(("meta", node, key, before.meta.get(key, ABSENT)))
+                self._journal.append(("entry", node, node.meta, key, before.meta.get(key, ABSENT)))
         return len(self._journal) > mark
 
 
