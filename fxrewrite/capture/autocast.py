@@ -24,18 +24,6 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.ops import tensors_in
 
-__all__ = [
-    "ENTER",
-    "EXIT",
-    "AutocastRegions",
-    "Casting",
-    "casting",
-    "casts",
-    "drop_regions",
-    "shield",
-    "without_autocast",
-]
-
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _KEYS = {
     "cpu": torch._C.DispatchKey.AutocastCPU,

@@ -29,8 +29,6 @@ from fxrewrite.graph.bodies import body_of, nodes_of
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.source import CHECKPOINT_TAGS
 
-__all__ = ["APPLY", "CustomFunction", "NormalBodies", "custom_function"]
-
 APPLY = torch.ops.higher_order.autograd_function_apply
 _OPTIONS = {"non_differentiable_idx", "saved_for_backward_idx", "dirty_idx"}
 Normalize = Callable[[fx.GraphModule], fx.GraphModule]

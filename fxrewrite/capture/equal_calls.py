@@ -36,8 +36,6 @@ from fxrewrite.graph.fake_values import look_of
 from fxrewrite.graph.sizes import is_read_from_data
 from fxrewrite.ops import is_barrier, memory_written, mutated, sets_mode, tensors_of
 
-__all__ = ["EqualCalls", "Once"]
-
 _LITERALS = (int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _OF_CALL = ("val", "tensor_meta", "original_aten")

@@ -24,8 +24,6 @@ from fxrewrite.capture.running import Running
 from fxrewrite.graph.sizes import is_same_size, is_same_view
 from fxrewrite.ops import BindingError, bind, is_barrier, is_tensor, key, mutated, operators, storages_in, tensors_of
 
-__all__ = ["Functional", "Memory", "functional_writes"]
-
 aten = torch.ops.aten
 
 

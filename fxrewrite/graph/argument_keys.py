@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["argument_key", "identity_of"]
-
 _LITERALS = frozenset(
     {bool, int, str, EllipsisType, NoneType, torch.device, torch.dtype, torch.layout, torch.memory_format}
 )

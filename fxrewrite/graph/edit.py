@@ -31,8 +31,6 @@ from fxrewrite.graph.journal import ABSENT, Journal
 from fxrewrite.graph.source import copied_meta
 from fxrewrite.graph.untracked import UntrackedChanges
 
-__all__ = ["Edit"]
-
 T = TypeVar("T")
 _COMPUTE: Any = object()
 

@@ -20,8 +20,6 @@ from fxrewrite.graph.argument_keys import argument_key
 from fxrewrite.graph.sizes import is_read_from_data
 from fxrewrite.torch_versions import hint_of_size, reshapes_of_any_length, symbolic_kernels
 
-__all__ = ["FakeValues", "look_of"]
-
 
 class FakeValues:
     """The fake values of a graph.

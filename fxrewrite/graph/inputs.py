@@ -9,8 +9,6 @@ from torch import fx
 
 from fxrewrite.ops import value
 
-__all__ = ["input_name", "is_buffer"]
-
 _MEMBER = re.compile(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']+)'\]")
 """What Dynamo writes for a module, a parameter or a buffer in the place where an input comes from; by `__dict__` where
 the module that has it looks its parts up by itself, as peft's do."""

@@ -8,8 +8,6 @@ from torch import fx
 
 from fxrewrite.graph.facts import facts_of
 
-__all__ = ["ABSENT", "Journal"]
-
 ABSENT: Any = object()
 """What was there before, if nothing was."""
 

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 
-__all__ = ["is_linear", "is_linear_in"]
-
 Linearity: TypeAlias = Literal["zero", "constant", "linear", "other"]
 """A value as a function of the inputs: zero, independent of them, linear in them, or not known to be linear."""
 

@@ -13,8 +13,6 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from fxrewrite.graph.argument_keys import argument_key
 from fxrewrite.ops import held, key, nodes_in, tensors_of, value
 
-__all__ = ["decided_names", "key_of_node", "look_of"]
-
 _CHECKS = ("aten::_assert_scalar", "aten::_assert_async")
 """Operators whose second argument is a message, which may name a symbol."""
 _DECIDED = sympy.Symbol("decided_by_data")

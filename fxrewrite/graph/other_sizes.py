@@ -35,8 +35,6 @@ from fxrewrite.graph.bodies import nodes_of
 from fxrewrite.graph.source import source_line
 from fxrewrite.torch_versions import hint_of_expression
 
-__all__ = ["check_sizes"]
-
 _NOT_KNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What fake tensors raise where data decide the shape, or where an operator cannot be run on them."""
 _LARGEST_STEP = 1 << 16

@@ -22,8 +22,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.memories import Memories, Shared
 from fxrewrite.graph.sizes import is_same_view
 
-__all__ = ["FRESH", "Promise", "shared_outputs"]
-
 FRESH = "plan.fresh_output"
 """Takes the place of a rule's id on the copy of an output."""
 

@@ -40,8 +40,6 @@ from fxrewrite.ops import (
     without_gradients,
 )
 
-__all__ = ["Part", "Parts", "cut_repeats"]
-
 _PART_COST = 16
 """What compiling a part costs besides its nodes, in nodes: a backend's own work for a graph, forward and backward."""
 _CALL_COST = 3

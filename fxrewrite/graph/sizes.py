@@ -18,27 +18,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxrewrite.torch_versions import hint_of_expression, hint_of_size
 
-__all__ = [
-    "Size",
-    "SizeNodes",
-    "SizeReader",
-    "divide_exactly",
-    "hoist_sizes",
-    "is_always",
-    "is_broadcast",
-    "is_divided_by",
-    "is_read_from_data",
-    "is_same_size",
-    "is_same_view",
-    "is_there",
-    "new_data_size",
-    "product",
-    "quotient",
-    "require_divisible",
-    "size_hint",
-    "written_factor",
-]
-
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
 _GUESS = 1024

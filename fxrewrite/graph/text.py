@@ -33,8 +33,6 @@ from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import dtype_name, held
 
-__all__ = ["GraphWriter", "graph_digest", "graph_text"]
-
 _DTYPES = {
     torch.float64: "f64",
     torch.float32: "f32",

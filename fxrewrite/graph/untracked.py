@@ -21,8 +21,6 @@ from torch import fx
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.journal import ABSENT, Journal
 
-__all__ = ["UntrackedChanges"]
-
 
 class UntrackedChanges:
     """Of one transaction on a graph; made before the first change.

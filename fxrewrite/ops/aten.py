@@ -15,8 +15,6 @@ from fxrewrite.ops.keys import key
 from fxrewrite.ops.schemas import schema_of
 from fxrewrite.ops.value import is_tensor, value
 
-__all__ = ["emit_aten", "index_steps"]
-
 _aten = torch.ops.aten
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
 _TENSOR_OVERLOADS = {getattr(_aten, name).Scalar: getattr(_aten, name).Tensor for name in ("add", "sub", "mul", "div")}

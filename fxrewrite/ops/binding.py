@@ -18,9 +18,6 @@ from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, python_pa
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper, parameters_of
 from fxrewrite.ops.value import value
 
-__all__ = ["BindingError", "Signature", "bind", "is_settled", "overload_of", "signature_of", "spelling"]
-
-
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
 
 _TRUE_DIVISION = frozenset({(torch.ops.aten.div.Tensor, "other"), (torch.ops.aten.div.Scalar, "other")})

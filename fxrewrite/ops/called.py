@@ -14,17 +14,6 @@ from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.traits import operators
 from fxrewrite.ops.value import held
 
-__all__ = [
-    "CALLERS",
-    "FUNCTIONAL_BODIES",
-    "MAYBE_VIEW",
-    "SchemaEffects",
-    "bodies_of",
-    "called_overload",
-    "overload_that_runs",
-    "schema_effects",
-]
-
 FUNCTIONAL_BODIES = frozenset(
     f"higher_order::{name}"
     for name in [

@@ -20,8 +20,6 @@ from fxrewrite.ops.called import (
     schema_effects,
 )
 
-__all__ = ["is_random", "may_be_random", "may_draw"]
-
 _RANDOM_FUNCTIONS = frozenset(
     f"torch.nn.functional.{name}"
     for name in [

@@ -19,21 +19,6 @@ from fxrewrite.ops.draws import is_random, may_draw
 from fxrewrite.ops.tables import OPERATORS, parameters_of
 from fxrewrite.ops.traits import operators
 
-__all__ = [
-    "HOST_WAITS",
-    "declare_pure",
-    "is_barrier",
-    "is_declared_pure",
-    "is_pure",
-    "may_have_effects",
-    "may_take_out",
-    "may_write",
-    "mutated",
-    "mutates",
-    "nodes_in",
-    "updates_statistics",
-]
-
 HOST_WAITS = (torch.Tag.cudagraph_unsafe,)
 """Tags of a custom operator whose host waits for the device, or seeds it: inductor leaves it out of CUDA graphs."""
 _PURE: set[Any] = set()

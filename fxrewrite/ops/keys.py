@@ -18,8 +18,6 @@ from fxrewrite.ops.names import operator_of
 from fxrewrite.ops.tables import ALIASES, CASTS, METHODS, OPERATORS, WRAPPERS, Wrapper, parameters_of
 from fxrewrite.ops.value import is_scalar
 
-__all__ = ["callee", "key", "wrapper_of"]
-
 _aten = torch.ops.aten
 _KEYS: ByTarget[str] = ByTarget()
 _FUNCTIONS: ByTarget[str | Callable[[fx.Node], str]] = ByTarget()

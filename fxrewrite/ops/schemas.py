@@ -13,8 +13,6 @@ from torch import fx
 
 from fxrewrite.ops.value import MISSING, value
 
-__all__ = ["NO_DEFAULT", "Parameter", "Schema", "fits", "python_parameters", "repeats_of", "schema_of", "schemas_of"]
-
 
 class _NoDefault:
     """Means "has no default", which differs from the default None."""

@@ -17,18 +17,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch._jit_internal import boolean_dispatched
 
-__all__ = [
-    "ALIASES",
-    "CASTS",
-    "METHODS",
-    "OPERATORS",
-    "RENAMED_KEYWORDS",
-    "VARARGS",
-    "WRAPPERS",
-    "Wrapper",
-    "parameters_of",
-]
-
 OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.add: "add",
     operator.sub: "sub",

@@ -13,24 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from fxrewrite.errors import refuse
 
-__all__ = [
-    "MISSING",
-    "dtype_name",
-    "fake_value",
-    "has_data",
-    "has_inexact",
-    "held",
-    "is_inexact",
-    "is_parameter",
-    "is_scalar",
-    "is_tensor",
-    "storages_in",
-    "tensors_in",
-    "tensors_of",
-    "value",
-    "value_key",
-]
-
 
 class _Missing:
     """Means "no value known", which differs from the value None."""

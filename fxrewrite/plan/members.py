@@ -19,8 +19,6 @@ from fxrewrite.plan.sweep import Strategy, Sweep
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
 
-__all__ = ["Invariant", "Member", "MemberSet", "label_of"]
-
 Member: TypeAlias = "Rule | MemberSet | Step"
 Invariant: TypeAlias = Callable[[Sequence[fx.Node]], str]
 """What must be true of the nodes of a graph: an empty text when it is, else what is wrong."""

@@ -39,8 +39,6 @@ from fxrewrite.rule import Rule
 from fxrewrite.sources import toolkit_digest
 from fxrewrite.torch_versions import TORCH_VERSION
 
-__all__ = ["JOINED_PLANS", "Plan"]
-
 _log = logging.getLogger(__name__)
 JOINED_PLANS = (
     "a | b puts the rules of two sets into one sweep, and a plan says already how often its sets run; write a >> b, or "

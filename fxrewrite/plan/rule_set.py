@@ -9,17 +9,15 @@ from torch import fx
 
 from fxrewrite.backends import RewritingBackend
 from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.match.overlap import Overlap
 from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.members import MemberSet
 from fxrewrite.plan.plan import JOINED_PLANS, Plan
 from fxrewrite.plan.stage import Stage
 from fxrewrite.plan.step import StagedStep, Step
-from fxrewrite.plan.sweep import Order, Overlap, Strategy
+from fxrewrite.plan.sweep import Order, Strategy
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
-
-__all__ = ["RuleSet", "staged"]
-
 
 S = TypeVar("S", "RuleSet", Step)
 

@@ -14,8 +14,6 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.plan.contracts import Contract, Property
 from fxrewrite.report import Report
 
-__all__ = ["StagedStep", "Step", "contract_of", "provider_of", "run_step"]
-
 
 @runtime_checkable
 class Step(Protocol):
