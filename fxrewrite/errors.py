@@ -150,35 +150,9 @@ class RefusedError(FxRewriteError):
     def __init__(self, refusal: Refusal, located_at: Any = None) -> None:
         self.refusal = refusal
         self.located_at = located_at
+        self.rule, self.reason, self.node = refusal.rule, refusal.reason, refusal.node
+        self.source, self.hint, self.data, self.kind = refusal.source, refusal.hint, refusal.data, refusal.kind
         super().__init__(str(refusal))
-
-    @property
-    def rule(self) -> str:
-        return self.refusal.rule
-
-    @property
-    def reason(self) -> str:
-        return self.refusal.reason
-
-    @property
-    def node(self) -> str:
-        return self.refusal.node
-
-    @property
-    def source(self) -> str:
-        return self.refusal.source
-
-    @property
-    def hint(self) -> str:
-        return self.refusal.hint
-
-    @property
-    def kind(self) -> Reason:
-        return self.refusal.kind
-
-    @property
-    def data(self) -> Mapping[str, Any]:
-        return self.refusal.data
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RefusedError, (self.refusal,)  # nodes do not pickle, refusals do

@@ -7,6 +7,7 @@ import enum
 import functools
 import importlib.util
 import inspect
+import itertools
 import logging
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
@@ -31,8 +32,6 @@ _BY_NAME = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrapper
 
 
 Objects: TypeAlias = Literal["state", "address", "refuse"]
-_Seen: TypeAlias = dict[int, tuple[int, Any]]
-"""Objects by address, with the order in which they were seen."""
 
 
 def identity(value: Any, *, objects: Objects = "state") -> str:
@@ -52,81 +51,105 @@ def identity(value: Any, *, objects: Objects = "state") -> str:
     Raises:
         NoIdentityError: the value, or one that it refers to, is identified by its address only.
     """
-    return "\n".join(_parts(value, {}, objects))
+    return "\n".join(_Writer(objects, {}).lines(value))
 
 
-def _parts(value: Any, seen: _Seen, objects: Objects) -> Iterator[str]:
-    if isinstance(value, _PLAIN):
-        yield f"{type(value).__name__} {value!r}"
-    elif isinstance(value, enum.Enum):
-        yield f"{type(value).__qualname__}.{value.name}"
-    elif isinstance(value, PurePath):
-        yield f"path {value}"
-    elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops._OpNamespace):
-        yield f"op {value}"
-    elif isinstance(value, _BY_NAME):
-        yield _name(value)
-    elif isinstance(value, logging.Logger):
-        yield f"logger {value.name}"
-    elif isinstance(value, types.ModuleType):
-        yield from _source(value.__name__, value.__name__)
-    elif isinstance(value, type):
-        yield from _source(_name(value), value.__module__)
-    elif id(value) in seen:
-        yield f"seen {seen[id(value)][0]}"
-    else:
-        seen[id(value)] = len(seen), value  # kept, so that nothing else gets its address
-        yield from _compound(value, seen, objects)
+class _Writer:
+    """Writes values as lines of text.
 
+    Args:
+        objects: see `identity`.
+        seen: objects by address, with the order in which they were seen; they are kept, so that nothing else gets the
+            address.
+    """
 
-def _compound(value: Any, seen: _Seen, objects: Objects) -> Iterator[str]:
-    if isinstance(value, types.FunctionType):
-        yield from _function(value, seen, objects)
-    elif isinstance(value, types.MethodType):
-        yield from _parts(value.__func__, seen, objects)
-        yield from _parts(value.__self__, seen, objects)
-    elif isinstance(value, types.CodeType):
-        yield from _code(value, seen)
-    elif isinstance(value, functools.partial):
-        yield "partial"
-        for part in (value.func, value.args, value.keywords):
-            yield from _parts(part, seen, objects)
-    elif is_dataclass(value):
-        yield from _parts(type(value), seen, objects)
-        for item in fields(value):
-            yield item.name
-            yield from _parts(getattr(value, item.name), seen, objects)
-    elif isinstance(value, Mapping):
-        yield f"mapping {len(value)}"
-        for name in sorted(value, key=repr):
-            yield from _parts(name, seen, objects)
-            yield from _parts(value[name], seen, objects)
-    elif isinstance(value, AbstractSet):
-        yield f"set {len(value)}"
-        yield from sorted("\n".join(_parts(item, dict(seen), objects)) for item in value)
-    elif isinstance(value, Sequence):
-        yield f"{type(value).__name__} {len(value)}"
-        for item in value:
-            yield from _parts(item, seen, objects)
-    elif isinstance(value, pydantic.BaseModel):
-        yield from _parts(type(value), seen, objects)
-        yield value.model_dump_json()
-    elif objects == "state" and hasattr(value, "decisive"):
-        yield from _parts(type(value), seen, objects)
-        yield from _parts(value.decisive(), seen, objects)
-    elif objects == "state" and _is_object(value):
-        yield from _parts(type(value), seen, objects)
-        yield from _parts(_state(value), seen, objects)
-    elif hasattr(type(value), "__torch_function__") or inspect.getattr_static(value, "__name__", None) is None:
-        if objects == "address":
+    def __init__(self, objects: Objects, seen: Mapping[int, tuple[int, Any]]) -> None:
+        self._objects: Objects = objects
+        self._seen = dict(seen)
+
+    def lines(self, *values: Any) -> Iterator[str]:
+        """Yields what stands for these values, one after the other."""
+        for value in values:
+            if isinstance(value, _PLAIN):
+                yield f"{type(value).__name__} {value!r}"
+            elif isinstance(value, enum.Enum):
+                yield f"{type(value).__qualname__}.{value.name}"
+            elif isinstance(value, PurePath):
+                yield f"path {value}"
+            elif isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops._OpNamespace):
+                yield f"op {value}"
+            elif isinstance(value, _BY_NAME):
+                yield _name(value)
+            elif isinstance(value, logging.Logger):
+                yield f"logger {value.name}"
+            elif isinstance(value, types.ModuleType):
+                yield from _source(value.__name__, value.__name__)
+            elif isinstance(value, type):
+                yield from _source(_name(value), value.__module__)
+            elif id(value) in self._seen:
+                yield f"seen {self._seen[id(value)][0]}"
+            else:
+                self._seen[id(value)] = len(self._seen), value
+                yield from self._compound(value)
+
+    def _compound(self, value: Any) -> Iterator[str]:
+        if isinstance(value, types.FunctionType):
+            yield from self._function(value)
+        elif isinstance(value, types.MethodType):
+            yield from self.lines(value.__func__, value.__self__)
+        elif isinstance(value, types.CodeType):
+            yield from _code(value)
+        elif isinstance(value, functools.partial):
+            yield "partial"
+            yield from self.lines(value.func, value.args, value.keywords)
+        elif is_dataclass(value):
+            yield from self.lines(type(value), {item.name: getattr(value, item.name) for item in fields(value)})
+        elif isinstance(value, Mapping):
+            yield f"mapping {len(value)}"
+            for name in sorted(value, key=repr):
+                yield from self.lines(name, value[name])
+        elif isinstance(value, AbstractSet):
+            yield f"set {len(value)}"
+            yield from sorted("\n".join(_Writer(self._objects, self._seen).lines(item)) for item in value)
+        elif isinstance(value, Sequence):
+            yield f"{type(value).__name__} {len(value)}"
+            yield from self.lines(*value)
+        elif isinstance(value, pydantic.BaseModel):
+            yield from self.lines(type(value), value.model_dump_json())
+        elif self._objects == "state" and hasattr(value, "decisive"):
+            yield from self.lines(type(value), value.decisive())
+        elif self._objects == "state" and _is_object(value):
+            yield from self.lines(type(value), _state(value))
+        elif hasattr(type(value), "__torch_function__") or inspect.getattr_static(value, "__name__", None) is None:
+            if self._objects != "address":
+                raise NoIdentityError(f"{type(value).__qualname__} object {value!r} has no identity but its address")
             yield f"{type(value).__qualname__} at {id(value):#x}"
+        elif installed(getattr(value, "__module__", None) or "") is None and hasattr(value, "__wrapped__"):
+            yield from self.lines(type(value), value.__wrapped__)  # of functools.cache, say
+        else:
+            yield from _source(_name(value), getattr(value, "__module__", None) or "")
+
+    def _function(self, function: types.FunctionType) -> Iterator[str]:
+        yield f"function {function.__module__}.{function.__qualname__}"
+        yield from _code(function.__code__)
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        yield from self.lines(function.__defaults__, function.__kwdefaults__, *cells)
+        if version := installed(function.__module__ or ""):
+            yield version
             return
-        raise NoIdentityError(f"{type(value).__qualname__} object {value!r} has no identity but its address")
-    elif installed(getattr(value, "__module__", None) or "") is None and hasattr(value, "__wrapped__"):
-        yield from _parts(type(value), seen, objects)
-        yield from _parts(value.__wrapped__, seen, objects)  # of functools.cache, say
-    else:
-        yield from _source(_name(value), getattr(value, "__module__", None) or "")
+        for name, *attributes in _names(function.__code__):
+            if name in function.__globals__:
+                found = function.__globals__[name]
+                yield name
+                for attribute in attributes:
+                    is_of_user = isinstance(found, types.ModuleType) and not installed(found.__name__)
+                    if not is_of_user or not hasattr(found, attribute):
+                        break
+                    yield attribute
+                    found = getattr(found, attribute)
+                yield from self.lines(found)
+        for module in _imported(function):
+            yield from _source(module, module)
 
 
 def _is_object(value: Any) -> bool:
@@ -163,58 +186,24 @@ def _source(name: str, module: str) -> Iterator[str]:
     yield found
 
 
-def _function(function: types.FunctionType, seen: _Seen, objects: Objects) -> Iterator[str]:
-    yield f"function {function.__module__}.{function.__qualname__}"
-    yield from _code(function.__code__, seen)
-    for part in (function.__defaults__, function.__kwdefaults__):
-        yield from _parts(part, seen, objects)
-    for cell in function.__closure__ or ():
-        yield from _parts(cell.cell_contents, seen, objects)
-    if version := installed(function.__module__ or ""):
-        yield version
-        return
-    for name, *attributes in _names(function.__code__):
-        if name in function.__globals__:
-            found = function.__globals__[name]
-            yield name
-            for attribute in attributes:
-                if (
-                    not isinstance(found, types.ModuleType)
-                    or installed(found.__name__)
-                    or not hasattr(found, attribute)
-                ):
-                    break
-                yield attribute
-                found = getattr(found, attribute)
-            yield from _parts(found, seen, objects)
-    for module in _imported(function):
-        yield from _source(module, module)
-
-
 def _names(code: types.CodeType) -> list[tuple[str, ...]]:
     """Returns the globals that the code reads, with the attributes that it reads of each: (a, b, c) of `a.b.c(x)`."""
     found = set[tuple[str, ...]]()
     chain: tuple[str, ...] = ()
-    for step in (*dis.get_instructions(code), None):
+    for step in itertools.chain.from_iterable((*dis.get_instructions(one), None) for one in _codes(code)):
         if step is not None and chain and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
             chain = (*chain, str(step.argval))
             continue
         if chain:
             found.add(chain)
         chain = (str(step.argval),) if step is not None and step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else ()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found.update(_names(constant))
     return sorted(found)
 
 
 def _imported(function: types.FunctionType) -> list[str]:
     """Returns the modules that a function imports when it is called."""
     found = set[str]()
-    left = [function.__code__]
-    while left:
-        code = left.pop()
-        left += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    for code in _codes(function.__code__):
         steps = list(dis.get_instructions(code))
         for index, step in enumerate(steps):
             if step.opname == "IMPORT_NAME":
@@ -224,12 +213,19 @@ def _imported(function: types.FunctionType) -> list[str]:
     return sorted(found)
 
 
-def _code(code: types.CodeType, seen: _Seen) -> Iterator[str]:
-    yield f"code {code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yields the code of a function, and of the functions inside of it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _code(constant, seen)
-        elif isinstance(constant, frozenset):
-            yield repr(sorted(constant, key=repr))
-        else:
-            yield repr(constant)
+            yield from _codes(constant)
+
+
+def _code(code: types.CodeType) -> Iterator[str]:
+    for one in _codes(code):
+        yield f"code {one.co_code.hex()} {one.co_names} {one.co_varnames} {one.co_freevars}"
+        for constant in one.co_consts:
+            if isinstance(constant, frozenset):
+                yield repr(sorted(constant, key=repr))
+            else:
+                yield constant.co_name if isinstance(constant, types.CodeType) else repr(constant)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -147,15 +148,8 @@ class RuleReport(BaseModel):
         """Numbers and words stay as they are, other objects in `data` are written as text."""
         plain = (str, int, float, bool, type(None))
         return [
-            {
-                "rule": refusal.rule,
-                "reason": refusal.reason,
-                "node": refusal.node,
-                "source": refusal.source,
-                "hint": refusal.hint,
-                "kind": refusal.kind,
-                "data": {name: v if isinstance(v, plain) else str(v) for name, v in refusal.data.items()},
-            }
+            {item.name: getattr(refusal, item.name) for item in fields(refusal)}
+            | {"data": {name: v if isinstance(v, plain) else str(v) for name, v in refusal.data.items()}}
             for refusal in refusals
         ]
 

@@ -233,6 +233,15 @@ def test_an_atomic_set_does_all_or_nothing() -> None:
     assert names(gm) == ["relu", "abs", "exp"]
 
 
+def test_a_rule_does_not_join_an_atomic_set() -> None:
+    """As a set does not: joined, neither would be all or nothing."""
+    for other in (swap("exp", "tanh"), RuleSet("t", swap("exp", "tanh"))):
+        with pytest.raises(
+            RuleDefinitionError, match="an atomic set, or one with an invariant, stays a set of its own"
+        ):
+            RuleSet("s", swap("relu", "exp"), atomic=True) | other
+
+
 def test_steps_and_nested_sets_run_where_they_stand() -> None:
     gm = traced(torch.relu)
     rules = RuleSet("s", swap("relu", "exp"), Tag("first"), RuleSet("nested", swap("exp", "tanh")), Tag("second"))

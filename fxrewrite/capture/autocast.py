@@ -22,18 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxrewrite.capture.running import Running
 from fxrewrite.errors import refuse
 from fxrewrite.graph.bodies import nodes_of
-
-__all__ = [
-    "ENTER",
-    "EXIT",
-    "AutocastRegions",
-    "Casting",
-    "casting",
-    "casts",
-    "drop_regions",
-    "shield",
-    "without_autocast",
-]
+from fxrewrite.ops import tensors_in
 
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 _KEYS = {
@@ -147,7 +136,7 @@ class Casting(Running):
 
 def _has_kernel(target: OpOverload, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     known = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), _KEYS[kind])
-    return known and any(tensor.device.type == kind for tensor in _tensors((args, kwargs)))
+    return known and any(tensor.device.type == kind for tensor in tensors_in((args, kwargs)))
 
 
 def _casts_inside(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -171,9 +160,5 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "prim":  # queries of a tensor's properties by the kernels
-            self.seen.append((func, [tensor.dtype for tensor in _tensors((args, kwargs))]))
+            self.seen.append((func, [tensor.dtype for tensor in tensors_in((args, kwargs))]))
         return func(*args, **(kwargs or {}))
-
-
-def _tensors(arguments: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]

@@ -25,11 +25,9 @@ from torch.utils import _pytree as pytree
 from fxrewrite import ops
 from fxrewrite.capture.autocast import ENTER, EXIT, without_autocast
 from fxrewrite.errors import refuse
-from fxrewrite.graph.bodies import nodes_of
+from fxrewrite.graph.bodies import body_of, nodes_of
 from fxrewrite.graph.copy import copy_module
 from fxrewrite.graph.source import CHECKPOINT_TAGS
-
-__all__ = ["APPLY", "CustomFunction", "NormalBodies", "custom_function"]
 
 APPLY = torch.ops.higher_order.autograd_function_apply
 _OPTIONS = {"non_differentiable_idx", "saved_for_backward_idx", "dirty_idx"}
@@ -42,8 +40,6 @@ class CustomFunction:
 
     forward: fx.GraphModule
     backward: fx.GraphModule
-    operands: tuple[Any, ...]
-    """What it is called with: nodes, and plain values."""
     non_differentiable: frozenset[int]
     """Positions of the results that have no gradient."""
 
@@ -82,21 +78,17 @@ def custom_function(node: fx.Node) -> CustomFunction | None:
     """Returns the custom function that `node` calls; None if it calls something else."""
     if node.target is not APPLY:
         return None
-    forward, backward, *operands = node.args
+    owner = node.graph.owning_module
+    assert owner is not None, f"the graph of %{node.name} belongs to no module"
+    forward, backward = (body_of(owner, body) for body in node.args[:2] if isinstance(body, fx.Node))
+    assert forward is not None
+    assert backward is not None
     indices: Any = node.kwargs.get("non_differentiable_idx", ())
-    return CustomFunction(_body(node, forward), _body(node, backward), tuple(operands), frozenset(indices))
+    return CustomFunction(forward, backward, frozenset(indices))
 
 
 def _given(body: fx.GraphModule) -> Any:
     return body.graph.output_node().args[0]
-
-
-def _body(node: fx.Node, argument: Any) -> fx.GraphModule:
-    owner = node.graph.owning_module
-    assert owner is not None, f"the graph of %{node.name} belongs to no module"
-    body = owner.get_submodule(str(argument.target))
-    assert isinstance(body, fx.GraphModule)
-    return body
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ time.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,11 +31,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fxrewrite.capture.autocast import casting
 from fxrewrite.capture.running import Running
 from fxrewrite.capture.traced_values import TracedValue, current_tracer, slot_of
+from fxrewrite.graph.argument_keys import argument_key
 from fxrewrite.graph.fake_values import look_of
 from fxrewrite.graph.sizes import is_read_from_data
 from fxrewrite.ops import is_barrier, memory_written, mutated, sets_mode, tensors_of
-
-__all__ = ["EqualCalls", "Once"]
 
 _LITERALS = (int, bool, str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
 _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -111,24 +110,17 @@ class EqualCalls:
             value.look = self.looks.setdefault(look, len(self.looks))
         return value.look
 
-    def key(self, argument: Any, operands: dict[TracedValue, int]) -> Any:
+    def key(self, argument: Any, operands: dict[TracedValue, int]) -> Hashable:
         """What an argument has in common with those of equal calls; adds its values to the distinct operands."""
-        if isinstance(argument, TracedValue):
-            return operands.setdefault(argument, len(operands)), self.look(argument)
-        if isinstance(argument, float):
-            return float, argument.hex()
-        if isinstance(argument, _LITERALS):
-            return type(argument), argument
-        if isinstance(argument, _SYMBOLS):
-            return type(argument), argument.node.expr
-        if isinstance(argument, (list, tuple)):
-            return (type(argument), *(self.key(item, operands) for item in argument))
-        if isinstance(argument, dict):
-            return (dict, *((name, self.key(item, operands)) for name, item in argument.items()))
-        if isinstance(argument, slice):
-            parts = argument.start, argument.stop, argument.step
-            return (slice, *(self.key(part, operands) for part in parts))
-        raise _UnknownError
+
+        def of_leaf(leaf: Any) -> Hashable:
+            if isinstance(leaf, TracedValue):
+                return operands.setdefault(leaf, len(operands)), self.look(leaf)
+            if isinstance(leaf, _SYMBOLS):
+                return type(leaf), leaf.node.expr
+            raise _UnknownError
+
+        return argument_key(argument, of_leaf)
 
 
 class Once(Running):

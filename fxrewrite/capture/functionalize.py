@@ -12,7 +12,6 @@ reads; and memory with a view or a write that has no functional form here.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -20,13 +19,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxrewrite.capture.running import Running
-from fxrewrite.graph.sizes import is_same_size
-from fxrewrite.ops import BindingError, bind, is_barrier, key, mutated, operators, tensors_of
-
-__all__ = ["Functional", "Memory", "functional_writes"]
+from fxrewrite.graph.sizes import is_same_size, is_same_view
+from fxrewrite.ops import BindingError, bind, is_barrier, is_tensor, key, mutated, operators, storages_in, tensors_of
 
 aten = torch.ops.aten
 
@@ -123,7 +119,7 @@ class Functional(Running):
         for view, base in memory.path(self.current):
             put = memory.inverse(view)
             assert put is not None, "functional_writes has checked it"
-            named: Any = self.map_nodes_to_values(_arguments(view), view)  # pyright: ignore[reportArgumentType]
+            named: Any = self.map_nodes_to_values(bind(view), view)  # pyright: ignore[reportArgumentType]
             value = self.env[base] = put(self.env[base], value, named)
             changed.add(base)
         return changed
@@ -156,30 +152,22 @@ class Functional(Running):
 
 def _memories(graph: fx.Graph) -> list[Memory]:
     position = {node: at for at, node in enumerate(graph.nodes)}
-    found: dict[StorageWeakRef, Memory] = {}
+    found: dict[Any, Memory] = {}
     # A node's base is the operand (or write target) with the same storage that is known already. Fake values share
     # storage exactly where the real ones do.
     for node in graph.nodes:
         written = mutated(node)
-        for storage in _storages(node):
-            bases = [n for n in (*written, *node.all_input_nodes) if storage in _storages(n)]
+        for storage in storages_in(tensors_of(node)):
+            bases = [n for n in (*written, *node.all_input_nodes) if storage in storages_in(tensors_of(n))]
             if not bases and isinstance(node.meta["val"], (list, tuple)):
                 continue  # several new results: each has its own memory from its getitem on
             memory = found.setdefault(storage, Memory(position))
             memory.members[node] = next((base for base in bases if base in memory.members), None)
         for target in written:
-            for storage in _storages(target):
+            for storage in storages_in(tensors_of(target)):
                 found[storage].writes.append(node)
                 found[storage].members.setdefault(node, target)
     return list(found.values())
-
-
-def _storages(node: fx.Node) -> set[StorageWeakRef]:
-    return {StorageWeakRef(tensor.untyped_storage()) for tensor in _strided(node)}
-
-
-def _strided(node: fx.Node) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_of(node) if tensor.layout is torch.strided]
 
 
 # What autograd sees.
@@ -310,7 +298,7 @@ def _put_narrow(base: Any, value: Any, named: dict[str, Any]) -> Any:
 
 
 def _put_item(base: Any, value: Any, named: dict[str, Any]) -> Any:
-    return type(base)(value if at == named["index"] else item for at, item in enumerate(base))
+    return type(base)(value if at == named["b"] else item for at, item in enumerate(base))
 
 
 def _reshape(base: Any, value: Any, named: dict[str, Any]) -> Any:
@@ -348,29 +336,18 @@ _INVERSES: dict[str, Inverse] = {
 
 def _inverse_of(view: fx.Node, base: fx.Node) -> Inverse | None:
     """Returns how a new value of `view` gives a new value of `base`; None if that is unknown."""
-    if mutated(view) == (base,) or _is_same_view(view.meta.get("val"), base.meta.get("val")):
+    if mutated(view) == (base,) or (
+        is_tensor(view) and is_tensor(base) and is_same_view(view.meta["val"], base.meta["val"])
+    ):
         return lambda _, value, __: value
     if _dtypes(view) != _dtypes(base):
         return None  # a view of the bytes as another dtype
     try:
-        _arguments(view)
+        bind(view)
     except BindingError:
         return None
     return _INVERSES.get(key(view))
 
 
 def _dtypes(node: fx.Node) -> set[torch.dtype]:
-    return {tensor.dtype for tensor in _strided(node)}
-
-
-def _is_same_view(a: Any, b: Any) -> bool:
-    """Whether two tensors on one memory are the same view of it; never adds a guard."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.dtype != b.dtype or a.dim() != b.dim():
-        return False
-    sizes_a = (*a.shape, *a.stride(), a.storage_offset())
-    sizes_b = (*b.shape, *b.stride(), b.storage_offset())
-    return all(map(is_same_size, sizes_a, sizes_b))
-
-
-def _arguments(view: fx.Node) -> dict[str, Any]:
-    return {"index": view.args[1]} if view.target is operator.getitem else bind(view)
+    return {tensor.dtype for tensor in tensors_of(node)}

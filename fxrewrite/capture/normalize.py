@@ -34,8 +34,6 @@ from fxrewrite.graph.sizes import hoist_sizes
 from fxrewrite.graph.source import source_line
 from fxrewrite.ops import is_parameter, is_per_rank
 
-__all__ = ["normalize"]
-
 _CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 _CHECKPOINT_OPTIONS = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
 _NORMAL = "fxrewrite_normal"

@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import fx
 
-__all__ = ["Running"]
-
 
 class Running(fx.Interpreter):
     """Runs a graph; `current` is the node that runs."""

@@ -13,8 +13,6 @@ from torch.fx.experimental.proxy_tensor import (
     track_tensor_tree,
 )
 
-__all__ = ["TracedValue", "current_tracer", "slot_of"]
-
 
 class TracedValue:
     """A tensor of the program, made when it is read.

@@ -22,8 +22,6 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.source import CHECKPOINT_TAGS
 from fxrewrite.ops import VMAP_CLOSES, VMAP_OPENS, sets_mode
 
-__all__ = ["without_vmap"]
-
 
 def without_vmap(gm: fx.GraphModule) -> fx.GraphModule:
     """Returns `gm` with each outermost vmap as one call, which a tracer sees as operators on whole tensors.

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["add_attribute", "drop_attribute"]
-
 
 def add_attribute(gm: fx.GraphModule, value: torch.nn.Module | torch.Tensor, name: str) -> str:
     """Adds a module, a parameter or a buffer under a name, to which a number is appended if it is taken; returns it."""

@@ -8,8 +8,6 @@ from torch import fx
 
 from fxrewrite.ops import held
 
-__all__ = ["bodies", "body_of", "nodes_of"]
-
 
 def body_of(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """Returns the graph module that a node of the graph reads or calls, or None."""

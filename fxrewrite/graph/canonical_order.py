@@ -16,8 +16,6 @@ from torch import fx
 from fxrewrite.graph.walk import operands_first
 from fxrewrite.ops import is_barrier, is_pure, memory_written
 
-__all__ = ["in_canonical_order"]
-
 
 def in_canonical_order(graph: fx.Graph) -> list[fx.Node]:
     """All nodes; what nothing needs comes last, inputs by name."""

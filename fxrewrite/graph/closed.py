@@ -20,8 +20,6 @@ from fxrewrite.graph.walk import operands_first
 from fxrewrite.ops import is_pure, is_random, value
 from fxrewrite.torch_versions import hint_of_expression
 
-__all__ = ["ClosedValues", "LargeValueError", "OpenValueError", "expression", "symbols_of"]
-
 
 class OpenValueError(ValueError):
     """The node's value depends on an input's data or a random number, or cannot be computed in isolation."""

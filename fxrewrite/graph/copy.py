@@ -9,8 +9,6 @@ from torch import fx
 
 from fxrewrite.graph.bodies import body_of
 
-__all__ = ["copy_module"]
-
 
 def copy_module(gm: fx.GraphModule, erased: Collection[fx.Node] = ()) -> fx.GraphModule:
     """Returns a module with a copy of the graph, of graph modules that it calls, and of subgraphs of operators.

@@ -12,8 +12,6 @@ from torch import fx
 
 from fxrewrite.graph.text import GraphWriter
 
-__all__ = ["graph_diff"]
-
 _CONTEXT = 2
 """Equal lines that are shown before and after lines that differ."""
 _NUMBERED = re.compile(r"%\d+(?![\w.])")

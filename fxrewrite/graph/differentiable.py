@@ -9,8 +9,6 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.graph.walk import reached
 
-__all__ = ["differentiated", "is_differentiable", "passed", "requires_gradient"]
-
 
 def passed(node: fx.Node) -> Collection[fx.Node]:
     """The operands that a gradient of the node flows to, if they have one: none of `detach`."""

@@ -31,8 +31,6 @@ from fxrewrite.graph.journal import ABSENT, Journal
 from fxrewrite.graph.source import copied_meta
 from fxrewrite.graph.untracked import UntrackedChanges
 
-__all__ = ["Edit"]
-
 T = TypeVar("T")
 _COMPUTE: Any = object()
 
@@ -86,21 +84,18 @@ class Edit:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         parts = [self, *self._opened()]
-        if error is None:
-            try:
-                for part in parts:
-                    for check in part._checks:
-                        check(part)
-                    part._check()
-            except BaseException:
-                for part in parts:
-                    part._undo(0)
-                raise
+        with contextlib.ExitStack() as undo:
+            for part in reversed(parts):
+                undo.callback(part._undo, 0)
+            if error is not None:
+                return
             for part in parts:
-                part._commit()
-        else:
-            for part in parts:
-                part._undo(0)
+                for check in part._checks:
+                    check(part)
+                part._check()
+            undo.pop_all()
+        for part in parts:
+            part._commit()
 
     def parts(self) -> Iterator[Edit]:
         """Yields this transaction, and one per graph module within the graph, nested ones included; see `bodies`."""
@@ -247,13 +242,7 @@ class Edit:
                 buffer.
             name: of the attribute; a number is appended where the module has one of that name.
         """
-        path = add_attribute(self.gm, value, name)
-        with self.graph.inserting_before(self.body):
-            node = self.graph.get_attr(path)
-        self._journal.append(("attach", node))
-        if isinstance(value, torch.Tensor) and self.fake_mode is not None:
-            node.meta[self._values.key] = self._values.attribute(path)
-        return node
+        return self._reader(add_attribute(self.gm, value, name), value, "attach")
 
     def read(self, path: str) -> fx.Node:
         """Returns a new `get_attr` node, placed before all calls, for a tensor that `gm` has, as `layers.0.weight`.
@@ -261,17 +250,20 @@ class Edit:
         Raises:
             InvariantError: `gm` has no tensor of that name.
         """
-        owner, _, name = path.rpartition(".")
         try:
-            module = self.gm.get_submodule(owner)
+            value = operator.attrgetter(path)(self.gm)
         except AttributeError:
-            module = None
-        if not isinstance(getattr(module, name, None), torch.Tensor):
+            value = None
+        if not isinstance(value, torch.Tensor):
             raise InvariantError(f"the module has no tensor {path}")
+        return self._reader(path, value, "create")
+
+    def _reader(self, path: str, value: object, kind: str) -> fx.Node:
+        """Returns a new node that reads an attribute, and records it as a change of this kind."""
         with self.graph.inserting_before(self.body):
             node = self.graph.get_attr(path)
-        self._journal.append(("create", node))
-        if self.fake_mode is not None:
+        self._journal.append((kind, node))
+        if isinstance(value, torch.Tensor) and self.fake_mode is not None:
             node.meta[self._values.key] = self._values.attribute(path)
         return node
 
@@ -331,13 +323,13 @@ class Edit:
 
     def set_meta(self, node: fx.Node, key: str, value: Any) -> None:
         """Sets `node.meta[key]` to `value`."""
-        self._journal.append(("meta", node, key, node.meta.get(key, ABSENT)))
+        self._journal.append(("entry", node, node.meta, key, node.meta.get(key, ABSENT)))
         node.meta[key] = value
 
     def set_fact(self, node: fx.Node, fact: Fact[T], value: T) -> None:
         """Sets `fact.of(node)` to `value`."""
         known = facts_of(self.graph).setdefault(fact, {})
-        self._journal.append(("fact", node, known, known.get(node, ABSENT)))
+        self._journal.append(("entry", node, known, node, known.get(node, ABSENT)))
         known[node] = value
 
     def derive(self, fact: Fact[T], how: Callable[[fx.Node], T | None]) -> None:
@@ -440,7 +432,7 @@ class Edit:
         erased = self.erased
         for record in self._journal:
             kind, node = record[0], record[1]
-            if kind in ("erase", "meta", "fact", "attach") or node in erased:
+            if kind in ("erase", "entry", "attach") or node in erased:
                 continue
             for used in node.all_input_nodes:
                 if used in erased or used.graph is not self.graph:

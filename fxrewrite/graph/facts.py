@@ -15,8 +15,6 @@ from typing import Any, Generic, TypeVar
 
 from torch import fx
 
-__all__ = ["Fact", "facts_of", "forget_facts"]
-
 T = TypeVar("T")
 _STORE = "_fxrewrite_facts"
 """Attribute of an `fx.Graph` that holds its facts; copies of the graph do not get it."""

@@ -12,15 +12,13 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, disable_fake_tensor_cache
 from torch.fx.node import map_arg
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fxrewrite import ops
 from fxrewrite.errors import InvariantError
+from fxrewrite.graph.argument_keys import argument_key
 from fxrewrite.graph.sizes import is_read_from_data
 from fxrewrite.torch_versions import hint_of_size, reshapes_of_any_length, symbolic_kernels
-
-__all__ = ["FakeValues", "identity_of", "look_of"]
 
 
 class FakeValues:
@@ -59,18 +57,16 @@ class FakeValues:
 
     def _looks(self, value: Any) -> Any:
         """A key of arguments that is equal if operators run in the same way on them."""
+        return argument_key(value, self._look)
+
+    def _look(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            fake = ops.value(value)
-            seen = self._seen.get(id(fake))
+            seen = self._seen.get(id(ops.value(value)))
             return self._looks(self._of_input(value)) if seen is None else seen[1]
-        if isinstance(value, (list, tuple)):
-            return type(value).__name__, tuple(map(self._looks, value))
-        if isinstance(value, dict):
-            return tuple((name, self._looks(item)) for name, item in value.items())
         if isinstance(value, torch.SymInt):
             return "SymInt", value.node.expr
         if not isinstance(value, FakeTensor):
-            return identity_of(value)
+            return id(value)
         seen = self._seen.get(id(value))
         if seen is None:
             look = look_of(value)
@@ -92,14 +88,14 @@ class FakeValues:
         saved: list[torch.Tensor] = []
         candidates = [node, *node.all_input_nodes]
         try:
-            leaf = _as_leaf if self.key == "example_value" else _as_trained_leaf  # other values do not say it
+            leaf = _leaf if self.key == "example_value" else _as_trained_leaf  # other values do not say it
             given = {used: tree_map_only(torch.Tensor, leaf, self._of_input(used)) for used in candidates[1:]}
             with torch.autograd.graph.saved_tensors_hooks(saved.append, torch.zeros_like):
                 result = self.run_with(node, given)
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return candidates
-        memory = _storages(saved)
-        return [one for one in candidates if memory & _storages(result if one is node else given[one])]
+        memory = ops.storages_in(saved)
+        return [one for one in candidates if memory & ops.storages_in(result if one is node else given[one])]
 
     def returns_operand(self, node: fx.Node) -> bool:
         """Whether the operator returns its first operand itself, the same object, as `x.to(x.dtype)` does."""
@@ -120,8 +116,8 @@ class FakeValues:
             return None
         try:
             given = {used: values.get(used, self._of_input(used)) for used in node.all_input_nodes}
-            own = _storages(self.run_with(node, given))
-            return {used for used, value in given.items() if not own.isdisjoint(_storages(value))}
+            own = ops.storages_in(self.run_with(node, given))
+            return {used for used, value in given.items() if not own.isdisjoint(ops.storages_in(value))}
         except Exception:  # noqa: BLE001  # any error means that nothing is known
             return None
 
@@ -166,9 +162,7 @@ class FakeValues:
     def attribute(self, path: str) -> Any:
         """Returns the fake value of the parameter, buffer or submodule that a `get_attr` node reads."""
         if path not in self._attributes:
-            found: Any = self.gm
-            for atom in path.split("."):
-                found = getattr(found, atom)
+            found: Any = operator.attrgetter(path)(self.gm)
             mode = self.mode
             if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor) and mode is not None:
                 found = mode.from_tensor(found, static_shapes=True)
@@ -178,11 +172,6 @@ class FakeValues:
     def forget(self, path: str) -> None:
         """Forgets the value of an attribute, which the module may have otherwise later."""
         self._attributes.pop(path, None)
-
-
-def _storages(value: Any) -> set[StorageWeakRef]:
-    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return {StorageWeakRef(leaf.untyped_storage()) for leaf in tensors if leaf.layout is torch.strided}
 
 
 def look_of(tensor: torch.Tensor) -> Any:
@@ -196,8 +185,7 @@ def look_of(tensor: torch.Tensor) -> Any:
 
 
 def _has_symbols(arguments: Any) -> bool:
-    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
-    return any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.shape)
+    return any(isinstance(size, torch.SymInt) for tensor in ops.tensors_in(arguments) for size in tensor.shape)
 
 
 def _has_traced_one(arguments: Any) -> bool:
@@ -211,17 +199,6 @@ def _has_data_sizes(result: Any) -> bool:
     """Whether a result has sizes that data decide: the same ones twice would be taken for equal."""
     leaves = tree_leaves(result)
     return any(is_read_from_data(leaf) for leaf in leaves if isinstance(leaf, (torch.Tensor, torch.SymInt)))
-
-
-def identity_of(value: Any) -> Any:
-    """Returns a key of arguments, tensors and symbols by address; layers that repeat the same call compute it once."""
-    if isinstance(value, (list, tuple)):
-        return type(value).__name__, tuple(map(identity_of, value))
-    if isinstance(value, dict):
-        return tuple((name, identity_of(item)) for name, item in value.items())
-    if isinstance(value, (bool, int, float, str, type(None), torch.dtype, torch.device)):
-        return type(value).__name__, value
-    return id(value)
 
 
 def _mode_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
@@ -238,26 +215,19 @@ def _mode_of(graph: fx.Graph) -> tuple[FakeTensorMode | None, str]:
     return None, "val"
 
 
-def _without_tracing(operator: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _without_tracing(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Calls a higher-order operator, which would trace its bodies for autograd, in a fake mode of its own."""
-    is_differentiated = torch.is_grad_enabled() and any(
-        isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
-    )
+    is_differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in ops.tensors_in((args, kwargs)))
     with torch.no_grad():
-        result = operator(*args, **kwargs)
+        result = function(*args, **kwargs)
     if not is_differentiated:
         return result
     return tree_map_only(torch.Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), result)
 
 
-def _as_leaf(value: torch.Tensor) -> torch.Tensor:
-    """Returns the value as autograd sees it while the graph runs, with the same memory."""
-    return value.detach().requires_grad_(value.requires_grad)
-
-
 def _as_trained_leaf(value: torch.Tensor) -> torch.Tensor:
-    """The same, requiring a gradient where it can."""
-    return value.detach().requires_grad_(value.is_floating_point() or value.is_complex())
+    """Returns the value as a leaf of autograd with the same memory, which requires a gradient where it can."""
+    return value.detach().requires_grad_(ops.is_inexact(value))
 
 
 def _leaf(value: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,6 @@ import gc
 import threading
 from collections.abc import Generator
 
-__all__ = ["few_collections"]
-
 _OBJECTS = 200_000
 """So many more objects than at the last collection start one."""
 _YOUNGER_COLLECTIONS = 1_000

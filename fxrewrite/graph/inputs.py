@@ -7,7 +7,7 @@ import re
 import torch
 from torch import fx
 
-__all__ = ["input_name", "is_buffer"]
+from fxrewrite.ops import value
 
 _MEMBER = re.compile(r"\.(?:__dict__\[')?_(?:modules|parameters|buffers)(?:'\])?\['([^']+)'\]")
 """What Dynamo writes for a module, a parameter or a buffer in the place where an input comes from; by `__dict__` where
@@ -25,9 +25,9 @@ def input_name(placeholder: fx.Node) -> str:
     """
     if argument := placeholder.meta.get("argument"):
         return argument
-    value = placeholder.meta.get("val", placeholder.meta.get("example_value"))
-    if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-        return str(value.node.expr)
+    size = value(placeholder)
+    if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+        return str(size.node.expr)
     source = getattr(placeholder, "_dynamo_source", None)
     path = _MEMBER.findall(source.name) if source is not None else []
     if path:

@@ -8,8 +8,6 @@ from torch import fx
 
 from fxrewrite.graph.facts import facts_of
 
-__all__ = ["ABSENT", "Journal"]
-
 ABSENT: Any = object()
 """What was there before, if nothing was."""
 
@@ -21,7 +19,7 @@ class Journal(list[tuple[Any, ...]]):
     - ("attach", node): a new `get_attr` or `call_module` node, for an attribute that was added with it.
     - ("args", node, args, kwargs): other arguments; these are the old ones.
     - ("call", node, op, target): another call; these are the old ones.
-    - ("meta", node, key, value), ("fact", node, facts, value): another entry; this is the old one, or `ABSENT`.
+    - ("entry", node, mapping, key, value): another entry of its metadata or of facts; this is the old one, or `ABSENT`.
     - ("move", node, next): another place; this is the node that followed.
     - ("erase", node, args, kwargs): marked as erased; these are the arguments that it had.
 
@@ -43,18 +41,12 @@ class Journal(list[tuple[Any, ...]]):
                 node._update_args_kwargs(*before)
             elif kind == "call":
                 node.op, node.target = before
-            elif kind == "meta":
-                key, value = before
+            elif kind == "entry":
+                mapping, key, value = before
                 if value is ABSENT:
-                    node.meta.pop(key, None)
+                    mapping.pop(key, None)
                 else:
-                    node.meta[key] = value
-            elif kind == "fact":
-                known, value = before
-                if value is ABSENT:
-                    del known[node]
-                else:
-                    known[node] = value
+                    mapping[key] = value
             elif kind == "move":
                 before[0].prepend(node)
             elif kind == "erase":

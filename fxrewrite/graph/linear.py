@@ -6,15 +6,13 @@ backward that is linear in them accepts either; one that is not (it clips, it ta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, Literal, TypeAlias
 
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
-
-__all__ = ["is_linear", "is_linear_in"]
 
 Linearity: TypeAlias = Literal["zero", "constant", "linear", "other"]
 """A value as a function of the inputs: zero, independent of them, linear in them, or not known to be linear."""
@@ -76,43 +74,34 @@ def _fact(node: fx.Node, facts: dict[fx.Node, Linearity]) -> Linearity:
     if node.op != "call_function" or not ops.is_pure(node):
         return "other"
     found: Linearity = "other"
-    if name in _JOINTLY and _is_float(node):
-        found = _jointly(node, _JOINTLY[name], facts)
-    elif name in _EACH and _is_float(node):
-        found = _each(node, _EACH[name], facts)
+    if _is_float(node) and (name in _JOINTLY or name in _EACH):
+        found = _combined(node, name, facts)
     is_constant = all(facts[operand] in ("constant", "zero") for operand in node.all_input_nodes)
     return "constant" if found == "other" and is_constant else found
 
 
-def _jointly(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Linearity]) -> Linearity:
+def _combined(node: fx.Node, name: str, facts: dict[fx.Node, Linearity]) -> Linearity:
+    """What an operator makes of its operands, which the tables have under its name."""
+    names = _JOINTLY.get(name) or _EACH[name]
     args = ops.bind(node)
-    if args.get("rounding_mode") is not None:
+    found = [_of(value, facts) for name in names for value in tree_leaves(args.get(name))]
+    others = {facts[used] for name, given in args.items() if name not in names for used in ops.nodes_in(given)}
+    if name not in _JOINTLY:
+        if "zero" in found and not others:
+            return "zero"
+        is_product = found.count("linear") == 1 and "other" not in found
+        return "linear" if is_product and not others else "other"
+    if args.get("rounding_mode") is not None or not others <= {"constant", "zero"}:
         return "other"
-    found = {_of(value, facts) for name in names for value in tree_leaves(args.get(name))}
-    others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
-    if not found <= {"linear", "zero"} or not others <= {"constant", "zero"}:
+    if not set(found) <= {"linear", "zero"}:
         return "other"
     return "linear" if "linear" in found else "zero"
-
-
-def _each(node: fx.Node, names: tuple[str, ...], facts: dict[fx.Node, Linearity]) -> Linearity:
-    args = ops.bind(node)
-    found = [_of(args[name], facts) for name in names]
-    others = {_of(value, facts) for name, given in args.items() if name not in names for value in _nodes(given)}
-    if "zero" in found and not others:
-        return "zero"
-    is_product = found.count("linear") == 1 and "other" not in found
-    return "linear" if is_product and not others else "other"
 
 
 def _of(value: Any, facts: dict[fx.Node, Linearity]) -> Linearity:
     if isinstance(value, fx.Node):
         return facts[value]
     return "zero" if value == 0 else "constant"
-
-
-def _nodes(value: Any) -> Iterator[fx.Node]:
-    return (item for item in tree_leaves(value) if isinstance(item, fx.Node))
 
 
 def _is_float(node: fx.Node) -> bool:

@@ -12,8 +12,6 @@ from torch import fx
 from fxrewrite import ops
 from fxrewrite.graph.fake_values import FakeValues
 
-__all__ = ["Memories", "Shared"]
-
 
 class Shared(NamedTuple):
     """One thing with which a value shares memory, or may share it.

@@ -9,8 +9,6 @@ from fnmatch import fnmatchcase
 
 from torch import fx
 
-__all__ = ["alternatives", "matches_glob", "module_calls", "module_names"]
-
 
 def module_names(node: fx.Node) -> Iterator[str]:
     """The modules in whose forward the node runs, the outermost first: `model`, `model.layers`, `model.layers.0`."""

@@ -10,9 +10,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxrewrite.ops import held, key, tensors_of, value
-
-__all__ = ["decided_names", "key_of_node", "look_of", "operands_in_order"]
+from fxrewrite.graph.argument_keys import argument_key
+from fxrewrite.ops import held, key, nodes_in, tensors_of, value
 
 _CHECKS = ("aten::_assert_scalar", "aten::_assert_async")
 """Operators whose second argument is a message, which may name a symbol."""
@@ -32,28 +31,20 @@ def key_of_node(gm: fx.GraphModule, node: fx.Node) -> Hashable:
 
 def _literal(gm: fx.GraphModule, argument: Any) -> Hashable:
     """An argument as a key; nodes are holes, except subgraphs."""
-    if isinstance(argument, fx.Node):
-        if argument.op == "get_attr":
-            body = held(gm, argument)
+
+    def of_leaf(leaf: Any) -> Hashable:
+        if isinstance(leaf, fx.Node):
+            body = held(gm, leaf) if leaf.op == "get_attr" else None
             return _body_key(body) if isinstance(body, fx.GraphModule) else "%"
-        return "%"
-    if isinstance(argument, (tuple, list)):
-        items: Sequence[Any] = argument  # pyright: ignore[reportUnknownVariableType]
-        return (type(items).__name__, *(_literal(gm, item) for item in items))
-    if isinstance(argument, dict):
-        entries: dict[Any, Any] = argument  # pyright: ignore[reportUnknownVariableType]
-        return ("dict", *((name, _literal(gm, item)) for name, item in entries.items()))
-    if isinstance(argument, slice):
-        return ("slice", *(_literal(gm, item) for item in (argument.start, argument.stop, argument.step)))
-    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (type(argument).__name__, _size(argument, None))
-    if isinstance(argument, (float, complex)):
-        return (type(argument).__name__, repr(argument))  # nan and -0.0 are literals too
-    try:
-        hash(argument)
-    except TypeError:
-        return (type(argument).__name__, id(argument))
-    return (type(argument).__name__, argument)
+        if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return type(leaf), _size(leaf, None)
+        try:
+            hash(leaf)
+        except TypeError:
+            return type(leaf), id(leaf)
+        return type(leaf), leaf
+
+    return argument_key(argument, of_leaf)
 
 
 def _body_key(body: fx.GraphModule) -> Hashable:
@@ -67,7 +58,7 @@ def _body_key(body: fx.GraphModule) -> Hashable:
             found_there = held(body, node)
             attribute = _body_key(found_there) if isinstance(found_there, fx.GraphModule) else id(found_there)
         target = node.target if node.op in ("call_function", "call_method") else None
-        wires = tuple(at[operand] for operand in operands_in_order(node))
+        wires = tuple(at[operand] for operand in nodes_in((node.args, node.kwargs)))
         literals = _literal(body, (node.args, node.kwargs))
         found.append((node.op, target, literals, wires, attribute, look_of(value(node))))
     return tuple(found)
@@ -111,10 +102,3 @@ def decided_names(nodes: Sequence[fx.Node]) -> dict[Any, Any]:
         ):
             names.setdefault(symbol, sympy.Symbol(f"decided_{len(names)}"))
     return names
-
-
-def operands_in_order(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments in order, one as often as it occurs: f(a, b, b) is not f(a, a, b)."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)
-    return found

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 
-__all__ = ["NumberedText"]
-
 
 class NumberedText:
     """Letters in order, which may be any values; equal substrings have equal names."""

@@ -30,12 +30,10 @@ from torch.utils._pytree import tree_leaves
 
 from fxrewrite import ops
 from fxrewrite.errors import Refusal, RefusedError
+from fxrewrite.graph.argument_keys import identity_of
 from fxrewrite.graph.bodies import nodes_of
-from fxrewrite.graph.fake_values import identity_of
 from fxrewrite.graph.source import source_line
 from fxrewrite.torch_versions import hint_of_expression
-
-__all__ = ["check_sizes"]
 
 _NOT_KNOWN = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 """What fake tensors raise where data decide the shape, or where an operator cannot be run on them."""
@@ -226,10 +224,9 @@ class _Check:
             return self._concrete(found)
         if node.op != "get_attr":
             raise _UnknownError
-        found = node.graph.owning_module
-        for name in str(node.target).split("."):
-            found = getattr(found, name)
-        return self._concrete(found)
+        owner = node.graph.owning_module
+        assert owner is not None, "a graph whose nodes read attributes has a module"
+        return self._concrete(ops.held(owner, node))
 
     def _concrete(self, value: Any) -> Any:
         """The value at the chosen sizes."""

@@ -20,9 +20,7 @@ from fxrewrite import ops
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.edit import Edit
 from fxrewrite.graph.memories import Memories, Shared
-from fxrewrite.graph.sizes import is_same_size
-
-__all__ = ["FRESH", "Promise", "shared_outputs"]
+from fxrewrite.graph.sizes import is_same_view
 
 FRESH = "plan.fresh_output"
 """Takes the place of a rule's id on the copy of an output."""
@@ -150,7 +148,7 @@ def _views_of_copy(edit: Edit, clone: fx.Node, paths: list[list[fx.Node]]) -> di
         if view in new:
             continue
         if ops.mutated(view):  # a write returns what it wrote to, of which the clone has the last entries
-            if not _is_same_place(ops.value(view), ops.value(base)):
+            if not is_same_view(ops.value(view), ops.value(base)):
                 raise InvariantError(f"%{view.name} changes the shape of %{base.name} in place")
             new[view], values[view] = new[base], values[base]
             continue
@@ -168,20 +166,9 @@ def _require_same_places(
 ) -> None:
     """Checks that the entries of a view and of its copy are at the same places, from the copied value on."""
     shifts = values[copied].storage_offset(), ops.value(new[copied]).storage_offset()
-    pairs = zip(_tensors(values[node]), _tensors(ops.value(new[node])), strict=True)
-    if not all(_is_same_place(a, b, *shifts) for a, b in pairs):
+    pairs = zip(ops.tensors_in(values[node]), ops.tensors_in(ops.value(new[node])), strict=True)
+    if not all(is_same_view(a, b, *shifts) for a, b in pairs):
         raise InvariantError(f"%{node.name} of a copy of %{copied.name} has its entries at other places")
-
-
-def _is_same_place(a: torch.Tensor, b: torch.Tensor, from_a: Any = 0, from_b: Any = 0) -> bool:
-    """Whether two tensors have their entries at the same places, counted from these offsets in their memories."""
-    sizes_a = (*a.shape, *a.stride(), a.storage_offset() - from_a)
-    sizes_b = (*b.shape, *b.stride(), b.storage_offset() - from_b)
-    return a.ndim == b.ndim and a.dtype == b.dtype and all(map(is_same_size, sizes_a, sizes_b))
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _groups(shared: list[frozenset[Shared]]) -> list[list[int]]:

@@ -26,12 +26,19 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fxrewrite.graph.bodies import bodies
-from fxrewrite.graph.node_keys import decided_names, key_of_node, look_of, operands_in_order
+from fxrewrite.graph.node_keys import decided_names, key_of_node, look_of
 from fxrewrite.graph.numbered_text import NumberedText
 from fxrewrite.graph.sizes import size_hint
-from fxrewrite.ops import is_maybe_view, is_view, memory_origins, mutated, tensors_of, value, without_gradients
-
-__all__ = ["Part", "Parts", "cut_repeats"]
+from fxrewrite.ops import (
+    is_maybe_view,
+    is_view,
+    memory_origins,
+    mutated,
+    nodes_in,
+    tensors_of,
+    value,
+    without_gradients,
+)
 
 _PART_COST = 16
 """What compiling a part costs besides its nodes, in nodes: a backend's own work for a graph, forward and backward."""
@@ -311,7 +318,7 @@ class _PartMaker:
         wiring: list[tuple[int, ...]] = []
         for node in nodes:
             wires: list[int] = []
-            for operand in operands_in_order(node):
+            for operand in nodes_in((node.args, node.kwargs)):
                 if operand in local:
                     wires.append(local[operand])
                 elif not (operand.op == "get_attr" and operand.target in self._bodies):

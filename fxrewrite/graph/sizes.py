@@ -18,27 +18,6 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from fxrewrite.torch_versions import hint_of_expression, hint_of_size
 
-__all__ = [
-    "Size",
-    "SizeNodes",
-    "SizeReader",
-    "divide_exactly",
-    "hoist_sizes",
-    "inline_value",
-    "is_always",
-    "is_broadcast",
-    "is_divided_by",
-    "is_read_from_data",
-    "is_same_size",
-    "is_there",
-    "new_data_size",
-    "product",
-    "quotient",
-    "require_divisible",
-    "size_hint",
-    "written_factor",
-]
-
 Size: TypeAlias = "int | torch.SymInt"
 Create: TypeAlias = "Callable[[Callable[..., Any], tuple[Any, ...], fx.Node], fx.Node]"
 _GUESS = 1024
@@ -54,6 +33,16 @@ def is_same_size(a: Size, b: Size) -> bool:
     if not (isinstance(a, torch.SymInt) or isinstance(b, torch.SymInt)):
         return statically_known_true(a == b)  # pyright: ignore[reportArgumentType]  # numbers, which may be floats
     return _is_known("equal", a, b, lambda: a == b)
+
+
+def is_same_view(a: torch.Tensor, b: torch.Tensor, from_a: Size = 0, from_b: Size = 0) -> bool:
+    """Whether two tensors have their entries at the same places, counted from these offsets in their memories.
+
+    Never adds a guard.
+    """
+    sizes_a = (*a.shape, *a.stride(), a.storage_offset() - from_a)
+    sizes_b = (*b.shape, *b.stride(), b.storage_offset() - from_b)
+    return a.ndim == b.ndim and a.dtype == b.dtype and all(map(is_same_size, sizes_a, sizes_b))
 
 
 @dataclass
@@ -200,18 +189,24 @@ def is_divided_by(size: Size, by: int) -> bool:
     return size_hint(size) % by == 0 and require_divisible(size, by)
 
 
+def _symbols_of_inputs(graph: fx.Graph) -> dict[sympy.Symbol, tuple[fx.Node, int | None]]:
+    """Where the symbols of a graph are read: from an input that is a size, or else from a dimension of a tensor."""
+    found: dict[sympy.Symbol, tuple[fx.Node, int | None]] = {}
+    inputs = [(node, node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
+    sizes = [(node, None, value) for node, value in inputs]
+    sizes += [(node, dim, n) for node, x in inputs if isinstance(x, torch.Tensor) for dim, n in enumerate(x.shape)]
+    for node, dim, size in sizes:
+        if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):  # not one that was unified
+            found.setdefault(size.node.expr, (node, dim))
+    return found
+
+
 class SizeReader:
     """Reads sizes that are functions of the symbols of a graph's inputs from actual inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._places: dict[sympy.Basic, tuple[int, int | None]] = {}
-        for position, node in enumerate(graph.find_nodes(op="placeholder")):
-            value = node.meta.get("val")
-            sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
-            for dim, size in enumerate(sizes):
-                if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                    place = (position, dim if isinstance(value, torch.Tensor) else None)
-                    self._places.setdefault(size.node.expr, place)
+        inputs = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
+        self._places = {symbol: (inputs[node], dim) for symbol, (node, dim) in _symbols_of_inputs(graph).items()}
 
     def __call__(self, size: Size, inputs: Sequence[Any]) -> int:
         """Returns the size as a number for these inputs of the graph."""
@@ -220,7 +215,7 @@ class SizeReader:
         expr = size.node.expr
         return int(expr.xreplace({symbol: sympy.Integer(self._read(symbol, inputs)) for symbol in expr.free_symbols}))
 
-    def _read(self, symbol: sympy.Basic, inputs: Sequence[Any]) -> int:
+    def _read(self, symbol: Any, inputs: Sequence[Any]) -> int:
         position, dim = self._places[symbol]
         return int(inputs[position] if dim is None else inputs[position].shape[dim])
 
@@ -239,17 +234,9 @@ class SizeNodes:
         self._graph = graph
         self._front: list[fx.Node] = []
         self._tracer = _SizeTracer(self, graph, create or _write(graph))
-        self._symbols: dict[sympy.Symbol, fx.Node | tuple[fx.Node, int]] = {}
+        read = _symbols_of_inputs(graph)
+        self._symbols = {symbol: place for symbol, place in read.items() if of_tensors or place[1] is None}
         self._nodes: dict[sympy.Expr, fx.Node] = {}
-        inputs = [(node, node.meta.get("val")) for node in graph.find_nodes(op="placeholder")]
-        for node, value in inputs:
-            if isinstance(value, torch.SymInt):
-                self._symbols.setdefault(value.node.expr, node)  # symbols may have been unified
-        for node, value in inputs:
-            if isinstance(value, torch.Tensor) and of_tensors:
-                for dim, size in enumerate(value.shape):
-                    if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                        self._symbols.setdefault(size.node.expr, (node, dim))
 
     @property
     def anchor(self) -> fx.Node:
@@ -287,11 +274,11 @@ class SizeNodes:
         return self._nodes[expr]
 
     def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
-        found = self._symbols[symbol]
-        if isinstance(found, fx.Node):
-            return found
+        node, dim = self._symbols[symbol]
+        if dim is None:
+            return node
         if symbol not in self._nodes or not is_there(self._nodes[symbol]):
-            read = self._tracer.create_node("call_function", torch.ops.aten.sym_size.int, found, {})
+            read = self._tracer.create_node("call_function", torch.ops.aten.sym_size.int, (node, dim), {})
             self._nodes[symbol] = read
         return self._nodes[symbol]
 

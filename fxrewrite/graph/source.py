@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["CHECKPOINT_TAGS", "copied_meta", "source_line", "with_source"]
-
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 CHECKPOINT_TAGS = ("recompute", "ac_graph_id")

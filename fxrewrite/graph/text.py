@@ -17,7 +17,7 @@ import enum
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any, cast
 
@@ -31,9 +31,7 @@ from fxrewrite.graph.canonical_order import in_canonical_order
 from fxrewrite.graph.facts import facts_of
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.graph.source import source_line
-from fxrewrite.ops import dtype_name
-
-__all__ = ["GraphWriter", "graph_digest", "graph_text"]
+from fxrewrite.ops import dtype_name, held
 
 _DTYPES = {
     torch.float64: "f64",
@@ -70,15 +68,16 @@ def graph_text(
     such as those that a transaction is going to erase. In `canonical_order`, graphs that differ in the order of
     independent operators have one text.
     """
-    order = in_canonical_order if canonical_order else None
     writer = GraphWriter(
-        gm, facts=facts, source=source, rules=rules, axis_names=axis_names, without=without, order=order
+        gm,
+        facts=facts,
+        source=source,
+        rules=rules,
+        axis_names=axis_names,
+        without=without,
+        canonical_order=canonical_order,
     )
     return "\n".join(line for _, line in writer.lines())
-
-
-def _as_they_are(graph: fx.Graph) -> Iterable[fx.Node]:
-    return graph.nodes
 
 
 def graph_digest(gm: fx.GraphModule) -> str:
@@ -101,7 +100,7 @@ class GraphWriter:
         rules: bool = False,
         axis_names: Mapping[str, str] | None = None,
         without: Collection[fx.Node] = (),
-        order: Callable[[fx.Graph], Iterable[fx.Node]] | None = None,
+        canonical_order: bool = False,
     ) -> None:
         self._facts, self._source, self._rules = facts, source, rules
         self._axis_names = axis_names or {}
@@ -109,7 +108,7 @@ class GraphWriter:
         self._names: dict[fx.Node, str] = {}
         self._symbols: dict[str, str] = {}
         self._without = without
-        self._order = order or _as_they_are
+        self._canonical_order = canonical_order
         self._nodes: list[list[fx.Node]] = []
         """Of each graph, in order."""
         self._graphs = [gm]
@@ -145,7 +144,7 @@ class GraphWriter:
 
     def _name_values(self, gm: fx.GraphModule) -> None:
         taken: set[str] = set()
-        self._nodes.append(list(self._order(gm.graph)))
+        self._nodes.append(in_canonical_order(gm.graph) if self._canonical_order else list(gm.graph.nodes))
         for node in self._nodes[-1]:
             body = body_of(gm, node)
             if body is not None and body not in self._graphs:
@@ -180,7 +179,7 @@ class GraphWriter:
             return f"return {self._argument(node.args[0])}"
         if node.op == "get_attr":
             computed = "fxrewrite" in node.meta  # once, by a rule: its entries depend on weights, and on the machine
-            return f"self.{node.target}{'' if computed else _small_constant(_attribute(gm, node.target))}"
+            return f"self.{node.target}{'' if computed else _small_constant(held(gm, node))}"
         arguments = self._arguments(node)
         if node.op == "call_method":
             return f"{arguments[0]}.{node.target}({', '.join(arguments[1:])})"
@@ -273,13 +272,6 @@ class GraphWriter:
             kind = name.rstrip("0123456789")
             self._symbols[name] = f"{kind}{sum(known.startswith(kind) for known in self._symbols)}"
         return self._symbols[name]
-
-
-def _attribute(gm: fx.GraphModule, target: Any) -> Any:
-    value: Any = gm
-    for part in str(target).split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _small_constant(value: Any) -> str:

@@ -21,8 +21,6 @@ from torch import fx
 from fxrewrite.errors import InvariantError
 from fxrewrite.graph.journal import ABSENT, Journal
 
-__all__ = ["UntrackedChanges"]
-
 
 class UntrackedChanges:
     """Of one transaction on a graph; made before the first change.
@@ -112,7 +110,7 @@ class UntrackedChanges:
             self._journal.append(("call", node, *before.call))
         for key in before.meta.keys() | node.meta.keys():
             if node.meta.get(key, ABSENT) is not before.meta.get(key, ABSENT):
-                self._journal.append(("meta", node, key, before.meta.get(key, ABSENT)))
+                self._journal.append(("entry", node, node.meta, key, before.meta.get(key, ABSENT)))
         return len(self._journal) > mark
 
 

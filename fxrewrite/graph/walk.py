@@ -17,8 +17,6 @@ from typing import TypeAlias
 
 from torch import fx
 
-__all__ = ["operands_first", "reached"]
-
 Edges: TypeAlias = "Callable[[fx.Node], Iterable[fx.Node]]"
 
 

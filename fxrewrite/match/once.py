@@ -17,8 +17,8 @@ from torch.fx.node import map_arg
 
 from fxrewrite import ops
 from fxrewrite.errors import Reason, RuleDefinitionError, refuse
+from fxrewrite.graph.argument_keys import identity_of
 from fxrewrite.graph.edit import Edit
-from fxrewrite.graph.fake_values import identity_of
 from fxrewrite.graph.walk import operands_first
 from fxrewrite.match.match import Match
 from fxrewrite.match.safety import Effects

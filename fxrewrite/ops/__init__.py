@@ -17,18 +17,18 @@ from fxrewrite.ops.communicating import (
     differentiates as differentiates,
     differentiating as differentiating,
 )
-from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random
+from fxrewrite.ops.draws import is_random as is_random, may_be_random as may_be_random, may_draw as may_draw
 from fxrewrite.ops.effects import (
     HOST_WAITS as HOST_WAITS,
     declare_pure as declare_pure,
     is_barrier as is_barrier,
     is_pure as is_pure,
-    may_draw as may_draw,
     may_have_effects as may_have_effects,
     may_take_out as may_take_out,
     may_write as may_write,
     mutated as mutated,
     mutates as mutates,
+    nodes_in as nodes_in,
     updates_statistics as updates_statistics,
 )
 from fxrewrite.ops.keys import (
@@ -84,6 +84,8 @@ from fxrewrite.ops.value import (
     is_parameter as is_parameter,
     is_scalar as is_scalar,
     is_tensor as is_tensor,
+    storages_in as storages_in,
+    tensors_in as tensors_in,
     tensors_of as tensors_of,
     value as value,
     value_key as value_key,

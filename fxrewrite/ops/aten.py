@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -14,8 +14,6 @@ from fxrewrite.ops.binding import BindingError, Signature, overload_of, signatur
 from fxrewrite.ops.keys import key
 from fxrewrite.ops.schemas import schema_of
 from fxrewrite.ops.value import is_tensor, value
-
-__all__ = ["emit_aten", "index_steps"]
 
 _aten = torch.ops.aten
 _NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
@@ -52,19 +50,20 @@ def emit_aten(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], emi
     places = _PLACES.get((signature, id(overload)))
     if places is None:
         places = _PLACES[signature, id(overload)] = _places(signature, overload)
-    positional, by_keyword = places
-    as_written = len(args) == len(positional) and set(kwargs) == set(by_keyword)
-    if as_written and signature.is_plain and (positional, by_keyword) == signature.written:
+    positional, by_keyword, is_as_written = places
+    if is_as_written and (len(args), len(kwargs)) == (len(positional), len(by_keyword)):  # a wrapper takes more
         return emit(overload, args, kwargs)
     bound = signature.bind(args, kwargs)
     return emit(overload, tuple(bound[name] for name in positional), {name: bound[name] for name in by_keyword})
 
 
-_PLACES: dict[tuple[Signature, int], tuple[tuple[str, ...], tuple[str, ...]]] = {}
-"""Names of positional and of keyword arguments, by the spelling of a call and its overload."""
+_Places: TypeAlias = tuple[list[str], list[str], bool]
+"""Names of positional and of keyword arguments, and whether a call has them as it is."""
+_PLACES: dict[tuple[Signature, int], _Places] = {}
+"""By the spelling of a call, and its overload."""
 
 
-def _places(signature: Signature, overload: torch._ops.OpOverload) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _places(signature: Signature, overload: torch._ops.OpOverload) -> _Places:
     positional: list[str] = []
     by_keyword: list[str] = []
     skipped = False
@@ -75,7 +74,9 @@ def _places(signature: Signature, overload: torch._ops.OpOverload) -> tuple[tupl
             by_keyword.append(parameter.name)
         else:
             positional.append(parameter.name)
-    return tuple(positional), tuple(by_keyword)
+    written = [(name, at) for at, name in enumerate(positional)], [(name, name) for name in by_keyword]
+    is_same = written == ([*signature.positions], [*signature.keywords])
+    return positional, by_keyword, is_same and not signature.conversions and signature.rest is None
 
 
 def _emit_reflected(operator_key: str, number: Any, tensor: Any, emit: Emit) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -14,19 +14,17 @@ from torch import fx
 
 from fxrewrite.ops import keys
 from fxrewrite.ops.by_target import ByTarget
-from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, schema_of, schemas_of
+from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, fits, python_parameters, schema_of, schemas_of
 from fxrewrite.ops.tables import CASTS, OPERATORS, RENAMED_KEYWORDS, VARARGS, Wrapper, parameters_of
 from fxrewrite.ops.value import value
-
-__all__ = ["BindingError", "Signature", "bind", "is_settled", "overload_of", "signature_of", "spelling"]
-
 
 _SPLIT_SIZES = torch.ops.aten.split.sizes  # the same operator as split_with_sizes under another argument name
 
 _TRUE_DIVISION = frozenset({(torch.ops.aten.div.Tensor, "other"), (torch.ops.aten.div.Scalar, "other")})
 
-Reader: TypeAlias = Callable[[fx.Node, tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]
-"""Gives some arguments of a call node, whose `args` and `kwargs` are given with it."""
+Convert: TypeAlias = Callable[[Any], Any]
+Reader: TypeAlias = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], tuple[Any, ...]]
+"""Gives some arguments of a call: of what a matcher reads, which it does not need, and its `args` and `kwargs`."""
 
 
 class BindingError(TypeError):
@@ -38,80 +36,62 @@ class Signature:
     """How one spelling of a call maps its arguments to schema names; there is one object per spelling.
 
     Attributes:
-        names: all names, in schema order.
-        given: the names that this spelling passes; the others have their defaults.
-        defaults: the default of every name that has one, given or not.
-        kinds: schema type per name ("Tensor", "float", "List[int]" ...); empty for Python callables.
-        overload: the torch overload that the call means; None for Python callables.
-        listed: given names whose type is a list; tuples are converted to lists.
-        numbered: those whose type is a list of integers, and how often the list that a bare integer means holds it.
-        floats: given names for which 2 and 2.0 are equal.
-        multipliers: numbers of an operator on tensors that have a default, such as `alpha`; 2.0 means 2 there.
+        schema: of what is called; that of a Python callable has no overload.
+        given: the names that this spelling passes, in schema order; the others have their defaults.
         base: every name in schema order with its default; a call overwrites the given ones, which keeps the order.
         positions: (name, index in args) of positional arguments.
         keywords: (name, keyword) of keyword arguments.
-        written: the given names as the call spells them: positional names, and keywords.
         rest: name and first index of a list that is spread over the positional arguments.
-        convert: name -> function of the Python value, for wrappers.
         conversions: (name, function of the value that the call gives), in the order in which they are applied.
-        is_plain: whether no given argument needs a conversion.
     """
 
-    names: tuple[str, ...]
+    schema: Schema
     given: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    kinds: Mapping[str, str]
-    overload: torch._ops.OpOverload | None
-    listed: tuple[str, ...]
-    numbered: tuple[tuple[str, int], ...]
-    floats: tuple[str, ...]
     base: Mapping[str, Any]
     positions: tuple[tuple[str, int], ...]
     keywords: tuple[tuple[str, str], ...]
-    rest: tuple[str, int] | None = None
-    convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
-    multipliers: tuple[str, ...] = ()
-    written: tuple[tuple[str, ...], tuple[str, ...]] = field(init=False)
-    conversions: tuple[tuple[str, Callable[[Any], Any]], ...] = field(init=False)
-    is_plain: bool = field(init=False)
+    rest: tuple[str, int] | None
+    conversions: tuple[tuple[str, Convert], ...]
 
-    def __post_init__(self) -> None:
-        keywords = tuple(keyword for _, keyword in self.keywords)
-        conversions = (
-            *((name, _as_list) for name in self.listed),
-            *((name, functools.partial(_repeated, repeats)) for name, repeats in self.numbered),
-            *((name, _as_float) for name in self.floats),
-            *self.convert.items(),
-            *((name, _whole) for name in self.multipliers),
-        )
-        object.__setattr__(self, "written", (tuple(name for name, _ in self.positions), keywords))
-        object.__setattr__(self, "conversions", conversions)
-        object.__setattr__(self, "is_plain", not conversions and self.rest is None)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, in schema order."""
+        return self.schema.names
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The default of every name that has one in the schema, given or not."""
+        return self.schema.defaults
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the values by schema name, in schema order, with defaults."""
-        bound = dict(self.base)
-        for name, index in self.positions:
-            bound[name] = args[index]
-        for name, keyword in self.keywords:
-            bound[name] = kwargs[keyword]
-        if self.rest is not None:
-            bound[self.rest[0]] = list(args[self.rest[1] :])
-        for name, convert in self.conversions:
-            bound[name] = convert(bound[name])
-        return bound
+        return _binder(self)(args, kwargs)
 
     def reader(self, names: Sequence[str]) -> Reader:
         """Returns a function of a call and its arguments: the values that `bind` gives for these names, in their order.
 
-        One expression, compiled once per spelling and names, as the matcher reads every call that may match.
+        Compiled once per spelling and names, as the matcher reads every call that may match.
         """
         return _reader(self, tuple(names))
 
 
 @functools.cache
+def _binder(signature: Signature) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any]]:
+    sources, known = _sources(signature)
+    items = ", ".join(f"{name!r}: {source}" for name, source in sources.items())
+    return eval(f"lambda args, kwargs: {{{items}}}", known)
+
+
+@functools.cache
 def _reader(signature: Signature, names: tuple[str, ...]) -> Reader:
-    sources = {name: f"base[{name!r}]" for name in names}
+    sources, known = _sources(signature)
+    values = "".join(f"{sources[name]}, " for name in names)
+    return eval(f"lambda node, args, kwargs: ({values})", known)
+
+
+def _sources(signature: Signature) -> tuple[dict[str, str], dict[str, Any]]:
+    """Returns expressions in `args` and `kwargs` for all names of a signature, in schema order, and what they use."""
+    sources = {name: f"base[{name!r}]" for name in signature.names}
     sources |= {name: f"args[{index}]" for name, index in signature.positions}
     sources |= {name: f"kwargs[{keyword!r}]" for name, keyword in signature.keywords}
     if signature.rest is not None:
@@ -119,11 +99,9 @@ def _reader(signature: Signature, names: tuple[str, ...]) -> Reader:
         sources[name] = f"list(args[{start}:])"
     known: dict[str, Any] = {"base": signature.base}
     for index, (name, convert) in enumerate(signature.conversions):
-        if name in names:
-            known[f"convert{index}"] = convert
-            sources[name] = f"convert{index}({sources[name]})"
-    values = "".join(f"{sources[name]}, " for name in names)
-    return eval(f"lambda node, args, kwargs: ({values})", known)
+        known[f"convert{index}"] = convert
+        sources[name] = f"convert{index}({sources[name]})"
+    return sources, known
 
 
 def _as_list(value: Any) -> Any:
@@ -146,18 +124,22 @@ def _whole(number: Any) -> Any:
     return int(number) if is_whole and (number or math.copysign(1, number) > 0) else number
 
 
-def _numbered(schema: Schema, given: Collection[str]) -> tuple[tuple[str, int], ...]:
-    return tuple((p.name, p.repeats) for p in schema.parameters if p.name in given and p.kind == "List[int]")
-
-
-def _multipliers(schema: Schema, given: Collection[str]) -> tuple[str, ...]:
-    if not any("Tensor" in p.kind for p in schema.parameters):
-        return ()  # of `arange`, the type of the step is the dtype of the result
-    return tuple(
-        p.name
-        for p in schema.parameters
-        if p.name in given and p.kind == "number" and isinstance(p.default, (int, float))
-    )
+def _conversions(schema: Schema, convert: Mapping[str, Convert]) -> Iterator[tuple[str, Convert]]:
+    """Yields (name, function of the value that a call gives), so that what means the same is bound as the same."""
+    takes_tensors = any("Tensor" in parameter.kind for parameter in schema.parameters)
+    for parameter in schema.parameters:
+        name, kind = parameter.name, parameter.kind
+        if kind.startswith("List["):
+            yield name, _as_list
+        if kind == "List[int]":
+            yield name, functools.partial(_repeated, parameter.repeats)
+        if kind == "float" or (schema.overload, name) in _TRUE_DIVISION:
+            yield name, _as_float
+        if name in convert:
+            yield name, convert[name]
+        # A multiplier, such as `alpha`. `arange` takes no tensors; there the type of the step is that of the result.
+        if takes_tensors and kind == "number" and isinstance(parameter.default, (int, float)):
+            yield name, _whole
 
 
 _SIGNATURES: dict[Any, Signature | None] = {}
@@ -235,7 +217,7 @@ def overload_of(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     found = _OVERLOADS.get(kinds, _OVERLOADS)
     if found is _OVERLOADS:
         _TARGETS[name] = target
-        found = _OVERLOADS[kinds] = _choose(target, args, kwargs).overload
+        found = _OVERLOADS[kinds] = _choose(target, args, kwargs).schema.overload
     return found  # pyright: ignore[reportReturnType]
 
 
@@ -261,19 +243,18 @@ def _settled(target: Any, count: int, keywords: tuple[str, ...]) -> Signature | 
 
 def _choose(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Signature:
     """Returns the first signature, in torch's order of overloads, that every argument fits."""
-    if "::" not in keys.call_key(target, args, kwargs) and keys.wrapper_of(target) is not None:
-        return _python_signature(keys.python_function(target), len(args), tuple(kwargs))
-    signatures = _signatures(target, len(args), tuple(kwargs), _spread_from(target, args))
+    is_other = keys.wrapper_of(target) is not None and "::" not in keys.call_key(target, args, kwargs)
+    of = keys.python_function(target) if is_other else target
+    signatures = _signatures(of, len(args), tuple(kwargs), _spread_from(target, args), as_operator=not is_other)
     # torch wraps a number into a 0-dim tensor only if no overload takes the number itself, hence two rounds.
     for numbers_as_tensors in (False, True):
         for signature in signatures:
-            parameters = {p.name: p for p in schema_of(signature.overload).parameters} if signature.overload else {}
             bound = signature.bind(args, kwargs)
-            if all(
-                name not in parameters
-                or fits(parameters[name], bound[name])
-                or (numbers_as_tensors and _is_wrapped_number(parameters[name], bound[name]))
-                for name in signature.given
+            if signature.schema.overload is None or all(
+                fits(parameter, bound[parameter.name])
+                or (numbers_as_tensors and _is_wrapped_number(parameter, bound[parameter.name]))
+                for parameter in signature.schema.parameters
+                if parameter.name in signature.given
             ):
                 return signature
     raise BindingError(f"{keys.key(target)} called with {args} {dict(kwargs)}: no overload of it takes these arguments")
@@ -294,7 +275,9 @@ def _is_wrapped_number(parameter: Parameter, given: Any) -> bool:
 
 
 def _same(a: Signature, b: Signature) -> bool:
-    return (a.names, a.given, a.listed) == (b.names, b.given, b.listed) and a.defaults == b.defaults
+    """Whether two signatures bind all arguments in the same way, of whatever kinds they are."""
+    lists_a, lists_b = ({name for name, convert in s.conversions if convert is _as_list} for s in (a, b))
+    return (a.names, a.given, lists_a) == (b.names, b.given, lists_b) and a.defaults == b.defaults
 
 
 def _packed_from(target: Any) -> int | None:
@@ -304,26 +287,98 @@ def _packed_from(target: Any) -> int | None:
     return VARARGS.get(name) if isinstance(target, str) or inspect.isroutine(target) else None
 
 
-def _signatures(target: Any, count: int, keywords: tuple[str, ...], rest: int | None = None) -> list[Signature]:
-    """Returns the signatures of all signatures with this many positional arguments and these keywords."""
-    wrapper = keys.wrapper_of(target)
-    if wrapper is not None:
-        return [_wrapped_signature(keys.python_function(target), wrapper, count, keywords)]
-    if isinstance(target, str) and target in CASTS:
-        target, extra = "to", {"dtype": CASTS[target]}
-        cast = _signature(schema_of(torch.ops.aten.to.dtype), count, keywords, rest, extra)
-        return [] if cast is None else [cast]
-    schemas = _candidates(target, keywords)
-    if schemas is None:
-        return [_python_signature(target, count, keywords)]
-    found = [_signature(schema, count, keywords, rest, {}) for schema in schemas]
-    signatures = [signature for signature in found if signature is not None]
+def _signatures(
+    target: Any, count: int, keywords: tuple[str, ...], rest: int | None = None, *, as_operator: bool = True
+) -> list[Signature]:
+    """Returns the signatures of all overloads that take this many positional arguments and these keywords.
+
+    Args:
+        target: what is called.
+        count: number of positional arguments.
+        keywords: names of the keyword arguments.
+        rest: where a list starts that is spread over the positional arguments.
+        as_operator: whether the call means the operator that the target wraps, if it wraps one.
+
+    Raises:
+        BindingError: there are none.
+    """
+    forms = _forms(target, keywords) if as_operator else None
+    if forms is None:
+        forms = [_schema_form(_python_schema(target, count, keywords))]
+    fitted = [_fitted(form, count, keywords, rest) for form in forms]
+    signatures = [found for found in fitted if isinstance(found, Signature)]
     if not signatures:
+        why = fitted[0] if len(fitted) == 1 else "no overload of it takes these arguments"
         raise BindingError(
-            f"{keys.key(target)} called with {count} positional arguments and keywords {list(keywords)}: "
-            f"no overload of it takes these arguments"
+            f"{keys.key(target)} called with {count} positional arguments and keywords {list(keywords)}: {why}"
         )
     return signatures
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """One way in which Python calls an operator.
+
+    Attributes:
+        schema: of the operator.
+        positional: its names of the positional arguments, in order; "" for an argument that it does not have.
+        keywords: the same for keyword arguments.
+        defaults: what it gets for arguments that a call does not pass.
+        given: names that each call passes, because the default here is not that of the schema.
+        conversions: of values that a call passes.
+    """
+
+    schema: Schema
+    positional: Sequence[str]
+    keywords: Mapping[str, str]
+    defaults: Mapping[str, Any]
+    given: Collection[str]
+    conversions: tuple[tuple[str, Convert], ...]
+
+
+def _forms(target: Any, keywords: tuple[str, ...]) -> list[_Form] | None:
+    """Returns the ways in which an operator may be called, in torch's order of overloads; None if it is none."""
+    wrapper = keys.wrapper_of(target)
+    if wrapper is not None:
+        return [_wrapper_form(keys.python_function(target), wrapper)]
+    if isinstance(target, str) and target in CASTS:
+        cast = schema_of(torch.ops.aten.to.dtype)
+        defaults = {**cast.defaults, "dtype": CASTS[target]}
+        by_keyword = {"memory_format": "memory_format"}
+        return [_Form(cast, ["self"], by_keyword, defaults, ["dtype"], tuple(_conversions(cast, {})))]
+    schemas = _candidates(target, keywords)
+    return None if schemas is None else [_schema_form(schema) for schema in schemas]
+
+
+def _fitted(form: _Form, count: int, keywords: tuple[str, ...], rest: int | None) -> Signature | str:
+    """Returns the signature of a call with such arguments, or why the form does not take them."""
+    spread: tuple[str, int] | None = None
+    if rest is not None:
+        lists = {parameter.name for parameter in form.schema.parameters if parameter.kind.startswith("List[")}
+        if rest >= len(form.positional) or form.positional[rest] not in lists:
+            return "it takes no spread list"
+        spread, count = (form.positional[rest], rest), rest
+    unknown = [keyword for keyword in keywords if keyword not in form.keywords]
+    if count > len(form.positional) or unknown:
+        return f"it takes no keyword {unknown[0]}" if unknown else f"it takes at most {len(form.positional)}"
+    positions = tuple((name, index) for index, name in enumerate(form.positional[:count]) if name)
+    by_keyword = tuple((form.keywords[keyword], keyword) for keyword in keywords if form.keywords[keyword])
+    passed = [name for name, _ in (*positions, *by_keyword)] + ([spread[0]] if spread else [])
+    # Every name must be passed once, or have a default; otherwise the call means another overload.
+    if len(set(passed)) < len(passed):
+        return "one of them is given twice"
+    names = form.schema.names
+    if missing := [name for name in names if name not in passed and name not in form.defaults]:
+        return f"it is called without {', '.join(missing)}"
+    return Signature(
+        schema=form.schema,
+        given=tuple(name for name in names if name in passed or name in form.given),
+        base={name: form.defaults.get(name) for name in names},
+        positions=positions,
+        keywords=by_keyword,
+        rest=spread,
+        conversions=tuple((name, convert) for name, convert in form.conversions if name in passed),
+    )
 
 
 def _candidates(target: Any, keywords: tuple[str, ...]) -> tuple[Schema, ...] | None:
@@ -342,151 +397,65 @@ def _candidates(target: Any, keywords: tuple[str, ...]) -> tuple[Schema, ...] | 
     return schemas_of(getattr(torch.ops.aten, name), "out" in keywords)
 
 
-def _signature(
-    schema: Schema, count: int, keywords: tuple[str, ...], rest: int | None, extra: Mapping[str, Any]
-) -> Signature | None:
-    """Returns the signature of a call to one schema; None if the counts or the names do not fit it."""
+def _schema_form(schema: Schema) -> _Form:
+    """Returns how a function whose arguments are those of the schema is called; bindings of torch rename some."""
     names = schema.names
-    positional = [p.name for p in schema.parameters if not p.keyword_only]
-    from_rest: tuple[str, int] | None = None
-    if rest is not None:
-        if rest >= len(positional) or not schema.parameters[rest].kind.startswith("List["):
-            return None
-        from_rest, count = (positional[rest], rest), rest
-    if count > len(positional):
-        return None
-    # Bind by position, then by keyword; Python bindings rename some keywords.
-    positions = tuple((name, index) for index, name in enumerate(positional[:count]))
-    by_keyword: list[tuple[str, str]] = []
-    for keyword in keywords:
-        name = keyword if keyword in names else RENAMED_KEYWORDS.get(keyword, keyword)
-        if name not in names:
-            name = _split_size(keyword, names)
-        if name not in names:
-            return None
-        by_keyword.append((name, keyword))
-    # Every name must be given once, or have a default; otherwise the call means another overload.
-    taken = {name for name, _ in positions} | {name for name, _ in by_keyword} | set(extra)
-    taken |= {from_rest[0]} if from_rest else set()
-    given = tuple(name for name in names if name in taken)
-    if len(given) != count + len(keywords) + len(extra) + (from_rest is not None):
-        return None
-    defaults = {p.name: p.default for p in schema.parameters if p.default is not NO_DEFAULT}
-    if any(name not in taken and name not in defaults for name in names):
-        return None
-    base: dict[str, Any] = {name: extra.get(name, defaults.get(name)) for name in names}
-    kinds = {p.name: p.kind for p in schema.parameters}
-    listed = tuple(name for name in given if kinds[name].startswith("List["))
-    floats = tuple(name for name in given if kinds[name] == "float" or (schema.overload, name) in _TRUE_DIVISION)
-    return Signature(
-        names,
-        given,
-        defaults,
-        kinds,
-        schema.overload,
-        listed,
-        _numbered(schema, given),
-        floats,
-        base,
-        positions,
-        tuple(by_keyword),
-        from_rest,
-        multipliers=_multipliers(schema, given),
+    renamed = {keyword: name for keyword, name in RENAMED_KEYWORDS.items() if name in names}
+    for name in names:
+        if name.startswith("split_size"):  # `torch.split` has one name for the argument that is two in ATen
+            renamed |= dict.fromkeys(("split_size", "split_size_or_sections"), name)
+    return _Form(
+        schema=schema,
+        positional=[parameter.name for parameter in schema.parameters if not parameter.keyword_only],
+        keywords={**renamed, **{name: name for name in names}},
+        defaults=schema.defaults,
+        given=(),
+        conversions=tuple(_conversions(schema, {})),
     )
 
 
-def _split_size(keyword: str, names: tuple[str, ...]) -> str:
-    """Maps `split_size_or_sections`, the argument of `torch.split`, to the name that the meant operator gives it."""
-    if keyword in ("split_size", "split_size_or_sections"):
-        return next((name for name in names if name.startswith("split_size")), keyword)
-    return "self" if keyword == "tensor" else keyword
-
-
-def _wrapped_signature(target: Any, wrapper: Wrapper, count: int, keywords: tuple[str, ...]) -> Signature:
-    """Returns the signature of a Python wrapper, in terms of the operator that it wraps."""
+def _wrapper_form(target: Any, wrapper: Wrapper) -> _Form:
+    """Returns how a Python wrapper is called, in terms of the operator that it wraps."""
     schema = schemas_of(getattr(torch.ops.aten, wrapper.name))[0]
-    signature = parameters_of(target)
-    python_names = tuple(signature)
-    if count > len(python_names) or any(k not in signature for k in keywords):
-        raise BindingError(f"{keys.key(target)} does not take {count} positional arguments and {list(keywords)}")
-    where = {name: index for index, name in enumerate(python_names[:count])}
-    base: dict[str, Any] = {}
-    positions: list[tuple[str, int]] = []
-    by_keyword: list[tuple[str, str]] = []
-    for parameter in schema.parameters:
-        name = parameter.name
-        source = wrapper.arguments.get(name, name)
-        base[name] = wrapper.constants.get(name, parameter.default)
-        if source in where:
-            positions.append((name, where[source]))
-        elif source in keywords:
-            by_keyword.append((name, source))
-        elif source in signature:
-            base[name] = signature[source].default
-            if type(base[name]) is int and parameter.kind == "List[int]":
-                base[name] = [base[name]] * parameter.repeats
-    given_names = {name for name, _ in positions} | {name for name, _ in by_keyword}
+    parameters = parameters_of(target)
+    python_names = {name: wrapper.arguments.get(name, name) for name in schema.names}
+    own = {name: parameters[source].default for name, source in python_names.items() if source in parameters}
+    defaults = {**schema.defaults, **wrapper.constants, **own}
+    conversions = tuple(_conversions(schema, wrapper.convert))
+    for name, convert in conversions:
+        if name in defaults:
+            defaults[name] = convert(defaults[name])
     # The wrapper's own default may differ from the schema's (dropout's `training`): then the call passes it.
-    given = tuple(
-        p.name for p in schema.parameters if p.name in given_names or not _at_default(p, base[p.name], wrapper)
-    )
-    missing = [
-        p.name for p in schema.parameters if p.name not in given_names and base[p.name] is inspect.Parameter.empty
+    differing = [
+        name for name, default in defaults.items() if not _is_same(default, schema.defaults.get(name, NO_DEFAULT))
     ]
-    if missing:
-        raise BindingError(f"{keys.key(target)} called without {missing}")
-    kinds = {p.name: p.kind for p in schema.parameters}
-    return Signature(
-        schema.names,
-        given,
-        {p.name: p.default for p in schema.parameters if p.default is not NO_DEFAULT},
-        kinds,
-        schema.overload,
-        tuple(name for name in given_names if kinds[name].startswith("List[")),
-        _numbered(schema, given_names),
-        tuple(name for name in given_names if kinds[name] == "float"),
-        base,
-        tuple(positions),
-        tuple(by_keyword),
-        None,
-        wrapper.convert,
-        _multipliers(schema, given),
+    schema_names = {source: name for name, source in python_names.items()}
+    return _Form(
+        schema=schema,
+        positional=[schema_names.get(name, "") for name in parameters],
+        keywords={name: schema_names.get(name, "") for name in parameters},
+        defaults={name: default for name, default in defaults.items() if default is not inspect.Parameter.empty},
+        given=differing,
+        conversions=conversions,
     )
 
 
-def _at_default(parameter: Parameter, given: Any, wrapper: Wrapper) -> bool:
-    convert = wrapper.convert.get(parameter.name)
-    given = convert(given) if convert else given
-    return parameter.default is not NO_DEFAULT and (given == parameter.default or given is parameter.default)
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or a == b
 
 
-def _forward(target: Any) -> Any:
-    """Returns the method that a call of a module runs, for the class of one; anything else as it is."""
-    return target.forward if isinstance(target, type) and issubclass(target, torch.nn.Module) else target
+def _python_schema(target: Any, count: int, keywords: tuple[str, ...]) -> Schema:
+    """Returns the arguments of a callable that is not a torch operator, with as many of its variadic ones as are given.
 
-
-def _python_signature(target: Any, count: int, keywords: tuple[str, ...]) -> Signature:
-    """Returns the signature of a callable that is not a torch operator, from its Python signature."""
+    A class of modules has those of `forward`.
+    """
+    is_module = isinstance(target, type) and issubclass(target, torch.nn.Module)
     try:
-        called = _forward(target)
-        parameters = list(inspect.signature(called).parameters.values()) if callable(called) else []
-        parameters = parameters if called is target else parameters[1:]
+        fixed = python_parameters(target.forward if is_module else target)[is_module:]
     except (TypeError, ValueError):  # builtins without a signature
-        parameters = []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    positional = [p.name for p in parameters if p.kind not in variadic and p.kind is not inspect.Parameter.KEYWORD_ONLY]
-    positional += [f"arg{index}" for index in range(len(positional), count)]
-    positions = tuple((name, index) for index, name in enumerate(positional[:count]))
-    by_keyword = tuple((name, name) for name in keywords)
-    known = [p.name for p in parameters if p.kind not in variadic]
-    extra = [name for name, _ in (*positions, *by_keyword) if name not in known]
-    names = (*known, *extra)
-    taken = {name for name, _ in positions} | set(keywords)
-    empty = inspect.Parameter.empty
-    defaults = {p.name: p.default for p in parameters if p.kind not in variadic and p.default is not empty}
-    missing = [name for name in known if name not in taken and name not in defaults]
-    if missing:
-        raise BindingError(f"{keys.key(target)} called without {missing}")
-    base = {name: defaults.get(name) for name in names}
-    given = tuple(name for name in names if name in taken)
-    return Signature(names, given, defaults, {}, None, (), (), (), base, positions, by_keyword)
+        fixed = ()
+    num_positional = sum(not parameter.keyword_only for parameter in fixed)
+    known = {parameter.name for parameter in fixed}
+    more = [Parameter(f"arg{at}", "", True, False, NO_DEFAULT) for at in range(num_positional, count)]
+    more += [Parameter(name, "", True, True, NO_DEFAULT) for name in keywords if name not in known]
+    return Schema((*fixed, *more), None)

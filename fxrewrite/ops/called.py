@@ -14,17 +14,6 @@ from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.traits import operators
 from fxrewrite.ops.value import held
 
-__all__ = [
-    "CALLERS",
-    "FUNCTIONAL_BODIES",
-    "MAYBE_VIEW",
-    "SchemaEffects",
-    "bodies_of",
-    "called_overload",
-    "overload_that_runs",
-    "schema_effects",
-]
-
 FUNCTIONAL_BODIES = frozenset(
     f"higher_order::{name}"
     for name in [
@@ -70,7 +59,7 @@ def overload_that_runs(node: fx.Node) -> torch._ops.OpOverload | None:
     if "::" not in keys.key(node):
         return None
     try:
-        return signature_of(node.target, node.args, node.kwargs).overload
+        return signature_of(node.target, node.args, node.kwargs).schema.overload
     except BindingError:
         return None  # a higher-order operator, or a call that would fail when run: nothing is known
 

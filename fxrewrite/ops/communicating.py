@@ -14,8 +14,6 @@ import torch
 
 from fxrewrite.errors import RuleDefinitionError
 
-__all__ = ["bodies_of_communicating", "communicates", "differentiates", "differentiating"]
-
 _BODIES: dict[torch._ops.OpOverload, Callable[..., Any]] = {}
 _DIFFERENTIATING: set[torch._ops.OpOverload] = set()
 

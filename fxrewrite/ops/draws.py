@@ -10,6 +10,7 @@ from torch import fx
 
 from fxrewrite.ops import keys
 from fxrewrite.ops.binding import Signature, signature_of
+from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.called import (
     CALLERS,
     FUNCTIONAL_BODIES,
@@ -18,8 +19,6 @@ from fxrewrite.ops.called import (
     overload_that_runs,
     schema_effects,
 )
-
-__all__ = ["is_random", "may_be_random"]
 
 _RANDOM_FUNCTIONS = frozenset(
     f"torch.nn.functional.{name}"
@@ -40,6 +39,7 @@ _RANDOM_FUNCTIONS = frozenset(
 """Python functions of torch without a schema that draw random numbers."""
 _SWITCHES = frozenset({"train", "training", "dropout_p", "p", "dropout"})
 _SWITCHED_OFF: dict[Signature, bool] = {}
+_DRAWS: ByTarget[bool] = ByTarget()
 
 
 def is_random(node: fx.Node) -> bool:
@@ -54,6 +54,18 @@ def is_random(node: fx.Node) -> bool:
     if overload is None:
         return keys.key(node) in _RANDOM_FUNCTIONS
     return schema_effects(overload).draws and not _is_switched_off(node)
+
+
+def may_draw(target: Any) -> bool:
+    """False if no call of the target draws random numbers; cached per target."""
+    found = _DRAWS.get(target)
+    if found is None:
+        if isinstance(target, torch._ops.OpOverload):
+            found = schema_effects(target).draws
+        else:
+            found = any(map(may_be_random, keys.possible_keys(target)))
+        _DRAWS.set(target, found)
+    return found
 
 
 @functools.cache

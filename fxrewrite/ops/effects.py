@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -17,25 +15,9 @@ from fxrewrite.ops import keys
 from fxrewrite.ops.binding import bind
 from fxrewrite.ops.by_target import ByTarget
 from fxrewrite.ops.called import CALLERS, FUNCTIONAL_BODIES, bodies_of, overload_that_runs, schema_effects
-from fxrewrite.ops.draws import is_random
-from fxrewrite.ops.tables import OPERATORS
+from fxrewrite.ops.draws import is_random, may_draw
+from fxrewrite.ops.tables import OPERATORS, parameters_of
 from fxrewrite.ops.traits import operators
-
-__all__ = [
-    "HOST_WAITS",
-    "declare_pure",
-    "is_barrier",
-    "is_declared_pure",
-    "is_pure",
-    "may_draw",
-    "may_have_effects",
-    "may_take_out",
-    "may_write",
-    "mutated",
-    "mutates",
-    "nodes_in",
-    "updates_statistics",
-]
 
 HOST_WAITS = (torch.Tag.cudagraph_unsafe,)
 """Tags of a custom operator whose host waits for the device, or seeds it: inductor leaves it out of CUDA graphs."""
@@ -44,13 +26,15 @@ _PURE_MODULES = ("torch.nn.functional.", "torch.functional.", "operator.", "math
 _PURE_BUILTINS = frozenset({"builtins.getattr", "builtins.max", "builtins.min", "builtins.len", "builtins.tuple"}) | {
     f"torch.{name}" for name in ("sym_int", "sym_float", "sym_max", "sym_min", "sym_not", "sym_ite", "sym_sum")
 }
-_INPLACE_OPERATORS = frozenset(
+_WRITES_TO_FIRST = frozenset(
     getattr(operator, f"i{name}")
     for name in ["add", "and", "concat", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub"]
-) | {operator.itruediv, operator.ixor}
+) | {operator.itruediv, operator.ixor, operator.setitem}
+_RENORMALIZING = (F.embedding, F.embedding_bag)
+"""Functions of torch that write to their weight if `max_norm` is given."""
 _CHECKS = ("assert", "sym_constrain", "record_function", "_sink_tokens")
 """Parts of the names of operators that must not be removed but change nothing."""
-_EFFECTS: ByTarget[tuple[bool, bool]] = ByTarget()
+_WRITES: ByTarget[bool] = ByTarget()
 _STATISTICS = operators("statistics")
 
 
@@ -60,7 +44,7 @@ def declare_pure(target: Callable[..., Any]) -> Callable[..., Any]:
     An undeclared callable is a barrier: no rewrite may match across it.
     """
     _PURE.add(target)
-    _EFFECTS.forget(target)
+    _WRITES.forget(target)
     return target
 
 
@@ -73,67 +57,44 @@ def mutated(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the argument nodes that the node writes to; empty for a barrier, whose effects are unknown."""
     if node.op not in ("call_function", "call_method"):
         return ()
-    if node.kwargs.get("out") is not None and may_take_out(node.target):
+    target = node.target
+    if node.kwargs.get("out") is not None and may_take_out(target):
         return nodes_in(node.kwargs["out"])
-    if not may_write(node.target):
+    if not may_write(target):
         return ()
-    if keys.key(node).startswith("operator.set") or node.target == "__setitem__":
-        return nodes_in(node.args[0])
-    if node.target in _INPLACE_OPERATORS:
+    if target in _WRITES_TO_FIRST or target == "__setitem__":
         return nodes_in(node.args[0])
     written = _written_by_function(node)
     if written is not None:
         return written
     overload = overload_that_runs(node)
-    if overload is None:
-        inplace = isinstance(node.target, str) and node.target.endswith("_") and not node.target.endswith("__")
-        return nodes_in(node.args[0]) if inplace else ()
-    if overload._schema.is_mutable:
+    if overload is not None and overload._schema.is_mutable:
         bound = bind(node)
         written = [a.name for a in overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         return tuple(n for name in written if name in bound for n in nodes_in(bound[name]))
-    if keys.key(node).endswith("_") and not keys.key(node).endswith("__"):  # a wrapper called with inplace=True
-        return nodes_in(node.args[0] if node.args else next(iter(node.kwargs.values())))
-    if updates_statistics(node):
+    if overload is not None and updates_statistics(node):
         bound = bind(node)
         return nodes_in(bound.get("running_mean")) + nodes_in(bound.get("running_var"))
+    name = keys.key(node)
+    if (overload is not None or isinstance(target, str)) and name.endswith("_") and not name.endswith("__"):
+        return nodes_in(node.args[0] if node.args else next(iter(node.kwargs.values())))  # nothing else says so
     return ()
-
-
-_WRITING_FUNCTIONS: dict[Any, tuple[str, tuple[str, ...]]] = {
-    F.batch_norm: ("training", ("running_mean", "running_var")),
-    F.instance_norm: ("use_input_stats", ("running_mean", "running_var")),
-    F.embedding: ("max_norm", ("weight",)),
-    F.embedding_bag: ("max_norm", ("weight",)),
-}
-"""Functions of torch that write if an argument says so: the name of that argument, and what they write to."""
 
 
 def _written_by_function(node: fx.Node) -> tuple[fx.Node, ...] | None:
     """Returns what a function of torch.nn.functional writes to, if an argument decides that; None for all others."""
-    target = node.target
-    if isinstance(target, str) or getattr(target, "__module__", "") != "torch.nn.functional":
-        return None
-    names = _parameters(target)
+    names = _function_parameters(node.target)
     given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    if target in _WRITING_FUNCTIONS:
-        switch, written = _WRITING_FUNCTIONS[target]
-        return tuple(n for name in written for n in nodes_in(given.get(name))) if given.get(switch) else None
-    if "inplace" in names and given.get("inplace"):
+    if names and given.get("inplace"):
         return nodes_in(given.get(names[0]))
+    if node.target in _RENORMALIZING and given.get("max_norm") is not None:
+        return nodes_in(given.get("weight"))
     return None
 
 
-def _python_parameters(target: Any) -> tuple[str, ...]:
-    return _parameters(target) if getattr(target, "__module__", "") == "torch.nn.functional" else ()
-
-
-@functools.cache
-def _parameters(target: Any) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(target).parameters)
-    except (TypeError, ValueError):  # a builtin: its schema says what it writes
-        return ()
+def _function_parameters(target: Any) -> tuple[str, ...]:
+    """Returns the names of the parameters of a function of torch.nn.functional; none for any other target."""
+    return tuple(parameters_of(target)) if getattr(target, "__module__", "") == "torch.nn.functional" else ()
 
 
 def updates_statistics(node: fx.Node) -> bool:
@@ -188,37 +149,23 @@ def may_take_out(target: Any) -> bool:
 
 def may_write(target: Any) -> bool:
     """False if no call of the target mutates or is a barrier, except calls with `out=`; cached per target."""
-    return (_EFFECTS.get(target) or _EFFECTS.set(target, _possible_effects(target)))[0]
+    found = _WRITES.get(target)
+    return _WRITES.set(target, _possibly_writes(target)) if found is None else found
 
 
-def may_draw(target: Any) -> bool:
-    """False if no call of the target draws random numbers; cached per target."""
-    return (_EFFECTS.get(target) or _EFFECTS.set(target, _possible_effects(target)))[1]
-
-
-def _possible_effects(target: Any) -> tuple[bool, bool]:
-    """(may write, may draw)"""
+def _possibly_writes(target: Any) -> bool:
     name = keys.key(target)
-    if (
-        target in _INPLACE_OPERATORS
-        or target in _WRITING_FUNCTIONS
-        or (not isinstance(target, str) and "inplace" in _python_parameters(target))
-    ):
-        return True, True
     if isinstance(target, torch._ops.OpOverload):
-        said = schema_effects(target)
-        writes = said.writes or name in _STATISTICS or target in _side_effectful_functions
-        return writes, said.draws
-    if not name.startswith("aten::") or not hasattr(torch.ops.aten, name.removeprefix("aten::")):
-        if target in _PURE or name in ("operator.getitem", "builtins.getattr") or name.startswith("math."):
-            return False, False
-        return not name.startswith(_PURE_MODULES) or name == "operator.setitem" or name.endswith("_"), True
-    packet = getattr(torch.ops.aten, name.removeprefix("aten::"))
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
-    effects = [_possible_effects(o) for o in overloads if not any(a.is_out for a in o._schema.arguments)]
-    wrapper = keys.wrapper_of(target)
-    inplace = bool(wrapper and wrapper.inplace)
-    return inplace or any(writes for writes, _ in effects), any(draws for _, draws in effects)
+        return schema_effects(target).writes or name in _STATISTICS or target in _side_effectful_functions
+    if target in _WRITES_TO_FIRST or target in _RENORMALIZING or "inplace" in _function_parameters(target):
+        return True
+    packet = getattr(torch.ops.aten, name.removeprefix("aten::"), None) if name.startswith("aten::") else None
+    if packet is not None:
+        overloads = (getattr(packet, overload) for overload in packet.overloads())
+        return any(may_write(o) for o in overloads if not any(a.is_out for a in o._schema.arguments))
+    if target in _PURE or name in _PURE_BUILTINS:
+        return False
+    return not name.startswith(_PURE_MODULES) or name.endswith("_")
 
 
 def is_pure(node: fx.Node) -> bool:
@@ -229,7 +176,7 @@ def is_pure(node: fx.Node) -> bool:
 
 
 def nodes_in(argument: Any) -> tuple[fx.Node, ...]:
-    """Returns the nodes in an argument, which may be a list."""
+    """Returns the nodes in an argument, which may be nested, in order, and one as often as it occurs."""
     found: list[fx.Node] = []
     map_arg(argument, found.append)  # pyright: ignore[reportArgumentType]
     return tuple(found)

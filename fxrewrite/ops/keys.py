@@ -18,8 +18,6 @@ from fxrewrite.ops.names import operator_of
 from fxrewrite.ops.tables import ALIASES, CASTS, METHODS, OPERATORS, WRAPPERS, Wrapper, parameters_of
 from fxrewrite.ops.value import is_scalar
 
-__all__ = ["callee", "key", "wrapper_of"]
-
 _aten = torch.ops.aten
 _KEYS: ByTarget[str] = ByTarget()
 _FUNCTIONS: ByTarget[str | Callable[[fx.Node], str]] = ByTarget()
@@ -32,7 +30,6 @@ _DUNDERS = {
     "__rxor__": "bitwise_xor",
     "__div__": "div",
 }
-_SIGNATURES: dict[Any, tuple[str, ...]] = {}
 
 
 def _aten_key(name: str) -> str:
@@ -188,7 +185,7 @@ def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> s
     wrapper = wrapper_of(target)
     if wrapper is None:
         return _by_argument(found, args, kwargs)
-    given = dict(zip(_parameter_names(target), args, strict=False)) | dict(kwargs)
+    given = dict(zip(parameters_of(target), args, strict=False)) | dict(kwargs)
     if wrapper.inplace and given.get(wrapper.inplace, False):
         return found + "_"
     other = any(given.get(name) is not None for name in wrapper.needs_default)
@@ -221,13 +218,6 @@ def wrapper_of(target: Any) -> Wrapper | None:
 def python_function(target: Any) -> Any:
     """Returns the function that a tensor method is, of those that are written in Python; anything else as it is."""
     return METHODS.get(target, target) if isinstance(target, str) else target
-
-
-def _parameter_names(target: Any) -> tuple[str, ...]:
-    names = _SIGNATURES.get(target)
-    if names is None:
-        names = _SIGNATURES[target] = tuple(parameters_of(target))
-    return names
 
 
 def is_scalar_argument(argument: Any) -> bool:

@@ -14,8 +14,6 @@ from fxrewrite.ops.effects import is_declared_pure, mutated, nodes_in
 from fxrewrite.ops.traits import operators
 from fxrewrite.ops.value import is_scalar, value
 
-__all__ = ["is_maybe_view", "is_view", "memory_origins", "memory_written", "viewed"]
-
 _MAYBE_VIEWS = operators("maybe_view")
 _STATISTICS = operators("statistics")
 _CASTS = ("aten::to", "aten::type_as")

@@ -9,18 +9,6 @@ import torch
 from torch import fx
 from torch._functorch import predispatch
 
-__all__ = [
-    "VMAP_CLOSES",
-    "VMAP_OPENS",
-    "autocasts_at",
-    "modes_at",
-    "says_of_mode",
-    "sets_mode",
-    "switches_gradients",
-    "vmap_around",
-    "without_gradients",
-]
-
 VMAP_OPENS, VMAP_CLOSES = predispatch._vmap_increment_nesting, predispatch._vmap_decrement_nesting
 """What Dynamo calls where a `torch.vmap` begins and ends."""
 

@@ -8,8 +8,6 @@ import torch
 
 from fxrewrite.errors import did_you_mean
 
-__all__ = ["is_of_a_library", "named_operator", "no_operator", "operator_of"]
-
 _NAMESPACES_OF_TORCH = {"aten", "prim", "prims", "quantized", "inductor", "c10d", "_c10d_functional"}
 """Namespaces of operators that exist once torch is imported."""
 Operator = torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,6 @@ import torch
 from torch import fx
 
 from fxrewrite.ops.value import MISSING, value
-
-__all__ = ["NO_DEFAULT", "Parameter", "Schema", "fits", "repeats_of", "schema_of", "schemas_of"]
 
 
 class _NoDefault:
@@ -42,17 +41,22 @@ class Parameter:
     repeats: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schema:
     """The arguments of one overload, and the overload itself if torch has it."""
 
     parameters: tuple[Parameter, ...]
     overload: torch._ops.OpOverload | None
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the arguments, in schema order."""
         return tuple(p.name for p in self.parameters)
+
+    @functools.cached_property
+    def defaults(self) -> Mapping[str, Any]:
+        """The default of every argument that has one."""
+        return {p.name: p.default for p in self.parameters if p.default is not NO_DEFAULT}
 
 
 _ENUM_DEFAULTS: Mapping[tuple[str, int], Any] = {
@@ -76,6 +80,21 @@ def schema_of(overload: torch._ops.OpOverload) -> Schema:
             default = int(default)  # as `Signature.multipliers` are read
         parameters.append(Parameter(argument.name, kind, optional, argument.kwarg_only, default, argument.N or 1))  # pyright: ignore[reportAttributeAccessIssue]
     return Schema(tuple(parameters), overload)
+
+
+def python_parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
+    """Returns the arguments of a Python callable that have names, of unknown kinds.
+
+    Raises:
+        TypeError, ValueError: it has no signature, as some builtins.
+    """
+    return tuple(
+        Parameter(
+            p.name, "", p.default is None, p.kind is p.KEYWORD_ONLY, NO_DEFAULT if p.default is p.empty else p.default
+        )
+        for p in inspect.signature(function).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
 
 
 @functools.cache

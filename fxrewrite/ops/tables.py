@@ -5,6 +5,7 @@ A differential test (tests/ops/test_tables.py) runs both spellings of every entr
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import types
@@ -15,18 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 from torch._jit_internal import boolean_dispatched
-
-__all__ = [
-    "ALIASES",
-    "CASTS",
-    "METHODS",
-    "OPERATORS",
-    "RENAMED_KEYWORDS",
-    "VARARGS",
-    "WRAPPERS",
-    "Wrapper",
-    "parameters_of",
-]
 
 OPERATORS: Mapping[Callable[..., Any], str] = {
     operator.add: "add",
@@ -123,7 +112,11 @@ CASTS: Mapping[str, torch.dtype] = {
 }
 """Tensor methods that are `to(dtype)`."""
 
-RENAMED_KEYWORDS: Mapping[str, str] = {"input": "self", "axis": "dim", "keepdims": "keepdim", "x": "self"}
+RENAMED_KEYWORDS: Mapping[str, str] = {
+    **dict.fromkeys(("input", "tensor", "x"), "self"),
+    "axis": "dim",
+    "keepdims": "keepdim",
+}
 """Keywords of the Python bindings that have another name in the schema."""
 
 VARARGS: Mapping[str, int] = {
@@ -190,10 +183,14 @@ def _stride(value: Any) -> Any:
     return [] if value is None else value
 
 
+@functools.cache
 def parameters_of(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a Python function; of one that torch dispatches by a flag, those without the flag."""
     by_flag = boolean_dispatched.get(target) if isinstance(target, types.FunctionType) else None
-    return inspect.signature(by_flag["if_false"] if by_flag is not None else target).parameters
+    try:
+        return inspect.signature(by_flag["if_false"] if by_flag is not None else target).parameters
+    except (TypeError, ValueError):  # a builtin: its schema has them
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +201,9 @@ class Wrapper:
         name: the ATen operator.
         arguments: schema name -> name in the Python signature, if they differ.
         inplace: the Python argument that turns it into the in-place operator.
-        needs_default: Python arguments without a counterpart; with another value it is another function.
+        needs_default: Python arguments without a counterpart, with which it is another function. Others, such as
+            `_stacklevel`, do not affect the result.
         unless: Python argument -> test of its value; if true, it is another function.
-        ignored: Python arguments that do not affect the result.
         convert: schema name -> function of the Python value.
         constants: schema arguments that the wrapper does not offer.
     """
@@ -216,7 +213,6 @@ class Wrapper:
     inplace: str = ""
     needs_default: tuple[str, ...] = ()
     unless: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict[str, Callable[[Any], bool]])
-    ignored: tuple[str, ...] = ()
     convert: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict[str, Callable[[Any], Any]])
     constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -225,8 +221,8 @@ _UNARY = {"self": "input"}
 _LOSS = ("size_average", "reduce")
 
 WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
-    F.softmax: Wrapper("softmax", _UNARY, ignored=("_stacklevel",)),
-    F.log_softmax: Wrapper("log_softmax", _UNARY, ignored=("_stacklevel",)),
+    F.softmax: Wrapper("softmax", _UNARY),
+    F.log_softmax: Wrapper("log_softmax", _UNARY),
     F.relu: Wrapper("relu", _UNARY, inplace="inplace"),
     F.relu6: Wrapper("relu6", _UNARY, inplace="inplace"),
     F.silu: Wrapper("silu", _UNARY, inplace="inplace"),
@@ -258,7 +254,6 @@ WRAPPERS: Mapping[Callable[..., Any], Wrapper] = {
         "embedding",
         {"indices": "input"},
         needs_default=("max_norm",),
-        ignored=("norm_type",),
         unless={"padding_idx": _is_negative},
         convert={"padding_idx": _padding_index},
     ),

@@ -18,18 +18,6 @@ from torch import fx
 from fxrewrite.ops.binding import bind
 from fxrewrite.ops.keys import key
 
-__all__ = [
-    "DIM_ARGUMENTS",
-    "Trait",
-    "exchangeable",
-    "factors",
-    "filled_with",
-    "has_trait",
-    "is_commutative",
-    "operators",
-    "traits_of",
-]
-
 Trait: TypeAlias = Literal[
     "same",
     "detach",

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from fxrewrite.errors import refuse
-
-__all__ = [
-    "MISSING",
-    "dtype_name",
-    "fake_value",
-    "has_data",
-    "has_inexact",
-    "held",
-    "is_inexact",
-    "is_parameter",
-    "is_scalar",
-    "is_tensor",
-    "tensors_of",
-    "value",
-    "value_key",
-]
 
 
 class _Missing:
@@ -64,8 +51,7 @@ def fake_value(node: fx.Node) -> Any:
 
 def held(owner: nn.Module, node: fx.Node) -> Any:
     """Returns the attribute of the graph's module that a `get_attr` node reads: a tensor, or a subgraph."""
-    parent, _, name = str(node.target).rpartition(".")
-    return getattr(owner.get_submodule(parent), name)
+    return attrgetter(str(node.target))(owner)
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -77,6 +63,16 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """Returns the tensors that the node is known to hold: one, several in a list, or none."""
     found = value(node)
     return [v for v in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(v, torch.Tensor)]
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in a value, however it is nested."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def storages_in(value: Any) -> set[StorageWeakRef]:
+    """Returns the memories of the strided tensors in a value; two tensors share memory if they have one in common."""
+    return {StorageWeakRef(x.untyped_storage()) for x in tensors_in(value) if x.layout is torch.strided}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -119,7 +115,8 @@ def is_parameter(node: fx.Node) -> bool:
     under torch.compile do not distinguish parameters from other inputs.
     """
     if node.op == "get_attr":
-        return not isinstance(_attribute(node), torch.nn.Module)  # a module is the subgraph of a higher-order operator
+        owner = node.graph.owning_module  # a module in it is the subgraph of a higher-order operator
+        return owner is None or not isinstance(held(owner, node), nn.Module)
     if node.op != "placeholder":
         return False
     if "is_parameter" in node.meta:
@@ -132,11 +129,3 @@ def is_parameter(node: fx.Node) -> bool:
         return False
     place = source.guard_source
     return place.is_unspecialized_nn_module() or place.is_fsdp_module()  # those wrappers set views of a flat parameter
-
-
-def _attribute(node: fx.Node) -> Any:
-    """Returns what a `get_attr` reads; None if the graph belongs to no module."""
-    found: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        found = getattr(found, name, None)
-    return found

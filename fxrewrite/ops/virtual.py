@@ -10,8 +10,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from fxrewrite.ops.effects import declare_pure
 
-__all__ = ["declare_per_rank", "declare_virtual", "is_per_rank", "is_virtual", "tested_by"]
-
 _PER_RANK: set[Any] = set()
 _VIRTUAL: dict[Any, str] = {}
 """Callables, and their keys, with where rules on them are tested."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch.fx._symbolic_trace import _wrapped_fns_to_patch
 
-__all__ = ["with_globals", "wrapped_in"]
-
 
 def wrapped_in(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """Returns the globals by name that the code of a function reads, and that `torch.fx.wrap` was told of.

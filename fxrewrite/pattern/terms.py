@@ -353,7 +353,8 @@ def call(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, share
         signature = ops.signature_of(target, args, kwargs)
     except ops.BindingError as error:
         raise RuleDefinitionError(f"in a pattern: {error}") from error
-    written = signature.overload is not None and signature.overload._schema.is_mutable
+    overload = signature.schema.overload
+    written = overload is not None and overload._schema.is_mutable
     takes_out = kwargs.get("out") is not None and ops.may_take_out(target)
     if written or takes_out or (key.endswith("_") and not key.endswith("__")):
         raise RuleDefinitionError(

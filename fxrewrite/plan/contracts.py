@@ -21,8 +21,6 @@ import networkx as nx
 
 from fxrewrite.errors import RuleDefinitionError
 
-__all__ = ["Contract", "Property", "checked"]
-
 
 @dataclass(frozen=True, slots=True)
 class Property:

@@ -8,8 +8,6 @@ from fxrewrite.graph.edit import Edit
 from fxrewrite.ops import is_pure, is_random
 from fxrewrite.report import Report
 
-__all__ = ["DeadCode"]
-
 
 class DeadCode:
     """Erases calls without users and without effects, after them what they alone read; random ones stay.

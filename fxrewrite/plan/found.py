@@ -10,8 +10,6 @@ from torch import fx
 from fxrewrite.match.match import Match
 from fxrewrite.rule import Rule
 
-__all__ = ["Found", "FoundMatch"]
-
 
 class FoundMatch(BaseModel):
     """One place where a rule matches, by the names of its nodes."""

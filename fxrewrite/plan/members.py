@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Self, TypeAlias
 
+import networkx as nx
 from torch import fx
 
 from fxrewrite.errors import InvariantError, RuleDefinitionError, did_you_mean
 from fxrewrite.graph.edit import Edit
 from fxrewrite.match.program import Program
 from fxrewrite.plan.contracts import Contract, Property, checked
-from fxrewrite.plan.order import generations
 from fxrewrite.plan.step import Step, contract_of, provider_of, run_step
 from fxrewrite.plan.sweep import Strategy, Sweep
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
-
-__all__ = ["Invariant", "Member", "MemberSet", "label_of"]
 
 Member: TypeAlias = "Rule | MemberSet | Step"
 Invariant: TypeAlias = Callable[[Sequence[fx.Node]], str]
@@ -77,7 +76,7 @@ class MemberSet:
     def _checked_contract(self) -> Contract:
         """What the set and its members need, give and precede together."""
         own = Contract.of(self.name, self.needs, self.gives, self.precedes)
-        stages = [_contract(member) for member in self.members if not isinstance(member, Rule)]
+        stages = [contract_of(member) for member in self.members if not isinstance(member, Rule)]
         inside = checked(f"set {self.name}", [*stages, Contract(self.name, gives=own.gives)], self.needs)
         return Contract(self.name, {**own.needs, **inside.needs}, inside.gives, {**inside.precedes, **own.precedes})
 
@@ -139,13 +138,6 @@ class MemberSet:
             for member in self.members
         )
         new._levels, new._programs = _levels(new), {}
-        return new
-
-    def with_contract(self, needs: Sequence[Property], gives: Sequence[Property], precedes: Sequence[Property]) -> Self:
-        """The set, which says that it needs, gives and precedes these."""
-        new = copy.copy(self)
-        new.needs, new.gives, new.precedes = tuple(needs), tuple(gives), tuple(precedes)
-        new.contract = new._checked_contract()
         return new
 
     # Running
@@ -219,10 +211,6 @@ def label_of(member: Member) -> str:
     return member.id if isinstance(member, Rule) else member.name
 
 
-def _contract(stage: MemberSet | Step) -> Contract:
-    return stage.contract if isinstance(stage, MemberSet) else contract_of(stage)
-
-
 def _with_contract(contract: Contract, text: str) -> str:
     """A text, with what the stage needs, gives and precedes at the end of its first line."""
     first, *rest = text.split("\n")
@@ -230,14 +218,34 @@ def _with_contract(contract: Contract, text: str) -> str:
 
 
 def _levels(rules: MemberSet) -> list[_Level]:
-    """The members in the order in which they run; rules that may share a sweep are together."""
+    """The members in the order in which they run; rules that may share a sweep are together.
+
+    Raises:
+        RuleDefinitionError: what runs before what has a cycle, which is printed.
+    """
     members = rules.members
-    movable = {index: (m.after, m.before) for index, m in enumerate(members) if isinstance(m, Rule)}
-    known = [label_of(member) for member in members]
+    labels = [label_of(member) for member in members]
+    place = {label: index for index, label in enumerate(labels)}
     if len(members) > 1:
-        _require_known(rules, known)
+        _require_known(rules, labels)
+    fixed = [index for index, member in enumerate(members) if not isinstance(member, Rule)]
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_nodes_from(range(len(members)))
+    order.add_edges_from(pairwise(fixed))
+    for index, member in enumerate(members):
+        if isinstance(member, Rule):  # which moves as far as it says, and across nothing that stays where it is
+            order.add_edges_from((place[label], index) for label in member.after if label in place)
+            order.add_edges_from((index, place[label]) for label in member.before if label in place)
+            order.add_edges_from((index, later) for later in fixed if later > index)
+            order.add_edges_from((earlier, index) for earlier in fixed if earlier < index)
+    try:
+        generations = [sorted(generation) for generation in nx.topological_generations(order)]
+    except nx.NetworkXUnfeasible:
+        cycle = " before ".join(str(labels[a]) for a, _ in nx.find_cycle(order))
+        first = cycle.partition(" before ")[0]
+        raise RuleDefinitionError(f"set {rules.name}: the order has a cycle: {cycle} before {first}") from None
     levels: list[_Level] = []
-    for generation in generations(rules.name, known, movable):
+    for generation in generations:
         together: list[Rule] = []
         for index in generation:
             member = members[index]

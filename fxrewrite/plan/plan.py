@@ -26,18 +26,18 @@ from fxrewrite.graph.garbage import few_collections
 from fxrewrite.graph.outputs import Promise
 from fxrewrite.graph.source import source_line
 from fxrewrite.graph.text import graph_digest
+from fxrewrite.identity import NoIdentityError, identity
 from fxrewrite.match.explain import Explanation
 from fxrewrite.match.match import Match
 from fxrewrite.plan.contracts import Property
-from fxrewrite.plan.digest import plan_digest
 from fxrewrite.plan.found import Found, FoundMatch, describe
 from fxrewrite.plan.members import MemberSet, label_of
 from fxrewrite.plan.stage import Stage, open_needs
 from fxrewrite.plan.sweep import Strategy, Sweep
 from fxrewrite.report import ComputedOnce, Report
 from fxrewrite.rule import Rule
-
-__all__ = ["JOINED_PLANS", "Plan"]
+from fxrewrite.sources import toolkit_digest
+from fxrewrite.torch_versions import TORCH_VERSION
 
 _log = logging.getLogger(__name__)
 JOINED_PLANS = (
@@ -378,7 +378,13 @@ class Plan:
         user's; steps and what they hold; the source of fxrewrite, and versions of torch and other packages. None, with
         a warning, where something of it has no identity but its address, as a tensor.
         """
-        return plan_digest(self.text(), [stage.rules for stage in self.stages])
+        try:
+            decisive = identity([stage.rules for stage in self.stages])
+        except NoIdentityError as error:
+            warnings.warn(f"this plan cannot be cached: {error}", stacklevel=2)
+            return None
+        parts = [self.text(), f"fxrewrite {toolkit_digest()}", f"torch {TORCH_VERSION}", decisive]
+        return hashlib.sha256("\n\n".join(parts).encode()).hexdigest()
 
 
 def _named_digest(gm: fx.GraphModule) -> str:

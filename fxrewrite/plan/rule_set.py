@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, TypeVar
 
 from torch import fx
 
 from fxrewrite.backends import RewritingBackend
 from fxrewrite.errors import RuleDefinitionError
+from fxrewrite.match.overlap import Overlap
 from fxrewrite.plan.contracts import Property
 from fxrewrite.plan.members import MemberSet
 from fxrewrite.plan.plan import JOINED_PLANS, Plan
 from fxrewrite.plan.stage import Stage
 from fxrewrite.plan.step import StagedStep, Step
-from fxrewrite.plan.sweep import Order, Overlap, Strategy
+from fxrewrite.plan.sweep import Order, Strategy
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
 
-__all__ = ["RuleSet", "staged"]
+S = TypeVar("S", "RuleSet", Step)
 
 
 class RuleSet(MemberSet):
@@ -86,9 +87,7 @@ class RuleSet(MemberSet):
         if not isinstance(other, (RuleSet, Rule)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RuleDefinitionError(f"{self.name} | {other!r}: a set is joined with a RuleSet or a Rule")
         if isinstance(other, Rule):
-            needs, gives, precedes = self.needs, self.gives, self.precedes
-            name, members = f"{self.name} | {other.id}", (*self.members, other)
-            return RuleSet(name, *members, needs=needs, gives=gives, precedes=precedes)
+            other = RuleSet(other.id, other)
         if any(rules.atomic or rules.invariant for rules in (self, other)):
             raise RuleDefinitionError(
                 f"{self.name} | {other.name}: an atomic set, or one with an invariant, stays a set of its own; "
@@ -119,25 +118,9 @@ class RuleSet(MemberSet):
         return self.once().backend(inner, **how)
 
 
-@overload
 def staged(
-    stage: RuleSet,
-    *,
-    needs: Sequence[Property] = (),
-    gives: Sequence[Property] = (),
-    precedes: Sequence[Property] = (),
-) -> RuleSet: ...
-@overload
-def staged(
-    stage: Step, *, needs: Sequence[Property] = (), gives: Sequence[Property] = (), precedes: Sequence[Property] = ()
-) -> Step: ...
-def staged(
-    stage: RuleSet | Step,
-    *,
-    needs: Sequence[Property] = (),
-    gives: Sequence[Property] = (),
-    precedes: Sequence[Property] = (),
-) -> RuleSet | Step:
+    stage: S, *, needs: Sequence[Property] = (), gives: Sequence[Property] = (), precedes: Sequence[Property] = ()
+) -> S:
     """The step or set, which needs, gives and precedes this too; where a method says what a general stage cannot know.
 
     Raises:
@@ -146,5 +129,5 @@ def staged(
     more: dict[str, Sequence[Property]] = {"needs": needs, "gives": gives, "precedes": precedes}
     said: dict[str, tuple[Property, ...]] = {v: (*getattr(stage, v, ()), *found) for v, found in more.items()}
     if isinstance(stage, RuleSet):
-        return stage.with_contract(said["needs"], said["gives"], said["precedes"])
+        return RuleSet(stage.name, *stage.members, atomic=stage.atomic, invariant=stage.invariant, **said)
     return StagedStep(stage, said)

@@ -15,8 +15,6 @@ from fxrewrite.plan.members import MemberSet
 from fxrewrite.plan.sweep import Strategy
 from fxrewrite.report import Report
 
-__all__ = ["Stage", "open_needs"]
-
 _CYCLE = 4
 """Rounds whose rules an error names: rules that undo each other fire in turn."""
 _MOST, _GROWTH = 2000, 16

@@ -14,8 +14,6 @@ from fxrewrite.graph.source import source_line
 from fxrewrite.plan.contracts import Contract, Property
 from fxrewrite.report import Report
 
-__all__ = ["StagedStep", "Step", "contract_of", "provider_of", "run_step"]
-
 
 @runtime_checkable
 class Step(Protocol):
@@ -50,8 +48,10 @@ class StagedStep:
         return self.step.text()
 
 
-def contract_of(step: Step) -> Contract:
-    """What a step says that it needs, gives and precedes."""
+def contract_of(step: Any) -> Contract:
+    """What a set of rules has worked out, or a step says, that it needs, gives and precedes."""
+    if isinstance(found := getattr(step, "contract", None), Contract):
+        return found
     return Contract.of(step.name, *(tuple(getattr(step, verb, ())) for verb in ("needs", "gives", "precedes")))
 
 

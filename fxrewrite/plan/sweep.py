@@ -22,8 +22,6 @@ from fxrewrite.match.safety import Effects
 from fxrewrite.report import Report
 from fxrewrite.rule import Rule
 
-__all__ = ["Order", "Overlap", "Strategy", "Sweep"]
-
 Order: TypeAlias = Literal["top_down", "bottom_up"]
 Ruled: TypeAlias = tuple[Rule, Match]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -13,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name that everybody gives it
 
 from fxrewrite import ops
-from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, schema_of, schemas_of
+from fxrewrite.ops.schemas import NO_DEFAULT, Parameter, Schema, python_parameters, schema_of, schemas_of
 from fxrewrite.ops.tables import OPERATORS
 from fxrewrite.pattern.terms import Capture, Ignore, ListOf, LiteralValue, Op, Term
 
@@ -66,17 +64,9 @@ def _function(key: str) -> Any:
 @functools.cache
 def _python_signature(key: str) -> Schema:
     try:
-        parameters = inspect.signature(_function(key)).parameters.values()
+        return Schema(python_parameters(_function(key)), None)
     except (TypeError, ValueError):
         return Schema(_BUILTINS.get(key, ()), None)
-    fixed = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    kinds = [
-        Parameter(
-            p.name, "", p.default is None, p.kind is p.KEYWORD_ONLY, NO_DEFAULT if p.default is p.empty else p.default
-        )
-        for p in fixed
-    ]
-    return Schema(tuple(kinds), None)
 
 
 def signatures(term: Op) -> tuple[Schema, ...]:

@@ -124,3 +124,5 @@ def test_the_value_of_a_node_decides_between_overloads() -> None:
 def test_a_call_that_fits_no_signature_says_so() -> None:
     with pytest.raises(ops.BindingError, match="aten::relu called with 2 positional arguments"):
         bind(aten.relu.default, X, Y)
+    with pytest.raises(ops.BindingError, match=r"aten::to called with 1 positional arguments .* no keyword inplace"):
+        bind("float", X, inplace=True)

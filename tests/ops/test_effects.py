@@ -30,6 +30,8 @@ def call(target, *args, **kwargs) -> fx.Node:
         (call(F.relu, X, inplace=True), (X,)),
         (call(torch.add, Y, 1, out=X), (X,)),
         (call(F.dropout, X, 0.5, True, True), (X,)),
+        (call(F.embedding, X, Y, max_norm=0.0), (Y,)),
+        (call(torch.ops.inductor.resize_storage_bytes_.default, X, 0), (X,)),  # its name alone says so
         (call(aten.batch_norm.default, X, None, None, X, Y, True, 0.1, 1e-5, False), (X, Y)),
         (call(aten.batch_norm.default, X, None, None, X, Y, False, 0.1, 1e-5, False), ()),
         (call("add", X, 1), ()),
