@@ -1,24 +1,18 @@
 """Slices and concatenations: operators that take parts of a dimension or join parts; that dimension must be whole."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Terms, is_same_size
-from rules.layouts.terms import dim_of, index_map, indices, insert, names_of
+from rules.layouts.terms import aten, dim_of, index_map, indices, insert, names_of
 
 __all__ = ["LAYOUTS"]
 
 
 def select(call: Call) -> IndexMap | None:
-    """`dim` must be whole, and is removed"""
+    """`dim` must be whole, and is removed; `unbind` gives one result for each of its entries"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
     return index_map(call, {"self": terms}, _without(terms, at))
-
-
-def unbind(call: Call) -> IndexMap | None:
-    """`dim` must be whole, and is removed; one result for each of its entries"""
-    return select(call)
 
 
 def split(call: Call) -> IndexMap | None:
@@ -118,26 +112,18 @@ def _pads(pair: list[Any]) -> bool:
     return any(not isinstance(amount, int) or amount for amount in pair)
 
 
-_SPLITS = ("split", "unsafe_split", "split_copy")
-_SPLITS_WITH_SIZES = ("split_with_sizes", "unsafe_split_with_sizes", "split_with_sizes_copy")
-_CHUNKS = ("chunk", "unsafe_chunk")
-_CUTS = ("slice", "narrow", "narrow_copy", "tensor_split", "hsplit", "vsplit", "slice_copy")
-
-
-def _aten(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(f"aten::{name}" for name in names)
-
+_SPLITS_WITH_SIZES = "split_with_sizes unsafe_split_with_sizes split_with_sizes_copy"
+_CUTS = "slice narrow narrow_copy tensor_split hsplit vsplit slice_copy"
 
 LAYOUTS = (
-    LayoutRule("layout.select", ("aten::select", "aten::select_copy"), select),
-    LayoutRule("layout.unbind", ("aten::unbind", "aten::unbind_copy"), unbind),
-    LayoutRule("layout.cut", _aten(_CUTS), cut),
-    LayoutRule("layout.split", _aten(_SPLITS), split, length_args=("split_size", "split_sizes")),
-    LayoutRule("layout.split_with_sizes", _aten(_SPLITS_WITH_SIZES), split, length_args=("split_sizes",)),
-    LayoutRule("layout.chunk", _aten(_CHUNKS), split),
-    LayoutRule("layout.scatter_slice", ("aten::slice_scatter", "aten::select_scatter"), scatter_slice),
-    LayoutRule("layout.scatter_diagonal", ("aten::diagonal_scatter",), scatter_diagonal),
-    LayoutRule("layout.cat", tuple(f"aten::{name}" for name in ["cat", "vstack", "hstack", "column_stack"]), cat),
-    LayoutRule("layout.stack", ("aten::stack",), stack),
-    LayoutRule("layout.pad", ("aten::pad", "aten::constant_pad_nd"), pad),
+    LayoutRule("layout.select", aten("select select_copy unbind unbind_copy"), select),
+    LayoutRule("layout.cut", aten(_CUTS), cut),
+    LayoutRule("layout.split", aten("split unsafe_split split_copy"), split, length_args=("split_size", "split_sizes")),
+    LayoutRule("layout.split_with_sizes", aten(_SPLITS_WITH_SIZES), split, length_args=("split_sizes",)),
+    LayoutRule("layout.chunk", aten("chunk unsafe_chunk"), split),
+    LayoutRule("layout.scatter_slice", aten("slice_scatter select_scatter"), scatter_slice),
+    LayoutRule("layout.scatter_diagonal", aten("diagonal_scatter"), scatter_diagonal),
+    LayoutRule("layout.cat", aten("cat vstack hstack column_stack"), cat),
+    LayoutRule("layout.stack", aten("stack"), stack),
+    LayoutRule("layout.pad", aten("pad constant_pad_nd"), pad),
 )

@@ -1,7 +1,7 @@
 """Views, permutes and repeats: operators that regroup, reorder or repeat dimensions."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_same_size, product, view_map
-from rules.layouts.terms import aligned, dim_of, dims_of, index_map, indices, insert, names_of
+from rules.layouts.terms import aligned, aten, dim_of, dims_of, index_map, indices, insert, names_of
 
 __all__ = ["LAYOUTS"]
 
@@ -115,18 +115,6 @@ def unsqueeze(call: Call) -> IndexMap | None:
     return index_map(call, {"self": terms}, insert(terms, dim_of(call, len(terms) + 1), ()))
 
 
-def as_complex(call: Call) -> IndexMap | None:
-    """d... !2 -> d...: real and imaginary part become one complex number"""
-    terms = indices(len(call.shape()))
-    return index_map(call, {"self": terms}, terms[:-1])
-
-
-def as_real(call: Call) -> IndexMap | None:
-    """d... -> d... 2: a complex number becomes its real and imaginary part"""
-    terms = indices(len(call.shape()))
-    return index_map(call, {"self": terms}, (*terms, ("parts",)))
-
-
 def diagonal(call: Call) -> IndexMap | None:
     """d... !i !j -> d... k"""
     terms = indices(len(call.shape()))
@@ -174,36 +162,23 @@ def meshgrid(call: Call) -> IndexMap | None:
 
 
 LAYOUTS = (
-    LayoutRule("layout.reshape", ("aten::reshape",), view, shape_arg="shape"),
-    LayoutRule("layout.unflatten", ("aten::unflatten",), view, shape_arg="sizes"),
-    LayoutRule(
-        "layout.flatten",
-        ("aten::flatten", "aten::ravel", "aten::atleast_1d", "aten::atleast_2d", "aten::atleast_3d"),
-        view,
-    ),
-    LayoutRule("layout.view_as", ("aten::view_as", "aten::reshape_as"), view_as),
-    LayoutRule("layout.expand", ("aten::expand", "aten::broadcast_to"), expand, shape_arg="size"),
-    LayoutRule(
-        "layout.filled",
-        ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty"),
-        filled,
-        shape_arg="size",
-    ),
-    LayoutRule("layout.repeat", ("aten::repeat", "aten::tile"), repeat),
-    LayoutRule("layout.repeat_interleave", ("aten::repeat_interleave",), repeat_interleave),
-    LayoutRule(
-        "layout.transpose",
-        ("aten::transpose", "aten::swapaxes", "aten::t", "aten::mT", "aten::mH", "aten::adjoint"),
-        transpose,
-    ),
-    LayoutRule("layout.permute", ("aten::permute",), permute),
-    LayoutRule("layout.reverse", ("aten::numpy_T", "aten::matrix_H"), reverse),
-    LayoutRule("layout.movedim", ("aten::movedim",), movedim),
-    LayoutRule("layout.unsqueeze", ("aten::unsqueeze",), unsqueeze),
-    LayoutRule("layout.as_complex", ("aten::view_as_complex",), as_complex),
-    LayoutRule("layout.as_real", ("aten::view_as_real",), as_real),
-    LayoutRule("layout.diagonal", ("aten::diagonal",), diagonal),
-    LayoutRule("layout.diag_embed", ("aten::diag_embed",), diag_embed),
-    LayoutRule("layout.unfold", ("aten::unfold",), unfold),
-    LayoutRule("layout.meshgrid", ("aten::meshgrid",), meshgrid),
+    LayoutRule("layout.reshape", aten("reshape"), view, shape_arg="shape"),
+    LayoutRule("layout.unflatten", aten("unflatten"), view, shape_arg="sizes"),
+    LayoutRule("layout.flatten", aten("flatten ravel atleast_1d atleast_2d atleast_3d"), view),
+    LayoutRule("layout.view_as", aten("view_as reshape_as"), view_as),
+    LayoutRule("layout.expand", aten("expand broadcast_to"), expand, shape_arg="size"),
+    LayoutRule("layout.filled", aten("new_zeros new_ones new_full new_empty"), filled, shape_arg="size"),
+    LayoutRule("layout.repeat", aten("repeat tile"), repeat),
+    LayoutRule("layout.repeat_interleave", aten("repeat_interleave"), repeat_interleave),
+    LayoutRule("layout.transpose", aten("transpose swapaxes t mT mH adjoint"), transpose),
+    LayoutRule("layout.permute", aten("permute"), permute),
+    LayoutRule("layout.reverse", aten("numpy_T matrix_H"), reverse),
+    LayoutRule("layout.movedim", aten("movedim"), movedim),
+    LayoutRule("layout.unsqueeze", aten("unsqueeze"), unsqueeze),
+    LayoutRule("layout.as_complex", aten("view_as_complex"), "d... !p -> d..."),
+    LayoutRule("layout.as_real", aten("view_as_real"), "d... -> d... p"),
+    LayoutRule("layout.diagonal", aten("diagonal"), diagonal),
+    LayoutRule("layout.diag_embed", aten("diag_embed"), diag_embed),
+    LayoutRule("layout.unfold", aten("unfold"), unfold),
+    LayoutRule("layout.meshgrid", aten("meshgrid"), meshgrid),
 )

@@ -17,6 +17,7 @@ from fxrewrite.spmd import Call, IndexMap, Size, Terms, is_broadcast, is_same_si
 __all__ = [
     "Operands",
     "aligned",
+    "aten",
     "broadcast_shape",
     "dim_of",
     "dims_of",
@@ -77,6 +78,11 @@ def _in_schema_order(call: Call, operands: Operands) -> Iterator[Terms]:
 
 def _is_operand(call: Call, value: object) -> bool:
     return isinstance(value, fx.Node) and value in call.operands
+
+
+def aten(names: str) -> tuple[str, ...]:
+    """Returns the keys of ATen operators, of their names."""
+    return tuple(f"aten::{name}" for name in names.split())
 
 
 def indices(rank: int, name: str = "d") -> Terms:
