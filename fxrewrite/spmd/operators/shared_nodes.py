@@ -15,9 +15,14 @@ from fxrewrite.match import Match
 from fxrewrite.spmd.group import axis_rank
 from fxrewrite.spmd.placement import Axis, Shard, local_shape
 
-__all__ = ["EntryNodes", "entry_nodes", "rank_node", "size_nodes", "size_proxy"]
+__all__ = ["EntryNodes", "entry_nodes", "first_call", "rank_node", "size_nodes", "size_proxy"]
 
 aten = torch.ops.aten
+
+
+def first_call(edit: Edit) -> fx.Node:
+    """The first node that is not an input, which may be one that another axis has put after inputs."""
+    return next(node for node in edit.graph.nodes if node.op != "placeholder")
 
 
 def size_nodes(edit: Edit) -> SizeNodes:
@@ -45,9 +50,8 @@ def rank_node(edit: Edit, axis: Axis) -> fx.Node:
     """The node that holds this rank's position on the axis."""
     made: dict[Axis, fx.Node] = edit.shared("ranks", dict)
     if axis not in made or not is_there(made[axis]):
-        first = next(node for node in edit.graph.nodes if node.op != "placeholder")
         # its value is 0 for shape computations only: shapes are equal on all ranks, and so is the graph's text
-        rank = edit.call(axis_rank, (axis.group,), before=first, val=0)
+        rank = edit.call(axis_rank, (axis.group,), before=first_call(edit), val=0)
         edit.set_meta(rank, "axis", axis.name)
         made[axis] = size_nodes(edit).add_first(rank)
     return made[axis]

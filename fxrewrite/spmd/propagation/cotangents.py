@@ -48,6 +48,7 @@ from fxrewrite.ops import has_inexact, is_parameter, memory_written, mutates
 from fxrewrite.spmd.context import Reduction
 from fxrewrite.spmd.facts import PLACEMENT, placement_of
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
+from fxrewrite.spmd.operators.shared_nodes import first_call
 from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
 from fxrewrite.spmd.price.price import bytes_held, collective_bytes
 from fxrewrite.spmd.propagation.decision import is_getitem
@@ -85,7 +86,7 @@ def write_gradients(edit: Edit, axis: Axis, reduction: Reduction, rule: str, *, 
     else:
         complete = complete_cotangents(edit, axis)
     flows = differentiated(nodes, lambda _: True)  # the caller may differentiate any input
-    first = next(node for node in nodes if node.op != "placeholder")
+    first = first_call(edit)
     changes = 0
     for node in nodes:
         users = list(node.users)
