@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from fxrewrite.spmd import Call, IndexMap, LayoutRule, Terms, is_same_size
-from rules.layouts.terms import aten, dim_of, index_map, indices, insert, names_of
+from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size
+from rules.layouts.terms import aten, dim_of, index_map, indices, insert, names_of, replaced
 
 __all__ = ["LAYOUTS"]
 
@@ -12,7 +12,7 @@ def select(call: Call) -> IndexMap | None:
     """`dim` must be whole, and is removed; `unbind` gives one result for each of its entries"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
-    return index_map(call, {"self": terms}, _without(terms, at))
+    return index_map(call, {"self": terms}, replaced(terms, at))
 
 
 def split(call: Call) -> IndexMap | None:
@@ -24,8 +24,8 @@ def split(call: Call) -> IndexMap | None:
         return cut(call)
     terms = indices(len(shape))
     sizes = {"run": len(parts), "part": parts[0][at]}
-    results = [insert(_without(terms, at), at, ("part",)) for _ in parts]
-    return index_map(call, {"self": insert(_without(terms, at), at, ("run", "part"))}, *results, sizes=sizes)
+    results = [replaced(terms, at, ("part",)) for _ in parts]
+    return index_map(call, {"self": replaced(terms, at, ("run", "part"))}, *results, sizes=sizes)
 
 
 def cut(call: Call) -> IndexMap | None:
@@ -37,7 +37,7 @@ def cut(call: Call) -> IndexMap | None:
     terms = indices(len(shape))
     # The other operators state the length that they keep. A slice of everything is only left if it cannot be dropped.
     kept = call.key == "aten::slice" and is_same_size(call.result_shapes()[0][at], shape[at])
-    results = [insert(_without(terms, at), at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
+    results = [replaced(terms, at, terms[at] if kept else (f"part{i}",)) for i in _results(call)]
     return index_map(call, {"self": terms}, *results)
 
 
@@ -45,17 +45,11 @@ def _results(call: Call) -> range:
     return range(len(call.result_shapes()))
 
 
-def _without(terms: Terms, at: int) -> Terms:
-    return (*terms[:at], *terms[at + 1 :])
-
-
 def scatter_slice(call: Call) -> IndexMap | None:
     """overwrites a part along `dim`, which must be whole"""
     terms = indices(len(call.shape()))
     at = dim_of(call, len(terms))
-    source = _without(terms, at)
-    if call.key == "aten::slice_scatter":
-        source = insert(source, at, ("part",))
+    source = replaced(terms, at, ("part",)) if call.key == "aten::slice_scatter" else replaced(terms, at)
     return index_map(call, {"self": terms, "src": source}, terms, whole=terms[at])
 
 
@@ -80,7 +74,7 @@ def cat(call: Call) -> IndexMap | None:
         at = dim_of(call, len(shape))
     elif len(shape) == 1 and call.key != "aten::hstack":
         return _stacked(call, at)  # vectors become rows or columns
-    others = _without(indices(len(shape)), min(at, len(shape) - 1))
+    others = replaced(indices(len(shape)), min(at, len(shape) - 1))
     operands = [insert(others, at, (f"part{i}",)) for i in range(len(call.operands))]
     return index_map(call, {"tensors": operands}, insert(others, at, ("joined",)))
 

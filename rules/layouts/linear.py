@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, is_same_size, parse
-from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices
+from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices, replaced
 
 __all__ = ["LAYOUTS"]
 
@@ -73,7 +73,7 @@ def along(call: Call) -> IndexMap | None:
     operands = {first: aligned(call.shape(), full, terms), second: aligned(call.shape(1), full, terms)}
     kept = ((),) if call.args.get("keepdim") else ()
     summed = terms[at] if call.key == "aten::linalg_vecdot" else ()
-    return index_map(call, operands, (*terms[:at], *kept, *terms[at + 1 :]), summed=summed)
+    return index_map(call, operands, replaced(terms, at, *kept), summed=summed)
 
 
 def solve(call: Call) -> IndexMap | None:

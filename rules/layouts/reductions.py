@@ -11,7 +11,7 @@ import torch
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Neutral, Terms
 from rules.layouts.pointwise import broadcast
-from rules.layouts.terms import aten, dim_of, dims_of, index_map, indices, names_of
+from rules.layouts.terms import aten, dim_of, dims_of, index_map, indices, names_of, replaced
 
 __all__ = ["LAYOUTS"]
 
@@ -75,7 +75,7 @@ def resized(call: Call) -> IndexMap | None:
     at = dim_of(call, len(shape))
 
     def sized(name: str) -> Terms:
-        return (*terms[:at], (name,), *terms[at + 1 :])
+        return replaced(terms, at, (name,))
 
     operands = {"self": terms, "prepend": sized("before"), "append": sized("after")}
     return index_map(call, operands, sized("resized"))

@@ -1,7 +1,7 @@
 """Views, permutes and repeats: operators that regroup, reorder or repeat dimensions."""
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, divide_exactly, is_same_size, product, view_map
-from rules.layouts.terms import aligned, aten, dim_of, dims_of, index_map, indices, insert, names_of
+from rules.layouts.terms import aligned, aten, dim_of, dims_of, index_map, indices, insert, names_of, replaced
 
 __all__ = ["LAYOUTS"]
 
@@ -64,7 +64,7 @@ def repeat_interleave(call: Call) -> IndexMap | None:
     if counts in call.operands:
         if given is None:
             return None
-        cut = (*terms[:at], ("cut",), *terms[at + 1 :])
+        cut = replaced(terms, at, ("cut",))
         return index_map(call, {"self": terms, "repeats": indices(len(call.shape(1)), "n")}, cut)
     times = divide_exactly(after[at], product(shape) if given is None else shape[at])
     if times is None or call.args["output_size"] is not None:  # `output_size` would have to be localized
@@ -72,7 +72,7 @@ def repeat_interleave(call: Call) -> IndexMap | None:
     sizes = {"r": times, **{f"d{dim}": size for dim, size in enumerate(shape)}}
     if given is None:
         return index_map(call, {"self": terms}, ((*(index for dim in terms for index in dim), "r"),), sizes=sizes)
-    return index_map(call, {"self": terms}, (*terms[:at], (*terms[at], "r"), *terms[at + 1 :]), sizes=sizes)
+    return index_map(call, {"self": terms}, replaced(terms, at, (*terms[at], "r")), sizes=sizes)
 
 
 def transpose(call: Call) -> IndexMap | None:
@@ -140,11 +140,11 @@ def unfold(call: Call) -> IndexMap | None:
     if not isinstance(size, int) or not isinstance(step, int) or not shape:
         return None
     if size == step and is_same_size(after[at] * size, shape[at]):
-        cut: Terms = (*terms[:at], ("n", "w"), *terms[at + 1 :])
+        cut: Terms = replaced(terms, at, ("n", "w"))
         sizes: dict[str, Size] = {"n": after[at], "w": size}
-        result = (*terms[:at], ("n",), *terms[at + 1 :], ("w",))
+        result = (*replaced(terms, at, ("n",)), ("w",))
         return index_map(call, {"self": cut}, result, whole=("w",), sizes=sizes)
-    return index_map(call, {"self": terms}, (*terms[:at], ("windows",), *terms[at + 1 :], ("w",)))
+    return index_map(call, {"self": terms}, (*replaced(terms, at, ("windows",)), ("w",)))
 
 
 def meshgrid(call: Call) -> IndexMap | None:

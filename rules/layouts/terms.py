@@ -25,6 +25,7 @@ __all__ = [
     "indices",
     "insert",
     "names_of",
+    "replaced",
     "unread",
 ]
 
@@ -98,6 +99,11 @@ def unread(shape: Sequence[Size]) -> Terms:
 def insert(terms: Terms, at: int, *new: tuple[str, ...]) -> Terms:
     """Returns `terms` with the dimensions `new` inserted before dimension `at`."""
     return (*terms[:at], *new, *terms[at:])
+
+
+def replaced(terms: Terms, at: int, *new: tuple[str, ...]) -> Terms:
+    """Returns `terms` with the dimensions `new`, or none, in the place of dimension `at`."""
+    return (*terms[:at], *new, *terms[at + 1 :])
 
 
 def aligned(shape: Sequence[Size], full: Sequence[Size], terms: Terms) -> Terms:
