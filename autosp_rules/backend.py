@@ -144,7 +144,7 @@ class AutoSPBackend:
         if self.config.regions != "once":
             return compile_inner(program, examples)
         run, found = compile_regions(program, examples, compile_inner)
-        report.events.append(RegionsCompiled.of(found))
+        report.events.append(RegionsCompiled(found=found))
         return run
 
     def _crossing(self, gm: fx.GraphModule, example_inputs: Sequence[Any], axis: Axis, why_whole: str) -> Crossing:

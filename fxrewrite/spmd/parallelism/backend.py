@@ -139,7 +139,7 @@ class SpmdBackend:
         with self._comparisons.compiling(), refuse_dependence_on_values(self.inner):
             if self._regions == "once":
                 run, found = compile_regions(program, local, compile_inner)
-                report.events.append(RegionsCompiled.of(found))
+                report.events.append(RegionsCompiled(found=found))
             else:
                 run = compile_inner(program, local)
         compiled = _Program(program, run, comparisons, sizes, unreduced, crossing, outputs)

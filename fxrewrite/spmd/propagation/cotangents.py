@@ -31,7 +31,6 @@ of arXiv 1909.08053, figure 3; types R and I of Meta's spmd_types.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TypeAlias
 
 import networkx as nx
@@ -46,7 +45,7 @@ from fxrewrite.graph.facts import Fact
 from fxrewrite.graph.inputs import input_name
 from fxrewrite.ops import has_inexact, is_parameter, memory_written, mutates
 from fxrewrite.spmd.context import Reduction
-from fxrewrite.spmd.facts import PLACEMENT, placement_of
+from fxrewrite.spmd.facts import PLACEMENT, placement_of, result_placements
 from fxrewrite.spmd.operators.gradient_ops import MEAN_GRADIENT, SCALE_GRADIENT
 from fxrewrite.spmd.operators.shared_nodes import first_call
 from fxrewrite.spmd.placement import Axis, Partial, Replicate, Shard
@@ -198,18 +197,13 @@ def _may_be_complete(node: fx.Node) -> bool:
     """Whether every rank has the whole value, and what computes it passes on the cotangent that it gets."""
     if _is_input(node):
         return PLACEMENT.of(node) == R
-    if node.op != "call_function" or mutates(node) or not all(placement == R for placement in _placements(node)):
+    if node.op != "call_function" or mutates(node) or not all(placement == R for placement in result_placements(node)):
         return False
     if isinstance(node.meta.get("val"), (list, tuple)) and not all(map(is_getitem, node.users)):
         return False  # there is no value to put an operator after
     if node.target is redistribute:
         return node.args[1] == Partial()
-    return all(placement == R for operand in node.all_input_nodes for placement in _placements(operand))
-
-
-def _placements(node: fx.Node) -> Iterator[object]:
-    found = PLACEMENT.of(node)
-    yield from found if isinstance(found, tuple) else () if found is None else (found,)
+    return all(placement == R for operand in node.all_input_nodes for placement in result_placements(operand))
 
 
 def _is_sharded(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,15 @@ class Decision:
     preferred: bool = False
     """Whether a result is shown sharded because that is preferred, and not because of its operands: that serves users
     within the graph, and nobody outside."""
+
+    def required_of(self, operands: Sequence[fx.Node], value: fx.Node) -> list[Placement]:
+        """The placements that the node requires of a value, for each time that it is among its operands.
+
+        What is no operator requires nothing of its operands, and reads them whole.
+        """
+        if len(operands) != len(self.required):
+            return [R]
+        return [want for operand, want in zip(operands, self.required, strict=True) if operand is value]
 
     def item(self, index: int) -> Decision:
         """The decision of a node that takes one of several results."""

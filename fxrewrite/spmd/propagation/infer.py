@@ -18,7 +18,7 @@ from fxrewrite.errors import refuse
 from fxrewrite.graph.linear import is_linear_in
 from fxrewrite.ops import key, value
 from fxrewrite.spmd.facts import PLACEMENT
-from fxrewrite.spmd.layouts.rule import Call, LayoutRules
+from fxrewrite.spmd.layouts.rule import LayoutRules
 from fxrewrite.spmd.placement import Partial, Placement, Replicate, Shard, is_same_placement
 from fxrewrite.spmd.propagation.decision import is_getitem, operands_of, replicated, spread
 from fxrewrite.spmd.virtual import placement_of_virtual
@@ -69,9 +69,7 @@ def inferred(node: fx.Node, rules: LayoutRules) -> Placement | tuple[Placement, 
 
 
 def _by_rule(node: fx.Node, placements: list[Placement], rules: LayoutRules) -> tuple[Placement, ...] | None:
-    call = Call.of(node)
-    rule = rules.get(call.key)
-    indices = None if rule is None or call.reads_sizes else rule.map(call)
+    _, rule, indices = rules.of(node)
     if rule is None or indices is None:
         return None
     located = zip(indices.operands, placements, strict=True)

@@ -34,7 +34,7 @@ from fxrewrite.spmd.price.products import is_product, share_of
 from fxrewrite.spmd.propagation.decision import Decision, operands_of
 from fxrewrite.spmd.propagation.fixed_point import Preference, Propagation, replicated_values
 from fxrewrite.spmd.propagation.infer import inferred
-from fxrewrite.spmd.propagation.insert import insert_redistributions
+from fxrewrite.spmd.propagation.insert import Insertion
 from fxrewrite.spmd.properties import PLACEMENTS
 from fxrewrite.spmd.redistribute import convert_placements, redistribute
 
@@ -81,7 +81,7 @@ class PropagatePlacements:
         if not self.own_inputs:
             _report_whole_products(left, report)
         propagation.functions.write(report, own)
-        changes = insert_redistributions(edit, decisions, context.axis, self.name)
+        changes = Insertion(edit, decisions, context.axis, self.name).run()
         # From here on a node that a rule makes gets its placement as it gets its fake value: no rule sets it by hand.
         edit.derive(PLACEMENT, lambda node: inferred(node, self.rules))
         if context.watch is not None:

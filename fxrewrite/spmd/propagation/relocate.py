@@ -31,7 +31,7 @@ from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
 from fxrewrite.spmd.price.products import is_product
 from fxrewrite.spmd.propagation.decision import Decision, is_getitem, operands_of, spread, values_of
 
-__all__ = ["relocate"]
+__all__ = ["Relocation"]
 
 R = Replicate()
 _LARGEST = 4096
@@ -43,24 +43,6 @@ _KEPT, _MOVED = "kept", "moved"
 """The two sides of the cut; nodes outside of the region are kept."""
 
 
-def relocate(
-    graph: fx.Graph,
-    decisions: dict[fx.Node, Decision],
-    indices_of: Callable[[fx.Node], IndexMap | None],
-    derived: set[fx.Node],
-    axis: Axis,
-) -> None:
-    """Change `decisions` where fewer bytes travel when a region runs on another dimension than it was decided to.
-
-    `indices_of` gives the index map of a node that may run otherwise than decided, None for one that may not;
-    `derived` are the nodes that are computed from sharded values.
-    """
-    relocation = _Relocation(decisions, indices_of, derived, axis)
-    for node in graph.nodes:
-        if decisions[node].gathered:
-            relocation.visit(node)
-
-
 @dataclass(frozen=True, slots=True)
 class _Demand:
     """One placement in which a value is wanted: by users that run as decided, and by users that moved."""
@@ -70,7 +52,16 @@ class _Demand:
     moved: list[object]
 
 
-class _Relocation:
+class Relocation:
+    """Changes decisions where fewer bytes travel when a region runs on another dimension than it was decided to.
+
+    Args:
+        decisions: of all nodes; changed in place.
+        indices_of: the index map of a node that may run otherwise than decided, None for one that may not.
+        derived: the nodes that are computed from sharded values.
+        axis: the mesh axis.
+    """
+
     def __init__(
         self,
         decisions: dict[fx.Node, Decision],
@@ -83,7 +74,13 @@ class _Relocation:
         self._operands: dict[fx.Node, list[fx.Node]] = {}
         self._tried: set[tuple[fx.Node, str]] = set()
 
-    def visit(self, node: fx.Node) -> None:
+    def run(self, graph: fx.Graph) -> None:
+        """Visit every operator that gathers."""
+        for node in graph.nodes:
+            if self.decisions[node].gathered:
+                self._visit(node)
+
+    def _visit(self, node: fx.Node) -> None:
         """Move the region around an operator that gathers to the dimension that saves most."""
         # Each candidate is priced with all else as decided; the best replaces the decisions, so that later operators
         # that gather see it. A strict comparison keeps the graph as it is where nothing is saved.
@@ -230,9 +227,10 @@ class _Relocation:
             return demands.setdefault(str(want), _Demand(want, [], []))
 
         for user in value.users:
-            for want in self._required(user, value, self.decisions[user]):
+            operands = self._operands_of(user)
+            for want in self.decisions[user].required_of(operands, value):
                 demand(want).kept.append(user if user in region else _KEPT)
-            for want in self._required(user, value, region[user]) if user in region else ():
+            for want in region[user].required_of(operands, value) if user in region else ():
                 demand(want).moved.append(user)
         return list(demands.values())
 
@@ -254,7 +252,8 @@ class _Relocation:
         produced = changed.get(value, self.decisions[value]).produced[0]
         required: dict[str, Placement] = {}
         for user in value.users:
-            required |= {str(w): w for w in self._required(user, value, changed.get(user, self.decisions[user]))}
+            decision = changed.get(user, self.decisions[user])
+            required |= {str(want): want for want in decision.required_of(self._operands_of(user), value)}
         return sum(self._travel(value, produced, want) for want in required.values())
 
     def _travel(self, value: fx.Node, src: Placement, dst: Placement) -> int:
@@ -272,11 +271,6 @@ class _Relocation:
         """All that a node of the region reads or makes."""
         values = dict.fromkeys(value for node in region for value, _ in values_of(node))
         return list(values | dict.fromkeys(operand for node in region for operand in self._operands_of(node)))
-
-    def _required(self, user: fx.Node, value: fx.Node, decision: Decision) -> list[Placement]:
-        if not decision.required:
-            return []
-        return [w for operand, w in zip(self._operands_of(user), decision.required, strict=True) if operand is value]
 
     def _operands_of(self, node: fx.Node) -> list[fx.Node]:
         if node not in self._operands:
