@@ -17,13 +17,9 @@ are equal on all ranks, adjoints are free. Complete ones are summands, too (thei
 An operator that every rank runs on whole values passes on what it gets. One that runs on chunks gives each replicated
 operand a summand. So the values whose cotangents are complete are one side of a cut, and an edge that crosses it pays
 an all-reduce: the minimum cut says where cotangents are summed, as once for q, k and v after a norm, and not at every
-weight. The loss is complete where it leaves the graph. What the caller does with gradients of inputs decides for them:
-
-    "done"   nothing: an input that is held whole is complete; where it is read as summands, that is an all-reduce
-    "mean"   averages over the axis, as replicas do that average: summands are right, and nothing here communicates
-    "sum"    sums over the axis: as "mean", and the input divides its gradient by P
-
-An input that is held in shards divides its gradient by P. Both are one node after the input (`gradient_ops`).
+weight. The loss is complete where it leaves the graph. Inputs that are held whole are complete where the caller reduces
+nothing (`SpmdContext.gradients`); where it averages, summands are right, and where it sums, they are divided by P, as
+gradients of inputs in shards are. That is one node after the input (`gradient_ops`).
 
 Source: JAX's varying and invariant values (JEP 17111, docs/notebooks/shard_map.md); the operators f and g
 of arXiv 1909.08053, figure 3; types R and I of Meta's spmd_types.

@@ -13,7 +13,7 @@ from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.layouts.rule import Call, Neutral
 from fxrewrite.spmd.placement import Partial, Placement, ReduceOp, Replicate
 
-__all__ = ["Decision", "is_getitem", "operands_of", "replicated", "spread", "values_of"]
+__all__ = ["Decision", "is_getitem", "operands_of", "producer_of", "replicated", "spread", "values_of"]
 
 R = Replicate()
 
@@ -91,6 +91,15 @@ def values_of(node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
     for user in node.users:
         if is_getitem(user) and isinstance(user.args[1], int):
             yield user, user.args[1]
+
+
+def producer_of(value: fx.Node) -> tuple[fx.Node, int]:
+    """The node that computes a value, and the position of its result; the node itself, where it is no part of one."""
+    if is_getitem(value):
+        node, index = value.args
+        if isinstance(node, fx.Node) and isinstance(index, int):
+            return node, index
+    return value, 0
 
 
 def is_getitem(node: fx.Node) -> bool:

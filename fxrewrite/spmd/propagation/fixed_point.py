@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Mapping, Set as AbstractSet
 from dataclasses import replace
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +22,7 @@ from fxrewrite.spmd.layouts.notation import IndexMap
 from fxrewrite.spmd.layouts.rule import Call, LayoutRule, LayoutRules, results_of
 from fxrewrite.spmd.placement import AnyPlacement, Partial, Placement, Replicate, Shard, as_placement, is_same_placement
 from fxrewrite.spmd.propagation.bodies import CustomFunctions, stays_a_sum
-from fxrewrite.spmd.propagation.decision import Decision, is_getitem, operands_of, replicated, spread
+from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, replicated, spread
 from fxrewrite.spmd.propagation.indexed_call import IndexedCall, is_divided
 from fxrewrite.spmd.propagation.place import HELD, RETURNED
 from fxrewrite.spmd.propagation.relocate import Relocation
@@ -61,7 +62,7 @@ class Propagation:
         self._own = own
         """Values of which each rank has its own: Replicate says that a rank has all of it."""
         self.rules, self.context, self.axis = rules, context, context.axis
-        self._calls: dict[fx.Node, tuple[Call, LayoutRule | None, IndexMap | None]] = {}
+        self._call = cache(rules.of)
         self.decisions: dict[fx.Node, Decision] = {}
         self._derived: set[fx.Node] = set()
         """Nodes that are computed from sharded values, also where their own results are replicated."""
@@ -119,10 +120,9 @@ class Propagation:
             placement: Any = node.args[2 if node.target is redistribute else 1]
             return Decision((placement,), (placement,), (placement,), "asked for")
         # One of several results has the placement that the operator produces it with.
-        if is_getitem(node):
-            source, index = node.args
-            if isinstance(source, fx.Node) and isinstance(index, int):
-                return facts[source].item(index)
+        source, index = producer_of(node)
+        if source is not node:
+            return facts[source].item(index)
         operands = operands_of(node)
         return self._operator(node, operands, replicated(len(operands), len(results_of(node))))
 
@@ -184,15 +184,13 @@ class Propagation:
                     hint="add a LayoutRule for it, or drop strict=True to run it on the gathered value",
                 )
             return replace(whole, gathered=why)
+        preferred = tuple(self.decisions[operand].preferred for operand in call.operands)
+        clears_padding = self._given is None  # bodies hold no such node
+        run = IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=clears_padding)
         try:
-            return self._indexed(call, rule, indices, placements).decision()
+            return run.decision()
         except RefusedError as error:
             raise error.filled(rule=rule.id) from error
-
-    def _indexed(self, call: Call, rule: LayoutRule, indices: IndexMap, placements: Sequence[Placement]) -> IndexedCall:
-        preferred = tuple(self.decisions[operand].preferred for operand in call.operands)
-        is_whole_graph = self._given is None
-        return IndexedCall(call, rule, indices, tuple(placements), preferred, self.axis, clears_padding=is_whole_graph)
 
     def _on_own_values(self, node: fx.Node, placements: list[Placement], whole: Decision) -> Decision:
         """How an operator runs that reads a rank's own values beside shards of what all ranks have."""
@@ -294,11 +292,6 @@ class Propagation:
         if node in self._written or mutates(node) or any(n.target is redistribute for n in node.all_input_nodes):
             return None
         return self._call(node)[2]
-
-    def _call(self, node: fx.Node) -> tuple[Call, LayoutRule | None, IndexMap | None]:
-        if node not in self._calls:
-            self._calls[node] = self.rules.of(node)
-        return self._calls[node]
 
 
 def _why_unknown(call: Call, rule: LayoutRule | None) -> str:

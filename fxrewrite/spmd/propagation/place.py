@@ -3,6 +3,7 @@
     Place("shard_weights", {
         param("*.{gate,up}_proj.weight"): Shard(0),     each rank holds its rows; the gradient is that of its rows
         param("*.down_proj.weight"): Shard(1),
+        param("*.norm.weight"): Stored(Shard(0)),       held in shards, gathered before any use
         inputs("input_ids"): Shard(0),                  each rank is called with its own part of the batch
         inputs("mask"): Zigzag(1),                      blocks r and 2P - 1 - r of 2P; put in order before any use
         module_output("*.mlp"): Shard(1),               a constraint; propagation finds what follows from it
@@ -190,7 +191,7 @@ def _inputs(edit: Edit, *, of_model: bool) -> dict[str, list[fx.Node]]:
     return found
 
 
-def _matching_inputs(edit: Edit, site: Site, *, without_buffers: bool = False) -> Iterator[tuple[str, fx.Node]]:
+def _matching_inputs(edit: Edit, site: Site, *, without_buffers: bool) -> Iterator[tuple[str, fx.Node]]:
     """The inputs that a site matches, with their names."""
     known = _inputs(edit, of_model=site.kind == "param")
     if without_buffers:
@@ -201,21 +202,21 @@ def _matching_inputs(edit: Edit, site: Site, *, without_buffers: bool = False) -
 
 
 def _place_inputs(edit: Edit, axis: Axis, site: Site, placed: Placement | Stored | Zigzag, rule: str) -> int:
-    """Inputs become what a rank holds of them; what is stated to be gathered before use, or put in order, is that."""
-    changes, first = 0, first_call(edit)
-    for name, node in _matching_inputs(edit, site, without_buffers=isinstance(placed, Stored)):
+    """Inputs become what a rank holds of them. What is stored in shards is gathered before use, and so are blocks in
+    zigzag, which are put in order."""
+    changes, first, is_stored = 0, first_call(edit), isinstance(placed, Stored)
+    for name, node in _matching_inputs(edit, site, without_buffers=is_stored):
         of, shape, users = f"{site}: {name}", node.meta["val"].shape, list(node.users)
         stated = Shard(placed.dim) if isinstance(placed, Zigzag) else placed
         placement = held_placement(shape, stated, axis, of, inner=_inner(node))
         # A size that the graph reads of a local one, as P * s, stays right when the value becomes local.
-        is_read = not isinstance(placed, Stored)
-        if is_read and isinstance(placement, Shard) and written_factor(shape[placement.dim]) % axis.size:
+        if not is_stored and isinstance(placement, Shard) and written_factor(shape[placement.dim]) % axis.size:
             raise FxRewriteError(
                 f"{of}: dimension {placement.dim} is symbolic, and sizes in the graph are read off it as a whole; "
                 "compile with dynamic=False, or mark_static this dimension"
             )
         _hold(edit, node, placement, site, name)
-        changes += is_read
+        changes += not is_stored
         if isinstance(placed, Zigzag):
             if not require_divisible(shape[placed.dim], 2 * axis.size):
                 sizes = [size_hint(n) for n in shape]

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TypeAlias
 
 import networkx as nx
@@ -29,7 +30,7 @@ from fxrewrite.spmd.layouts.notation import IndexMap, IndexPart
 from fxrewrite.spmd.placement import Axis, Partial, Placement, Replicate, Shard, is_same_placement
 from fxrewrite.spmd.price.price import bytes_held, redistribution_bytes
 from fxrewrite.spmd.price.products import is_product
-from fxrewrite.spmd.propagation.decision import Decision, is_getitem, operands_of, spread, values_of
+from fxrewrite.spmd.propagation.decision import Decision, operands_of, producer_of, spread, values_of
 
 __all__ = ["Relocation"]
 
@@ -71,7 +72,7 @@ class Relocation:
     ) -> None:
         self.decisions, self.indices_of, self.derived = decisions, indices_of, derived
         self.num_ranks = axis.size
-        self._operands: dict[fx.Node, list[fx.Node]] = {}
+        self._operands_of = cache(operands_of)
         self._tried: set[tuple[fx.Node, str]] = set()
 
     def run(self, graph: fx.Graph) -> None:
@@ -160,7 +161,7 @@ class Relocation:
 
     def _producers(self, node: fx.Node, decision: Decision) -> Iterator[tuple[fx.Node, IndexPart]]:
         for operand, want in zip(self._operands_of(node), decision.required, strict=True):
-            producer, result = _producer(operand)
+            producer, result = producer_of(operand)
             indices = self.indices_of(producer) if producer in self.derived else None
             if indices is not None:
                 part = indices.locate(indices.results[result], want)
@@ -203,7 +204,7 @@ class Relocation:
         price must not be paid for each: they are joined by edges that are never cut. A price of keeping any of them is
         an edge from the joint to "moved"; a price of moving any of them is an edge from "kept" to the joint.
         """
-        producer, result = _producer(value)
+        producer, result = producer_of(value)
         here = self.decisions[value].produced[0]
         there = region[producer].produced[result] if producer in region else here
         source = producer if producer in region else _KEPT
@@ -272,11 +273,6 @@ class Relocation:
         values = dict.fromkeys(value for node in region for value, _ in values_of(node))
         return list(values | dict.fromkeys(operand for node in region for operand in self._operands_of(node)))
 
-    def _operands_of(self, node: fx.Node) -> list[fx.Node]:
-        if node not in self._operands:
-            self._operands[node] = operands_of(node)
-        return self._operands[node]
-
     def _say_what_is_gathered(self, node: fx.Node) -> None:
         decision = self.decisions[node]
         placed = [self.decisions[operand].produced[0] for operand in self._operands_of(node)]
@@ -286,15 +282,6 @@ class Relocation:
         if whole:
             why = f"{key(node)} {decision.why}; operand {whole} must be whole there"
             self.decisions[node] = replace(decision, gathered=why)
-
-
-def _producer(value: fx.Node) -> tuple[fx.Node, int]:
-    """The node that computes `value`, and the position of its result."""
-    if is_getitem(value):
-        node, index = value.args
-        if isinstance(node, fx.Node) and isinstance(index, int):
-            return node, index
-    return value, 0
 
 
 def _connect(network: Network, before: object, after: object, cost: int) -> None:

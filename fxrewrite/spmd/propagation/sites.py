@@ -1,9 +1,4 @@
-"""What placements are stated of, and whether a placement can be held by a parameter or an input of some shape.
-
-    param("*.up_proj.weight"): Shard(0)             the parameters and buffers that a glob matches
-    param("*"): Stored(Shard(0), or_whole=True)     held in shards, gathered before any use
-    inputs("input_ids"): Zigzag(1)
-    module_output("*.mlp"): Shard(1)
+"""What placements are stated of (`place`), and whether a parameter or an input of some shape can be held so.
 
 A glob is matched against qualified names as in `named_parameters`; `{a,b}` is one of several.
 """
