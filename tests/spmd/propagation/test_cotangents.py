@@ -193,45 +193,39 @@ def test_outputs_that_leave_in_shards_come_back_with_their_own_gradients() -> No
     check_ranks(gm, run, gradients_of(model))
 
 
-def test_what_is_written_to_is_a_summand() -> None:
-    """Autograd runs through memory that is written to by other edges than the graph's."""
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.up = nn.Parameter(torch.randn(8)), nn.Linear(8, 12, bias=False)
 
-    class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.scale, self.up = nn.Parameter(torch.randn(8)), nn.Linear(8, 12, bias=False)
 
-        def forward(self, x: Tensor) -> Tensor:
-            kept = x * 2
-            kept[1].mul_(self.scale)
-            return self.up(kept).square().sum() + kept.sum()
+class Writes(Scaled):
+    """Autograd runs through memory that is written to by other edges than the graph's: it gets summands."""
 
-    model, x = Writes().double(), torch.randn(4, 8, dtype=torch.float64)
+    def forward(self, x: Tensor) -> Tensor:
+        kept = x * 2
+        kept[1].mul_(self.scale)
+        return self.up(kept).square().sum() + kept.sum()
+
+
+class Detached(Scaled):
+    """A detached value has no gradient to sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = torch.tanh(x * self.scale)
+        return self.up(kept.detach()).square().sum() + kept.sum()
+
+
+@pytest.mark.parametrize("of", [Writes, Detached])
+def test_no_sum_is_taken_where_autograd_does_not_run_by_the_graph(of: type[Scaled]) -> None:
+    model, x = of().double(), torch.randn(4, 8, dtype=torch.float64)
     model(x).backward()
     with fake_mesh((RANKS,), ("tp",)) as mesh:
         gm, given = lowered(model, {"x": x}, {param("up.weight"): Shard(0)}, mesh, "done")
         run = run_on_ranks(gm, given, mesh, backward=0)
-    check_ranks(gm, run, gradients_of(model))
-
-
-def test_a_detached_value_has_no_gradient_to_sum() -> None:
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.scale, self.up = nn.Parameter(torch.randn(8)), nn.Linear(8, 12, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            kept = torch.tanh(x * self.scale)
-            return self.up(kept.detach()).square().sum() + kept.sum()
-
-    model, x = Detached().double(), torch.randn(4, 8, dtype=torch.float64)
-    model(x).backward()
-    with fake_mesh((RANKS,), ("tp",)) as mesh:
-        gm, given = lowered(model, {"x": x}, {param("up.weight"): Shard(0)}, mesh, "done")
-        run = run_on_ranks(gm, given, mesh, backward=0)
-    assert not [node for node in gm.graph.nodes if key(node) == "fxrewrite::mean_gradient"]
+    means = [node for node in gm.graph.nodes if key(node) == "fxrewrite::mean_gradient"]
+    assert of is Writes or not means
     check_ranks(gm, run, gradients_of(model))
 
 
