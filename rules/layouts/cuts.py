@@ -3,7 +3,7 @@
 from typing import Any
 
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, is_same_size
-from rules.layouts.terms import aten, dim_of, index_map, indices, insert, names_of, replaced
+from rules.layouts.terms import aten, dim_of, index_map, indices, insert, replaced
 
 __all__ = ["LAYOUTS"]
 
@@ -51,15 +51,6 @@ def scatter_slice(call: Call) -> IndexMap | None:
     at = dim_of(call, len(terms))
     source = replaced(terms, at, ("part",)) if call.key == "aten::slice_scatter" else replaced(terms, at)
     return index_map(call, {"self": terms, "src": source}, terms, whole=terms[at])
-
-
-def scatter_diagonal(call: Call) -> IndexMap | None:
-    """d... !i !j, d... !k -> d... i j"""
-    terms = indices(len(call.shape()))
-    taken = {dim_of(call, len(terms), name) for name in ("dim1", "dim2")}
-    others = tuple(term for dim, term in enumerate(terms) if dim not in taken)
-    whole = names_of(terms[dim] for dim in taken)
-    return index_map(call, {"self": terms, "src": (*others, ("diagonal",))}, terms, whole=whole)
 
 
 def cat(call: Call) -> IndexMap | None:
@@ -116,7 +107,6 @@ LAYOUTS = (
     LayoutRule("layout.split_with_sizes", aten(_SPLITS_WITH_SIZES), split, length_args=("split_sizes",)),
     LayoutRule("layout.chunk", aten("chunk unsafe_chunk"), split),
     LayoutRule("layout.scatter_slice", aten("slice_scatter select_scatter"), scatter_slice),
-    LayoutRule("layout.scatter_diagonal", aten("diagonal_scatter"), scatter_diagonal),
     LayoutRule("layout.cat", aten("cat vstack hstack column_stack"), cat),
     LayoutRule("layout.stack", aten("stack"), stack),
     LayoutRule("layout.pad", aten("pad constant_pad_nd"), pad),

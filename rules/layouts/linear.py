@@ -6,8 +6,6 @@ indices must be whole.
 
 from __future__ import annotations
 
-import string
-
 from fxrewrite.spmd import Call, IndexMap, LayoutRule, Size, Terms, is_same_size, parse
 from rules.layouts.terms import aligned, aten, broadcast_shape, dim_of, index_map, indices, replaced
 
@@ -16,15 +14,12 @@ __all__ = ["LAYOUTS"]
 
 def matmul(call: Call) -> IndexMap | None:
     """b... m k, b... k n -> b... m n, batch dimensions broadcast, vectors without m or n"""
-    left, right = call.shape(0), call.shape(1)
+    left, right = call.shape(), call.shape(1)
     if not left or not right:
         return None
-    rows: Terms = (("m",), ("k",))[-len(left) :]
-    columns: Terms = (("k",), ("n",))[: len(right)]
-    batch, of_left, of_right = _batch(call)
-    first, second = list(call.args)[:2]
-    operands = {first: (*of_left, *rows), second: (*of_right, *columns)}
-    return index_map(call, operands, (*batch, *rows[:-1], *columns[1:]), summed={"k"})
+    rows, m = ("~b... m k", "m") if len(left) > 1 else ("k", "")
+    columns, n = ("~b... k n", "n") if len(right) > 1 else ("k", "")
+    return parse(f"{rows}, {columns} -> b... {m} {n}").bind([left, right])
 
 
 def tensordot(call: Call) -> IndexMap | None:
@@ -57,13 +52,6 @@ def kron(call: Call) -> IndexMap | None:
     return index_map(call, {"self": of_left, "other": of_right}, result, sizes=sizes)
 
 
-def distances(call: Call) -> IndexMap | None:
-    """b... m !d, b... n !d -> b... m n"""
-    batch, of_left, of_right = _batch(call)
-    operands = {"x1": (*of_left, ("m",), ("d",)), "x2": (*of_right, ("n",), ("d",))}
-    return index_map(call, operands, (*batch, ("m",), ("n",)))
-
-
 def along(call: Call) -> IndexMap | None:
     """a k b, a k b -> a b along `dim`; operands broadcast; only a sum of products may be summed over shards"""
     full = broadcast_shape(call.shape(), call.shape(1))
@@ -78,22 +66,10 @@ def along(call: Call) -> IndexMap | None:
 
 def solve(call: Call) -> IndexMap | None:
     """b... !n !n, b... !n k -> b... n k: columns are independent; with left=False, rows are"""
-    matrix, other = call.shape(), call.shape(1)
-    if len(matrix) != len(other):
+    if len(call.shape()) != len(call.shape(1)):
         return None
-    batch, of_matrix, of_other = _batch(call)
-    solved: Terms = (("n",), ("k",)) if call.args["left"] else (("k",), ("n",))
-    first, second = list(call.args)[:2]
-    operands = {first: (*of_matrix, ("n",), ("i",)), second: (*of_other, *solved)}
-    return index_map(call, operands, (*batch, *solved), whole=("n",))
-
-
-def _batch(call: Call) -> tuple[Terms, Terms, Terms]:
-    """Returns the terms of all but the last two dimensions, which broadcast: of the result and of two operands."""
-    left, right = call.shape()[:-2], call.shape(1)[:-2]
-    full = broadcast_shape(left, right)
-    terms = indices(len(full), "b")
-    return terms, aligned(left, full, terms), aligned(right, full, terms)
+    solved = "!n k" if call.args["left"] else "k !n"
+    return parse(f"~b... !n !i, ~b... {solved} -> b... {solved}").bind([call.shape(), call.shape(1)])
 
 
 def einsum(call: Call) -> IndexMap | None:
@@ -106,18 +82,13 @@ def einsum(call: Call) -> IndexMap | None:
         letters = left.replace(",", "").replace("...", "")
         right = "..." * ("..." in left) + "".join(sorted(x for x in set(letters) if letters.count(x) == 1))
     twice = {letter for text in inputs for letter in text if letter.isalpha() and text.count(letter) > 1}
-    # An ellipsis is the last dimensions of the longest one, aligned from the right: each gets a name of its own.
-    counts = [len(shape) - len(text.replace("...", "")) for text, shape in zip(inputs, shapes, strict=True)]
-    longest = max(counts)
-    ellipsis = [f"dots{letter}" for letter in string.ascii_letters[:longest]]
 
-    def terms(text: str, count: int) -> str:
+    def terms(text: str) -> str:
         before, dots, after = text.partition("...")
-        names = [*before, *(ellipsis[longest - count :] if dots else ()), *after]
-        return " ".join("!" * (name in twice) + name for name in names)
+        words = [*before, *["~dots..."] * bool(dots), *after]
+        return " ".join("!" * (word in twice) + word for word in words)
 
-    operands = ", ".join(map(terms, inputs, counts))
-    return parse(f"{operands} -> {terms(right, longest)}").bind(shapes)
+    return parse(f"{', '.join(map(terms, inputs))} -> {terms(right)}").bind(shapes)
 
 
 LAYOUTS = (
@@ -136,7 +107,7 @@ LAYOUTS = (
     LayoutRule("layout.similarity", aten("cosine_similarity pairwise_distance"), along),
     LayoutRule("layout.tensordot", aten("tensordot"), tensordot, neutral="zeros"),
     LayoutRule("layout.kron", aten("kron"), kron),
-    LayoutRule("layout.distances", aten("cdist"), distances),
+    LayoutRule("layout.distances", aten("cdist"), "~b... m !d, ~b... n !d -> b... m n"),
     LayoutRule("layout.solve", aten("linalg_solve_triangular linalg_solve"), solve),
     LayoutRule("layout.einsum", aten("einsum"), einsum, neutral="zeros"),
 )

@@ -21,9 +21,10 @@ def _dims(call: Call, rank: int) -> list[int]:
 
 
 def reduction(call: Call) -> IndexMap | None:
-    """sums over `dim`; a sharded one gives partial sums"""
+    """reduces over `dim`; a sharded one gives partial sums, or maxima and minima where nothing is differentiated"""
     terms, result = _reduced(call)
-    return index_map(call, {"self": terms}, result, summed=names_of(terms))
+    is_bool = call.node.meta["val"].dtype == torch.bool  # collectives have no bools
+    return index_map(call, {"self": terms}, result, summed=() if is_bool else names_of(terms))
 
 
 def whole_reduction(call: Call) -> IndexMap | None:
@@ -32,13 +33,6 @@ def whole_reduction(call: Call) -> IndexMap | None:
         return broadcast(call)
     terms, result = _reduced(call)
     return index_map(call, {"self": terms}, result)
-
-
-def extremum(call: Call) -> IndexMap | None:
-    """reduces over `dim`; a sharded one gives partial maxima or minima, where nothing is differentiated"""
-    terms, result = _reduced(call)
-    is_bool = call.node.meta["val"].dtype == torch.bool  # collectives have no bools
-    return index_map(call, {"self": terms}, result, summed=() if is_bool else names_of(terms))
 
 
 def lowest(call: Call) -> Neutral:
@@ -132,8 +126,8 @@ _TRANSFORMS = "fft_fft fft_ifft fft_rfft fft_irfft fft_fft2 fft_ifft2 fft_rfft2 
 LAYOUTS = (
     LayoutRule("layout.sum", aten("sum nansum count_nonzero"), reduction, neutral="zeros"),
     LayoutRule("layout.mean", aten("mean"), reduction, neutral="zeros", rewritten_by="reductions.mean_over_shards"),
-    LayoutRule("layout.amax", aten("amax"), extremum, neutral=lowest, reduce_op="max"),
-    LayoutRule("layout.amin", aten("amin"), extremum, neutral=highest, reduce_op="min"),
+    LayoutRule("layout.amax", aten("amax"), reduction, neutral=lowest, reduce_op="max"),
+    LayoutRule("layout.amin", aten("amin"), reduction, neutral=highest, reduce_op="min"),
     LayoutRule("layout.reduce_whole", aten(_WHOLE), whole_reduction),
     LayoutRule("layout.along", aten(_ALONG), along),
     LayoutRule("layout.along_last_two", aten(_ALONG_LAST_TWO), "d... !m !n -> d... m n"),

@@ -117,10 +117,21 @@ def unsqueeze(call: Call) -> IndexMap | None:
 
 def diagonal(call: Call) -> IndexMap | None:
     """d... !i !j -> d... k"""
+    terms, result = _diagonal(call)
+    return index_map(call, {"self": terms}, result)
+
+
+def scatter_diagonal(call: Call) -> IndexMap | None:
+    """d... !i !j, d... !k -> d... i j"""
+    terms, source = _diagonal(call)
+    return index_map(call, {"self": terms, "src": source}, terms, whole=names_of(terms) - names_of(source))
+
+
+def _diagonal(call: Call) -> tuple[Terms, Terms]:
+    """Returns the terms of the first operand, and those of its diagonal."""
     terms = indices(len(call.shape()))
     taken = {dim_of(call, len(terms), name) for name in ("dim1", "dim2")}
-    others = tuple(term for dim, term in enumerate(terms) if dim not in taken)
-    return index_map(call, {"self": terms}, (*others, ("diagonal",)))
+    return terms, (*(term for dim, term in enumerate(terms) if dim not in taken), ("diagonal",))
 
 
 def diag_embed(call: Call) -> IndexMap | None:
@@ -178,6 +189,7 @@ LAYOUTS = (
     LayoutRule("layout.as_complex", aten("view_as_complex"), "d... !p -> d..."),
     LayoutRule("layout.as_real", aten("view_as_real"), "d... -> d... p"),
     LayoutRule("layout.diagonal", aten("diagonal"), diagonal),
+    LayoutRule("layout.scatter_diagonal", aten("diagonal_scatter"), scatter_diagonal),
     LayoutRule("layout.diag_embed", aten("diag_embed"), diag_embed),
     LayoutRule("layout.unfold", aten("unfold"), unfold),
     LayoutRule("layout.meshgrid", aten("meshgrid"), meshgrid),

@@ -5,16 +5,18 @@
 
 An index that is in an operand and in a result can be sharded without communication. One that is only in operands is
 contracted: sharding it makes the results partial sums. `!x` must be whole on every rank. `x...` is any number of
-dimensions. `x?` marks an operand that may be absent. `+` marks an operand that is added once, which forbids partial
-sums when it is there. A dimension that is made of two, as a view makes it and as texts write it, `(b s)`, is not
-read here: `view_map` and functions of a call give such maps.
+dimensions; `~x...` is any number in each operand, and they broadcast from the right. `x?` marks an operand that may be
+absent. `+` marks an operand that is added once, which forbids partial sums when it is there. A dimension that is made
+of two, as a view makes it and as texts write it, `(b s)`, is not read here: `view_map` and functions of a call give
+such maps.
 """
 
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
@@ -92,10 +94,11 @@ class Notation:
 
     text: str
     operands: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[str, ...], ...]
     optional: frozenset[int]
     added: frozenset[int]
-    results: tuple[tuple[str, ...], ...]
-    whole: frozenset[str] = field(default=frozenset())
+    whole: frozenset[str]
+    broadcast: frozenset[str]
 
     def bind(
         self, shapes: Sequence[Sequence[Size] | None], result_shapes: Sequence[Sequence[Size]] = ()
@@ -111,18 +114,20 @@ class Notation:
         required = set(range(len(self.operands))) - self.optional
         if len(shapes) > len(self.operands) or not required <= present.keys():
             return None
-        spread: dict[str, int] = {}
+        spread, own = dict[str, int](), dict[int, int]()
         for position, shape in present.items():
             names = self.operands[position]
             repeated = [name for name in names if name.endswith("...")]
             missing = len(shape) - (len(names) - len(repeated))
             if repeated and missing >= 0:
-                fits = spread.setdefault(repeated[0], missing) == missing
+                known = spread.get(repeated[0], missing)
+                spread[repeated[0]], own[position] = max(known, missing), missing
+                fits = known == missing or repeated[0] in self.broadcast
             else:
                 fits = missing == 0 or (missing < 0 and position in self.added)
             if not fits:
                 return None
-        operands = [(_spread(self.operands[position], spread), shape) for position, shape in present.items()]
+        operands = [(_spread(self.operands[i], spread, own.get(i)), shape) for i, shape in present.items()]
         operands = [(names[len(names) - len(shape) :], shape) for names, shape in operands]
         sizes: dict[str, Size] = {}
         for name, size in (pair for names, shape in operands for pair in zip(names, shape, strict=True)):
@@ -145,12 +150,13 @@ class Notation:
         return IndexMap(terms, of_results, sizes, frozenset(whole))
 
 
-def _spread(names: tuple[str, ...], spread: Mapping[str, int]) -> list[str]:
-    """The names, of which one that is repeated is that of as many dimensions as it stands for."""
+def _spread(names: tuple[str, ...], spread: Mapping[str, int], own: int | None = None) -> list[str]:
+    """The names, of which one that is repeated is that of as many dimensions as it stands for, or of the last `own`."""
     expanded: list[str] = []
     for name in names:
         if name.endswith("..."):
-            expanded += [f"{name[:-3]}{i}" for i in range(spread.get(name, 0))]
+            count = spread.get(name, 0)
+            expanded += [f"{name[:-3]}{i}" for i in range(count - (count if own is None else own), count)]
         else:
             expanded.append(name)
     return expanded
@@ -162,26 +168,34 @@ def parse(text: str) -> Notation:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise ValueError(f"index notation {text!r}: expected operands '->' results")
-    operands, optional, added, whole = [], set[int](), set[int](), set[str]()
+    operands, optional, added = list[tuple[str, ...]](), set[int](), set[int]()
+    marked = defaultdict[str, set[str]](set)
     for position, part in enumerate(map(str.strip, left.split(","))):
         if part.startswith("+"):
             added.add(position)
         if part.endswith("?"):
             optional.add(position)
-        operands.append(_names(part.removeprefix("+").removesuffix("?").strip(), whole, text))
-    results = tuple(_names(part.strip(), whole, text) for part in right.split(","))
-    return Notation(text, tuple(operands), frozenset(optional), frozenset(added), results, frozenset(whole))
+        operands.append(_names(part.removeprefix("+").removesuffix("?").strip(), marked, text))
+    results = tuple(_names(part.strip(), marked, text) for part in right.split(","))
+    return Notation(
+        text,
+        tuple(operands),
+        results,
+        optional=frozenset(optional),
+        added=frozenset(added),
+        whole=frozenset(marked["!"]),
+        broadcast=frozenset(marked["~"]),
+    )
 
 
-def _names(part: str, whole: set[str], text: str) -> tuple[str, ...]:
-    names = []
+def _names(part: str, marked: dict[str, set[str]], text: str) -> tuple[str, ...]:
+    """The names of the dimensions of one tensor; what is before a name, `!` or `~`, says what it is marked as."""
+    names: list[str] = []
     for word in part.split():
-        if not re.fullmatch(r"!?[A-Za-z]+(\.\.\.)?", word):
-            raise ValueError(f"index notation {text!r}: {word!r} is not an index such as s, !s or b...")
-        name = word.removeprefix("!")
-        if word.startswith("!"):
-            whole.add(name)
-        names.append(name)
+        if not re.fullmatch(r"!?[A-Za-z]+(\.\.\.)?|~[A-Za-z]+\.\.\.", word):
+            raise ValueError(f"index notation {text!r}: {word!r} is not an index such as s, !s, b... or ~b...")
+        names.append(word.lstrip("!~"))
+        marked[word.removesuffix(names[-1])].add(names[-1])
     return tuple(names)
 
 
